@@ -1,0 +1,7 @@
+"""Data-parallel training for PyTorch in which every replica takes the same step."""
+
+from evenstep.errors import EvenstepError
+from evenstep.world import World, init
+
+__all__ = ["EvenstepError", "World", "init"]
+__version__ = "0.1.0"

@@ -1,0 +1,64 @@
+"""What a person sees while training runs: rank 0's lines and one progress bar."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def progress(
+    items: Iterable[Item], *, description: str, total: int | None = None, interval_s: float = 10.0
+) -> Iterator[Item]:
+    """Yield `items` behind a bar on a terminal, or behind a plain line per interval where there is none.
+
+    Args:
+        items: What is iterated.
+        description: What stands before the bar.
+        total: Number of items; None: `len(items)`, or unknown.
+        interval_s: Seconds between two plain lines. The last item is always followed by one.
+    """
+    if total is None and isinstance(items, Sized):
+        total = len(items)
+    if sys.stderr.isatty():
+        return _bar(items, description, total)
+    return _lines(items, description, total, interval_s)
+
+
+def _bar(items: Iterable[Item], description: str, total: int | None) -> Iterator[Item]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield from bar.track(items, total=total, description=description)
+
+
+def _lines(items: Iterable[Item], description: str, total: int | None, interval_s: float) -> Iterator[Item]:
+    of = "" if total is None else f"/{total}"
+    start = last = time.monotonic()
+    count = 0
+    try:
+        for item in items:
+            yield item
+            count += 1
+            now = time.monotonic()
+            if now - last >= interval_s:
+                last = now
+                _say(f"{description}: {count}{of}, {count / (now - start):.1f} a second")
+    finally:
+        elapsed = time.monotonic() - start
+        rate = f", {count / elapsed:.1f} a second" if elapsed > 0 else ""
+        _say(f"{description}: {count}{of} in {elapsed:.1f} s{rate}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,47 @@
+"""Which device a rank computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from evenstep.environment import Placement
+from evenstep.errors import ConfigurationError
+
+
+def choose_device(asked: str | torch.device | None, placement: Placement, *, num_gpus: int) -> torch.device:
+    """The device of one rank. Pure.
+
+    Args:
+        asked: "cpu", "cuda" (the rank's own GPU), "cuda:1" (that one, shared if need be), or None to take GPUs if
+            there are any.
+        placement: Where the rank stands among those of its host.
+        num_gpus: GPUs that torch can use on this host.
+
+    Raises:
+        ConfigurationError: No such device, or more ranks than GPUs.
+    """
+    if asked is None:
+        asked = "cuda" if num_gpus else "cpu"
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        raise ConfigurationError(f"device={str(asked)!r} is no device; use 'cpu', 'cuda' or 'cuda:1'.") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ConfigurationError(f"device={str(asked)!r}: evenstep trains on 'cpu' and 'cuda'.")
+    if device.index is not None:
+        if device.index >= num_gpus:
+            raise ConfigurationError(f"device={str(asked)!r}, but this host has {_gpus(num_gpus)}.")
+        return device
+    if placement.local_world_size > num_gpus:
+        raise ConfigurationError(
+            f"{placement.local_world_size} ranks on this host, but it has {_gpus(num_gpus)}: each rank needs one of "
+            f"its own. Start at most {num_gpus} ranks, or pass device='cpu'"
+            + (", or name one to be shared: device='cuda:0'." if num_gpus else ".")
+        )
+    return torch.device("cuda", placement.local_rank)
+
+
+def _gpus(count: int) -> str:
+    return {0: "no GPU that torch can use", 1: "1 GPU"}.get(count, f"{count} GPUs")

@@ -1,0 +1,116 @@
+"""The first-blame slot: who failed first, when one failure drags all ranks down.
+
+A rank that dies of an exception writes a `CrashReport` into the run's private directory *before* it lets go of its
+sockets. Its peers see the connection break only after that, so the order of the reports is the order of causes.
+Ranks that are killed write nothing: for them the launcher knows the signal. `choose_culprit` weighs both, purely.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from evenstep.errors import EvenstepError
+
+# How torch says that a peer has gone. Whoever raises this is a witness.
+_PEER_GONE = re.compile(
+    r"connection (closed|reset|refused|was closed)|broken pipe|read error|write error|socket timeout"
+    r"|timed out (waiting|after)|peer (closed|disconnected)|remote process exited|ncclRemoteError"
+    r"|application timeout|failed to (recv|read|connect)",
+    re.IGNORECASE,
+)
+
+_MAX_TEXT_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True)
+class CrashReport:
+    """A rank's own account of its end.
+
+    Attributes:
+        time_ns: Monotonic time of the host at the moment of the report.
+        is_consequence: The error says that somebody else is gone.
+        exit_code: The status the process is about to end with.
+        summary: One line: type and message.
+        traceback: Text as python prints it; empty where the message says all there is to know.
+    """
+
+    rank: int
+    pid: int
+    time_ns: int
+    is_consequence: bool
+    exit_code: int
+    summary: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, traceback: str) -> CrashReport:
+        """Describe the exception that is about to end this process."""
+        summary = f"{type(error).__name__}: {error}"
+        return cls(
+            rank=rank,
+            pid=os.getpid(),
+            time_ns=time.monotonic_ns(),
+            is_consequence=is_consequence(error),
+            exit_code=error.exit_code if isinstance(error, EvenstepError) else 1,
+            summary=summary[:_MAX_TEXT_CHARACTERS],
+            traceback=traceback[-_MAX_TEXT_CHARACTERS:],
+        )
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a rank's process ended, as its launcher saw it; negative exit codes are signals."""
+
+    rank: int
+    pid: int
+    exit_code: int
+    stopped_by_launcher: bool = False
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an exception says that another rank is gone, rather than that something is wrong here."""
+    if isinstance(error, EvenstepError):
+        return error.is_consequence
+    return isinstance(error, RuntimeError | ConnectionError) and _PEER_GONE.search(str(error)) is not None
+
+
+def choose_culprit(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> Exit | None:
+    """Of all ranks that ended badly, the one that began it. Pure; None when none did.
+
+    In this order: the earliest report of a genuine error; a process that a signal ended which the launcher didn't
+    send; a bad exit status without a report; and, when everybody only lost somebody, the earliest of those reports.
+    """
+    failed = {end.rank: end for end in exits if end.exit_code != 0 and not end.stopped_by_launcher}
+    told = sorted((r for r in reports if r.rank in failed), key=lambda report: report.time_ns)
+    for report in told:
+        if not report.is_consequence:
+            return failed[report.rank]
+    untold = [end for rank, end in sorted(failed.items()) if all(r.rank != rank for r in told)]
+    for end in sorted(untold, key=lambda end: end.exit_code >= 0):  # signals first
+        return end
+    return failed[told[0].rank] if told else None
+
+
+def write_report(directory: Path, report: CrashReport, *, attempt: int = 0) -> None:
+    """Leave a report where the launcher looks; whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".crash-", delete=False) as file:
+        json.dump(asdict(report), file)
+    Path(file.name).rename(directory / f"crash-{attempt}-{report.rank}.json")
+
+
+def read_reports(directory: Path, *, attempt: int = 0) -> list[CrashReport]:
+    """All reports of one attempt, by rank; a file that can't be understood is passed over."""
+    reports = []
+    for path in sorted(directory.glob(f"crash-{attempt}-*.json")):
+        try:
+            reports.append(CrashReport(**json.loads(path.read_text())))
+        except (OSError, ValueError, TypeError):
+            continue
+    return reports

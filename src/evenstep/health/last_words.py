@@ -1,0 +1,78 @@
+"""The last words of a process: what is printed, reported and returned when an exception ends it.
+
+A user's mistake is one message and the line of the user's file that made it. Anything else keeps its traceback,
+without the frames of the machinery that started the script. Under a launcher of ours a rank prints nothing:
+it reports, and the launcher prints the culprit's account, once, last.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from evenstep.environment import Placement
+from evenstep.errors import EvenstepError
+from evenstep.health.blame import CrashReport, write_report
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_MACHINERY = (str(_PACKAGE / "launcher"), "<frozen runpy>", "runpy.py")
+
+
+class _Hook(Protocol):
+    def __call__(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None, /) -> object: ...
+
+
+def describe(error: BaseException) -> str:
+    """An exception as its reader should see it: one message for a user's mistake, else the traceback."""
+    if isinstance(error, EvenstepError) and error.is_users_mistake:
+        where = _where_the_user_called(error.__traceback__)
+        return f"{type(error).__name__}: {error}" + (f"\n  at {where}" if where else "")
+    return "".join(traceback.format_exception(type(error), error, _without_machinery(error.__traceback__))).rstrip()
+
+
+def install(placement: Placement) -> _Hook:
+    """Make uncaught exceptions end this process as the module says. Returns the hook that was there before."""
+    before: _Hook = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, tb: TracebackType | None, /) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            if placement.run_directory is None:
+                before(kind, error, tb)
+            raise SystemExit(130)
+        text = describe(error)
+        if placement.run_directory is not None and placement.run_directory.is_dir():
+            report = CrashReport.of(error, rank=placement.rank, traceback=text)
+            write_report(placement.run_directory, report, attempt=placement.restart_count)
+            if placement.rank != 0:  # its stderr is its own log file
+                print(text, file=sys.stderr, flush=True)  # noqa: T201
+        elif isinstance(error, EvenstepError):
+            who = f" on rank {placement.rank}" if placement.world_size > 1 else ""
+            print(f"evenstep{who}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+        else:
+            before(kind, error, tb)
+        # CPython lets a hook end the process with a status of its own, exit handlers included.
+        raise SystemExit(error.exit_code if isinstance(error, EvenstepError) else 1)
+
+    sys.excepthook = end
+    return before
+
+
+def _without_machinery(tb: TracebackType | None) -> TracebackType | None:
+    first = tb
+    while tb is not None and any(part in tb.tb_frame.f_code.co_filename for part in _MACHINERY):
+        tb = tb.tb_next
+    return tb if tb is not None else first
+
+
+def _where_the_user_called(tb: TracebackType | None) -> str:
+    """The innermost frame that belongs neither to evenstep nor to an installed package."""
+    where = ""
+    for frame in traceback.extract_tb(_without_machinery(tb)):
+        path = frame.filename
+        if str(_PACKAGE) in path or "site-packages" in path or path.startswith("<"):
+            continue
+        where = f"{path}, line {frame.lineno}, in {frame.name}"
+    return where

@@ -1,0 +1,1 @@
+"""Moving bytes between ranks: one seam (`base.Transport`) and what stands behind it."""

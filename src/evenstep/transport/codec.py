@@ -1,0 +1,92 @@
+"""Objects to bytes and back, without pickle: JSON for the structure, safetensors for the tensors.
+
+8 bytes   length of the JSON part, little-endian
+JSON      the structure; a tensor is {"~tensor": "3"}, a tuple {"~tuple": [...]}, a dictionary {"~dict": {...}}
+          where one of its keys begins with "~"
+rest      safetensors, one entry per tensor
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from evenstep.errors import ConfigurationError
+
+
+def encode(value: Any) -> bytes:
+    """Turn plain data into bytes.
+
+    Args:
+        value: None, bool, int, float, str, tensors, and lists, tuples and dictionaries (keys: str) of them.
+
+    Raises:
+        ConfigurationError: Something else is in it; the message has its path and type.
+    """
+    tensors: dict[str, Tensor] = {}
+    structure = json.dumps(_flatten(value, "object", tensors)).encode()
+    payload = save(tensors) if tensors else b""
+    return len(structure).to_bytes(8, "little") + structure + payload
+
+
+def decode(data: bytes) -> Any:
+    """What `encode` was given; tensors come back on the CPU."""
+    length = int.from_bytes(data[:8], "little")
+    structure = json.loads(data[8 : 8 + length])
+    payload = data[8 + length :]
+    return _rebuild(structure, load(payload) if payload else {})
+
+
+def to_tensor(data: bytes) -> Tensor:
+    """[len(data)], uint8."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """The inverse of `to_tensor`."""
+    # Through the storage, because numpy, which `Tensor.numpy` needs, may not be installed.
+    return bytes(tensor.contiguous().clone().untyped_storage()) if tensor.numel() else b""
+
+
+def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided:
+            raise ConfigurationError(f"{path} is a {value.layout} tensor; only dense tensors can be sent.")
+        key = str(len(tensors))
+        # A clone: safetensors refuses tensors that share memory, and the receiver shares none anyway.
+        tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+        return {"~tensor": key}
+    if isinstance(value, tuple):
+        return {"~tuple": [_flatten(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [_flatten(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ConfigurationError(f"{path} has the key {key!r} of type {type(key).__name__}; keys are strings.")
+        flat = {key: _flatten(item, f"{path}[{key!r}]", tensors) for key, item in value.items()}
+        return {"~dict": flat} if any(key.startswith("~") for key in flat) else flat
+    raise ConfigurationError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which can't be sent: no pickle travels "
+        f"between ranks. Send None, numbers, strings, tensors, and lists, tuples and dictionaries of them."
+    )
+
+
+def _rebuild(structure: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(structure, list):
+        return [_rebuild(item, tensors) for item in structure]
+    if isinstance(structure, dict):
+        if structure.keys() == {"~tensor"}:
+            return tensors[structure["~tensor"]]
+        if structure.keys() == {"~tuple"}:
+            return tuple(_rebuild(item, tensors) for item in structure["~tuple"])
+        if structure.keys() == {"~dict"}:
+            structure = structure["~dict"]
+        return {key: _rebuild(item, tensors) for key, item in structure.items()}
+    return structure

@@ -1,0 +1,54 @@
+"""A world of one: every collective is already done. One process takes the same path as many."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evenstep.transport.base import Op, Transport, Work
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+class LocalTransport:
+    """The transport of a world of one. Opens nothing, waits for nobody."""
+
+    name = "local"
+    rank = 0
+    world_size = 1
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Transport.allocate`."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
+        """See `Transport.all_reduce`: of one rank, the tensor as it is."""
+        return _DONE
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """See `Transport.broadcast`: of one rank, the tensor as it is."""
+        return _DONE
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        """See `Transport.all_gather`: of one rank, a copy."""
+        out.copy_(tensor)
+        return _DONE
+
+    def split(self) -> Transport:
+        """See `Transport.split`."""
+        return LocalTransport()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+
+    def __repr__(self) -> str:
+        return "<LocalTransport>"

@@ -1,0 +1,127 @@
+"""torch's process groups (Gloo on CPU, NCCL on CUDA) behind evenstep's seam."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenstep.errors import CollectiveTimeoutError, PeerLostError
+from evenstep.health.blame import is_consequence
+from evenstep.transport.base import Op, Transport, Work
+
+# torch 2.13 renamed it, and warns of the old name that torch 2.11 knows.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class _GroupWork:
+    """A `torch.distributed` work whose failure says who waited for what."""
+
+    __slots__ = ("_transport", "_what", "_work")
+
+    def __init__(self, work: dist.Work, transport: ProcessGroupTransport, what: str) -> None:
+        self._work = work
+        self._transport = transport
+        self._what = what
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._transport._explained(error, self._what) from error
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+class ProcessGroupTransport:
+    """Collectives through one torch process group.
+
+    Args:
+        group: The group; all its ranks build a transport on it.
+        name: "gloo" or "nccl", for people.
+        timeout_s: Deadline of a collective, for the groups that `split` makes.
+        owns_group: Destroy the group when closed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, name: str, timeout_s: float, owns_group: bool) -> None:
+        self.name = name
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self._group: dist.ProcessGroup | None = group
+        self._timeout_s = timeout_s
+        self._owns_group = owns_group
+        self._num_calls = 0
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Transport.allocate`: ordinary memory."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
+        """See `Transport.all_reduce`."""
+        what = self._next_call("all_reduce", tensor)
+        try:
+            work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self._open_group(), async_op=True)
+        except RuntimeError as error:
+            raise self._explained(error, what) from error
+        return _GroupWork(work, self, what)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """See `Transport.broadcast`."""
+        what = self._next_call("broadcast", tensor)
+        try:
+            work = dist.broadcast(tensor, group=self._open_group(), group_src=src, async_op=True)
+        except RuntimeError as error:
+            raise self._explained(error, what) from error
+        return _GroupWork(work, self, what)
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        """See `Transport.all_gather`."""
+        what = self._next_call("all_gather", tensor)
+        try:
+            work = _all_gather_single(out, tensor, group=self._open_group(), async_op=True)
+        except RuntimeError as error:
+            raise self._explained(error, what) from error
+        return _GroupWork(work, self, what)
+
+    def split(self) -> Transport:
+        """See `Transport.split`: a new process group over the same ranks."""
+        group = dist.new_group(
+            ranks=dist.get_process_group_ranks(self._open_group()),
+            backend=self.name,
+            timeout=timedelta(seconds=self._timeout_s),
+        )
+        return ProcessGroupTransport(group, name=self.name, timeout_s=self._timeout_s, owns_group=True)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        group, self._group = self._group, None
+        if group is not None and self._owns_group and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _open_group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed.")
+        return self._group
+
+    def _next_call(self, collective: str, tensor: Tensor) -> str:
+        self._num_calls += 1
+        return f"{collective} number {self._num_calls} ({tensor.numel()} x {str(tensor.dtype)[6:]})"
+
+    def _explained(self, error: RuntimeError, what: str) -> Exception:
+        """The same failure in the words of `evenstep.errors`; an error of another kind is left as it is."""
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            return CollectiveTimeoutError(f"rank {self.rank} waited in vain in {what} over {self.name}: {text}")
+        if is_consequence(error):
+            return PeerLostError(f"rank {self.rank} lost a peer in {what} over {self.name}: {text}")
+        return error
+
+    def __repr__(self) -> str:
+        state = "closed" if self._group is None else f"{self._num_calls} calls"
+        return f"<ProcessGroupTransport {self.name} rank {self.rank}/{self.world_size} {state}>"

@@ -1,0 +1,578 @@
+"""Who am I: rank, size, device, groups, printing, and means over ranks.
+
+A `World` is made by `init` (launched ranks, or one process alone), by `World.from_process_group` (a script that made
+its group itself), or by `World.alone`. It holds two transports: `transport` carries gradients, `control` carries
+everything else, so that the order of the one never depends on the other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store
+
+from evenstep import console, randomness
+from evenstep.device import choose_device
+from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
+from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.health import last_words
+from evenstep.transport.base import Transport
+from evenstep.transport.codec import decode, encode, to_bytes, to_tensor
+from evenstep.transport.local import LocalTransport
+from evenstep.transport.process_group import ProcessGroupTransport
+
+Item = TypeVar("Item")
+
+_DEFAULT_TIMEOUT_S = 600.0
+_current: World | None = None
+
+
+class World:
+    """All ranks of a run as one of them sees them. Made by `evenstep.init`, not by calling the class.
+
+    Attributes:
+        rank: This rank, 0 to world_size - 1.
+        world_size: Number of ranks.
+        local_rank: This rank among those of its host.
+        local_world_size: Number of ranks on this host.
+        node_rank: This host among the hosts.
+        num_nodes: Number of hosts.
+        device: Where this rank's model and batches live.
+        seed: What `init` was given.
+        transport: Carries gradients, on `device`.
+        control: Carries everything else, on the CPU.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        device: torch.device,
+        transport: Transport,
+        control: Transport,
+        store: Store | None,
+        seed: int | None = None,
+        on_close: Sequence[Callable[[], object]] = (),
+    ) -> None:
+        self.rank = placement.rank
+        self.world_size = placement.world_size
+        self.local_rank = placement.local_rank
+        self.local_world_size = placement.local_world_size
+        self.node_rank = placement.node_rank
+        self.num_nodes = placement.num_nodes
+        self.launcher = placement.launcher
+        self.device = device
+        self.seed = seed
+        self.transport = transport
+        self.control = control
+        self._store = store
+        self._on_close = list(on_close)
+        self._num_main_first = 0
+        self._closed = False
+
+    @classmethod
+    def alone(cls, *, device: str | torch.device | None = None, seed: int | None = None) -> World:
+        """A world of one beside whatever else exists: no process group, no port, no effect on the current world.
+
+        Args:
+            device: Where to compute; None: the first GPU if there is one, else the CPU.
+            seed: Seeds the default order of loaders; nothing is seeded here.
+        """
+        chosen = choose_device(device, Placement(), num_gpus=torch.cuda.device_count())
+        return cls(
+            Placement(),
+            device=chosen,
+            transport=LocalTransport(),
+            control=LocalTransport(),
+            store=None,
+            seed=seed,
+        )
+
+    @classmethod
+    def from_process_group(cls, *, device: str | torch.device | None = None, seed: int | None = None) -> World:
+        """Adopt the default process group that a script made itself.
+
+        Collective: every rank calls this, or the first thing that needs the current world does. The group stays the
+        script's: closing the world leaves it alone.
+
+        Args:
+            device: Where this rank computes; None: the current CUDA device if the group speaks NCCL, else the CPU.
+            seed: Seeds the default order of loaders; nothing is seeded here.
+
+        Raises:
+            UsageError: There is no process group.
+        """
+        if not dist.is_initialized():
+            raise UsageError(
+                "there is no process group to adopt. Call evenstep.init() first, or "
+                "torch.distributed.init_process_group(...) if the script makes its own."
+            )
+        speaks_nccl = "nccl" in str(dist.get_backend_config())
+        if device is None:
+            chosen = torch.device("cuda", torch.cuda.current_device()) if speaks_nccl else torch.device("cpu")
+        else:
+            chosen = torch.device(device)
+        name = "nccl" if chosen.type == "cuda" and speaks_nccl else "gloo"
+        control = _new_transport("gloo", _DEFAULT_TIMEOUT_S)
+        hosts = [entry["host"] for entry in _exchange(control, {"host": host_identity()})]
+        placement = placement_from_hosts(hosts, dist.get_rank())
+        world = cls(
+            placement,
+            device=chosen,
+            transport=_new_transport(name, _DEFAULT_TIMEOUT_S),
+            control=control,
+            store=dist.distributed_c10d._get_default_store(),
+            seed=seed,
+        )
+        world._adopted_group = dist.group.WORLD
+        return world
+
+    _adopted_group: dist.ProcessGroup | None = None
+
+    # ------------------------------------------------------------------ identity
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that prints, logs and writes."""
+        return self.rank == 0
+
+    @property
+    def transport_name(self) -> str:
+        """What carries the gradients: "local", "gloo" or "nccl"."""
+        return self.transport.name
+
+    def __repr__(self) -> str:
+        state = " closed" if self._closed else ""
+        return f"<World rank {self.rank}/{self.world_size} on {self.device} over {self.transport_name}{state}>"
+
+    # ------------------------------------------------------------------ talking to people
+
+    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """`print` on rank 0, nothing elsewhere."""
+        if self.is_main:
+            print(*values, sep=sep, end=end, flush=True)  # noqa: T201
+
+    def progress(
+        self,
+        items: Iterable[Item],
+        *,
+        description: str | None = None,
+        total: int | None = None,
+        interval_s: float = 10.0,
+    ) -> Iterator[Item]:
+        """Iterate with one bar, on rank 0; a plain line per interval where the output is no terminal.
+
+        Args:
+            items: What is iterated, on every rank.
+            description: What stands before the bar; None: the epoch, if `items` has one.
+            total: Number of items; None: `len(items)`, or unknown.
+            interval_s: Seconds between two plain lines.
+        """
+        if not self.is_main:
+            return iter(items)
+        if description is None:
+            epoch = getattr(items, "epoch", None)
+            description = "steps" if epoch is None else f"epoch {epoch}"
+        return console.progress(items, description=description, total=total, interval_s=interval_s)
+
+    # ------------------------------------------------------------------ talking to ranks
+
+    def barrier(self) -> None:
+        """Collective: return when every rank has come here."""
+        self.control.all_reduce(torch.zeros(1)).wait()
+
+    @overload
+    def mean(self, value: float, weight: float | Tensor = 1.0) -> float: ...
+    @overload
+    def mean(self, value: Tensor, weight: float | Tensor = 1.0) -> Tensor: ...
+
+    def mean(self, value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
+        """The weighted mean over ranks: sum of `weight * value` divided by the sum of `weight`.
+
+        Collective: every rank calls this, in the same order, with values of one shape.
+
+        Args:
+            value: A number, or a tensor of any shape (its mean is taken element by element). Ignored, even if it is
+                NaN, where the weight is 0.
+            weight: Samples, tokens or whatever the value was averaged over on this rank; at least 0.
+
+        Returns:
+            A float for a number, else a tensor of `value`'s shape and dtype. NaN if all weights are 0.
+
+        Raises:
+            ConfigurationError: The weight is negative or no number.
+        """
+        if isinstance(weight, int | float) and not 0 <= weight < float("inf"):
+            raise ConfigurationError(f"world.mean: weight={weight!r} on rank {self.rank}; a weight is at least 0.")
+        given = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
+        on_device = given.device.type == "cuda"
+        total = torch.empty(given.numel() + 1, dtype=torch.float64, device=given.device)
+        total[-1] = weight
+        total[:-1] = torch.where(total[-1] == 0, 0.0, given.reshape(-1).double() * total[-1])
+        (self.transport if on_device else self.control).all_reduce(total).wait()
+        mean = total[:-1] / total[-1]
+        if not isinstance(value, Tensor):
+            return float(mean)
+        return mean.reshape(given.shape).to(given.dtype if given.is_floating_point() else torch.float32)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors, one after the other along the first dimension, in order of rank.
+
+        Collective: every rank calls this, in the same order.
+
+        Args:
+            tensor: [n, ...]; n may differ between ranks and be 0. A 0-dim tensor counts as [1].
+
+        Returns:
+            [sum of n, ...], on every rank, on `tensor`'s device.
+
+        Raises:
+            MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.
+        """
+        tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
+        seen = self.exchange({"shape": list(tensor.shape), "dtype": str(tensor.dtype)})
+        for rank, other in enumerate(seen):
+            if other["shape"][1:] != seen[0]["shape"][1:] or other["dtype"] != seen[0]["dtype"]:
+                raise MismatchError(
+                    f"world.gather: rank 0 has {seen[0]['dtype']} {seen[0]['shape']}, rank {rank} has "
+                    f"{other['dtype']} {other['shape']}; only the first dimension may differ."
+                )
+        rows = [other["shape"][0] for other in seen]
+        mine = torch.zeros((max(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+        mine[: len(tensor)] = tensor
+        if mine.numel() == 0:
+            return tensor.new_empty((sum(rows), *tensor.shape[1:]))
+        raw = mine.reshape(-1).view(torch.uint8)  # bytes: whatever the dtype, every backend carries them
+        out = torch.empty(self.world_size * raw.numel(), dtype=torch.uint8, device=raw.device)
+        (self.transport if tensor.device.type == "cuda" else self.control).all_gather(out, raw).wait()
+        parts = out.view(tensor.dtype).reshape(self.world_size, *mine.shape)
+        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Rank `src`'s value, on every rank. No pickle travels: JSON and tensors.
+
+        Collective: every rank calls this, in the same order.
+
+        Args:
+            value: On rank `src`: None, bool, int, float, str, tensors, and lists, tuples and dictionaries of them.
+                Ignored elsewhere.
+            src: The rank whose value counts.
+
+        Raises:
+            ConfigurationError: The value holds something else, or `src` is no rank. Raised on all ranks.
+        """
+        if not 0 <= src < self.world_size:
+            raise ConfigurationError(f"broadcast_object: src={src}, but ranks are 0 to {self.world_size - 1}.")
+        data, problem = b"", ""
+        if self.rank == src:
+            try:
+                data = encode(value)
+            except ConfigurationError as error:
+                problem = str(error)
+                data = problem.encode()
+        header = torch.tensor([len(data), len(problem) > 0])
+        self.control.broadcast(header, src).wait()
+        payload = to_tensor(data) if self.rank == src else torch.empty(int(header[0]), dtype=torch.uint8)
+        if payload.numel():
+            self.control.broadcast(payload, src).wait()
+        if header[1]:
+            raise ConfigurationError(f"broadcast_object on rank {src}: {to_bytes(payload).decode()}")
+        return decode(to_bytes(payload))
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of rank, on every rank. Collective; the same kinds as `broadcast_object`."""
+        return _exchange(self.control, value)
+
+    @contextlib.contextmanager
+    def main_first(self) -> Iterator[bool]:
+        """Rank 0 runs the block first (downloads, prepares); the others wait for it, as long as it takes, and follow.
+
+        Collective. Yields whether this is rank 0. If the block fails on rank 0 it is not run elsewhere.
+
+        Raises:
+            UsageError: On the other ranks, when the block raised on rank 0.
+        """
+        self._num_main_first += 1
+        key = f"evenstep/main_first/{self._num_main_first}"
+        if self._store is None:
+            yield True
+        elif self.is_main:
+            try:
+                yield True
+            except BaseException as error:
+                self._store.set(key, f"{type(error).__name__}: {error}")
+                raise
+            self._store.set(key, "")
+        else:
+            # Polled, and not a barrier: a barrier's deadline would take a long download for a hang.
+            pause_s = 0.01
+            while not self._store.check([key]):
+                time.sleep(pause_s)
+                pause_s = min(0.25, pause_s * 1.5)
+            problem = self._store.get(key).decode()
+            if problem:
+                # The witness waits a moment, so that rank 0's own account is the first.
+                time.sleep(0.2)
+                raise _MainFailedError(f"main_first: the block failed on rank 0: {problem}")
+            yield False
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Let go of sockets and groups. Local: waits for nobody. Twice is once."""
+        global _current
+        if self._closed:
+            return
+        self._closed = True
+        if _current is self:
+            _current = None
+        self.transport.close()
+        self.control.close()
+        for step in self._on_close:
+            step()
+        atexit.unregister(self.close)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        global _current
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        elif _current is self:
+            # The sockets stay open until this process has said why it ends: peers see the connection break only
+            # after that, and so nobody takes a witness for the culprit. Closed at exit, or by the next `init`.
+            _current = None
+            _abandoned.append(self)
+
+
+_abandoned: list[World] = []
+
+
+class _MainFailedError(UsageError):
+    is_consequence = True
+
+
+def init(
+    *,
+    seed: int | None = None,
+    device: str | torch.device | None = None,
+    transport: str | None = None,
+    timeout_s: float = _DEFAULT_TIMEOUT_S,
+    quiet: bool = False,
+) -> World:
+    """Join the ranks that a launcher started, or be a world of one.
+
+    Collective: every rank calls this, once. Under `evenstep run`, `evenstep.launch` or `torchrun` the ranks meet;
+    without a launcher no process group is made and no port is opened. A process group that the script made before is
+    adopted. Use as a context manager, or let it close at exit.
+
+    Args:
+        seed: Seeds python, numpy (if installed) and torch, equally on all ranks. From the first training forward on
+            every rank but 0 draws numbers of its own. None: nothing is seeded.
+        device: "cpu", "cuda" (this rank's own GPU), "cuda:1" (this one, shared if need be); None: what
+            `evenstep run --device` said, else GPUs if there are any.
+        transport: "gloo" or "nccl"; None: NCCL between GPUs of their own, else Gloo.
+        timeout_s: Seconds after which a collective gives up on a missing rank.
+        quiet: Don't print the line that says what runs where.
+
+    Returns:
+        The world, which is also the current one: what constructors take when given `world=None`.
+
+    Raises:
+        ConfigurationError: An argument or a launcher's variable is wrong; more ranks than GPUs; a second call with
+            other arguments.
+    """
+    global _current
+    arguments = {"seed": seed, "device": None if device is None else str(device), "transport": transport}
+    if _current is not None and not _is_stale(_current):
+        made_with = getattr(_current, "_init_arguments", None)
+        if made_with is None or made_with == arguments:
+            return _current
+        differing = {k: (made_with[k], v) for k, v in arguments.items() if made_with[k] != v}
+        told = ", ".join(f"{name}={new!r} (was {old!r})" for name, (old, new) in differing.items())
+        raise ConfigurationError(
+            f"evenstep.init was called before with other arguments: now {told}. Call it once, and pass the world on, "
+            f"or close the first world before making another."
+        )
+    _validate_arguments(seed=seed, transport=transport, timeout_s=timeout_s)
+    while _abandoned:
+        _abandoned.pop().close()
+    if dist.is_initialized():
+        world = World.from_process_group(device=device, seed=seed)
+    else:
+        world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
+    world._init_arguments = arguments  # type: ignore[attr-defined]
+    if seed is not None:
+        randomness.seed_everything(seed)
+    _announce(world, quiet=quiet)
+    atexit.register(world.close)
+    _current = world
+    return world
+
+
+def current() -> World:
+    """The world that public constructors use when given none.
+
+    The one that `init` made; else the script's own process group, adopted (collective, the first time); else, in a
+    process that nobody launched, a world of one.
+
+    Raises:
+        UsageError: A launcher started several ranks, and nobody called `init`.
+    """
+    global _current
+    if _current is not None and not _is_stale(_current):
+        return _current
+    if dist.is_available() and dist.is_initialized():
+        _current = World.from_process_group()
+        return _current
+    placement = current_placement()
+    if placement.world_size > 1:
+        raise UsageError(
+            f"this is rank {placement.rank} of {placement.world_size}, but evenstep.init() has not been called. Call "
+            f"it at the start of the script: with evenstep.init() as world: ..."
+        )
+    _current = World.alone(device=placement.device)
+    return _current
+
+
+def identity() -> tuple[int, int]:
+    """(rank, world_size), without making or adopting anything: for what only has to know its share."""
+    if _current is not None and not _is_stale(_current):
+        return _current.rank, _current.world_size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    world = current()
+    return world.rank, world.world_size
+
+
+# ---------------------------------------------------------------------- making a world
+
+
+def _join(
+    placement: Placement,
+    *,
+    device: str | torch.device | None,
+    seed: int | None,
+    transport: str | None,
+    timeout_s: float,
+) -> World:
+    asked = device if device is not None else placement.device
+    chosen = choose_device(asked, placement, num_gpus=torch.cuda.device_count())
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    hook_before = last_words.install(placement)
+
+    def restore_hook() -> None:
+        sys.excepthook = hook_before
+
+    if placement.world_size == 1:
+        local = LocalTransport()
+        return World(
+            placement,
+            device=chosen,
+            transport=local,
+            control=local.split(),
+            store=None,
+            seed=seed,
+            on_close=[restore_hook],
+        )
+    shares_a_gpu = chosen.type == "cuda" and asked is not None and torch.device(asked).index is not None
+    name = transport or ("nccl" if chosen.type == "cuda" and not shares_a_gpu else "gloo")
+    store: Store | None = None
+    if placement.rendezvous_file is not None:
+        store = FileStore(str(placement.rendezvous_file), placement.world_size)
+    try:
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if name == "nccl" else "gloo",
+            store=store,
+            rank=placement.rank if store is not None else -1,
+            world_size=placement.world_size if store is not None else -1,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=chosen if name == "nccl" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(_explain_rendezvous(placement, error)) from error
+    return World(
+        placement,
+        device=chosen,
+        transport=_new_transport(name, timeout_s),
+        control=_new_transport("gloo", timeout_s),
+        store=dist.distributed_c10d._get_default_store(),
+        seed=seed,
+        on_close=[_destroy_default_group, restore_hook],
+    )
+
+
+def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: float) -> None:
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
+        raise ConfigurationError(f"seed={seed!r}: a whole number from 0 to 2**63 - 1, or None to seed nothing.")
+    if transport not in (None, "gloo", "nccl"):
+        raise ConfigurationError(f"transport={transport!r}: 'gloo', 'nccl', or None to let evenstep choose.")
+    if not timeout_s > 0:
+        raise ConfigurationError(f"timeout_s={timeout_s!r}: a number of seconds greater than 0.")
+
+
+def _announce(world: World, *, quiet: bool) -> None:
+    if quiet or not world.is_main:
+        return
+    line = announcement(
+        world_size=world.world_size,
+        num_nodes=world.num_nodes,
+        device=world.device.type,
+        num_threads=torch.get_num_threads(),
+        transport=world.transport_name,
+    )
+    if line != current_placement().announced:
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _new_transport(name: str, timeout_s: float) -> Transport:
+    group = dist.new_group(backend=name, timeout=timedelta(seconds=timeout_s))
+    return ProcessGroupTransport(group, name=name, timeout_s=timeout_s, owns_group=True)
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _is_stale(world: World) -> bool:
+    """Whether a world adopted a group that the script has since destroyed or replaced."""
+    if world._adopted_group is None:
+        return False
+    return not dist.is_initialized() or dist.group.WORLD is not world._adopted_group
+
+
+def _explain_rendezvous(placement: Placement, error: Exception) -> str:
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    advice = "Check that every rank runs, and that nothing else uses the address and port."
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        advice = "The port is taken: choose another with --master-port, or leave it out and let the system choose."
+    return f"rank {placement.rank} of {placement.world_size} could not meet the others ({text}). {advice}"
+
+
+def _exchange(control: Transport, value: Any) -> list[Any]:
+    data = encode(value)
+    lengths = torch.empty(control.world_size, dtype=torch.int64)
+    control.all_gather(lengths, torch.tensor([len(data)])).wait()
+    longest = int(lengths.max())
+    padded = to_tensor(data.ljust(longest, b"\0"))
+    out = torch.empty(control.world_size * longest, dtype=torch.uint8)
+    control.all_gather(out, padded).wait()
+    return [
+        decode(to_bytes(row[: int(length)]))
+        for row, length in zip(out.view(control.world_size, longest), lengths, strict=True)
+    ]

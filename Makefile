@@ -1,0 +1,33 @@
+# Two commands: `make demo` and `make test`. Each makes .venv itself; the second call installs nothing.
+# Paths are relative throughout, so that a checkout may lie in a folder with a space in its name.
+
+PYTHON ?= python3
+RUN := .venv/bin/python -m
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format clean
+
+help: ## list these targets
+	@sed -n 's/^\([a-z]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
+
+install: ## make .venv with everything the other targets need; they do it themselves
+	@sh requirements/install.sh "$(PYTHON)"
+
+demo: install ## train on handwritten digits with two replicas, and compare with one process
+	$(RUN) evenstep run --nproc-per-node 2 examples/digits.py
+
+test: lint ## lint, types and all tests
+	$(RUN) pytest
+
+lint: install ## ruff (format and rules) and mypy --strict
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy
+
+format: install ## let ruff format the code and sort the imports
+	$(RUN) ruff check --select I --fix .
+	$(RUN) ruff format .
+
+clean: ## remove .venv, caches and what the examples wrote
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build runs src/evenstep.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,9 @@
 """Data-parallel training for PyTorch in which every replica takes the same step."""
 
 from evenstep.errors import EvenstepError
+from evenstep.replica.data_parallel import DataParallel
+from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.world import World, init
 
-__all__ = ["EvenstepError", "World", "init"]
+__all__ = ["DataParallel", "DistributedDataParallel", "EvenstepError", "World", "init"]
 __version__ = "0.1.0"

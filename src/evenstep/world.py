@@ -79,6 +79,9 @@ class World:
         self._on_close = list(on_close)
         self._num_main_first = 0
         self._closed = False
+        self._adopted_group: dist.ProcessGroup | None = None
+        self._init_arguments: dict[str, object] | None = None
+        self._has_diverged = False
 
     @classmethod
     def alone(cls, *, device: str | torch.device | None = None, seed: int | None = None) -> World:
@@ -137,9 +140,12 @@ class World:
         world._adopted_group = dist.group.WORLD
         return world
 
-    _adopted_group: dist.ProcessGroup | None = None
-
     # ------------------------------------------------------------------ identity
+
+    @property
+    def is_initialised(self) -> bool:
+        """Whether `evenstep.init` made this world, and so may move modules and seed random streams."""
+        return self._init_arguments is not None
 
     @property
     def is_main(self) -> bool:
@@ -154,6 +160,12 @@ class World:
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""
         return f"<World rank {self.rank}/{self.world_size} on {self.device} over {self.transport_name}{state}>"
+
+    def diverge_random_streams(self) -> None:
+        """From now on every rank but 0 draws its own random numbers; once, and only in a world that `init` made."""
+        if not self._has_diverged and self.is_initialised:
+            self._has_diverged = True
+            randomness.diverge(self.rank)
 
     # ------------------------------------------------------------------ talking to people
 
@@ -396,9 +408,13 @@ def init(
             other arguments.
     """
     global _current
-    arguments = {"seed": seed, "device": None if device is None else str(device), "transport": transport}
+    arguments: dict[str, object] = {
+        "seed": seed,
+        "device": None if device is None else str(device),
+        "transport": transport,
+    }
     if _current is not None and not _is_stale(_current):
-        made_with = getattr(_current, "_init_arguments", None)
+        made_with = _current._init_arguments
         if made_with is None or made_with == arguments:
             return _current
         differing = {k: (made_with[k], v) for k, v in arguments.items() if made_with[k] != v}
@@ -414,7 +430,7 @@ def init(
         world = World.from_process_group(device=device, seed=seed)
     else:
         world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
-    world._init_arguments = arguments  # type: ignore[attr-defined]
+    world._init_arguments = arguments
     if seed is not None:
         randomness.seed_everything(seed)
     _announce(world, quiet=quiet)

@@ -1,0 +1,115 @@
+"""A bucket's memory: one flat tensor, and the gradients as views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.errors import UsageError
+from evenstep.replica.layout import BucketLayout
+from evenstep.transport.base import Transport, Work
+
+
+class Bucket:
+    """Gradients of some parameters in one flat tensor, which is what travels.
+
+    Args:
+        layout: Which parameter lies where.
+        parameters: All parameters of the model, in registration order.
+        names: Their names, for messages.
+        transport: Allocates the memory and carries it.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, parameters: Sequence[nn.Parameter], names: Sequence[str], transport: Transport
+    ) -> None:
+        self.layout = layout
+        self.flat: Tensor = transport.allocate(layout.numel, dtype=layout.dtype, device=layout.device)
+        self.parameters = [parameters[slot.parameter] for slot in layout.slots]
+        self.names = [names[slot.parameter] for slot in layout.slots]
+        self.views = [
+            _view_like(self.flat, slot.offset_numel, parameter)
+            for slot, parameter in zip(layout.slots, self.parameters, strict=True)
+        ]
+        self.work: Work | None = None
+        self._transport = transport
+
+    @property
+    def has_half_precision(self) -> bool:
+        """Whether the gradients have 16 bits, so that sums over ranks may overflow."""
+        return self.layout.dtype in (torch.float16, torch.bfloat16)
+
+    def pack(self) -> list[bool]:
+        """Make the flat tensor hold this rank's gradients, and the gradients views of it.
+
+        Gradients that are such views already are where they belong; the others are copied in one batch; where there
+        is none the view is zeroed and `grad` stays None.
+
+        Returns:
+            For each parameter of the bucket, whether it has a gradient.
+        """
+        into: list[Tensor] = []
+        what: list[Tensor] = []
+        has_gradient = []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            grad = parameter.grad
+            has_gradient.append(grad is not None)
+            if grad is None:
+                view.zero_()
+            elif grad is not view:
+                into.append(view)
+                what.append(grad)
+        if into:
+            self._copy(into, what)
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                if parameter.grad is not None:
+                    parameter.grad = view
+        return has_gradient
+
+    def launch(self) -> None:
+        """Start adding the flat tensor over ranks."""
+        self.work = self._transport.all_reduce(self.flat)
+
+    def wait(self) -> None:
+        """Return when the flat tensor holds the sum over ranks (see `Work.wait`)."""
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
+
+    def publish(self, used_anywhere: Callable[[int], bool]) -> None:
+        """Give every parameter its reduced gradient.
+
+        Args:
+            used_anywhere: Whether a parameter (by index) has a gradient on some rank; asked only for those that have
+                none here. One that nobody used keeps `grad=None`.
+        """
+        for slot, parameter, view in zip(self.layout.slots, self.parameters, self.views, strict=True):
+            if parameter.grad is None and used_anywhere(slot.parameter):
+                parameter.grad = view
+
+    def _copy(self, into: list[Tensor], what: list[Tensor]) -> None:
+        try:
+            torch._foreach_copy_(into, what)
+        except RuntimeError:
+            for name, grad in zip(self.names, (p.grad for p in self.parameters), strict=True):
+                if grad is not None and grad.layout is not torch.strided:
+                    raise UsageError(
+                        f"parameter {name!r} has a {str(grad.layout)[6:]} gradient; this version averages dense ones. "
+                        f"Build the embedding with sparse=False."
+                    ) from None
+            raise
+
+    def __repr__(self) -> str:
+        mib = self.flat.numel() * self.flat.element_size() / (1 << 20)
+        state = "in flight" if self.work is not None else "idle"
+        return f"<Bucket {self.layout.index} {state} {len(self.parameters)} parameters {mib:.1f} MiB>"
+
+
+def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
+    """A view with the parameter's shape, and its strides where these leave no holes (channels_last)."""
+    # `empty_like` keeps the strides exactly of those tensors that fill their memory without overlap.
+    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+        return flat.as_strided(parameter.shape, parameter.stride(), offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)

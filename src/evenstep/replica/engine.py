@@ -1,0 +1,406 @@
+"""The replica engine: averages gradients in buckets while the backward pass still runs.
+
+[Note: the life of a synchronised backward pass]
+
+    forward        an autograd hook is put on the outputs
+    backward       the hook on the outputs begins a *pass* (or `model.backward` has begun it)
+                   each parameter's post-accumulate hook tells the reducer; a bucket that is complete is packed (one
+                   batched copy, none for gradients that are views of it already) and launched, in order
+    its end        what has no gradient now was not used: its bucket goes out with zeros. A header with weights and
+                   used flags follows, then rank 0's module buffers; all are awaited, the gradients divided once
+
+A pass inside `no_sync`, `accumulate` or all but the last of `microbatches` only adds to `p.grad`: within a window
+`p.grad` is this rank's undivided sum. What decides is the state at backward, not at forward.
+
+[Note: what was reduced is not reduced again]
+
+Without `zero_grad` between two synchronised passes the second adds to the reduced gradient R. A PLAIN pass may leave
+R where it is: averaging equal values changes nothing. A WEIGHTED pass would multiply R by the number of ranks over the
+sum of weights, so R is set aside and added back (`_set_aside`).
+
+[Note: passes that contribute nothing]
+
+A pass with weight 0, or over an empty share, runs for its side effects (hooks, collectives of the user's), but NaN in
+it must not reach the sum. The gradients of the window so far are set aside before it and put back after it; what it
+produced is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from evenstep.errors import UsageError
+from evenstep.replica.bucket import Bucket
+from evenstep.replica.layout import BucketPolicy, Layout, ParameterSpec, plan_layout
+from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.reducer import BucketState, LateGradientError, LaunchReduce, Reducer
+from evenstep.replica.weighting import Header, Kind, Window, nearest_power_of_two
+from evenstep.world import World
+
+
+@dataclass
+class _Pass:
+    """One run of autograd.
+
+    Attributes:
+        kind: What it means.
+        weight: Its share in the window's sum.
+        synchronised: It ends the window: gradients travel.
+        discards: What it produces is dropped.
+        confirmed: A parameter has received a gradient, so this is no `torch.autograd.grad`.
+        set_aside: Gradients of the window so far, while a discarding pass runs.
+    """
+
+    kind: Kind
+    weight: float | Tensor
+    synchronised: bool
+    discards: bool
+    confirmed: bool = False
+    set_aside: list[Tensor | None] | None = None
+
+
+class Engine:
+    """Owns the buckets of one wrapped module and everything that autograd tells it.
+
+    Args:
+        module: The wrapped module; its trained parameters are laid out now.
+        world: Who takes part.
+        policy: Sizes of buckets.
+        broadcast_buffers: Make module buffers equal to rank 0's at the end of every synchronised pass.
+    """
+
+    def __init__(self, module: nn.Module, world: World, policy: BucketPolicy, *, broadcast_buffers: bool) -> None:
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in trained]
+        self.parameters = [parameter for _, parameter in trained]
+        self.synchronise = True  # whether the next backward pass ends the window
+        self._world = world
+        self._policy = policy
+        self._specs = [
+            ParameterSpec(name, tuple(parameter.shape), parameter.dtype, parameter.device)
+            for name, parameter in trained
+        ]
+        # A backward pass reaches the last layers first; the second layout knows better.
+        self._build(plan_layout(self._specs, range(len(trained) - 1, -1, -1), policy))
+        self._order_is_learned = False
+        self._header = Header(len(trained), self.parameters[0].device)
+        self._buffers = BufferBroadcast(module, world.transport) if broadcast_buffers else None
+        self._window: Window | None = None
+        self._pass: _Pass | None = None
+        self._carried: list[tuple[nn.Parameter, Tensor]] = []
+        self._half_scale: float | None = None  # see `_weight_scale`
+        self._num_forwards = [0, 0]  # since the last pass, over samples and over stand-ins
+        self._left_early: str | None = None
+        self._broken: str | None = None
+        self.num_reductions = 0
+        # The hooks know the engine weakly: a module that is wrapped again is not averaged twice.
+        handles = [
+            parameter.register_post_accumulate_grad_hook(_make_hook(weakref.ref(self), index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self.parameters)
+        ]
+        weakref.finalize(self, _remove, handles)
+
+    def _build(self, layout: Layout) -> None:
+        self.layout = layout
+        self.reducer = Reducer(layout)
+        self.buckets = [Bucket(b, self.parameters, self.names, self._world.transport) for b in layout.buckets]
+
+    # ------------------------------------------------------------------ called by the wrapper
+
+    def begin_forward(self) -> None:
+        """Refuse to go on where replicas would drift apart.
+
+        Raises:
+            UsageError: An earlier backward pass failed half-way, or a loop over micro-batches was left early.
+        """
+        if self._pass is not None and torch._C._current_graph_task_id() == -1:
+            self._broken = "the last backward pass raised an exception, so its gradients were not averaged"
+            self._pass = None
+        problem = self._broken or self._left_early
+        if self._left_early is not None and all(parameter.grad is None for parameter in self.parameters):
+            self._left_early, self._window = None, None  # zero_grad has thrown the half-made sum away
+        elif problem is not None and self._world.world_size > 1:
+            raise UsageError(f"rank {self._world.rank}: {problem}. The replicas are no longer in step; start again.")
+        elif self._broken is not None:
+            self._reset_after_error()
+
+    def watch_outputs(self, outputs: object, *, over_stand_in: bool) -> None:
+        """Begin a pass when a backward pass reaches the module's outputs.
+
+        Args:
+            outputs: What the module returned, any nest of tensors.
+            over_stand_in: The module ran on a stand-in for an empty share.
+        """
+        self._num_forwards[over_stand_in] += 1
+        leaves = (outputs,) if isinstance(outputs, Tensor) else pytree.tree_leaves(outputs)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                leaf.register_hook(self._outputs_reached)  # type: ignore[no-untyped-call]
+
+    @property
+    def only_stand_ins(self) -> bool:
+        """Whether all forward passes since the last backward pass ran on stand-ins."""
+        return self._num_forwards[True] > 0 and self._num_forwards[False] == 0
+
+    @contextlib.contextmanager
+    def weighted_pass(self, weight: float | Tensor) -> Iterator[float]:
+        """Around one `loss.backward` of `model.backward`. Yields the scale by which the weight is to be divided.
+
+        Collective if the engine synchronises, and in the first window of a model with 16-bit parameters.
+        """
+        discards = self.only_stand_ins or (isinstance(weight, float) and weight == 0.0)
+        scale = self._weight_scale(weight)
+        try:
+            self._open_pass(Kind.WEIGHTED, weight, discards=discards)
+            self._confirm()
+            yield scale
+        except BaseException:
+            self._fail()
+            raise
+        self._close_pass()
+
+    def reduce_without_backward(self) -> None:
+        """Collective: end the window of a rank that had nothing to add to it (an empty share)."""
+        self._weight_scale(0.0)
+        if self._window is None:
+            self._window = Window()
+        self._reduce()
+
+    def leave_early(self, what: str) -> None:
+        """Note that a window was abandoned before its gradients were averaged."""
+        self._left_early = what
+
+    def in_flight(self) -> list[int]:
+        """Indices of the buckets that are travelling at this moment."""
+        return [i for i in range(len(self.buckets)) if self.reducer.state(i) is BucketState.REDUCING]
+
+    # ------------------------------------------------------------------ called by autograd
+
+    def _outputs_reached(self, grad: Tensor) -> None:
+        if self._pass is None:
+            self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
+            _at_end_of_backward(self._plain_pass_ended)
+
+    def _gradient_accumulated(self, index: int) -> None:
+        if self._pass is None:  # the loss doesn't depend on the outputs that were watched
+            self._open_pass(Kind.PLAIN, 0.0, discards=False)
+            _at_end_of_backward(self._plain_pass_ended)
+        current = self._pass
+        assert current is not None
+        if not current.confirmed:
+            self._confirm()
+        if not current.synchronised or current.discards:
+            return
+        try:
+            actions = self.reducer.gradient_ready(index)
+        except LateGradientError:
+            raise UsageError(
+                f"parameter {self.names[index]!r} received a second gradient in one backward pass, after its bucket "
+                f"had been sent. Checkpoint with use_reentrant=False, or synchronise in a pass of its own."
+            ) from None
+        if actions:
+            self._execute(actions)
+
+    def _plain_pass_ended(self) -> None:
+        current = self._pass
+        if current is None:
+            return
+        if not current.confirmed:  # torch.autograd.grad, or a graph without our parameters: nothing to average
+            self._put_back(current)
+            self._pass = None
+            return
+        self._close_pass()
+
+    # ------------------------------------------------------------------ passes and windows
+
+    def _open_pass(self, kind: Kind, weight: float | Tensor, *, discards: bool) -> None:
+        self._pass = _Pass(kind, weight, synchronised=self.synchronise, discards=discards)
+        if kind is Kind.WEIGHTED and self._window is None:
+            self._set_aside()
+        if discards:
+            self._pass.set_aside = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def _confirm(self) -> None:
+        """The pass is a real one: count it in the window."""
+        assert self._pass is not None
+        self._pass.confirmed = True
+        self._num_forwards = [0, 0]
+        if self._window is None:
+            self._window = Window()
+        self._window.add(self._pass.kind, self._pass.weight)
+
+    def _close_pass(self) -> None:
+        current = self._pass
+        assert current is not None
+        self._put_back(current)
+        if current.synchronised:
+            self._reduce()
+        self._pass = None
+
+    def _put_back(self, current: _Pass) -> None:
+        if current.set_aside is not None:
+            for parameter, grad in zip(self.parameters, current.set_aside, strict=True):
+                parameter.grad = grad
+
+    def _set_aside(self) -> None:
+        """At the beginning of a WEIGHTED window: keep what an earlier reduction left in `p.grad` out of the sum."""
+        for bucket in self.buckets:
+            held = [p for p in bucket.parameters if p.grad is not None]
+            if not held:
+                continue
+            all_views = all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
+            if all_views and bucket.flat.device.type == "cpu" and not bucket.flat.any():
+                continue  # zero_grad(set_to_none=False): nothing to keep, and the views stay where they are
+            for parameter in held:
+                assert parameter.grad is not None
+                self._carried.append((parameter, parameter.grad.clone()))
+                parameter.grad = None
+
+    def _add_carried(self) -> None:
+        for parameter, grad in self._carried:
+            if parameter.grad is None:
+                parameter.grad = grad
+            else:
+                parameter.grad.add_(grad)
+        self._carried = []
+
+    def _weight_scale(self, weight: float | Tensor) -> float:
+        """By what weights are divided before they multiply gradients: 1, or about their sum where 16 bits are in play.
+
+        A power of two, so that nothing is rounded; agreed by all ranks in the first window, and kept.
+        """
+        if not any(bucket.has_half_precision for bucket in self.buckets):
+            return 1.0
+        if self._half_scale is None:
+            total = torch.zeros(1, dtype=torch.float64, device=self._header.tensor.device)
+            total[0] = weight
+            self._world.transport.all_reduce(total).wait()
+            self._half_scale = nearest_power_of_two(float(total))
+        return self._half_scale
+
+    # ------------------------------------------------------------------ reducing
+
+    def _execute(self, actions: Iterable[LaunchReduce]) -> None:
+        for action in actions:
+            bucket = self.buckets[action.bucket]
+            bucket.pack()
+            assert self._window is not None
+            if self._window.kind is not Kind.WEIGHTED and bucket.has_half_precision:
+                bucket.flat.div_(self._world.world_size)  # before the sum, which could overflow
+            bucket.launch()
+
+    def _reduce(self) -> None:
+        """Collective: end the window. Afterwards `p.grad` is the global mean on every rank."""
+        window = self._window
+        assert window is not None
+        self._zero_where_weight_is_zero(window)
+        ready_order = list(self.reducer.ready_order)
+        self._execute(self.reducer.finish())
+        used = [parameter.grad is not None for parameter in self.parameters]
+        self._header.fill(window, used)
+        header_work = self._world.transport.all_reduce(self._header.tensor)
+        module_buffers = self._buffers.start() if self._buffers is not None else []
+        for index, bucket in enumerate(self.buckets):
+            bucket.wait()
+            self.reducer.arrived(index)
+        header_work.wait()
+        if self._header.tensor.device.type == "cpu":
+            self._header.check_kinds()
+        self._divide(window)
+        if not all(used):
+            used_anywhere = self._header.used_anywhere()
+            for bucket in self.buckets:
+                bucket.publish(used_anywhere.__getitem__)
+        self._add_carried()
+        if self._buffers is not None:
+            self._buffers.finish(module_buffers)
+        self.reducer.reset()
+        self._window = None
+        self.num_reductions += 1
+        if not self._order_is_learned:
+            self._learn_order(ready_order)
+
+    def _divide(self, window: Window) -> None:
+        # A rank whose share was empty knows only from the header which kind the others had.
+        weighted = window.kind is Kind.WEIGHTED
+        if window.kind is None:
+            weighted = bool(self._header.tensor[1] > 0)
+        if not weighted:
+            for bucket in self.buckets:
+                if self._world.world_size > 1 and not bucket.has_half_precision:
+                    bucket.flat.div_(self._world.world_size)
+            return
+        divisor = self._header.divisor(self._half_scale or 1.0)
+        for bucket in self.buckets:
+            bucket.flat.div_(divisor.to(bucket.flat.device))
+
+    def _zero_where_weight_is_zero(self, window: Window) -> None:
+        """A weight on a GPU isn't read, so a window of weight 0 hasn't been recognised: contribute zeros now."""
+        if isinstance(window.weight, Tensor):
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.masked_fill_(window.weight.to(parameter.device) == 0, 0)
+
+    def _learn_order(self, ready_order: Sequence[int]) -> None:
+        """Collective, once: lay the buckets out again in the order in which rank 0's gradients were ready."""
+        self._order_is_learned = True
+        seen = set(ready_order)
+        order = [*ready_order, *(i for i in range(len(self.parameters) - 1, -1, -1) if i not in seen)]
+        agreed = torch.tensor(order)
+        self._world.control.broadcast(agreed, 0).wait()
+        layout = plan_layout(self._specs, agreed.tolist(), self._policy)
+        if layout == self.layout:
+            return
+        reduced = [parameter.grad for parameter in self.parameters]
+        self._build(layout)
+        for bucket in self.buckets:
+            for slot, parameter, view in zip(bucket.layout.slots, bucket.parameters, bucket.views, strict=True):
+                grad = reduced[slot.parameter]
+                if grad is not None:
+                    view.copy_(grad)
+                    parameter.grad = view
+
+    # ------------------------------------------------------------------ errors
+
+    def _fail(self) -> None:
+        self._broken = "the last backward pass raised an exception, so its gradients were not averaged"
+        self._pass = None
+
+    def _reset_after_error(self) -> None:
+        """In a world of one a failed pass concerns nobody else: its gradients are lost, the model is as before it."""
+        self._broken, self._window, self._carried = None, None, []
+        self.reducer = Reducer(self.layout)
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def __repr__(self) -> str:
+        return f"<Engine {len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.reducer!r}>"
+
+
+def _make_hook(engine_ref: weakref.ref[Engine], index: int) -> Callable[[Tensor], None]:
+    def gradient_accumulated(_: Tensor) -> None:
+        engine = engine_ref()
+        if engine is not None:
+            engine._gradient_accumulated(index)
+
+    return gradient_accumulated
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have autograd call back when the backward pass that is running has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,0 +1,82 @@
+"""The buffers of a module (running statistics and the like): rank 0's are everybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.transport.base import Transport, Work
+
+
+def start_broadcast(tensors: Iterable[Tensor], transport: Transport) -> list[tuple[Work, Tensor, Tensor]]:
+    """Collective: begin to make tensors equal to rank 0's. `finish_broadcast` ends it."""
+    started = []
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        flat = tensor.detach().contiguous().reshape(-1)
+        raw = flat.view(torch.uint8)  # bytes: whatever the dtype, every backend carries them
+        started.append((transport.broadcast(raw, 0), flat, tensor))
+    return started
+
+
+def finish_broadcast(started: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
+    """Wait for what `start_broadcast` began."""
+    for work, flat, tensor in started:
+        work.wait()
+        if flat.data_ptr() != tensor.data_ptr():
+            # Through `.data`: autograd may have saved the buffer for a graph that is kept, and would take a new
+            # version for a change of the user's.
+            tensor.data.copy_(flat.view(tensor.shape))
+
+
+class BufferBroadcast:
+    """Sends all buffers of a module at the end of a step, packed by device and dtype.
+
+    Args:
+        module: Whose buffers; they may be replaced later, not added.
+        transport: Carries them, in order with the gradients.
+    """
+
+    def __init__(self, module: nn.Module, transport: Transport) -> None:
+        self._transport = transport
+        self._places = [(owner, name) for owner in module.modules() for name in owner._buffers]
+
+    def start(self) -> list[tuple[Work, Tensor, list[Tensor]]]:
+        """Collective: pack the buffers and send rank 0's."""
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for owner, name in self._places:
+            buffer = owner._buffers.get(name)
+            if buffer is not None and buffer.numel():
+                groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        started = []
+        for tensors in groups.values():
+            packed = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            started.append((self._transport.broadcast(packed.view(torch.uint8), 0), packed, tensors))
+        return started
+
+    def finish(self, started: Sequence[tuple[Work, Tensor, list[Tensor]]]) -> None:
+        """Wait, and write rank 0's values into the module."""
+        for work, packed, tensors in started:
+            work.wait()
+            if self._transport.rank == 0:
+                continue
+            offset = 0
+            for tensor in tensors:
+                # Through `.data`: see `finish_broadcast`.
+                tensor.data.copy_(packed[offset : offset + tensor.numel()].view(tensor.shape))
+                offset += tensor.numel()
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Whatever happens to the module's buffers inside is undone."""
+    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in saved:
+            buffer.data.copy_(value)

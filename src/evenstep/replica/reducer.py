@@ -1,0 +1,148 @@
+"""When a bucket may travel: a state machine that decides and returns actions. It touches no tensor.
+
+    FILLING ──complete──> READY ──launch──> REDUCING ──arrive──> REDUCED ──reset──> FILLING
+
+Buckets are launched in order of their index on every rank, because collectives are matched by order: a bucket that
+is complete before its turn stays READY until those before it have been launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from evenstep.replica.layout import Layout
+
+
+class BucketState(Enum):
+    """Where a bucket stands within one synchronised backward pass."""
+
+    FILLING = auto()  # gradients are still to come
+    READY = auto()  # all gradients are there; waits for its turn
+    REDUCING = auto()  # in flight
+    REDUCED = auto()  # holds the sum over ranks
+
+
+class Event(Enum):
+    """What happens to a bucket."""
+
+    COMPLETE = auto()
+    LAUNCH = auto()
+    ARRIVE = auto()
+    RESET = auto()
+
+
+_TRANSITIONS = {
+    (BucketState.FILLING, Event.COMPLETE): BucketState.READY,
+    (BucketState.READY, Event.LAUNCH): BucketState.REDUCING,
+    (BucketState.REDUCING, Event.ARRIVE): BucketState.REDUCED,
+    (BucketState.REDUCED, Event.RESET): BucketState.FILLING,
+    (BucketState.FILLING, Event.RESET): BucketState.FILLING,
+}
+
+
+class ReducerStateError(AssertionError):
+    """An event that the table of transitions doesn't know: a bug of evenstep's own."""
+
+
+class LateGradientError(Exception):
+    """A parameter's gradient changed after its bucket had been launched.
+
+    Attributes:
+        parameter: Index of the parameter.
+    """
+
+    def __init__(self, parameter: int) -> None:
+        super().__init__(f"parameter {parameter} received a gradient after its bucket was sent")
+        self.parameter = parameter
+
+
+@dataclass(frozen=True)
+class LaunchReduce:
+    """Send this bucket now."""
+
+    bucket: int
+
+
+class Reducer:
+    """Follows the gradients of one backward pass after another and says which buckets to launch.
+
+    Args:
+        layout: Which parameter lies in which bucket.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._bucket_of = layout.bucket_of
+        self._sizes = [len(bucket.slots) for bucket in layout.buckets]
+        self._states = [BucketState.FILLING] * len(self._sizes)
+        self._num_missing = list(self._sizes)
+        self._ready = [False] * len(layout.bucket_of)
+        self._next_launch = 0
+        self.ready_order: list[int] = []
+
+    def gradient_ready(self, parameter: int) -> Sequence[LaunchReduce]:
+        """A parameter has its gradient. Returns what can be launched now, in order.
+
+        Raises:
+            LateGradientError: It had one already, and that one is under way.
+        """
+        bucket = self._bucket_of[parameter]
+        if self._ready[parameter]:
+            if self._states[bucket] in (BucketState.REDUCING, BucketState.REDUCED):
+                raise LateGradientError(parameter)
+            return ()
+        self._ready[parameter] = True
+        self.ready_order.append(parameter)
+        self._num_missing[bucket] -= 1
+        if self._num_missing[bucket]:
+            return ()
+        self._move(bucket, Event.COMPLETE)
+        return self._launchable()
+
+    def finish(self) -> Sequence[LaunchReduce]:
+        """The backward pass has ended: what has no gradient now was not used. Returns the rest of the launches."""
+        for bucket, state in enumerate(self._states):
+            if state is BucketState.FILLING:
+                self._move(bucket, Event.COMPLETE)
+        return self._launchable()
+
+    def arrived(self, bucket: int) -> None:
+        """A bucket holds the sum over ranks."""
+        self._move(bucket, Event.ARRIVE)
+
+    def reset(self) -> None:
+        """Be ready for the next synchronised backward pass."""
+        for bucket in range(len(self._states)):
+            self._move(bucket, Event.RESET)
+        self._num_missing = list(self._sizes)
+        self._ready = [False] * len(self._ready)
+        self._next_launch = 0
+        self.ready_order = []
+
+    def state(self, bucket: int) -> BucketState:
+        """Where a bucket stands."""
+        return self._states[bucket]
+
+    def num_ready(self, bucket: int) -> int:
+        """How many of a bucket's gradients have come."""
+        return self._sizes[bucket] - self._num_missing[bucket]
+
+    def _launchable(self) -> list[LaunchReduce]:
+        actions = []
+        while self._next_launch < len(self._states) and self._states[self._next_launch] is BucketState.READY:
+            self._move(self._next_launch, Event.LAUNCH)
+            actions.append(LaunchReduce(self._next_launch))
+            self._next_launch += 1
+        return actions
+
+    def _move(self, bucket: int, event: Event) -> None:
+        state = self._states[bucket]
+        try:
+            self._states[bucket] = _TRANSITIONS[state, event]
+        except KeyError:
+            raise ReducerStateError(f"bucket {bucket}: {event.name} while {state.name}") from None
+
+    def __repr__(self) -> str:
+        states = " ".join(state.name for state in self._states)
+        return f"<Reducer next {self._next_launch}/{len(self._states)}: {states}>"

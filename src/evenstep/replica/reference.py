@@ -1,0 +1,59 @@
+"""The slow, obvious engine: after backward, one all-reduce per parameter. The oracle of the fast one.
+
+It shares nothing with the fast engine but the world: no hooks, no buckets, no header, no learned order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.world import World
+
+
+class ReferenceReplica:
+    """Weighted gradient averaging, said in the fewest words.
+
+        replica = ReferenceReplica(module, world)
+        replica.add(loss, weight=len(x))     # once per micro-batch
+        replica.average()                    # p.grad is the global weighted mean
+
+    Args:
+        module: The model, equal on all ranks.
+        world: Who takes part.
+    """
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._world = world
+        self._sums: list[Tensor | None] = [None] * len(self._parameters)
+        self._weight = 0.0
+
+    def add(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Add `weight` times the gradient of `loss` to this rank's sum; a weight of 0 adds nothing."""
+        if weight == 0:
+            return
+        self._weight += weight
+        grads = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                before = self._sums[index]
+                self._sums[index] = grad * weight if before is None else before + grad * weight
+
+    def average(self, *, over_ranks: bool = False) -> None:
+        """Collective: give every parameter its global mean gradient; None where no rank has one.
+
+        Args:
+            over_ranks: Divide by the number of ranks (torch's meaning) and not by the sum of the weights.
+        """
+        total = torch.tensor(float(self._world.world_size) if over_ranks else self._weight, dtype=torch.float64)
+        if not over_ranks:
+            self._world.transport.all_reduce(total).wait()
+        for parameter, local in zip(self._parameters, self._sums, strict=True):
+            num_users = torch.tensor(0.0 if local is None else 1.0)
+            self._world.transport.all_reduce(num_users).wait()
+            summed = torch.zeros_like(parameter.detach()) if local is None else local.detach().clone()
+            self._world.transport.all_reduce(summed).wait()
+            parameter.grad = summed / total.to(summed.dtype) if num_users > 0 else None
+        self._sums = [None] * len(self._parameters)
+        self._weight = 0.0

@@ -1,0 +1,134 @@
+"""What is summed and by what it is divided: the bookkeeping of one accumulation window.
+
+A window begins with the first backward pass after a reduction and ends with the next reduction. Within it, either
+every pass is PLAIN (`loss.backward()`: summed over micro-batches, averaged over ranks) or every pass is WEIGHTED
+(`model.backward`: the sum of weight * gradient over micro-batches and ranks, divided once by the sum of weights).
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import ConfigurationError, UsageError
+
+
+class Kind(Enum):
+    """Which of the two meanings a backward pass has."""
+
+    PLAIN = auto()
+    WEIGHTED = auto()
+
+
+_CALLS = {Kind.PLAIN: "loss.backward()", Kind.WEIGHTED: "model.backward(loss, ...)"}
+
+
+class Window:
+    """The passes since the last reduction, on this rank.
+
+    Attributes:
+        kind: What the passes meant; None before the first, and for a rank whose share was empty.
+        weight: Sum of the weights so far; a 0-dim tensor as soon as one of them was.
+    """
+
+    def __init__(self) -> None:
+        self.kind: Kind | None = None
+        self.weight: float | Tensor = 0.0
+
+    def add(self, kind: Kind, weight: float | Tensor) -> None:
+        """Count one more backward pass.
+
+        Raises:
+            UsageError: The window has passes of the other kind.
+        """
+        if self.kind is not None and self.kind is not kind:
+            raise UsageError(
+                f"{_CALLS[kind]} after {_CALLS[self.kind]} in the same accumulation window: the one divides by the "
+                f"number of ranks, the other by the sum of the weights. Use one of them until the optimizer's step."
+            )
+        self.kind = kind
+        self.weight = self.weight + weight
+
+
+def validate_weight(weight: float | Tensor, *, rank: int) -> float | Tensor:
+    """A weight as the engine uses it: a float where that is free, else the 0-dim tensor on its device.
+
+    Raises:
+        ConfigurationError: Negative, infinite, NaN, or no single number.
+    """
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1 or weight.is_complex():
+            raise ConfigurationError(
+                f"backward on rank {rank}: weight is a {str(weight.dtype)[6:]} tensor of shape {list(weight.shape)}; "
+                f"it is one number, such as mask.sum()."
+            )
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(())  # reading it would wait for the device
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        try:
+            weight = float(weight)  # numpy's scalars and the like
+        except (TypeError, ValueError):
+            raise ConfigurationError(
+                f"backward on rank {rank}: weight={weight!r} is no number. Pass the number of samples or tokens that "
+                f"the loss was averaged over."
+            ) from None
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ConfigurationError(
+            f"backward on rank {rank}: weight={weight!r}; a weight is finite and at least 0: the number of samples "
+            f"or tokens that the loss was averaged over."
+        )
+    return float(weight)
+
+
+def nearest_power_of_two(total: float) -> float:
+    """The scale by which weights are divided before they touch 16-bit gradients; exact in every dtype. Pure."""
+    return 2.0 ** round(math.log2(total)) if total > 0 else 1.0
+
+
+class Header:
+    """The few numbers that travel with the buckets of one reduction, added over ranks.
+
+    [0]   sum of the weights
+    [1]   number of ranks whose window was WEIGHTED
+    [2]   number of ranks whose window was PLAIN
+    [3:]  for each parameter, on how many ranks it has a gradient
+    """
+
+    def __init__(self, num_parameters: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(3 + num_parameters, dtype=torch.float64, device=device)  # [3 + num_parameters]
+
+    def fill(self, window: Window, used: list[bool]) -> None:
+        """Write this rank's numbers."""
+        kinds = [float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN)]
+        numbers = torch.tensor([0.0, *kinds, *map(float, used)], dtype=torch.float64)
+        self.tensor.copy_(numbers, non_blocking=True)
+        self.tensor[0] = window.weight
+
+    def check_kinds(self) -> None:
+        """After the sum: did the ranks mean the same? Reads the tensor, so on CUDA it waits for the device.
+
+        Raises:
+            UsageError: Some ranks called loss.backward(), others model.backward(). Raised on every rank.
+        """
+        num_weighted, num_plain = int(self.tensor[1]), int(self.tensor[2])
+        if num_weighted and num_plain:
+            raise UsageError(
+                f"{num_plain} ranks called {_CALLS[Kind.PLAIN]} and {num_weighted} called {_CALLS[Kind.WEIGHTED]} in "
+                f"the same step. All ranks use one of them."
+            )
+
+    def used_anywhere(self) -> list[bool]:
+        """After the sum: for each parameter, whether any rank has a gradient. Reads the tensor."""
+        return [count > 0 for count in self.tensor[3:].tolist()]
+
+    def divisor(self, scale: float) -> Tensor:
+        """After the sum: the total weight over `scale`; infinite where there was no weight, so that gradients become 0.
+
+        0-dim, on the device, without waiting for it.
+        """
+        total = self.tensor[0]
+        return torch.where(total > 0, total / scale, torch.inf)

@@ -1,9 +1,19 @@
 """Data-parallel training for PyTorch in which every replica takes the same step."""
 
+from evenstep.data.loader import DataLoader
+from evenstep.data.sampler import DistributedSampler
 from evenstep.errors import EvenstepError
 from evenstep.replica.data_parallel import DataParallel
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.world import World, init
 
-__all__ = ["DataParallel", "DistributedDataParallel", "EvenstepError", "World", "init"]
+__all__ = [
+    "DataLoader",
+    "DataParallel",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "EvenstepError",
+    "World",
+    "init",
+]
 __version__ = "0.1.0"

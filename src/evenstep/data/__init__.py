@@ -1,0 +1,1 @@
+"""Who sees which sample when: order, sampler, loader."""

@@ -1,0 +1,107 @@
+"""Batches as users nest them: moving their tensors, and cutting them to length 0.
+
+A batch is a tensor, or a list, tuple, named tuple, mapping or dataclass of batches, or anything else (which is
+passed through). What has a `to` method of its own (`PackedSequence`, the batches of other libraries) moves itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Number
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import UsageError
+
+
+def move(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
+    """The batch with its tensors on `device`; those that are there already are not copied."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=non_blocking)
+    if hasattr(batch, "to") and not isinstance(batch, type):
+        return batch.to(device)
+    parts = _take_apart(batch)
+    if parts is None:
+        return batch
+    children, rebuild = parts
+    return rebuild([move(child, device, non_blocking=non_blocking) for child in children])
+
+
+def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
+    """The batch of no samples, found by comparing a batch of one sample with a batch of two. Pure.
+
+    What grows with the number of samples becomes empty or zero, and the rest stays as it is:
+
+        tensor          the first dimension whose size differs is cut to 0; dtype and the other sizes stay
+        number          0 if it differs (a count of tokens, say)
+        list, tuple     empty if the lengths differ (one entry per sample), else entry by entry
+
+    Args:
+        one: What the `collate_fn` made of one sample.
+        two: What it made of that sample twice.
+        path: What error messages call it.
+
+    Raises:
+        UsageError: The batch holds something that can't be taken apart.
+    """
+    if isinstance(one, Tensor) or hasattr(one, "shape"):
+        return _cut(one, two)
+    if isinstance(one, list | tuple) and len(one) != len(two):
+        return type(one)()
+    parts, others = (None, None) if hasattr(one, "to") else (_take_apart(one), _take_apart(two))
+    if parts is not None and others is not None:
+        children, rebuild = parts
+        pairs = zip(children, others[0], strict=True)
+        return rebuild([emptied(mine, other, f"{path}[{i}]") for i, (mine, other) in enumerate(pairs)])
+    if isinstance(one, Number):
+        return one if one == two else type(one)()
+    if one is None or isinstance(one, str | bytes | torch.device | torch.dtype):
+        return one
+    raise UsageError(
+        f"this rank has no sample in the last global batch, and {path} is a {type(one).__qualname__}, of which "
+        f"evenstep can't make an empty one. Return tensors, lists, dictionaries or dataclasses from collate_fn, pass "
+        f"drop_last=True, or choose a global_batch_size whose last batch has a sample for every rank."
+    )
+
+
+def _cut(one: Any, two: Any) -> Any:
+    """`one` (a tensor, or an array of another library) without its samples."""
+    for dimension, (size, other) in enumerate(zip(one.shape, two.shape, strict=True)):
+        if size != other:
+            return one[(slice(None),) * dimension + (slice(0, 0),)]
+    if len(one.shape) == 0 and bool(one != two):
+        return one * 0
+    return one
+
+
+def _take_apart(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The entries of a nest, and how to make a nest of the same kind from others; None for what is no nest."""
+    if isinstance(batch, Mapping):
+        return list(batch.values()), lambda entries: _with_items(batch, zip(batch, entries, strict=True))
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return list(batch), lambda entries: type(batch)(*entries)
+    if isinstance(batch, list | tuple):
+        return list(batch), lambda entries: type(batch)(entries)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch)]
+        return [getattr(batch, name) for name in names], lambda entries: _with_fields(batch, names, entries)
+    return None
+
+
+def _with_items(batch: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    # A copy keeps what else a mapping carries: the factory of a defaultdict, the encodings of a tokenizer's batch.
+    made = copy.copy(batch)
+    for key, value in list(items):
+        made[key] = value
+    return made
+
+
+def _with_fields(batch: Any, names: list[str], values: list[Any]) -> Any:
+    made = copy.copy(batch)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)  # frozen dataclasses too
+    return made

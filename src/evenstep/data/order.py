@@ -1,0 +1,144 @@
+"""The order of an epoch, as a pure function of (seed, epoch, position).
+
+Nothing here is remembered and nothing grows with the data set: the sample at a position is computed when asked for,
+from a permutation keyed by seed and epoch. So any number of ranks can take any slices of the epoch, and a run can be
+resumed at any position, without anybody holding a list.
+
+[Note: the permutation]
+Positions are written as pairs (left, right) of a grid of a * b cells, a and b close to the square root. A Feistel
+network with addition modulo a and modulo b (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002) permutes
+the cells; whoever lands on a cell that is no sample walks on until it reaches one ("cycle walking"), which permutes
+the samples. The grid is always larger than the data set: rounds on an odd by odd grid are even permutations, so half
+of all orders could never occur if no walk broke that.
+
+Sets so small that eight rounds might leave a trace are sorted by a random key instead, which is a bounded amount of
+work and exactly uniform.
+
+All arithmetic is on int64 tensors and stays below 2**63: words have 32 bits, multipliers 31, so nothing overflows and
+a right shift never sees a sign. The order is part of what a checkpoint relies on: a test pins it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import ConfigurationError
+from evenstep.randomness import mix
+
+_NUM_ROUNDS = 8
+_LARGEST_SORTED = 256
+_LARGEST = 1 << 61  # sides of the grid stay below 2**31
+_BLOCK = 32_768  # positions at a time: intermediate tensors stay in the cache
+_MASK_32 = 0xFFFF_FFFF
+_SHUFFLE_TAG = 0x6F72646572  # "order": keys of other streams from the same seed stay unrelated
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """The order of one epoch. Making one costs nothing, whatever the size.
+
+    Attributes:
+        num_samples: Size of the data set.
+        seed: Together with `epoch` it decides the order.
+        epoch: Together with `seed` it decides the order.
+        shuffle: False: position and sample are the same.
+    """
+
+    num_samples: int
+    seed: int = 0
+    epoch: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_samples < _LARGEST:
+            raise ConfigurationError(f"num_samples={self.num_samples}: an order has from 0 to 2**61 - 1 samples.")
+
+    def slice(self, start: int, stop: int) -> Tensor:
+        """Sample indices at the positions from `start` to `stop` (excluded): [stop - start], int64.
+
+        Raises:
+            IndexError: A position outside of the epoch.
+        """
+        if stop <= start:
+            return torch.empty(0, dtype=torch.int64)
+        return self.at(torch.arange(start, stop))
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Sample indices at `positions`, any shape, int64.
+
+        Raises:
+            IndexError: A position outside of the epoch.
+        """
+        if positions.numel() == 0:
+            return positions.clone()
+        low, high = (int(end) for end in positions.aminmax())
+        if low < 0 or high >= self.num_samples:
+            raise IndexError(f"positions {low} to {high} asked of an epoch of {self.num_samples} samples")
+        if not self.shuffle:
+            return positions.clone()
+        if self.num_samples <= _LARGEST_SORTED:
+            return self._sorted_by_key[positions]
+        blocks = torch.split(positions.reshape(-1), _BLOCK)
+        return torch.cat([self._walk(block) for block in blocks]).reshape(positions.shape)
+
+    @cached_property
+    def _keys(self) -> list[int]:
+        return [mix(_SHUFFLE_TAG, self.seed, self.epoch, number) & _MASK_32 for number in range(_NUM_ROUNDS)]
+
+    @cached_property
+    def _sides(self) -> tuple[int, int]:
+        # See [Note: the permutation]: strictly more cells than samples.
+        a = math.isqrt(self.num_samples) + 1
+        return a, self.num_samples // a + 1
+
+    @cached_property
+    def _sorted_by_key(self) -> Tensor:
+        """[num_samples], int64; at most `_LARGEST_SORTED`."""
+        words = torch.arange(self.num_samples)
+        high = _scramble_(_scramble_(words ^ self._keys[0]).bitwise_xor_(self._keys[1]))
+        low = _scramble_(_scramble_(words ^ self._keys[2]).bitwise_xor_(self._keys[3]))
+        return torch.argsort((high >> 1 << 32) | low, stable=True)
+
+    def _walk(self, positions: Tensor) -> Tensor:
+        samples = self._permute(positions)
+        while True:
+            (astray,) = torch.nonzero(samples >= self.num_samples, as_tuple=True)
+            if astray.numel() == 0:
+                return samples
+            samples[astray] = self._permute(samples[astray])
+
+    def _permute(self, cells: Tensor) -> Tensor:
+        a, b = self._sides
+        left = torch.div(cells, b, rounding_mode="floor")
+        right = cells - left * b
+        for number in range(0, _NUM_ROUNDS, 2):
+            _add_modulo_(left, _below(a, right ^ self._keys[number]), a)
+            _add_modulo_(right, _below(b, left ^ self._keys[number + 1]), b)
+        return left.mul_(b).add_(right)
+
+
+def _scramble_(words: Tensor) -> Tensor:
+    """Hash 32-bit words into 32-bit words, in place.
+
+    The finaliser of Ettinger ("lowbias32" family of Wellons' hash-prospector); both multipliers have less than 32
+    bits, so that products fit into 63.
+    """
+    words.bitwise_xor_(words >> 16).mul_(0x21F0AAAD).bitwise_and_(_MASK_32)
+    words.bitwise_xor_(words >> 15).mul_(0x735A2D97).bitwise_and_(_MASK_32)
+    return words.bitwise_xor_(words >> 15)
+
+
+def _below(bound: int, words: Tensor) -> Tensor:
+    """Hash 32-bit words into 0 to bound - 1, in place; `bound` below 2**31."""
+    return _scramble_(words).mul_(bound).bitwise_right_shift_(32)
+
+
+def _add_modulo_(values: Tensor, increments: Tensor, modulus: int) -> None:
+    """`(values + increments) % modulus`, in place; both below `modulus`. A shift is ten times faster than `%`."""
+    values.add_(increments).sub_(modulus)
+    values.add_((values >> 63).bitwise_and_(modulus))

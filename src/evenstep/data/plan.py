@@ -1,0 +1,51 @@
+"""Which positions of an epoch each rank takes in each step. Pure.
+
+An epoch is cut into *global batches*, and each of them is divided over the ranks:
+
+    position   0   1   2   3 | 4   5   6   7 | 8   9
+    step       ------- 0 --- | ------- 1 --- | -- 2        global_batch_size 4, the last one short
+    3 ranks    0   0   1   2 | 0   0   1   2 | 0   1       rank 2 has no sample in step 2, and takes part
+    1 rank     0   0   0   0 | 0   0   0   0 | 0   0
+
+The cuts between global batches don't depend on the number of ranks, and every rank has every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The global batches of an epoch, and their division over ranks.
+
+    Attributes:
+        num_samples: Size of the data set.
+        global_batch_size: Samples of one step on all ranks together, at least 1.
+        drop_last: Leave out a last global batch that is short.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    drop_last: bool = False
+
+    @property
+    def num_batches(self) -> int:
+        """Steps of one epoch, on every rank."""
+        full, rest = divmod(self.num_samples, self.global_batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def global_batch(self, step: int) -> tuple[int, int]:
+        """First position of a global batch, and the position after its last."""
+        start = step * self.global_batch_size
+        return start, min(start + self.global_batch_size, self.num_samples)
+
+    def share(self, step: int, *, rank: int, world_size: int) -> tuple[int, int]:
+        """The positions of one rank: first, and the one after the last; equal if the rank has none.
+
+        Shares are contiguous, in order of rank, and differ by at most one; rank 0 always has a sample.
+        """
+        start, stop = self.global_batch(step)
+        each, rest = divmod(stop - start, world_size)
+        first = start + rank * each + min(rank, rest)
+        return first, first + each + (rank < rest)

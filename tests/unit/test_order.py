@@ -1,0 +1,186 @@
+"""The order of an epoch: a permutation, keyed, uniform, and never stored; and its division into global batches."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from evenstep.data import order as order_module
+from evenstep.data.order import EpochOrder
+from evenstep.data.plan import BatchPlan
+from evenstep.errors import ConfigurationError
+
+# Seeds are fixed, so these tests can't flake; the bound is five standard deviations from what chance gives.
+_NUM_DEVIATIONS = 5.0
+
+
+def _epoch(num_samples: int, seed: int = 0, epoch: int = 0) -> Tensor:
+    return EpochOrder(num_samples, seed, epoch).slice(0, num_samples)
+
+
+def _assert_uniform(cells: Tensor, num_cells: int, *, deviations: float = _NUM_DEVIATIONS) -> None:
+    """Chi-square: neither too uneven nor too even. Its mean is df and its variance 2 * df."""
+    expected = len(cells) / num_cells
+    assert expected >= 20, "too few draws for the approximation"
+    statistic = float(((torch.bincount(cells, minlength=num_cells) - expected) ** 2 / expected).sum())
+    freedom = num_cells - 1
+    assert abs(statistic - freedom) < deviations * (2 * freedom) ** 0.5, f"chi-square {statistic:.1f} for df {freedom}"
+
+
+# ---------------------------------------------------------------------- a permutation
+
+
+def test_is_a_permutation_for_every_size_to_600() -> None:
+    for num_samples in range(1, 601):
+        assert torch.equal(_epoch(num_samples, seed=num_samples).sort().values, torch.arange(num_samples)), num_samples
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(601, 5000), st.integers(0, 2**63 - 1), st.integers(0, 10_000))
+def test_is_a_permutation_for_any_size_seed_and_epoch(num_samples: int, seed: int, epoch: int) -> None:
+    assert torch.equal(_epoch(num_samples, seed, epoch).sort().values, torch.arange(num_samples))
+
+
+def test_the_network_alone_permutes_the_smallest_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sets normally take the other path; the network has its corners there (sides of 1, long walks)."""
+    monkeypatch.setattr(order_module, "_LARGEST_SORTED", 0)
+    for num_samples in range(1, 301):
+        assert torch.equal(_epoch(num_samples).sort().values, torch.arange(num_samples)), num_samples
+
+
+@pytest.mark.parametrize("num_samples", [10**6 + 3, 10**12, 10**12 + 39, 2**61 - 1])
+def test_large_sets_have_no_duplicates_and_stay_in_range(num_samples: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ends = torch.cat([torch.arange(1000), torch.arange(num_samples - 1000, num_samples)])
+    positions = torch.cat([ends, torch.randint(num_samples, (100_000,), generator=generator)]).unique()
+    samples = EpochOrder(num_samples, seed=3, epoch=4).at(positions)
+    assert int(samples.min()) >= 0
+    assert int(samples.max()) < num_samples
+    assert len(samples.unique()) == len(positions)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_slice_does_not_depend_on_how_it_is_asked_for(data: st.DataObject) -> None:
+    num_samples = data.draw(st.integers(1, 80_000))
+    start = data.draw(st.integers(0, num_samples))
+    stop = data.draw(st.integers(start, num_samples))
+    order = EpochOrder(num_samples, seed=5, epoch=6)
+    assert torch.equal(order.slice(start, stop), _epoch(num_samples, 5, 6)[start:stop])
+    if stop > start:
+        assert int(order.at(torch.tensor(start))) == int(order.slice(start, start + 1)[0])
+
+
+def test_without_shuffling_position_and_sample_are_the_same() -> None:
+    assert EpochOrder(10, seed=1, epoch=2, shuffle=False).slice(3, 7).tolist() == [3, 4, 5, 6]
+
+
+def test_seeds_and_epochs_have_orders_of_their_own() -> None:
+    for num_samples in (100, 1000):
+        orders = {tuple(_epoch(num_samples, seed, epoch).tolist()) for seed in range(10) for epoch in range(10)}
+        assert len(orders) == 100
+
+
+def test_the_order_is_pinned() -> None:
+    """A checkpoint says (seed, epoch, position): another order would resume on the wrong samples without a sound."""
+    assert EpochOrder(10, seed=1, epoch=2).slice(0, 10).tolist() == [9, 1, 5, 6, 7, 3, 4, 2, 8, 0]
+    assert EpochOrder(1000, seed=1, epoch=2).slice(0, 5).tolist() == [362, 206, 389, 875, 438]
+    assert EpochOrder(10**12, seed=1, epoch=2).slice(0, 3).tolist() == [825194048969, 528968624121, 402064083804]
+
+
+def test_positions_outside_of_the_epoch_are_refused() -> None:
+    for order in (EpochOrder(10), EpochOrder(1000), EpochOrder(10, shuffle=False)):
+        for positions in ([-1], [0, order.num_samples]):
+            with pytest.raises(IndexError, match=f"epoch of {order.num_samples} samples"):
+                order.at(torch.tensor(positions))
+        assert order.slice(3, 3).tolist() == []
+    assert EpochOrder(0).slice(0, 0).dtype == torch.int64
+    for size in (-1, 2**61):
+        with pytest.raises(ConfigurationError, match="num_samples"):
+            EpochOrder(size)
+
+
+# ---------------------------------------------------------------------- uniform
+
+
+@pytest.mark.parametrize("num_samples", [3, 4, 5])
+def test_all_orders_of_small_sets_are_equally_likely(num_samples: int) -> None:
+    numbers = {order: number for number, order in enumerate(permutations(range(num_samples)))}
+    seen = [numbers[tuple(_epoch(num_samples, seed=7, epoch=epoch).tolist())] for epoch in range(4800)]
+    _assert_uniform(torch.tensor(seen), len(numbers))
+
+
+@pytest.mark.parametrize("num_samples", [20, 260, 1000])
+def test_each_position_has_each_sample_equally_often(num_samples: int) -> None:
+    orders = torch.stack([_epoch(num_samples, seed=8, epoch=epoch) for epoch in range(1500)])
+    for position in (0, 1, num_samples // 2, num_samples - 1):
+        _assert_uniform(orders[:, position] * 20 // num_samples, 20)
+    # All positions at once; the variance of the statistic is that of independent draws to within 1/20.
+    bins = torch.arange(num_samples) * 10 // num_samples * 10 + orders * 10 // num_samples
+    counts = torch.bincount(bins.reshape(-1), minlength=100)
+    expected = 1500 * num_samples / 100
+    assert float((counts - expected).abs().max()) < _NUM_DEVIATIONS * expected**0.5
+
+
+@pytest.mark.parametrize("num_samples", [300_000, 10**9])
+@pytest.mark.parametrize("lag", [1, 2, 7, 548])
+def test_neighbours_in_the_order_are_unrelated(num_samples: int, lag: int) -> None:
+    """Serial tests: pairs over a grid of cells, and the distances between neighbours."""
+    samples = EpochOrder(num_samples, seed=9, epoch=1).slice(0, 100_000)
+    before, after = samples[:-lag], samples[lag:]
+    _assert_uniform((before * 16 // num_samples) * 16 + after * 16 // num_samples, 256)
+    _assert_uniform((after - before) % num_samples * 100 // num_samples, 100)
+
+
+def test_neighbouring_epochs_and_seeds_are_unrelated() -> None:
+    num_samples = 50_000
+    first = _epoch(num_samples, seed=10, epoch=5)
+    for other in (_epoch(num_samples, 10, 6), _epoch(num_samples, 11, 5), _epoch(num_samples, 5, 10)):
+        _assert_uniform((first * 16 // num_samples) * 16 + other * 16 // num_samples, 256)
+        assert int((first == other).sum()) < 10  # on average one
+
+
+def test_odd_and_even_orders_are_equally_frequent() -> None:
+    """On a square grid of odd sides a Feistel network has only even permutations (see [Note: the permutation])."""
+    num_odd = sum(_parity(_epoch(289, seed=12, epoch=epoch).tolist()) for epoch in range(200))
+    assert 60 < num_odd < 140
+
+
+def _parity(order: list[int]) -> int:
+    seen, num_cycles = set(), 0
+    for start in order:
+        num_cycles += start not in seen
+        while start not in seen:
+            seen.add(start)
+            start = order[start]
+    return (len(order) - num_cycles) % 2
+
+
+# ---------------------------------------------------------------------- global batches
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 300), st.booleans(), st.integers(1, 7))
+def test_shares_cut_every_global_batch_completely_evenly_and_in_order(
+    num_samples: int, size: int, drop_last: bool, world_size: int
+) -> None:
+    plan = BatchPlan(num_samples, size, drop_last)
+    position = 0
+    for step in range(plan.num_batches):
+        start, stop = plan.global_batch(step)
+        assert start == position
+        assert stop - start == (size if drop_last else min(size, num_samples - start))
+        shares = [plan.share(step, rank=rank, world_size=world_size) for rank in range(world_size)]
+        for first, last in shares:
+            assert first == position
+            position = last
+        lengths = [last - first for first, last in shares]
+        assert max(lengths) - min(lengths) <= 1
+        assert lengths[0] >= 1
+        assert position == stop
+    assert position == (num_samples // size * size if drop_last else num_samples)

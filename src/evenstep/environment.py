@@ -135,6 +135,8 @@ def rank_variables(
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
     }
     return variables | run_variables("launch", run_directory=run_directory, device=device, announced=announced)

@@ -1,0 +1,130 @@
+"""How many ranks, and how many threads each: from what the host has and what the user asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenstep.device import choose_device
+from evenstep.environment import Placement
+from evenstep.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a host offers to the ranks: physical cores, logical CPUs, GPUs."""
+
+    num_cores: int
+    num_cpus: int
+    num_gpus: int
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """How many ranks a host gets, and how many threads each of them computes with."""
+
+    num_ranks: int
+    num_threads: int
+
+
+def plan_ranks(
+    nproc: str,
+    host: Host,
+    *,
+    threads_per_rank: int | None = None,
+    device: str | None = None,
+    openmp_threads: int | None = None,
+) -> RankPlan:
+    """Ranks and threads of one host. Pure.
+
+    Args:
+        nproc: A number, "auto" (GPUs if there are any, else physical cores divided by the threads per rank), "gpu",
+            or "cpu" (a rank per logical CPU, as torchrun has it).
+        host: What there is.
+        threads_per_rank: What the user asked for; None: what `OMP_NUM_THREADS` says, else what fits.
+        device: What `--device` says; None: GPUs if there are any.
+        openmp_threads: What `OMP_NUM_THREADS` says.
+
+    Raises:
+        ConfigurationError: No such number of ranks, threads or GPUs.
+    """
+    if threads_per_rank is not None and threads_per_rank < 1:
+        raise ConfigurationError(
+            f"{threads_per_rank} threads per rank: a rank needs at least 1. Leave it out to let evenstep choose."
+        )
+    fixed = threads_per_rank or openmp_threads
+    num_ranks = _count_ranks(nproc, host, threads_per_rank=fixed, device=device)
+    if device is not None:
+        # The same rule, and the same words, as every rank's own `evenstep.init`.
+        choose_device(device, Placement(world_size=num_ranks, local_world_size=num_ranks), num_gpus=host.num_gpus)
+    by_threads = nproc == "auto" and not _uses_gpus(host, device)
+    fitting = _auto_threads(host) if by_threads else max(1, host.num_cores // num_ranks)
+    return RankPlan(num_ranks=num_ranks, num_threads=fixed or fitting)
+
+
+def _count_ranks(nproc: str, host: Host, *, threads_per_rank: int | None, device: str | None) -> int:
+    if nproc == "auto":
+        if _uses_gpus(host, device):
+            # A device with an index, "cuda:0", is shared: one rank unless a number says otherwise.
+            return 1 if device is not None and ":" in device else host.num_gpus
+        return max(1, host.num_cores // (threads_per_rank or _auto_threads(host)))
+    if nproc == "gpu":
+        if host.num_gpus == 0:
+            raise ConfigurationError(
+                "--nproc-per-node gpu, but this host has no GPU that torch can use. Use auto or a number."
+            )
+        return host.num_gpus
+    if nproc == "cpu":
+        return host.num_cpus
+    try:
+        count = int(nproc)
+    except ValueError:
+        raise ConfigurationError(f"--nproc-per-node {nproc}: use auto, cpu, gpu or a number of ranks.") from None
+    if count < 1:
+        raise ConfigurationError(
+            f"--nproc-per-node {count}: there must be at least 1 rank. Use auto to let evenstep choose."
+        )
+    return count
+
+
+def _uses_gpus(host: Host, device: str | None) -> bool:
+    return host.num_gpus > 0 and device != "cpu"
+
+
+def _auto_threads(host: Host) -> int:
+    # A rank per core drowns in communication on big hosts; one rank wastes the cores its operations can't fill.
+    return math.ceil(host.num_cores / 8)
+
+
+def look_at_host() -> Host:
+    """What this host has, and this process may use."""
+    import torch
+
+    return Host(num_cores=count_cores(), num_cpus=os.cpu_count() or 1, num_gpus=torch.cuda.device_count())
+
+
+def count_cores() -> int:
+    """Physical cores that this process may use: its affinity, and its share of CPU time in a container."""
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    allowed = os.sched_getaffinity(0)
+    topology = Path("/sys/devices/system/cpu")
+    siblings = []
+    for cpu in sorted(allowed):
+        file = topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        siblings.append(file.read_text().strip() if file.exists() else str(cpu))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    return cores_within(siblings, quota.read_text() if quota.exists() else "")
+
+
+def cores_within(siblings: Iterable[str], cpu_max: str) -> int:
+    """Physical cores, from the sibling list of each allowed CPU and the text of cgroup's `cpu.max`. Pure."""
+    cores = len(set(siblings))
+    limit, _, period = cpu_max.strip().partition(" ")
+    if limit.isdigit() and period.isdigit() and int(period) > 0:
+        cores = min(cores, math.ceil(int(limit) / int(period)))
+    return max(1, cores)

@@ -1,0 +1,68 @@
+"""`evenstep.launch`: ranks from a function, for scripts and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from evenstep import environment
+from evenstep.errors import ConfigurationError
+from evenstep.launcher.cores import look_at_host, plan_ranks
+from evenstep.launcher.ranks import RankGroup
+
+Result = TypeVar("Result")
+
+
+def launch(
+    fn: Callable[..., Result],
+    nproc: int = 2,
+    args: Sequence[Any] = (),
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    threads_per_rank: int | None = None,
+    timeout_s: float | None = None,
+) -> Result:
+    """Call `fn(*args)` on `nproc` ranks of this host, each a process of its own, and return rank 0's result.
+
+    `fn` calls `evenstep.init()`; the ranks meet through a private directory, and no port is opened. In a script, call
+    this under `if __name__ == "__main__":`. A function typed into a notebook needs `pip install "evenstep[notebook]"`.
+    The processes end with the call, and with the process (and thread) that made it, however that one ends.
+
+    Args:
+        fn: What every rank runs; `evenstep.init()` inside tells it which rank it is.
+        nproc: Number of ranks.
+        args: Arguments of `fn`, equal on all ranks.
+        kwargs: Keyword arguments of `fn`.
+        device: Default of `evenstep.init(device=...)` in the ranks.
+        threads_per_rank: Threads of each rank's CPU operations; None: `OMP_NUM_THREADS`, else the physical cores
+            shared out.
+        timeout_s: Seconds after which the ranks are stopped; None: no limit.
+
+    Raises:
+        ConfigurationError: An argument is wrong, or `fn` can't be sent; nothing ran.
+        RankFailedError: A rank was killed, or left without an exception that could be passed on.
+        CollectiveTimeoutError: The ranks were not done in time.
+        Exception: What the rank that failed first raised; its traceback is the cause, its rank a note. No rank is left.
+    """
+    if not callable(fn):
+        raise ConfigurationError(
+            f"evenstep.launch: {fn!r} can't be called. Pass the function itself: launch(train, 2)."
+        )
+    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
+        raise ConfigurationError(f"evenstep.launch: nproc={nproc!r}; the number of ranks is a whole number from 1.")
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+        raise ConfigurationError(f"evenstep.launch: args={args!r} is no tuple of arguments. Write args=({args!r},).")
+    plan = plan_ranks(
+        str(nproc),
+        look_at_host(),
+        threads_per_rank=threads_per_rank,
+        device=device,
+        openmp_threads=environment.openmp_threads(),
+    )
+    group = RankGroup(plan.num_ranks, num_threads=plan.num_threads, device=device)
+    try:
+        result: Result = group.run(fn, args, kwargs, timeout_s=timeout_s, results="first")[0]
+        return result
+    finally:
+        group.close()

@@ -1,0 +1,99 @@
+"""The child's side of a `RankGroup`: what runs in each of its processes, and what is said over the pipe."""
+
+from __future__ import annotations
+
+import faulthandler
+import pickle
+import signal
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from evenstep import environment
+from evenstep.errors import EvenstepError
+from evenstep.health.blame import CrashReport
+from evenstep.health.last_words import describe
+from evenstep.launcher.lifeline import die_with_parent
+from evenstep.launcher.remote import pack_exception, pack_result, unpack_call
+
+STACK_SIGNAL = signal.SIGUSR2
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank is told once, when its process starts."""
+
+    rank: int
+    parent_pid: int
+    num_threads: int
+    stack_file: Path
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call, and the private directory in which the ranks meet for it."""
+
+    call: bytes
+    run_directory: Path
+    wants_result: bool
+
+
+@dataclass(frozen=True)
+class Succeeded:
+    """A rank's answer: the packed result; None if nobody wants it."""
+
+    result: bytes | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank's answer: what it raised. `exception` is None if it can't travel."""
+
+    report: CrashReport
+    exception: bytes | None
+
+
+def serve(connection: Connection, setup: Setup) -> None:
+    """Run one task after the other until the parent closes the pipe, or one fails."""
+    die_with_parent(setup.parent_pid)
+    faulthandler.enable()
+    torch.set_num_threads(setup.num_threads)
+    with setup.stack_file.open("w") as stack_file:
+        # The parent asks where a rank is that doesn't finish in time.
+        faulthandler.register(STACK_SIGNAL, file=stack_file)
+        while True:
+            try:
+                task = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                return
+            answer = _perform(task, setup.rank)
+            try:
+                connection.send_bytes(pickle.dumps(answer))
+            except OSError:
+                return
+            if isinstance(answer, Failed):
+                # Only now may sockets close: peers that see them break tell of it after this rank has.
+                raise SystemExit(answer.report.exit_code)
+
+
+def _perform(task: Task, rank: int) -> Succeeded | Failed:
+    environment.export({"EVENSTEP_RUN_DIR": str(task.run_directory)})
+    try:
+        fn, args, kwargs = unpack_call(task.call)
+        result = fn(*args, **kwargs)
+        return Succeeded(pack_result(result) if task.wants_result else None)
+    except SystemExit as error:
+        if not error.code:
+            return Succeeded(pack_result(None) if task.wants_result else None)
+        return _failure(error, rank, exit_code=error.code if isinstance(error.code, int) else 1)
+    except BaseException as error:
+        return _failure(error, rank, exit_code=error.exit_code if isinstance(error, EvenstepError) else 1)
+
+
+def _failure(error: BaseException, rank: int, *, exit_code: int) -> Failed:
+    report = replace(CrashReport.of(error, rank=rank, traceback=describe(error)), exit_code=exit_code)
+    # `sys.exit(3)` on a rank must not end the parent: it arrives as the text of a RankFailedError.
+    exception = None if isinstance(error, SystemExit) else pack_exception(error)
+    return Failed(report=report, exception=exception)

@@ -1,0 +1,349 @@
+"""A group of rank processes on this host that run functions: one after the other, on all ranks at once.
+
+RankGroup(2)     two processes are started and wait
+run(fn, args)    each rank calls fn(*args); the results come back, or the culprit's exception is raised
+run(...)         the same processes again
+close()          they end; a failed task ends them too
+
+WAITING --run--> RUNNING --all answered--> WAITING
+                 RUNNING --one failed, or too late--> CLOSED
+WAITING --close--> CLOSED
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from evenstep import environment
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError, UsageError
+from evenstep.health.blame import CrashReport, Exit, choose_culprit, read_reports
+from evenstep.launcher.ports import Reservation
+from evenstep.launcher.rank_process import STACK_SIGNAL, Failed, Setup, Succeeded, Task, serve
+from evenstep.launcher.remote import pack_call
+from evenstep.launcher.verdict import StopPolicy, describe_exit, is_evident
+
+
+class RemoteTraceback(Exception):
+    """The text of a traceback from another process, shown as the cause of the exception that was raised there."""
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self.args[0]}\n"""'
+
+
+@dataclass
+class _Rank:
+    process: SpawnProcess
+    connection: Connection
+
+
+@dataclass
+class _Answers:
+    """What is known of a running task."""
+
+    succeeded: dict[int, Succeeded]
+    failed: dict[int, Failed]
+    died: dict[int, Exit]
+
+    def __init__(self) -> None:
+        self.succeeded, self.failed, self.died = {}, {}, {}
+
+    @property
+    def reports(self) -> list[CrashReport]:
+        return [answer.report for answer in self.failed.values()]
+
+    @property
+    def exits(self) -> list[Exit]:
+        raised = [Exit(report.rank, report.pid, report.exit_code or 1) for report in self.reports]
+        return raised + list(self.died.values())
+
+
+class RankGroup:
+    """Processes of this host, one per rank, that are kept between tasks. Linux; start method "spawn".
+
+    The processes die with the thread that made the group, so make it where it is used.
+
+    Args:
+        num_ranks: How many; at least 1.
+        num_threads: Threads of each rank's CPU operations.
+        device: What `evenstep.init` takes as its default in the ranks; None: GPUs if there are any.
+        policy: How ranks are stopped.
+    """
+
+    def __init__(
+        self, num_ranks: int, *, num_threads: int = 1, device: str | None = None, policy: StopPolicy | None = None
+    ) -> None:
+        _refuse_while_importing()
+        self.num_ranks = num_ranks
+        self._policy = policy or StopPolicy()
+        self._ranks: list[_Rank] = []
+        self._num_tasks = 0
+        self._is_closed = False
+        self._directory = Path(tempfile.mkdtemp(prefix="evenstep-"))  # mode 0700
+        self._port = Reservation()
+        # Before multiprocessing's own exit handler, which would wait for the ranks for ever.
+        atexit.register(self.close)
+        try:
+            with _interrupts_ignored():
+                for rank in range(num_ranks):
+                    self._ranks.append(self._start(rank, num_threads, device))
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"pids {self.pids}"
+        return f"<RankGroup of {self.num_ranks}, {self._num_tasks} tasks, {state}>"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the processes have ended: after `close`, or after a task that failed."""
+        return self._is_closed
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes, in order of rank."""
+        return [rank.process.pid or 0 for rank in self._ranks]
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        results: str = "all",
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every rank at once.
+
+        Args:
+            fn: A function of an importable module; others need cloudpickle.
+            args: Its arguments, equal on all ranks.
+            kwargs: Its keyword arguments.
+            timeout_s: Seconds until the ranks are stopped; None: no limit.
+            results: "all", or "first" to fetch only rank 0's.
+
+        Returns:
+            What each rank returned, in order of rank; of rank 0 alone with "first".
+
+        Raises:
+            ConfigurationError: The call can't be sent; the group is as before.
+            CollectiveTimeoutError: Not all ranks were done in time. The group is closed.
+            RankFailedError: A rank died, or raised what can't be sent. The group is closed.
+            Exception: What the rank that failed first raised. The group is closed.
+        """
+        if self._is_closed:
+            raise UsageError(f"{self!r} can't run another task: a task failed, or it was closed. Make a new one.")
+        call = pack_call(fn, args, kwargs or {})
+        self._num_tasks += 1
+        directory = self._directory / f"task-{self._num_tasks}"
+        directory.mkdir(mode=0o700)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            for index, rank in enumerate(self._ranks):
+                task = Task(call, directory, wants_result=results == "all" or index == 0)
+                # A rank that is already dead is noticed, with its signal, where the answers are awaited.
+                with contextlib.suppress(OSError):
+                    rank.connection.send_bytes(pickle.dumps(task))
+            answers = self._await_answers(_Answers(), deadline)
+            if answers.failed or answers.died:
+                self._raise_failure(self._await_witnesses(answers))
+            if len(answers.succeeded) < self.num_ranks:
+                raise self._too_late(answers, timeout_s or 0.0)
+        except BaseException:
+            # Also a KeyboardInterrupt here: nobody is left behind.
+            self._stop()
+            raise
+        wanted = range(self.num_ranks) if results == "all" else range(1)
+        return [pickle.loads(answers.succeeded[rank].result or b"") for rank in wanted]
+
+    def close(self) -> None:
+        """End the processes and remove what they met in. Twice is once."""
+        if self._is_closed:
+            return
+        for rank in self._ranks:
+            rank.connection.close()  # the rank sees the end of the pipe, and leaves
+        deadline = time.monotonic() + self._policy.terminate_s
+        for rank in self._ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
+        self._stop()
+
+    # ------------------------------------------------------------------ starting
+
+    def _start(self, rank: int, num_threads: int, device: str | None) -> _Rank:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        setup = Setup(
+            rank=rank,
+            parent_pid=os.getpid(),
+            num_threads=num_threads,
+            stack_file=self._directory / f"stack-{rank}",
+        )
+        process = context.Process(target=serve, args=(theirs, setup), name=f"evenstep rank {rank}")
+        variables = environment.rank_variables(
+            rank=rank, world_size=self.num_ranks, run_directory=self._directory, device=device
+        )
+        variables |= {
+            "OMP_NUM_THREADS": str(num_threads),
+            # For functions that call torch's own init_process_group.
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._port.port),
+        }
+        with environment.exported(variables):
+            process.start()
+        # Ours must be the only copy of the other end that is left, or its end would never be seen.
+        theirs.close()
+        return _Rank(process, ours)
+
+    # ------------------------------------------------------------------ answers
+
+    def _await_answers(self, answers: _Answers, deadline: float | None, *, stop_early: bool = True) -> _Answers:
+        """Collect until everybody has answered or died, somebody has failed, or the deadline has passed."""
+        while True:
+            known = answers.succeeded.keys() | answers.failed.keys() | answers.died.keys()
+            pending = {index: rank for index, rank in enumerate(self._ranks) if index not in known}
+            if not pending or (stop_early and (answers.failed or answers.died)):
+                return answers
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                return answers
+            sources = {rank.connection: index for index, rank in pending.items()}
+            sentinels = {rank.process.sentinel: index for index, rank in pending.items()}
+            ready = multiprocessing.connection.wait([*sources, *sentinels], timeout=left)
+            for source in ready:
+                index = sentinels[source] if isinstance(source, int) else sources[source]  # type: ignore[index]
+                self._receive(index, answers)
+
+    def _receive(self, index: int, answers: _Answers) -> None:
+        rank = self._ranks[index]
+        if index in answers.died or index in answers.failed or index in answers.succeeded:
+            return
+        try:
+            answer = pickle.loads(rank.connection.recv_bytes()) if rank.connection.poll() else None
+        except (EOFError, OSError):
+            answer = None
+        if isinstance(answer, Succeeded):
+            answers.succeeded[index] = answer
+        elif isinstance(answer, Failed):
+            answers.failed[index] = answer
+        else:
+            rank.process.join(self._policy.terminate_s)
+            code = rank.process.exitcode
+            answers.died[index] = Exit(index, rank.process.pid or 0, 1 if code is None else code)
+
+    def _await_witnesses(self, answers: _Answers) -> _Answers:
+        """After the first failure: let the others end by themselves, longer if the culprit has yet to speak."""
+        started = time.monotonic()
+        for grace_s in (self._policy.evident_grace_s, self._policy.grace_s):
+            self._await_answers(answers, started + grace_s, stop_early=False)
+            if is_evident(answers.exits, answers.reports):
+                break
+        return answers
+
+    # ------------------------------------------------------------------ failing
+
+    def _raise_failure(self, answers: _Answers) -> None:
+        culprit = choose_culprit(answers.exits, answers.reports) or answers.exits[0]
+        who = f"rank {culprit.rank} (pid {culprit.pid})"
+        failed = answers.failed.get(culprit.rank)
+        if failed is None:
+            told = [report for report in read_reports(self._directory) if report.rank == culprit.rank]
+            if told:
+                # It ended while it imported the script, and has left word why.
+                raise ConfigurationError(told[0].summary.partition(": ")[2])
+            message = f"{who} of {self.num_ranks} {describe_exit(culprit.exit_code)}"
+            raise RankFailedError(message, rank=culprit.rank, exitcode=culprit.exit_code)
+        remote = RemoteTraceback(f"on {who} of {self.num_ranks}:\n{failed.report.traceback}")
+        error: BaseException | None = None
+        if failed.exception is not None:
+            with contextlib.suppress(Exception):  # e.g. its class exists only in the ranks
+                error = pickle.loads(failed.exception)
+        if error is None:
+            message = f"{who} of {self.num_ranks} failed: {failed.report.summary}"
+            error = RankFailedError(message, rank=culprit.rank, exitcode=culprit.exit_code)
+        if hasattr(error, "add_note"):  # python 3.11 and later
+            error.add_note(f"raised on {who} of {self.num_ranks}")
+        raise error from remote
+
+    def _too_late(self, answers: _Answers, timeout_s: float) -> CollectiveTimeoutError:
+        missing = [index for index in range(self.num_ranks) if index not in answers.succeeded]
+        stacks = []
+        for index in missing:
+            process = self._ranks[index].process
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, STACK_SIGNAL)
+        time.sleep(0.2)
+        for index in missing:
+            file = self._directory / f"stack-{index}"
+            stacks.append(f"rank {index}:\n{file.read_text() if file.exists() else ''}")
+        names = ", ".join(map(str, missing))
+        return CollectiveTimeoutError(
+            f"task {self._num_tasks} was not done after {timeout_s:g} s; missing: rank {names} of {self.num_ranks}. "
+            f"The ranks were stopped. They were here:\n" + "\n".join(stacks)
+        )
+
+    def _stop(self) -> None:
+        """SIGTERM, then SIGKILL, for whoever is left."""
+        self._is_closed = True
+        atexit.unregister(self.close)
+        alive = [rank.process for rank in self._ranks if rank.process.is_alive()]
+        for process in alive:
+            process.terminate()
+        deadline = time.monotonic() + self._policy.terminate_s
+        for process in alive:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in alive:
+            if process.is_alive():
+                process.kill()
+                process.join(self._policy.terminate_s)
+        for rank in self._ranks:
+            rank.connection.close()
+            if not rank.process.is_alive():
+                rank.process.close()
+        self._ranks = []
+        self._port.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _refuse_while_importing() -> None:
+    """A rank that imports its script must not start ranks: it would do so without end."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        placement = environment.current_placement()
+        error = ConfigurationError(
+            "evenstep.launch was called while a rank was importing the script. The ranks import it to find the "
+            'function, so start them only under `if __name__ == "__main__":`.'
+        )
+        if placement.run_directory is not None:
+            from evenstep.health.blame import write_report
+
+            write_report(placement.run_directory, CrashReport.of(error, rank=placement.rank, traceback=""))
+        # Not the error itself: every rank would print its traceback. The parent raises it, once.
+        raise SystemExit(error.exit_code)
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ranks started inside ignore Ctrl-C: the parent hears it, and stops them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,97 @@
+"""What travels between a parent and the ranks it started: functions there, results and exceptions back.
+
+Pickle, over the pipe of our own child: nothing here ever reads bytes from the network or from disk.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from evenstep.errors import ConfigurationError
+
+_NEEDS_CLOUDPICKLE = 'pip install "evenstep[notebook]"'
+
+
+def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """A call as bytes that a rank can load.
+
+    Functions of importable modules travel by name. Lambdas, functions inside functions, and whatever was typed into
+    a notebook or given to `python -c` travel by value, which needs cloudpickle.
+
+    Raises:
+        ConfigurationError: cloudpickle is needed and not installed, or an argument can't be sent.
+    """
+    call = (fn, tuple(args), dict(kwargs))
+    problem: Exception | None = None
+    try:
+        data = pickle.dumps(call)
+        if not (b"__main__" in data and not main_is_importable()):
+            return data
+    except Exception as error:
+        # Whatever the object's own pickling raises: cloudpickle may still manage.
+        problem = error
+    name = getattr(fn, "__qualname__", repr(fn))
+    try:
+        cloudpickle = importlib.import_module("cloudpickle")
+    except ImportError:
+        raise ConfigurationError(
+            f"{name} can't be imported by the ranks: it is a lambda, a function inside a function, or was typed into a "
+            f"notebook or `python -c`. Put it at the top level of a file, or {_NEEDS_CLOUDPICKLE}"
+            + (f" ({problem})" if problem is not None else "")
+        ) from None
+    try:
+        by_value: bytes = cloudpickle.dumps(call)
+    except Exception as error:
+        raise ConfigurationError(f"{name} or one of its arguments can't be sent to the ranks: {error}") from error
+    return by_value
+
+
+def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """What `pack_call` packed."""
+    fn, args, kwargs = pickle.loads(data)
+    return fn, args, kwargs
+
+
+def pack_exception(error: BaseException) -> bytes | None:
+    """An exception as bytes; None for one that would not survive the way."""
+    for dumps in _serializers():
+        try:
+            data = dumps(error)
+            pickle.loads(data)
+        except Exception:  # whatever a foreign __reduce__ or __init__ raises: the text travels instead
+            continue
+        return data
+    return None
+
+
+def pack_result(value: Any) -> bytes:
+    """A result as bytes; tensors by value, and not through shared memory that somebody would have to free.
+
+    Raises:
+        TypeError: It can't be sent.
+    """
+    problems = []
+    for dumps in _serializers():
+        try:
+            return dumps(value)
+        except Exception as error:
+            problems.append(str(error))
+    raise TypeError(f"the function returned a {type(value).__name__} that can't be sent to the parent: {problems[0]}")
+
+
+def main_is_importable() -> bool:
+    """Whether a spawned child can import this process's `__main__`."""
+    main = sys.modules.get("__main__")
+    if getattr(main, "__spec__", None) is not None:
+        return True
+    path = getattr(main, "__file__", None)
+    return path is not None and not path.startswith("<")
+
+
+def _serializers() -> list[Callable[[Any], bytes]]:
+    cloudpickle = sys.modules.get("cloudpickle")  # loaded in a rank exactly when the call came by value
+    return [pickle.dumps] if cloudpickle is None else [pickle.dumps, cloudpickle.dumps]

@@ -1,0 +1,88 @@
+"""Rank processes that are kept alive between tests, so that a multi-rank case costs milliseconds and not seconds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from evenstep.errors import ConfigurationError
+from evenstep.launcher.ranks import RankGroup
+
+
+class RankPool:
+    """One group of processes per world size, made when first asked for, and made anew after a failure.
+
+    A world that a function leaves open stays the current one for later functions on that number of ranks, so that
+    `evenstep.init()` costs nothing the next time. Functions are sent by name: put them at the top level of a module.
+
+    Args:
+        max_ranks: How many processes may be alive at once; the groups not used for longest are closed to stay below.
+        device: Default of `evenstep.init(device=...)` in the ranks.
+
+    Attributes:
+        num_cases: How many times `run` was called.
+        num_groups: How many groups were started.
+    """
+
+    def __init__(self, *, max_ranks: int = 10, device: str | None = "cpu") -> None:
+        self.max_ranks = max_ranks
+        self.num_cases = 0
+        self.num_groups = 0
+        self._device = device
+        self._groups: OrderedDict[int, RankGroup] = OrderedDict()
+
+    def __repr__(self) -> str:
+        alive = ", ".join(str(size) for size in self._groups)
+        return f"<RankPool {self.num_cases} cases, {self.num_groups} groups started, sizes alive: {alive or 'none'}>"
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes alive."""
+        return {pid for group in self._groups.values() for pid in group.pids}
+
+    def run(self, fn: Callable[..., Any], nproc: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Call `fn(*args)` on `nproc` ranks and return what each returned, in order of rank.
+
+        Args:
+            fn: A function of an importable module.
+            nproc: Number of ranks.
+            args: Arguments, equal on all ranks.
+            timeout_s: Seconds after which the ranks are stopped.
+
+        Raises:
+            Exception: As `RankGroup.run`. The processes are gone then, and made anew on the next use: a function
+                that expects an exception had better catch it itself.
+        """
+        if nproc < 1 or nproc > self.max_ranks:
+            raise ConfigurationError(f"RankPool.run: nproc={nproc}; this pool has 1 to {self.max_ranks} ranks.")
+        self.num_cases += 1
+        group = self._group(nproc)
+        try:
+            return group.run(fn, args, timeout_s=timeout_s)
+        finally:
+            if group.is_closed:
+                del self._groups[nproc]
+
+    def close(self) -> None:
+        """End all processes. The pool can be used again afterwards."""
+        while self._groups:
+            self._groups.popitem()[1].close()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _group(self, nproc: int) -> RankGroup:
+        if nproc not in self._groups:
+            while self._groups and sum(self._groups) + nproc > self.max_ranks:
+                self._groups.popitem(last=False)[1].close()
+            self._groups[nproc] = RankGroup(nproc, num_threads=1, device=self._device)
+            self.num_groups += 1
+        self._groups.move_to_end(nproc)
+        return self._groups[nproc]

@@ -1,0 +1,144 @@
+"""What all tests share: a pool of ranks, a guard against what tests leave behind, an account of what was skipped."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import psutil
+import pytest
+
+from evenstep.testing import RankPool
+
+_POOL = pytest.StashKey[RankPool]()
+_SETTLE_S = 3.0
+
+
+@pytest.fixture(scope="session")
+def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+    """`ranks.run(fn, nproc, *args)`: what fn returned on each rank. The processes are kept between tests."""
+    with RankPool() as pool:
+        pytestconfig.stash[_POOL] = pool
+        yield pool
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a test can leave behind in this process and on this host."""
+
+    processes: frozenset[str]
+    threads: frozenset[str]
+    shared_memory: frozenset[str]
+    variables: frozenset[tuple[str, str]]
+    listening_sockets: frozenset[str]
+    process_group: frozenset[str]
+    current_world: frozenset[str]
+
+    def left_since(self, before: Traces) -> dict[str, set[object]]:
+        """What is here and was not before, by kind; of variables also those that have gone."""
+        found: dict[str, set[object]] = {}
+        for field in fields(self):
+            now, then = getattr(self, field.name), getattr(before, field.name)
+            difference = now ^ then if field.name == "variables" else now - then
+            if difference:
+                found[field.name] = set(difference)
+        return found
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fail a test that leaves a process, thread, segment, variable, socket, process group or world behind."""
+    before = _look_around(pytestconfig)
+    yield
+    deadline = time.monotonic() + _SETTLE_S
+    while left := _look_around(pytestconfig).left_since(before):
+        if left.keys() == {"shared_memory"}:
+            left["shared_memory"] = {name for name in left["shared_memory"] if not _used_by_strangers(str(name))}
+            if not left["shared_memory"]:
+                return
+        if time.monotonic() > deadline:
+            told = "; ".join(f"{kind}: {', '.join(map(str, sorted(what, key=str)))}" for kind, what in left.items())
+            pytest.fail(f"the test left behind: {told}", pytrace=False)
+        time.sleep(0.05)
+
+
+def _look_around(config: pytest.Config) -> Traces:
+    distributed = sys.modules.get("torch.distributed")
+    has_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    world = getattr(sys.modules.get("evenstep.world"), "_current", None)
+    shm = Path("/dev/shm")
+    return Traces(
+        processes=frozenset(_children(config)),
+        threads=frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
+        shared_memory=frozenset(path.name for path in shm.iterdir()) if shm.is_dir() else frozenset(),
+        variables=frozenset((k, v) for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"),
+        listening_sockets=frozenset(_listening()),
+        process_group=frozenset({"torch.distributed is initialised"} if has_group else ()),
+        current_world=frozenset({repr(world)} if world is not None else ()),
+    )
+
+
+def _children(config: pytest.Config) -> Iterator[str]:
+    pool = config.stash.get(_POOL, None)
+    for pid in _child_pids() - (pool.pids if pool is not None else set()):
+        try:
+            command = " ".join(psutil.Process(pid).cmdline())
+        except psutil.Error:
+            continue
+        # Started by multiprocessing with its first "spawn", it ends with this process.
+        if "multiprocessing.resource_tracker" not in command:
+            yield f"{pid} {command}"
+
+
+def _child_pids() -> set[int]:
+    lists = list(Path("/proc/self/task").glob("*/children"))
+    if not lists:
+        return {child.pid for child in psutil.Process().children()}
+    pids: set[int] = set()
+    for path in lists:
+        try:
+            pids |= {int(pid) for pid in path.read_text().split()}
+        except OSError:  # the thread has ended
+            continue
+    return pids
+
+
+def _listening() -> Iterator[str]:
+    for connection in psutil.Process().net_connections(kind="inet"):
+        if connection.status == psutil.CONN_LISTEN:
+            yield f"{connection.laddr}"
+
+
+def _used_by_strangers(name: str) -> bool:
+    """Whether a file in /dev/shm is in use by a process that is no descendant of this one: not the test's, then."""
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) in ours:
+            continue
+        try:
+            if f"/dev/shm/{name}" in (process / "maps").read_text():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """How many multi-rank cases ran, and what was skipped and why, with counts."""
+    pool = config.stash.get(_POOL, None)
+    if pool is not None:
+        terminalreporter.write_line(f"{pool.num_cases} multi-rank cases ran on {pool.num_groups} groups of ranks")
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        for report in skipped
+    )
+    terminalreporter.write_line(f"{len(skipped)} tests skipped" + (":" if skipped else ""))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"  {count} x {reason}")

@@ -1,0 +1,1 @@
+"""Tests that kill, freeze or mislead ranks."""

@@ -1,0 +1,107 @@
+"""The pool of ranks that other tests stand on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import evenstep
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError
+from evenstep.testing import RankPool
+
+
+def identity() -> tuple[int, int, int, int]:
+    world = evenstep.init(quiet=True)
+    return world.rank, world.world_size, os.getpid(), torch.get_num_threads()
+
+
+def sum_of_ranks() -> float:
+    world = evenstep.init(quiet=True)
+    return world.mean(float(world.rank)) * world.world_size
+
+
+def sum_and_close() -> float:
+    with evenstep.init(quiet=True) as world:
+        return world.mean(float(world.rank)) * world.world_size
+
+
+def raise_on_rank_1() -> None:
+    if evenstep.init(quiet=True).rank == 1:
+        raise ValueError("as asked")
+    evenstep.world.current().barrier()
+
+
+def kill_rank_1() -> None:
+    world = evenstep.init(quiet=True)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.barrier()
+
+
+def sleep_on_rank_1(seconds: float) -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(seconds)
+
+
+def double(value: torch.Tensor) -> torch.Tensor:
+    return value * 2
+
+
+def test_results_come_in_order_of_rank_and_the_processes_are_kept(ranks: RankPool) -> None:
+    first = ranks.run(identity, 2)
+    assert [result[:2] for result in first] == [(0, 2), (1, 2)]
+    assert [result[3] for result in first] == [1, 1]
+    assert ranks.run(identity, 2) == first
+    assert ranks.run(double, 2, torch.arange(3))[1].tolist() == [0, 2, 4]
+
+
+def test_a_world_that_a_task_closed_can_be_made_again(ranks: RankPool) -> None:
+    for _ in range(3):
+        assert ranks.run(sum_and_close, 2) == [1.0, 1.0]
+
+
+def test_sizes_live_beside_each_other(ranks: RankPool) -> None:
+    assert ranks.run(sum_of_ranks, 2) == [1.0] * 2
+    assert ranks.run(sum_of_ranks, 1) == [0.0]
+
+
+def test_a_failure_is_the_culprits_and_the_next_task_has_new_processes() -> None:
+    with RankPool() as pool:
+        before = pool.run(identity, 2)
+        with pytest.raises(ValueError, match="as asked") as caught:
+            pool.run(raise_on_rank_1, 2)
+        assert "rank 1" in str(caught.value.__cause__)
+        assert pool.pids == set()
+        after = pool.run(identity, 2)
+        assert {result[2] for result in before}.isdisjoint(result[2] for result in after)
+        assert (pool.num_cases, pool.num_groups) == (3, 2)
+
+
+def test_a_killed_rank_is_named_with_its_signal() -> None:
+    with (
+        RankPool() as pool,
+        pytest.raises(RankFailedError, match=r"rank 1 \(pid \d+\) of 2 was killed by SIGKILL") as e,
+    ):
+        pool.run(kill_rank_1, 2)
+    assert (e.value.rank, e.value.exitcode) == (1, -9)
+
+
+def test_a_task_that_takes_too_long_is_stopped_and_says_where_it_was() -> None:
+    with RankPool() as pool:
+        pool.run(identity, 2)
+        with pytest.raises(CollectiveTimeoutError, match=r"missing: rank 1 of 2(.|\n)*sleep_on_rank_1"):
+            pool.run(sleep_on_rank_1, 2, 60.0, timeout_s=0.5)
+        assert pool.pids == set()
+
+
+def test_groups_not_used_for_longest_make_room() -> None:
+    with RankPool(max_ranks=2) as pool:
+        pool.run(sum_of_ranks, 1)
+        pool.run(sum_of_ranks, 2)
+        assert len(pool.pids) == 2
+        with pytest.raises(ConfigurationError, match="1 to 2 ranks"):
+            pool.run(sum_of_ranks, 3)

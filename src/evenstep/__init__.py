@@ -3,6 +3,7 @@
 from evenstep.data.loader import DataLoader
 from evenstep.data.sampler import DistributedSampler
 from evenstep.errors import EvenstepError
+from evenstep.launcher.launch import launch
 from evenstep.replica.data_parallel import DataParallel
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.world import World, init
@@ -14,6 +15,6 @@ __all__ = [
     "DistributedSampler",
     "EvenstepError",
     "World",
-    "init",
+    "init", "launch",
 ]
 __version__ = "0.1.0"

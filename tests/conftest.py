@@ -18,6 +18,7 @@ from evenstep.testing import RankPool
 
 _POOL = pytest.StashKey[RankPool]()
 _SETTLE_S = 3.0
+_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the latter when it first needs dynamo
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +78,7 @@ def _look_around(config: pytest.Config) -> Traces:
         processes=frozenset(_children(config)),
         threads=frozenset(f"{thread.name} ({thread.ident})" for thread in threading.enumerate()),
         shared_memory=frozenset(path.name for path in shm.iterdir()) if shm.is_dir() else frozenset(),
-        variables=frozenset((k, v) for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"),
+        variables=frozenset((k, v) for k, v in os.environ.items() if k not in _NOT_OURS),
         listening_sockets=frozenset(_listening()),
         process_group=frozenset({"torch.distributed is initialised"} if has_group else ()),
         current_world=frozenset({repr(world)} if world is not None else ()),

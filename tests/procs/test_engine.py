@@ -1,0 +1,598 @@
+"""The engine against the reference engine and torch's own, on 2, 3 and 4 ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import evenstep
+from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.replica.reference import ReferenceReplica
+
+SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
+
+
+class Branches(nn.Module):
+    """Layers of which a call names the ones it uses."""
+
+    def __init__(self, num_layers, width, seed):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.double()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / width**0.5)
+
+    def forward(self, x, use):
+        for index in use:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+def grads(model):
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def assert_same_grads(got, expected, context=""):
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert (a is None) == (b is None), f"{context}: parameter {index} is {a} and should be {b}"
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13, msg=lambda m, i=index: f"{context}, {i}: {m}")
+
+
+# ---------------------------------------------------------------------- random cases against the reference
+
+
+def random_windows(seed, num_models, num_windows):
+    """Random models, buckets, unused layers, accumulation, weights and empty shares. Returns the number of windows."""
+    world = evenstep.init(quiet=True)
+    shared, own = random.Random(seed), random.Random(seed * 1000 + world.rank)
+    checked = 0
+    for _ in range(num_models):
+        num_layers, width = shared.randint(1, 9), shared.choice([1, 3, 16])
+        model_seed = shared.randrange(1 << 30)
+        model = evenstep.DistributedDataParallel(
+            Branches(num_layers, width, model_seed),
+            bucket_cap_mb=shared.choice([1e-5, 1e-3, 25]),
+            first_bucket_cap_mb=shared.choice([1e-5, 1]),
+            world=world,
+        )
+        oracle_module = Branches(num_layers, width, model_seed)
+        for window in range(num_windows):
+            weighted, keep_views = shared.random() < 0.6, shared.random() < 0.3
+            oracle = ReferenceReplica(oracle_module, world)
+            num_microbatches = own.randint(1, 4)
+            for index in range(num_microbatches):
+                use = [own.randrange(num_layers) for _ in range(own.randint(1, num_layers))]
+                rows = own.choice([0, 1, 2, 5])
+                weight = own.choice([float(rows), rows * 7.5]) if weighted else None
+                x = torch.randn(rows, width, dtype=torch.float64)
+                last = index == num_microbatches - 1
+                inside_at_forward = own.random() < 0.5  # must make no difference: the state at backward decides
+                with model.no_sync() if inside_at_forward else contextlib.nullcontext():
+                    loss = model(x, use).square().mean()
+                with contextlib.nullcontext() if last else model.accumulate():
+                    if weighted:
+                        model.backward(loss, weight=weight)
+                    else:
+                        loss.backward()
+                if rows:
+                    oracle.add(oracle_module(x, use).square().mean(), weight if weighted else 1.0)
+            oracle.average(over_ranks=not weighted)
+            used_by_stand_in = {i for i, g in enumerate(grads(model)) if g is not None and not g.any()}
+            expected = grads(oracle_module)
+            for i in used_by_stand_in:  # a gradient of zeros, where the oracle may know of none
+                if expected[i] is None:
+                    expected[i] = torch.zeros_like(grads(model)[i])
+            assert_same_grads(grads(model), expected, f"seed {seed}, window {window}, weighted {weighted}")
+            checked += 1
+            model.zero_grad(set_to_none=not keep_views)
+            oracle_module.zero_grad()
+    return checked
+
+
+@SIZES
+def test_random_windows_equal_the_reference(ranks, fresh_seed, nproc):
+    assert ranks.run(random_windows, nproc, fresh_seed, 12, 6) == [72] * nproc
+
+
+# ---------------------------------------------------------------------- what backward means
+
+
+def plain_backward_as_torch(seed):
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed + world.rank)
+    ours = evenstep.DistributedDataParallel(Branches(3, 8, seed), bucket_cap_mb=1e-4, world=world)
+    theirs = TorchDistributedDataParallel(Branches(3, 8, seed), bucket_cap_mb=1)
+    for _ in range(3):
+        xs = [torch.randn(4, 8, dtype=torch.float64) for _ in range(4)]
+        for model in (ours, theirs):
+            with model.no_sync():
+                for x in xs[:2]:
+                    model(x, [0, 1, 2]).square().mean().backward()
+            model(xs[2], [0, 1, 2]).square().mean().backward()
+        assert_same_grads(grads(ours), grads(theirs), "after accumulation")
+        for model in (ours, theirs):  # a second synchronised pass without zero_grad
+            model(xs[3], [2, 1, 0]).square().mean().backward()
+        assert_same_grads(grads(ours), grads(theirs), "after a second pass")
+        ours.zero_grad()
+        theirs.zero_grad()
+
+
+@SIZES
+def test_plain_backward_means_what_torch_means(ranks, fresh_seed, nproc):
+    ranks.run(plain_backward_as_torch, nproc, fresh_seed)
+
+
+def second_weighted_pass(seed, keep_views):
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed + world.rank)
+    model = evenstep.DistributedDataParallel(Branches(3, 8, seed), bucket_cap_mb=1e-4, world=world)
+    module = Branches(3, 8, seed)
+    for _ in range(3):
+        total = None
+        for number in range(2):
+            x = torch.randn(world.rank + number, 8, dtype=torch.float64)
+            model.backward(model(x, [0, 1]).square().mean(), weight=len(x))
+            oracle = ReferenceReplica(module, world)
+            oracle.add(module(x, [0, 1]).square().mean() if len(x) else torch.tensor(0.0), float(len(x)))
+            oracle.average()
+            now = grads(module)
+            total = now if total is None else [None if a is None else a + b for a, b in zip(total, now, strict=True)]
+            module.zero_grad()
+        assert_same_grads(grads(model), total, "reduced once and added to")
+        model.zero_grad(set_to_none=not keep_views)
+
+
+@SIZES
+@pytest.mark.parametrize("keep_views", [True, False])
+def test_what_was_reduced_is_not_reduced_again(ranks, fresh_seed, nproc, keep_views):
+    ranks.run(second_weighted_pass, nproc, fresh_seed, keep_views)
+
+
+def mixture():
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    with model.accumulate():
+        model.backward(model(x, [0]).sum(), weight=2)
+    with pytest.raises(UsageError, match=r"loss.backward\(\) after model.backward"):
+        model(x, [0]).sum().backward()
+
+
+def mixture_between_ranks():
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
+    loss = model(torch.ones(2, 4, dtype=torch.float64), [0]).sum()
+    with pytest.raises(UsageError, match=r"1 ranks called loss\.backward"):
+        loss.backward() if world.rank == 0 else model.backward(loss)
+
+
+def test_mixing_the_two_backwards_is_an_error(ranks):
+    ranks.run(mixture, 2)
+
+
+def test_mixing_the_two_backwards_between_ranks_is_an_error_on_all(ranks):
+    ranks.run(mixture_between_ranks, 2)
+
+
+def zero_weight_ignores_nan(as_tensor):
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
+    module = Branches(2, 4, 0)
+    x = torch.full((3, 4), float(world.rank + 1), dtype=torch.float64)
+    for synchronise in (False, True):  # also in the middle of a window
+        with contextlib.nullcontext() if synchronise else model.accumulate():
+            loss = model(x, [0, 1]).sum()
+            weight = 1.0
+            if world.rank == 1:
+                loss, weight = loss * float("nan"), 0.0
+            model.backward(loss, weight=torch.tensor(weight) if as_tensor else weight)
+    others = [torch.full((3, 4), r + 1.0, dtype=torch.float64) for r in range(world.world_size) if r != 1]
+    torch.stack([module(x, [0, 1]).sum() for x in others]).mean().backward()
+    assert_same_grads(grads(model), grads(module), "NaN with weight 0")
+
+
+@SIZES
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_a_loss_with_weight_zero_is_ignored_even_if_it_is_nan(ranks, nproc, as_tensor):
+    ranks.run(zero_weight_ignores_nan, nproc, as_tensor)
+
+
+def no_weight_at_all():
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(1, 4, 0), world=world)
+    model.backward(model(torch.ones(2, 4, dtype=torch.float64), [0]).sum(), weight=0)
+    return [None if g is None else float(g.abs().sum()) for g in grads(model)]
+
+
+def test_a_window_without_any_weight_has_no_gradient(ranks):
+    assert ranks.run(no_weight_at_all, 2) == [[None, None]] * 2
+
+
+def half_precision_weights(dtype):
+    """Sums of 30,000 tokens a rank would overflow float16 if they were not scaled first."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(nn.Linear(4, 4, bias=False).to(dtype), world=world)
+    x = torch.full((2, 4), 2.0 * (world.rank + 1), dtype=dtype)
+    for _ in range(2):
+        with model.accumulate():
+            model.backward(model(x).float().sum(dim=1).mean(), weight=30_000.0 * (world.rank + 1))
+        model.backward(model(x).float().sum(dim=1).mean(), weight=30_000.0 * (world.rank + 1))
+        mean = sum(2.0 * (r + 1) * (r + 1) for r in range(world.world_size)) / sum(
+            r + 1 for r in range(world.world_size)
+        )
+        torch.testing.assert_close(model.module.weight.grad, torch.full((4, 4), mean, dtype=dtype), rtol=1e-2, atol=0)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_do_not_overflow_sixteen_bits(ranks, dtype):
+    ranks.run(half_precision_weights, 2, dtype)
+
+
+def with_scaler(form):
+    world = evenstep.init(quiet=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0).float(), world=world)
+    module = Branches(2, 4, 0).float()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weights = [float(r + 1) for r in range(world.world_size)]
+    x = torch.ones(3, 4) * (world.rank + 1)
+    loss = model(x, [0, 1]).mean()
+    if form == "scaled":
+        loss = scaler.scale(loss)
+    elif form == "scaled and divided":
+        loss = scaler.scale(loss) / 1.0
+    model.backward(loss, weight=weights[world.rank], scaler=scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    losses = [module(torch.ones(3, 4) * (r + 1), [0, 1]).mean() * weights[r] for r in range(world.world_size)]
+    (torch.stack(losses).sum() / sum(weights)).backward()
+    for old, new, reference in zip(before, model.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(old - new.detach(), reference.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["unscaled", "scaled", "scaled and divided"])
+def test_a_scaler_scales_once(ranks, form):
+    ranks.run(with_scaler, 2, form)
+
+
+# ---------------------------------------------------------------------- accumulation
+
+
+def microbatch_rules():
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
+    x = torch.ones(5, 4, dtype=torch.float64)
+    reductions = model.engine.num_reductions
+    parts = model.microbatches(x, 2)
+    model.backward(model(next(parts), [0]).sum(), weight=3)
+    next(parts)  # the last part, and no backward
+    with pytest.raises(UsageError, match="the last part was not followed by a backward pass"):
+        next(parts)
+    model.zero_grad()
+    for part in model.microbatches(x, 3):
+        model.backward(model(part, [0]).mean(), weight=len(part))
+    assert model.engine.num_reductions == reductions + 1
+    model.zero_grad()
+    for part in model.microbatches(x, 3):
+        model.backward(model(part, [0]).mean(), weight=len(part))
+        break
+    with pytest.raises(UsageError, match="left before its end"):
+        model(x, [0])
+    model.zero_grad()  # throws the half-made sum away
+    model.backward(model(x, [0]).mean(), weight=5)
+    assert model.engine.num_reductions == reductions + 2
+
+
+def test_a_loop_over_microbatches_must_be_finished(ranks):
+    ranks.run(microbatch_rules, 2)
+
+
+def one_share_is_empty(plain):
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
+    module = Branches(2, 4, 0)
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    share = x if world.rank == 0 else x[:0]
+    parts = 0
+    for part in model.microbatches(share, 2):
+        parts += 1
+        loss = model(part, [0, 1]).mean()
+        loss.backward() if plain else model.backward(loss, weight=len(part))
+    if plain:
+        ((module(x[:2], [0, 1]).mean() + module(x[2:], [0, 1]).mean()) / world.world_size).backward()
+    else:
+        module(x, [0, 1]).mean().backward()
+    assert_same_grads(grads(model), grads(module), "empty share")
+    return parts
+
+
+@SIZES
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_empty_share_runs_no_microbatch_and_still_takes_part(ranks, nproc, plain):
+    assert ranks.run(one_share_is_empty, nproc, plain) == [2] + [0] * (nproc - 1)
+
+
+# ---------------------------------------------------------------------- empty shares
+
+
+class Network(nn.Module):
+    """Batch normalisation, dropout and a logarithm that is infinite at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+        self.dropout, self.head = nn.Dropout(0.5), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.dropout(self.norm(self.linear(x.abs().log()))))
+
+
+def empty_share(first_batch_is_empty):
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(0)
+    model = evenstep.DistributedDataParallel(Network(), world=world)
+    if not first_batch_is_empty:
+        model.backward(model(torch.rand(3, 4) + 1).sum(), weight=3)
+        model.zero_grad()
+    x = torch.rand(5, 4) + 1 if world.rank == 0 else torch.rand(0, 4)
+    state = torch.get_rng_state()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    out = model(x)
+    assert out.shape == (len(x), 2)
+    if world.rank != 0:
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
+    loss = nn.functional.mse_loss(out, torch.ones(len(x), 2))
+    assert bool(loss.isnan()) == (len(x) == 0)
+    model.backward(loss, weight=len(x))
+    got = grads(model)
+    assert all(g is not None and g.isfinite().all() and g.any() for g in got[:1] + got[-2:])
+    if world.rank != 0:
+        model.zero_grad()
+        with pytest.raises(UsageError, match=r"weight=1.0 for an empty share"):
+            model.backward(model(x).sum(), weight=1.0)
+    return [g.tolist() for g in got]
+
+
+@pytest.mark.parametrize("first_batch_is_empty", [True, False])
+def test_an_empty_share_leaves_no_trace(ranks, first_batch_is_empty):
+    results = ranks.run(empty_share, 3, first_batch_is_empty)
+    assert results[0] == results[1] == results[2]
+
+
+# ---------------------------------------------------------------------- unused parameters, buffers
+
+
+def unused_parameters():
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(4, 4, 0), bucket_cap_mb=1e-5, world=world)
+    for _ in range(3):
+        model(torch.ones(1, 4, dtype=torch.float64), [0, 1 + world.rank]).sum().backward()
+        pattern = [g is not None for g in grads(model)]
+        model.zero_grad()
+    return pattern
+
+
+def test_unused_parameters_need_no_flag(ranks):
+    """Layer 0 is used by all, 1 and 2 by one rank each, 3 by nobody."""
+    assert ranks.run(unused_parameters, 2) == [[True] * 6 + [False] * 2] * 2
+
+
+def buffers_follow_rank_0(broadcast):
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(world.rank)
+    model = evenstep.DistributedDataParallel(nn.BatchNorm1d(3), broadcast_buffers=broadcast, world=world)
+    for _ in range(2):
+        model(torch.randn(8, 3) + world.rank).square().sum().backward()
+    return [buffer.tolist() for buffer in model.buffers()]
+
+
+def test_module_buffers_are_rank_0s(ranks):
+    together = ranks.run(buffers_follow_rank_0, 3, True)
+    assert together[0] == together[1] == together[2]
+    apart = ranks.run(buffers_follow_rank_0, 3, False)
+    assert apart[0] == together[0]
+    assert apart[1] != apart[0]
+
+
+# ---------------------------------------------------------------------- overlap, views, cost
+
+
+class LookAtTheEngine(torch.autograd.Function):
+    """Identity; its backward waits until a bucket that was launched before has arrived."""
+
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        model = ctx.seen["model"]
+        ctx.seen["in_flight"] = model.engine.in_flight()
+        deadline = time.monotonic() + 30
+        works = [model.engine.buckets[index].work for index in ctx.seen["in_flight"]]
+        while works and not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        ctx.seen["arrived"] = bool(works) and all(work.is_completed() for work in works)
+        ctx.seen["backward_had_ended"] = model.engine.num_reductions > 0
+        return grad, None
+
+
+def overlap():
+    world = evenstep.init(quiet=True)
+    seen = {}
+
+    class Watched(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.third(self.second(LookAtTheEngine.apply(self.first(x), seen)))
+
+    model = evenstep.DistributedDataParallel(Watched(), bucket_cap_mb=0.01, first_bucket_cap_mb=0.01, world=world)
+    seen["model"] = model
+    model(torch.randn(2, 64)).sum().backward()
+    del seen["model"]
+    return seen
+
+
+def test_all_reduces_travel_and_arrive_before_the_backward_pass_has_ended(ranks):
+    for seen in ranks.run(overlap, 2):
+        assert len(seen["in_flight"]) >= 2
+        assert seen["arrived"]
+        assert not seen["backward_had_ended"]
+
+
+def views_survive():
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(3, 8, 0), bucket_cap_mb=1e-3, world=world)
+    copies = []
+    original = torch._foreach_copy_
+    x = torch.ones(2, 8, dtype=torch.float64)
+    for step in range(4):
+        torch._foreach_copy_ = lambda into, what: (copies.append(len(into)), original(into, what))
+        try:
+            model(x, [0, 1, 2]).sum().backward()
+        finally:
+            torch._foreach_copy_ = original
+        views = [view for bucket in model.engine.buckets for view in bucket.views]
+        assert {id(p.grad) for p in model.parameters()} == {id(view) for view in views}
+        if step == 1:
+            assert sum(copies) == 6  # all of them, in one batch per bucket
+            assert len(copies) == len(model.engine.buckets)
+        if step >= 2:
+            assert copies == []  # nothing is copied while the views survive
+        copies.clear()
+        model.zero_grad(set_to_none=step == 0)
+
+
+def test_gradients_are_views_and_are_copied_at_most_once(ranks):
+    ranks.run(views_survive, 2)
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def different_models(kind):
+    world = evenstep.init(quiet=True)
+    odd = world.rank == world.world_size - 1
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if odd and kind == "count":
+        model.append(nn.Linear(4, 4))
+    if odd and kind == "shape":
+        model[1] = nn.Linear(4, 5)
+    if odd and kind == "dtype":
+        model[1] = model[1].double()
+    if kind == "order":
+        model = nn.Module()
+        for name in reversed("ab") if odd else "ab":
+            setattr(model, name, nn.Linear(4, 4))
+    with pytest.raises(MismatchError) as error:
+        evenstep.DistributedDataParallel(model, world=world)
+    return str(error.value)
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("count", "rank 0 has 4 parameters, rank {odd} has 6; the first that only rank {odd} has is '2.weight'"),
+        ("shape", "parameter '1.weight' has shape [4, 4] on rank 0 but [5, 4] on rank {odd}"),
+        ("dtype", "parameter '1.weight' has dtype float32 on rank 0 but float64 on rank {odd}"),
+        ("order", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (registered in another order)"),
+    ],
+)
+def test_a_different_model_on_one_rank_is_an_error_on_all(ranks, nproc, kind, words):
+    messages = ranks.run(different_models, nproc, kind)
+    assert len(set(messages)) == 1
+    assert words.format(odd=nproc - 1) in messages[0]
+
+
+def failed_backward(weighted):
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    def explode(_):
+        raise ArithmeticError("boom")
+
+    loss = model(x, [0, 1]).sum()
+    model.module.layers[0].weight.register_hook(explode)
+    with pytest.raises(ArithmeticError, match="boom"):
+        model.backward(loss) if weighted else loss.backward()
+    with pytest.raises(UsageError, match="the last backward pass raised an exception"):
+        model(x, [0])
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_after_a_failed_backward_the_replicas_do_not_go_on(ranks, weighted):
+    ranks.run(failed_backward, 2, weighted)
+
+
+def unfrozen():
+    world = evenstep.init(quiet=True)
+    module = Branches(2, 4, 0)
+    module.layers[0].weight.requires_grad_(False)
+    model = evenstep.DistributedDataParallel(module, world=world)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    model(x, [0, 1]).sum().backward()
+    module.layers[0].weight.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"'layers.0.weight' was frozen"):
+        model(x, [0, 1])
+    with pytest.raises(ConfigurationError, match="the loss is"):
+        model.backward(torch.ones(2), weight=1)
+    with pytest.raises(UsageError, match="not part of this version"):
+        model.register_comm_hook(None, None)
+
+
+def test_what_this_version_cannot_keep_in_step_is_refused(ranks):
+    ranks.run(unfrozen, 2)
+
+
+def gradient_penalty():
+    """torch.autograd.grad through the wrapped module averages nothing and disturbs nothing."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), world=world)
+    module = Branches(2, 4, 0)
+    for target in (model, module):
+        x = torch.full((2, 4), 0.3, dtype=torch.float64, requires_grad=True)
+        out = target(x, [0, 1])
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.sum() + slope.square().sum()).backward()
+    assert model.engine.num_reductions == 1
+    assert_same_grads(grads(model), grads(module), "gradient penalty")
+
+
+def test_a_gradient_penalty_is_reduced_once(ranks):
+    ranks.run(gradient_penalty, 2)
+
+
+def wrapped_twice():
+    world = evenstep.init(quiet=True)
+    module = Branches(2, 4, 0)
+    first = evenstep.DistributedDataParallel(module, world=world)
+    del first
+    second = evenstep.DistributedDataParallel(module, world=world)
+    x = torch.full((2, 4), world.rank + 1.0, dtype=torch.float64)
+    second(x, [0]).sum().backward()
+    single = Branches(2, 4, 0)
+    mean = sum(single(torch.full((2, 4), r + 1.0, dtype=torch.float64), [0]).sum() for r in range(world.world_size))
+    (mean / world.world_size).backward()
+    assert_same_grads(grads(second), grads(single), "wrapped twice")
+
+
+def test_a_module_can_be_wrapped_again(ranks):
+    ranks.run(wrapped_twice, 2)

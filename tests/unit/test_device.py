@@ -1,0 +1,43 @@
+"""Which device a rank computes on, without having one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evenstep.device import choose_device
+from evenstep.environment import Placement
+from evenstep.errors import ConfigurationError
+
+SECOND_OF_TWO = Placement(rank=1, world_size=2, local_rank=1, local_world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "expected"),
+    [
+        (None, 0, "cpu"),
+        (None, 2, "cuda:1"),
+        ("cpu", 8, "cpu"),
+        ("cuda", 2, "cuda:1"),
+        ("cuda:0", 1, "cuda:0"),
+        (torch.device("cuda", 3), 4, "cuda:3"),
+    ],
+)
+def test_the_device_of_a_rank(asked, num_gpus, expected):
+    assert choose_device(asked, SECOND_OF_TWO, num_gpus=num_gpus) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_gpus", "message"),
+    [
+        ("cuda", 1, "2 ranks on this host, but it has 1 GPU"),
+        ("cuda", 0, "no GPU that torch can use"),
+        (None, 1, "2 ranks on this host, but it has 1 GPU"),
+        ("cuda:4", 4, "this host has 4 GPUs"),
+        ("gpu", 1, "is no device"),
+        ("mps", 1, "trains on 'cpu' and 'cuda'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(asked, num_gpus, message):
+    with pytest.raises(ConfigurationError, match=message):
+        choose_device(asked, SECOND_OF_TWO, num_gpus=num_gpus)

@@ -1,0 +1,114 @@
+"""The wrapper in a world of one: torch's habits, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import evenstep
+from evenstep.errors import ConfigurationError, UsageError
+
+
+@pytest.fixture
+def alone():
+    return evenstep.World.alone(device="cpu")
+
+
+def test_it_is_torchs_class_with_torchs_keys(alone):
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    model = evenstep.DistributedDataParallel(module, world=alone)
+    assert isinstance(model, TorchDistributedDataParallel)
+    assert model.module is module
+    assert list(model.state_dict()) == [f"module.{key}" for key in module.state_dict()]
+    assert "rank 0/1, 1 buckets" in repr(model)
+    model.eval()
+    assert not module.training
+    assert model.train() is model
+
+
+def test_one_process_computes_what_the_bare_module_computes(alone):
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
+    x = torch.randn(5, 2, 6, 6).to(memory_format=torch.channels_last)
+    bare(x)
+    model = evenstep.DistributedDataParallel(bare.to(memory_format=torch.channels_last), world=alone)
+    for backward in (lambda loss: loss.backward(), lambda loss: model.backward(loss, weight=torch.tensor(5))):
+        bare.zero_grad()
+        bare(x).square().mean().backward()
+        expected = [p.grad.clone() for p in bare.parameters()]
+        strides = [p.grad.stride() for p in bare.parameters()]
+        model.zero_grad()
+        backward(model(x).square().mean())
+        assert strides == [p.grad.stride() for p in bare.parameters()]
+        for p, e in zip(bare.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, e, rtol=1e-6, atol=1e-7)
+
+
+def test_after_a_failed_pass_one_process_may_go_on(alone):
+    model = evenstep.DistributedDataParallel(nn.Linear(2, 1), world=alone)
+
+    def explode(_):
+        raise ArithmeticError("boom")
+
+    handle = model.module.weight.register_hook(explode)
+    for call in (lambda loss: loss.backward(), model.backward):
+        with pytest.raises(ArithmeticError):
+            call(model(torch.ones(3, 2)).sum())
+    handle.remove()
+    model.zero_grad()
+    model(torch.ones(3, 2)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[3.0, 3.0]]
+
+
+def test_sparse_gradients_are_refused_by_name(alone):
+    model = evenstep.DistributedDataParallel(nn.Embedding(4, 2, sparse=True), world=alone)
+    with pytest.raises(UsageError, match="parameter 'weight' has a sparse_coo gradient"):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_a_parameter_used_in_two_reentrant_checkpoints_is_refused_by_name(alone):
+    from torch.utils.checkpoint import checkpoint
+
+    layer = nn.Linear(2, 2)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Linear(2, 2), layer
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=True)
+            return x
+
+    model = evenstep.DistributedDataParallel(Twice(), first_bucket_cap_mb=1e-5, bucket_cap_mb=1e-5, world=alone)
+    with pytest.raises(UsageError, match=r"parameter 'layer\.\w+' received a second gradient"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"module": "text"}, "wraps a torch.nn.Module, not a str"),
+        ({"module": nn.ReLU()}, "ReLU has no parameter that requires a gradient"),
+        ({"device_ids": [0, 1]}, "one process drives one device"),
+        ({"device_ids": [0]}, "the module is on cpu"),
+        ({"output_device": 0}, "the module is on cpu"),
+        ({"dim": 1}, "along dimension 0"),
+        ({"process_group": object()}, "pass None"),
+        ({"bucket_cap_mb": 0}, "greater than 0"),
+        ({"bucket_cap_mb": -3}, "greater than 0"),
+    ],
+)
+def test_wrong_arguments_are_named(alone, arguments, words):
+    with pytest.raises(ConfigurationError, match=words):
+        evenstep.DistributedDataParallel(**{"module": nn.Linear(1, 1), "world": alone, **arguments})
+
+
+def test_torchs_arguments_that_need_nothing_are_accepted(alone):
+    evenstep.DistributedDataParallel(
+        nn.Linear(1, 1), None, None, 0, True, True, None, 25, True, False, True, True, world=alone
+    )

@@ -1,0 +1,53 @@
+"""Streams are seeded, kept apart and put back."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+
+from evenstep import randomness
+
+
+def draw():
+    return random.random(), float(numpy.random.rand()), float(torch.rand(()))
+
+
+def test_a_seed_repeats_every_stream():
+    with randomness.preserved():
+        randomness.seed_everything(7)
+        first = draw()
+        randomness.seed_everything(7)
+        assert draw() == first
+        randomness.seed_everything(8)
+        assert all(a != b for a, b in zip(draw(), first, strict=True))
+
+
+def test_what_is_drawn_inside_preserved_leaves_no_trace():
+    state = randomness.capture()
+    with randomness.preserved():
+        first = draw()
+    assert draw() == first
+    randomness.restore(state)
+
+
+def test_ranks_diverge_and_rank_0_does_not():
+    with randomness.preserved():
+        drawn = []
+        for rank in range(3):
+            randomness.seed_everything(7)
+            randomness.diverge(rank)
+            drawn.append(float(torch.rand(())))
+        randomness.seed_everything(7)
+        assert drawn[0] == float(torch.rand(()))
+        assert len(set(drawn)) == 3
+
+
+def test_mix_depends_on_every_word_and_their_order():
+    seen = {randomness.mix(a, b) for a in range(100) for b in range(100)}
+    assert len(seen) == 10_000
+    assert randomness.mix(1, 2) != randomness.mix(2, 1)
+    assert all(0 <= value < 1 << 64 for value in seen)
+    ones = sum(value.bit_count() for value in seen) / (64 * len(seen))
+    assert abs(ones - 0.5) < 0.005

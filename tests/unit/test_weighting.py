@@ -1,0 +1,84 @@
+"""Windows, weights and the header."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica.weighting import Header, Kind, Window, nearest_power_of_two, validate_weight
+
+CPU = torch.device("cpu")
+
+
+def test_a_window_adds_weights_and_refuses_a_mixture():
+    window = Window()
+    window.add(Kind.WEIGHTED, 3.0)
+    window.add(Kind.WEIGHTED, torch.tensor(2.0))
+    assert float(window.weight) == 5.0
+    with pytest.raises(UsageError, match=r"loss.backward\(\) after model.backward"):
+        window.add(Kind.PLAIN, 0.0)
+
+
+@pytest.mark.parametrize("weight", [0, 3, 2.5, torch.tensor(4), torch.tensor([1.5]), torch.tensor(True)])
+def test_numbers_and_small_tensors_are_weights(weight):
+    checked = validate_weight(weight, rank=0)
+    assert isinstance(checked, float)
+    assert checked == float(weight)
+
+
+@pytest.mark.parametrize(
+    "weight", [-1, math.nan, math.inf, "many", None, [1], torch.ones(2), torch.tensor(-1.0), torch.tensor(1j)]
+)
+def test_anything_else_is_refused_with_rank_and_value(weight):
+    with pytest.raises(ConfigurationError, match="rank 3"):
+        validate_weight(weight, rank=3)
+
+
+@given(st.floats(1e-30, 1e30))
+def test_the_scale_is_a_power_of_two_near_the_total(total):
+    scale = nearest_power_of_two(total)
+    assert math.frexp(scale)[0] == 0.5
+    assert 0.7 < total / scale < 1.42
+
+
+def test_no_weight_has_scale_one():
+    assert nearest_power_of_two(0.0) == 1.0
+
+
+def header_of(*ranks):
+    """The sum of what several ranks write."""
+    headers = []
+    for kind, weight, used in ranks:
+        window = Window()
+        if kind is not None:
+            window.add(kind, weight)
+        header = Header(len(used), CPU)
+        header.fill(window, used)
+        headers.append(header)
+    total = Header(len(ranks[0][2]), CPU)
+    total.tensor = sum(header.tensor for header in headers)
+    return total
+
+
+def test_the_header_carries_weights_kinds_and_used_flags():
+    header = header_of((Kind.WEIGHTED, 3.0, [True, False, False]), (None, 0.0, [False, False, True]))
+    header.check_kinds()
+    assert header.used_anywhere() == [True, False, True]
+    assert float(header.divisor(1.0)) == 3.0
+    assert float(header.divisor(2.0)) == 1.5
+
+
+def test_ranks_that_mean_different_things_are_told():
+    header = header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.PLAIN, 0.0, [True]))
+    with pytest.raises(UsageError, match=r"1 ranks called loss.backward\(\) and 1 called model.backward"):
+        header.check_kinds()
+
+
+def test_without_any_weight_gradients_become_zero():
+    header = header_of((Kind.WEIGHTED, 0.0, [True]))
+    assert float(torch.tensor(5.0) / header.divisor(1.0)) == 0.0

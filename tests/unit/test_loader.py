@@ -1,0 +1,451 @@
+"""`DataLoader` in one process: contents, empty shares, epochs, workers, bad input. Ranks are stubs here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from evenstep import DataLoader, World
+from evenstep.data.nested import emptied, move
+from evenstep.errors import ConfigurationError, MismatchError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
+
+
+def _world(rank: int = 0, world_size: int = 1, *, seed: int | None = None) -> World:
+    """A rank whose peers say whatever it says."""
+    world = World.alone(device="cpu", seed=seed)
+    world.rank, world.world_size = rank, world_size
+    world.exchange = lambda value: [value] * world_size
+    return world
+
+
+def _workers() -> list[Any]:
+    """Live loader processes; the pool of ranks may have some of its own, which are named."""
+    return [child for child in multiprocessing.active_children() if child.name.startswith("Process-")]
+
+
+def _loaders(dataset: Any, size: int, world_size: int, **arguments: Any) -> list[DataLoader]:
+    return [DataLoader(dataset, size, world=_world(rank, world_size), **arguments) for rank in range(world_size)]
+
+
+def _global_batches(loaders: list[DataLoader]) -> list[list[int]]:
+    """One epoch of a data set of numbers, ranks one after the other; every rank must make the same steps."""
+    return [torch.cat(shares).tolist() for shares in zip(*loaders, strict=True)]
+
+
+def _numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(count)).reshape(-1, 1).expand(count, 3), torch.arange(count))
+
+
+# ---------------------------------------------------------------------- who sees what
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 120), st.integers(7, 40), st.booleans(), st.booleans(), st.integers(0, 3))
+def test_global_batches_do_not_depend_on_the_number_of_ranks(
+    size: int, batch: int, shuffle: bool, drop_last: bool, epoch: int
+) -> None:
+    drop_last = drop_last and size >= batch
+    expected: list[list[int]] | None = None
+    for world_size in range(1, 8):
+        loaders = _loaders(range(size), batch, world_size, shuffle=shuffle, drop_last=drop_last, seed=3)
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        batches = _global_batches(loaders)
+        assert all(len(loader) == len(batches) for loader in loaders)
+        expected = expected or batches
+        assert batches == expected
+    assert expected is not None
+    seen = [sample for samples in expected for sample in samples]
+    assert len(seen) == (size // batch * batch if drop_last else size)
+    assert len(set(seen)) == len(seen)
+    if not shuffle:
+        assert seen == list(range(len(seen)))
+
+
+def test_long_epochs_are_planned_in_blocks_without_a_seam() -> None:
+    size = 30_000
+    loaders = _loaders(range(size), 64, 3, shuffle=True, collate_fn=torch.tensor)
+    batches = _global_batches(loaders)
+    assert sorted(chain.from_iterable(batches)) == list(range(size))
+    assert batches == _global_batches(_loaders(range(size), 64, 1, shuffle=True, collate_fn=torch.tensor))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_samples_come_whole_and_empty_shares_keep_dtype_and_shape(num_workers: int) -> None:
+    for loader in _loaders(_numbers(9), 4, 4, num_workers=num_workers):
+        rank = loader.world.rank
+        batches = list(loader)
+        assert [y.tolist() for _, y in batches] == [[rank], [4 + rank], [8] if rank == 0 else []]
+        for x, y in batches:
+            assert x.dtype == torch.float32
+            assert y.dtype == torch.int64
+            assert x.tolist() == [[float(sample)] * 3 for sample in y]
+            assert x.shape == (len(y), 3)
+    assert not _workers()
+
+
+def test_nests_come_back_as_they_are_and_uncopied_on_cpu() -> None:
+    batch = {"x": torch.ones(2), "names": ["a", "b"]}
+    loader = DataLoader(range(2), 2, collate_fn=lambda samples: batch, world=_world())
+    assert next(iter(loader)) is batch
+
+
+# ---------------------------------------------------------------------- empty shares
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class _Record:
+    x: torch.Tensor
+    note: str
+
+
+def _same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(two, torch.Tensor) and one.dtype == two.dtype and torch.equal(one, two)
+    if isinstance(one, tuple | list):
+        return type(one) is type(two) and len(one) == len(two) and all(map(_same, one, two))
+    if isinstance(one, dict | UserDict):
+        return type(one) is type(two) and list(one) == list(two) and all(_same(one[key], two[key]) for key in one)
+    return type(one) is type(two) and bool(one == two)
+
+
+@pytest.mark.parametrize(
+    ("collate", "expected"),
+    [
+        (lambda n: torch.ones(n, 3, 2), torch.ones(0, 3, 2)),
+        (lambda n: torch.ones(5, n, dtype=torch.int16), torch.ones(5, 0, dtype=torch.int16)),
+        (lambda n: [torch.ones(n, 3), [torch.ones(n)]], [torch.ones(0, 3), [torch.ones(0)]]),
+        (lambda n: (torch.ones(n), torch.eye(3)), (torch.ones(0), torch.eye(3))),
+        (lambda n: Pair(torch.ones(n), y=torch.ones(n)), Pair(torch.ones(0), torch.ones(0))),
+        (lambda n: OrderedDict(b=torch.ones(n), a=None), OrderedDict(b=torch.ones(0), a=None)),
+        (lambda n: UserDict(b=torch.ones(n)), UserDict(b=torch.ones(0))),
+        (lambda n: {"tokens": torch.ones(7 * n), "count": 7 * n}, {"tokens": torch.ones(0), "count": 0}),
+        (lambda n: (["a.png"] * n, "train", b"raw"), ([], "train", b"raw")),
+        (lambda n: ((torch.ones(3, 4),) * n, [{"box": torch.ones(2)}] * n), ((), [])),
+        (lambda n: (torch.tensor(2.5 * n), torch.tensor(7)), (torch.tensor(0.0), torch.tensor(7))),
+        (lambda n: (True, 0.5, 1.5 * n), (True, 0.5, 0.0)),
+    ],
+)
+def test_what_grows_with_the_samples_becomes_empty(collate: Callable[[int], Any], expected: Any) -> None:
+    assert _same(emptied(collate(1), collate(2)), expected)
+
+
+def test_dataclasses_become_empty_field_by_field() -> None:
+    empty = emptied(_Record(torch.ones(1, 2), "a"), _Record(torch.ones(2, 2), "a"))
+    assert isinstance(empty, _Record)
+    assert empty.x.shape == (0, 2)
+    assert empty.note == "a"
+
+
+def test_what_cannot_be_emptied_is_named() -> None:
+    with pytest.raises(UsageError, match=r"the batch\[1\] is a object, of which .* drop_last=True"):
+        emptied((torch.ones(1), object()), (torch.ones(2), object()))
+
+
+def test_a_custom_collate_gives_empty_shares_through_the_loader() -> None:
+    def detection(samples: list[Any]) -> tuple[tuple[Any, ...], ...]:
+        return tuple(zip(*samples, strict=True))
+
+    *_, last = _loaders(_numbers(5), 4, 2, collate_fn=detection)[1]
+    assert last == ((), ())
+
+
+# ---------------------------------------------------------------------- devices
+
+
+def test_batches_move_to_the_worlds_device() -> None:
+    world = _world()
+    world.device = torch.device("meta")  # any device but the CPU takes this path
+    x, rest = next(iter(DataLoader(range(4), 2, collate_fn=lambda s: [torch.tensor(s), {"y": (1, "a")}], world=world)))
+    assert x.device.type == "meta"
+    assert rest == {"y": (1, "a")}
+
+
+def test_moving_reaches_into_nests_and_leaves_the_rest() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    nest = {"a": [torch.ones(1), Pair(torch.ones(2), "text")], "b": _Record(torch.ones(3), "n"), "c": packed}
+    moved = move(nest, torch.device("meta"), non_blocking=False)
+    assert moved["a"][0].device == moved["a"][1].x.device == moved["b"].x.device == torch.device("meta")
+    assert moved["a"][1].y == "text"
+    assert moved["c"].data.device.type == "meta"
+    assert moved["c"].batch_sizes.device.type == "cpu"  # as torch demands
+    assert nest["b"].x.device.type == "cpu", "the original is as it was"
+
+
+def test_memory_is_pinned_only_for_gpus() -> None:
+    assert DataLoader(range(4), 2, world=_world()).pin_memory is False
+    assert DataLoader(range(4), 2, pin_memory=True, world=_world()).pin_memory is False
+    world = _world()
+    world.device = torch.device("cuda", 0)
+    assert DataLoader(range(4), 2, world=world).pin_memory is True
+    assert DataLoader(range(4), 2, pin_memory=False, world=world).pin_memory is False
+
+
+# ---------------------------------------------------------------------- epochs
+
+
+def _shuffled(**arguments: Any) -> DataLoader:
+    return DataLoader(range(50), 10, shuffle=True, world=_world(), **arguments)
+
+
+def _order_of(loader: DataLoader) -> list[int]:
+    return torch.cat(list(loader)).tolist()
+
+
+def _order_at(epoch: int) -> list[int]:
+    loader = _shuffled()
+    loader.set_epoch(epoch)
+    return _order_of(loader)
+
+
+def test_epochs_sets_the_epoch() -> None:
+    loader = _shuffled()
+    orders = []
+    for epoch in loader.epochs(3):
+        assert loader.epoch == epoch
+        orders.append(_order_of(loader))
+        assert loader.epoch == epoch
+        assert _order_of(loader) == orders[-1], "a second look within the epoch is of the same epoch"
+    assert orders == [_order_at(0), _order_at(1), _order_at(2)]
+    assert len({tuple(order) for order in orders}) == 3
+    assert list(loader.epochs(2)) == [3, 4]
+    assert loader.epoch == 5
+
+
+def test_every_new_iteration_is_the_next_epoch() -> None:
+    loader = _shuffled()
+    assert loader.epoch == 0
+    for epoch in range(3):
+        iterator = iter(loader)
+        assert loader.epoch == epoch
+        assert torch.cat(list(iterator)).tolist() == _order_at(epoch)
+        assert loader.epoch == epoch + 1
+    for _ in loader:
+        assert loader.epoch == 3
+        break
+    assert _order_of(loader) == _order_at(4), "also after one that stopped early"
+
+
+def test_a_look_at_one_batch_costs_no_epoch_of_a_loop() -> None:
+    loader = _shuffled()
+    next(iter(loader))
+    assert list(loader.epochs(2)) == [0, 1]
+
+
+def test_set_epoch_as_torch_scripts_use_it() -> None:
+    loader = _shuffled()
+    for epoch in (4, 4, 2):
+        loader.set_epoch(epoch)
+        assert loader.epoch == epoch
+        assert _order_of(loader) == _order_at(epoch)
+    assert _order_of(loader) == _order_at(3)
+    loader.set_epoch(7)
+    assert list(loader.epochs(2)) == [7, 8]
+
+
+def test_a_loop_that_is_left_leaves_nothing_behind() -> None:
+    loader = _shuffled()
+    for epoch in loader.epochs(10):
+        next(iter(loader))
+        if epoch == 1:
+            break
+    assert loader.epoch == 2
+    assert _order_of(loader) == _order_at(2), "bare iterations count again"
+    assert list(loader.epochs(1)) == [3]
+
+
+def test_two_iterations_at_once_have_epochs_of_their_own() -> None:
+    loader = _shuffled()
+    pairs = list(zip(loader, loader, strict=True))
+    assert torch.cat([first for first, _ in pairs]).tolist() == _order_at(0)
+    assert torch.cat([second for _, second in pairs]).tolist() == _order_at(1)
+    assert loader.epoch == 2
+
+
+def test_an_evaluation_loader_has_the_same_order_each_time() -> None:
+    loader = DataLoader(range(20), 7, world=_world())
+    assert _order_of(loader) == _order_of(loader) == list(range(20))
+
+
+def test_the_seed_is_the_worlds_unless_given() -> None:
+    by_default, of_world, given_seed = (
+        _order_of(DataLoader(range(50), 10, shuffle=True, world=_world(seed=seed), seed=own))
+        for seed, own in ((None, None), (5, None), (5, 0))
+    )
+    assert by_default == given_seed == _order_at(0)
+    assert of_world != by_default
+
+
+# ---------------------------------------------------------------------- workers
+
+
+class _Noise(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([torch.rand(1), torch.tensor([random.random()])])
+
+
+def _draws(rank: int = 0, epoch: int = 0) -> list[float]:
+    loader = DataLoader(_Noise(), 8, num_workers=1, world=_world(rank, 2))
+    loader.set_epoch(epoch)
+    return torch.cat(list(loader)).flatten().tolist()
+
+
+def test_workers_draw_repeatably_and_differently_per_rank_and_epoch() -> None:
+    assert _draws() == _draws()
+    draws = _draws() + _draws(rank=1) + _draws(epoch=1)
+    assert len(set(draws)) == len(draws) == 24
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_iterating_takes_nothing_from_the_process_s_own_stream(num_workers: int) -> None:
+    state = torch.get_rng_state()
+    list(DataLoader(range(20), 5, shuffle=True, num_workers=num_workers, world=_world()))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_loop_left_early_leaves_no_worker() -> None:
+    for _ in DataLoader(range(100), 2, num_workers=2, world=_world()):
+        assert len(_workers()) == 2
+        break
+    assert not _workers()
+
+
+def test_persistent_workers_stay_and_serve_every_epoch() -> None:
+    loader = _shuffled(num_workers=1, persistent_workers=True)
+    assert _order_of(loader) == _order_at(0)
+    (worker,) = _workers()
+    next(iter(loader))
+    assert _order_of(loader) == _order_at(2)
+    assert _workers() == [worker]
+    del loader
+    assert not _workers()
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self):
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+class _NoLength(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class _BrokenLength(_NoLength):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("dataset", "arguments", "told"),
+    [
+        ([], {"global_batch_size": 4}, r"the data set \(list\) is empty"),
+        (_Stream(), {"global_batch_size": 4}, "_Stream is an IterableDataset"),
+        (_NoLength(), {"global_batch_size": 4}, "_NoLength lacks __len__"),
+        (_BrokenLength(), {"global_batch_size": 4}, r"len\(\) of the data set \(_BrokenLength\) fails"),
+        ({1, 2}, {"global_batch_size": 4}, "set lacks __len__ or __getitem__"),
+        (range(9), {}, "global_batch_size is missing"),
+        (range(9), {"global_batch_size": 0}, "global_batch_size=0: a whole number, at least 1"),
+        (range(9), {"global_batch_size": -4}, "global_batch_size=-4"),
+        (range(9), {"global_batch_size": True}, "global_batch_size=True"),
+        (range(9), {"global_batch_size": 4.0}, "global_batch_size=4.0"),
+        (range(9), {"global_batch_size": 2}, "global_batch_size=2 is smaller than the number of ranks, 3"),
+        (range(9), {"batch_size": 4}, r"Write global_batch_size=4 .* or global_batch_size=4 \* world.world_size"),
+        (range(9), {"global_batch_size": 4, "sampler": range(9)}, "sampler=range.*evenstep.DistributedSampler"),
+        (range(9), {"global_batch_size": 4, "batch_sampler": [[1]]}, "batch_sampler=list"),
+        (range(9), {"global_batch_size": 4, "generator": torch.Generator()}, "generator: .* seed="),
+        (range(9), {"global_batch_size": 4, "seed": -1}, "seed=-1"),
+        (range(9), {"global_batch_size": 4, "seed": 1.5}, "seed=1.5"),
+        (range(9), {"global_batch_size": 10, "drop_last": True}, "drop_last=True leaves no batch at all: 9 samples"),
+        (range(9), {"global_batch_size": 4, "num_workers": -1}, "num_workers"),
+        (range(9), {"global_batch_size": 4, "prefetch_factor": 2}, "prefetch_factor"),
+        (range(9), {"global_batch_size": 4, "persistent_workers": True}, "persistent_workers"),
+    ],
+)
+def test_bad_arguments(dataset: Any, arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^DataLoader: .*{told}"):
+        DataLoader(dataset, **arguments, world=_world(world_size=3))
+
+
+def test_a_mistake_of_another_rank_is_raised_here_too() -> None:
+    world = _world(rank=0, world_size=2)
+    world.exchange = lambda value: [value, {"problem": "the data set (list) is empty.", "facts": {}}]
+    with pytest.raises(ConfigurationError, match=r"^DataLoader on rank 1: the data set \(list\) is empty"):
+        DataLoader(range(9), 4, world=world)
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [
+        ("the length of the data set", 8),
+        ("global_batch_size", 5),
+        ("seed", 1),
+        ("shuffle", True),
+        ("drop_last", True),
+    ],
+)
+def test_ranks_that_differ(fact: str, value: int) -> None:
+    world = _world(world_size=3)
+    world.exchange = lambda own: [own, own, {"problem": None, "facts": own["facts"] | {fact: value}}]
+    with pytest.raises(MismatchError, match=f"DataLoader: {fact} is .* on rank 0 and {value} on rank 2"):
+        DataLoader(range(9), 4, world=world)
+
+
+def test_one_rank_alone_asks_nobody() -> None:
+    world = _world()
+    world.exchange = None
+    assert len(DataLoader(range(9), 4, world=world)) == 3
+
+
+def test_bad_epochs() -> None:
+    loader = _shuffled()
+    for wrong in (-1, 1.0, True, None):
+        with pytest.raises(ConfigurationError, match="num_epochs="):
+            loader.epochs(wrong)
+        with pytest.raises(ConfigurationError, match="epoch="):
+            loader.set_epoch(wrong)
+
+
+def test_a_data_set_that_changed_its_length() -> None:
+    samples = list(range(9))
+    loader = DataLoader(samples, 4, world=_world())
+    samples.pop()
+    with pytest.raises(UsageError, match="had 9 samples when the loader was made and has 8 now"):
+        iter(loader)
+
+
+def test_repr_shows_the_state() -> None:
+    loader = DataLoader(range(10), 4, shuffle=True, world=_world(1, 2, seed=3))
+    loader.set_epoch(2)
+    assert repr(loader) == (
+        "<DataLoader epoch 2: 10 samples shuffled with seed 3, 3 global batches of 4, the last of 2; "
+        "rank 1 of 2 on cpu, 0 workers>"
+    )
+    assert "in order, 2 global batches of 4, 2 left out" in repr(
+        DataLoader(range(10), 4, drop_last=True, world=_world())
+    )
+    assert (loader.global_batch_size, loader.drop_last, loader.shuffle, loader.seed) == (4, False, True, 3)

@@ -1,0 +1,114 @@
+"""`DistributedSampler` against torch's: same lengths, same padding, an order of its own."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
+
+import evenstep
+from evenstep import DistributedSampler
+from evenstep.data.order import EpochOrder
+from evenstep.errors import ConfigurationError
+
+sizes = st.integers(0, 200)
+world_sizes = st.integers(1, 7)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sizes, world_sizes, st.booleans())
+def test_without_shuffling_it_is_torchs_sampler_to_the_index(size: int, world_size: int, drop_last: bool) -> None:
+    """Which shows padding and dropping too."""
+    for rank in range(world_size):
+        arguments = {"num_replicas": world_size, "rank": rank, "shuffle": False, "drop_last": drop_last}
+        ours, theirs = DistributedSampler(range(size), **arguments), TorchDistributedSampler(range(size), **arguments)
+        assert list(ours) == list(theirs)
+        assert len(ours) == len(theirs)
+        names = ("num_samples", "total_size", "num_replicas", "rank", "epoch", "seed", "shuffle", "drop_last")
+        assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 500), world_sizes, st.booleans(), st.integers(0, 5))
+def test_shuffled_shares_are_the_epochs_order_dealt_in_turn(
+    size: int, world_size: int, drop_last: bool, epoch: int
+) -> None:
+    order = EpochOrder(size, seed=4, epoch=epoch).slice(0, size).tolist()
+    for rank in range(world_size):
+        sampler = DistributedSampler(range(size), world_size, rank, seed=4, drop_last=drop_last)
+        sampler.set_epoch(epoch)
+        dealt = (order * world_size)[: sampler.total_size][rank::world_size]
+        assert list(sampler) == dealt
+        assert len(dealt) == len(sampler)
+
+
+def test_crossing_its_chunks_loses_nothing() -> None:
+    size = 40_000
+    shares = [list(DistributedSampler(range(size), 2, rank)) for rank in range(2)]
+    assert sorted(shares[0] + shares[1]) == list(range(size))
+
+
+def test_torch_takes_it_for_its_own() -> None:
+    sampler = DistributedSampler(range(10), 2, 0)
+    assert isinstance(sampler, TorchDistributedSampler)
+    batches = list(torch.utils.data.DataLoader(range(10), batch_size=2, sampler=sampler))
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert repr(sampler) == "<DistributedSampler epoch 0, 5 of 10 samples for rank 0 of 2, shuffled>"
+
+
+def test_the_epoch_belongs_to_the_iteration() -> None:
+    sampler = DistributedSampler(range(100), 1, 0)
+    iterator = iter(sampler)
+    sampler.set_epoch(1)
+    first, second = list(iterator), list(sampler)
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(100))
+
+
+def test_a_huge_data_set_costs_nothing() -> None:
+    sampler = DistributedSampler(range(10**12), 8, 3)
+    tracemalloc.start()
+    try:
+        next(iter(sampler))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 << 20
+
+
+def test_without_ranks_it_takes_the_current_worlds() -> None:
+    sampler = DistributedSampler(range(10))
+    assert (sampler.rank, sampler.num_replicas) == (0, 1)
+    with evenstep.init(device="cpu", quiet=True):
+        assert len(DistributedSampler(range(10))) == 10
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self):
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((range(10), 2, 2), "rank=2 of num_replicas=2; ranks are 0 to 1"),
+        ((range(10), 2, -1), "rank=-1 of num_replicas=2"),
+        ((range(10), 0, 0), "num_replicas=0; there is at least one rank"),
+        ((range(10), 2.0, 0), "num_replicas=2.0 is no whole number"),
+        ((range(10), 2, True), "rank=True is no whole number"),
+        ((_Stream(), 2, 0), "_Stream has no samples that could be numbered"),
+        ((iter([]), 2, 0), "list_iterator has no samples that could be numbered"),
+    ],
+)
+def test_bad_arguments(arguments: tuple[object, ...], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        DistributedSampler(*arguments)
+    assert issubclass(ConfigurationError, ValueError), "scripts that catch torch's ValueError"

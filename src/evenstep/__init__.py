@@ -15,6 +15,7 @@ __all__ = [
     "DistributedSampler",
     "EvenstepError",
     "World",
-    "init", "launch",
+    "init",
+    "launch",
 ]
 __version__ = "0.1.0"

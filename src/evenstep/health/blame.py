@@ -75,7 +75,21 @@ class Exit:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an exception says that another rank is gone, rather than that something is wrong here."""
+    """Whether an exception says that another rank is gone, rather than that something is wrong here.
+
+    So does one that was raised because of, or while handling, such an exception.
+    """
+    seen: set[int] = set()
+    step: BaseException | None = error
+    while step is not None and id(step) not in seen:
+        seen.add(id(step))
+        if _says_that_a_peer_is_gone(step):
+            return True
+        step = step.__cause__ or (None if step.__suppress_context__ else step.__context__)
+    return False
+
+
+def _says_that_a_peer_is_gone(error: BaseException) -> bool:
     if isinstance(error, EvenstepError):
         return error.is_consequence
     return isinstance(error, RuntimeError | ConnectionError) and _PEER_GONE.search(str(error)) is not None

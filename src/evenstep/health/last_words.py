@@ -7,11 +7,13 @@ it reports, and the launcher prints the culprit's account, once, last.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from evenstep.environment import Placement
 from evenstep.errors import EvenstepError
@@ -43,21 +45,29 @@ def install(placement: Placement) -> _Hook:
                 before(kind, error, tb)
             raise SystemExit(130)
         text = describe(error)
+        stderr = _real_stderr()
         if placement.run_directory is not None and placement.run_directory.is_dir():
             report = CrashReport.of(error, rank=placement.rank, traceback=text)
             write_report(placement.run_directory, report, attempt=placement.restart_count)
             if placement.rank != 0:  # its stderr is its own log file
-                print(text, file=sys.stderr, flush=True)  # noqa: T201
+                print(text, file=stderr, flush=True)
         elif isinstance(error, EvenstepError):
             who = f" on rank {placement.rank}" if placement.world_size > 1 else ""
-            print(f"evenstep{who}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            print(f"evenstep{who}: {text}", file=stderr, flush=True)
         else:
-            before(kind, error, tb)
+            with contextlib.redirect_stderr(stderr):
+                before(kind, error, tb)
         # CPython lets a hook end the process with a status of its own, exit handlers included.
         raise SystemExit(error.exit_code if isinstance(error, EvenstepError) else 1)
 
     sys.excepthook = end
     return before
+
+
+def _real_stderr() -> TextIO:
+    # `init_process_group` wraps the hook that it finds: a buffer stands for stderr while that one runs, and is
+    # written only if it returns. Ours doesn't, and whatever it had printed was lost.
+    return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None else sys.stderr
 
 
 def _without_machinery(tb: TracebackType | None) -> TracebackType | None:

@@ -1,0 +1,183 @@
+"""torchelastic's agent, with our own way to end: the culprit is found before anybody is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from evenstep.health.blame import Exit, read_reports
+from evenstep.launcher.account import Failure, judge
+from evenstep.launcher.verdict import StopPolicy, is_evident
+from evenstep.launcher.worker import ready_file
+
+_POLL_S = 0.02
+
+
+class WatchedRanks:
+    """The ranks of one attempt: stands where torchelastic keeps its process context, and answers to what it asks.
+
+    Args:
+        context: torchelastic's, with the processes already started.
+        ranks: Global rank of each local rank.
+        attempt: How many restarts there were.
+        run_directory: Where ranks leave their reports.
+        policy: How ranks are stopped.
+        on_failure: Told of a failed attempt once all its ranks have ended and all their output is written.
+    """
+
+    def __init__(
+        self,
+        context: SubprocessContext,
+        *,
+        ranks: list[int],
+        attempt: int,
+        run_directory: Path,
+        policy: StopPolicy,
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self._context = context
+        self._ranks = ranks
+        self._attempt = attempt
+        self._run_directory = run_directory
+        self._policy = policy
+        self._on_failure = on_failure
+        self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
+
+    @property
+    def _processes(self) -> dict[int, Popen[bytes]]:
+        return {local_rank: handler.proc for local_rank, handler in self._context.subprocess_handlers.items()}
+
+    # ------------------------------------------------------------------ what torchelastic calls
+
+    def pids(self) -> dict[int, int]:
+        """Process of each local rank."""
+        return {local_rank: process.pid for local_rank, process in self._processes.items()}
+
+    def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
+        """One look: None while all run; a result once all have succeeded or one has failed and all have ended."""
+        codes = [process.poll() for process in self._processes.values()]
+        if any(code not in (None, 0) for code in codes):
+            return self._end_failed_attempt()
+        if None in codes:
+            return None
+        self._context.close()
+        return RunProcsResult(return_values=dict.fromkeys(range(len(codes))))
+
+    def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Stop whoever is left; `timeout` is torchelastic's, the policy's counts."""
+        self._stop(death_sig)
+        self._context.close()
+
+    # ------------------------------------------------------------------ how it ends
+
+    def _end_failed_attempt(self) -> RunProcsResult:
+        started = time.monotonic()
+        while self._alive():
+            evident = is_evident(self._exits(), read_reports(self._run_directory, attempt=self._attempt))
+            grace_s = self._policy.evident_grace_s if evident else self._policy.grace_s
+            if time.monotonic() - started >= grace_s:
+                break
+            time.sleep(_POLL_S)
+        self._stop(signal.SIGTERM)
+        self._context.close()  # the rest of what is shown on the terminal is written here
+        exits = self._exits()
+        failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
+        if failure is not None:
+            self._on_failure(failure)
+        failures = {
+            local_rank: ProcessFailure(
+                local_rank=local_rank,
+                pid=process.pid,
+                exitcode=process.returncode,
+                error_file=self._context.error_files[local_rank],
+            )
+            for local_rank, process in self._processes.items()
+            if process.returncode
+        }
+        return RunProcsResult(failures=failures)
+
+    def _exits(self) -> list[Exit]:
+        """How the ranks that have ended did; what one has told counts, even if it was stopped before it had ended."""
+        told = {report.rank: report for report in read_reports(self._run_directory, attempt=self._attempt)}
+        exits = []
+        for local_rank, process in self._processes.items():
+            code, rank = process.poll(), self._ranks[local_rank]
+            if code is None:
+                continue
+            was_stopped = local_rank in self._stopped
+            if was_stopped and rank in told:
+                code, was_stopped = told[rank].exit_code, False
+            exits.append(Exit(rank, process.pid, code, stopped_by_launcher=was_stopped))
+        return exits
+
+    def _alive(self) -> dict[int, Popen[bytes]]:
+        return {local_rank: process for local_rank, process in self._processes.items() if process.poll() is None}
+
+    def _stop(self, first: signal.Signals) -> None:
+        """`first`, then SIGKILL, to the ranks and to what they started. A signal to us meanwhile means SIGKILL now."""
+        self._stopped |= self._alive().keys()
+        try:
+            for local_rank, process in self._alive().items():
+                ready = ready_file(self._run_directory, self._ranks[local_rank], self._attempt).exists()
+                _signal_group(process, signal.SIGTERM if first == signal.SIGINT and not ready else first)
+            deadline = time.monotonic() + self._policy.terminate_s
+            while self._alive() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        finally:
+            if self._stopped:
+                for process in self._processes.values():
+                    _signal_group(process, signal.SIGKILL)
+        deadline = time.monotonic() + self._policy.terminate_s
+        while self._alive() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for local_rank, process in self._alive().items():
+            message = (
+                f"evenstep: rank {self._ranks[local_rank]} (pid {process.pid}) can't be killed, and is left behind"
+            )
+            print(message, file=sys.stderr, flush=True)  # noqa: T201
+
+
+class RankAgent(LocalElasticAgent):
+    """torchelastic's agent for this host, watching its ranks through `WatchedRanks`."""
+
+    def __init__(
+        self,
+        *args: Any,
+        run_directory: Path,
+        policy: StopPolicy,
+        on_failure: Callable[[Failure, int], None],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._run_directory = run_directory
+        self._policy = policy
+        self._on_failure = on_failure
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        self._pcontext = WatchedRanks(  # type: ignore[assignment]
+            self._pcontext,  # type: ignore[arg-type]
+            ranks=[worker.global_rank for worker in worker_group.workers],
+            attempt=worker_group.spec.max_restarts - self._remaining_restarts,
+            run_directory=self._run_directory,
+            policy=self._policy,
+            on_failure=lambda failure: self._on_failure(failure, self._remaining_restarts),
+        )
+        return pids
+
+
+def _signal_group(process: Popen[bytes], which: signal.Signals) -> None:
+    # Each rank leads a session of its own, so this reaches the workers of its loaders too, also after it has ended.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, which)

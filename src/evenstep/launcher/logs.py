@@ -1,0 +1,143 @@
+"""Where each rank's output goes. Rank 0's goes to the terminal as it is: inherited, so that bars work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
+
+from evenstep.errors import ConfigurationError
+
+_TERMINAL = ""  # torchelastic's word for "inherited"
+PREFIX = "[rank ${rank}] "
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line says about output, in torchelastic's terms, by local rank.
+
+    Attributes:
+        redirects: Streams of rank 0 that go to a file instead of the terminal.
+        tee: Streams of other ranks that are shown on the terminal too.
+        shown: The only ranks to be shown on the terminal; None: no such wish.
+    """
+
+    redirects: Std | dict[int, Std] = Std.NONE
+    tee: Std | dict[int, Std] = Std.NONE
+    shown: frozenset[int] | None = None
+
+    @classmethod
+    def parse(cls, *, redirects: str, tee: str, local_ranks_filter: str) -> Wishes:
+        """From the flags' texts.
+
+        Raises:
+            ConfigurationError: One of them can't be understood.
+        """
+
+        def streams(flag: str, text: str) -> Std | dict[int, Std]:
+            try:
+                return Std.from_str(text)
+            except ValueError:
+                raise ConfigurationError(
+                    f"{flag} {text}: use 1 (stdout), 2 (stderr) or 3 (both), for all ranks, or 0:3,1:1 for some."
+                ) from None
+
+        try:
+            shown = frozenset(int(part) for part in local_ranks_filter.split(",")) if local_ranks_filter else None
+        except ValueError:
+            raise ConfigurationError(f"--local-ranks-filter {local_ranks_filter}: use ranks, as in 0,2.") from None
+        return cls(redirects=streams("--redirects", redirects), tee=streams("--tee", tee), shown=shown)
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Files of one rank's streams ("": the terminal), and which of them are shown on the terminal as well."""
+
+    stdout: str
+    stderr: str
+    tee: Std
+
+
+def plan_destination(wishes: Wishes, *, local_rank: int, rank: int, directory: Path, attempt: int = 0) -> Destination:
+    """Where one rank writes. Pure.
+
+    Both streams go to one file, in the order in which they were written, unless just one of them is to be shown.
+    """
+    is_shown = wishes.shown is None or local_rank in wishes.shown
+    if rank == 0:
+        to_file = Std.ALL if not is_shown else _of(wishes.redirects, local_rank)
+        tee = Std.NONE
+    else:
+        to_file = Std.ALL
+        tee = _of(wishes.tee, local_rank)
+        if wishes.shown is not None:
+            tee = Std.ALL if is_shown else Std.NONE
+    stem = str(directory / (f"rank-{rank}" + (f".attempt-{attempt}" if attempt else "")))
+    if to_file == Std.ALL and tee in (Std.NONE, Std.ALL):
+        return Destination(f"{stem}.log", f"{stem}.log", tee)
+    return Destination(
+        f"{stem}.stdout.log" if to_file & Std.OUT else _TERMINAL,
+        f"{stem}.stderr.log" if to_file & Std.ERR else _TERMINAL,
+        tee,
+    )
+
+
+class RankLogs(LogsSpecs):
+    """torchelastic's question where output goes, answered by `plan_destination`.
+
+    Args:
+        wishes: What the command line says.
+        log_directory: Of this run; made when the ranks start.
+        run_directory: Private; torchelastic's own error files go there.
+    """
+
+    def __init__(self, wishes: Wishes, log_directory: Path, run_directory: Path) -> None:
+        super().__init__(log_dir=str(log_directory))
+        self._wishes = wishes
+        self._directory = log_directory
+        self._run_directory = run_directory
+        self.destinations: dict[int, Destination] = {}  # by rank, of the last attempt
+
+    @property
+    def root_log_dir(self) -> str:
+        """See base class."""
+        return str(self._directory)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """See base class."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        dest = LogsDest(
+            filtered_stdout=str(self._directory / "filtered_stdout.log"),
+            filtered_stderr=str(self._directory / "filtered_stderr.log"),
+        )
+        for local_rank, variables in envs.items():
+            rank, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
+            plan = plan_destination(
+                self._wishes, local_rank=local_rank, rank=rank, directory=self._directory, attempt=attempt
+            )
+            self.destinations[rank] = plan
+            dest.stdouts[local_rank], dest.stderrs[local_rank] = plan.stdout, plan.stderr
+            if plan.tee & Std.OUT:
+                dest.tee_stdouts[local_rank] = plan.stdout
+            if plan.tee & Std.ERR and plan.stderr != plan.stdout:
+                dest.tee_stderrs[local_rank] = plan.stderr
+            error_file = str(self._run_directory / f"error-{attempt}-{local_rank}.json")
+            dest.error_files[local_rank] = variables["TORCHELASTIC_ERROR_FILE"] = error_file
+        return dest
+
+
+def tail(path: str, *, num_lines: int = 20) -> str:
+    """The last lines of a log; "" if there are none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 64 * 1024))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-num_lines:])
+
+
+def _of(choice: Std | dict[int, Std], local_rank: int) -> Std:
+    return choice.get(local_rank, Std.NONE) if isinstance(choice, dict) else choice

@@ -1,0 +1,160 @@
+"""The command line of `evenstep run`: torchrun's own parser, with our defaults and our words."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import SUPPRESS, ArgumentParser, Namespace
+
+from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+from evenstep.environment import is_set
+from evenstep.errors import ConfigurationError
+
+_DESCRIPTION = """\
+Start a training script on several ranks: on this host, or, with --nnodes, on several.
+Every flag of torchrun is understood, with dashes or underscores, and so are its PET_* variables.
+
+Rank 0 writes to the terminal. The other ranks write to files, which are kept when something fails. When a rank
+fails, the others are stopped, the culprit's traceback is the last thing on the screen, and its exit status is ours."""
+
+_EPILOG = """\
+examples:
+  evenstep run train.py --epochs 10                       as many ranks as this host has GPUs, or fit its cores
+  evenstep run --nproc-per-node 2 --all-ranks train.py    two ranks, both on the terminal
+  evenstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 train.py    on each host its own rank
+
+exit status: the failed rank's own; 128 + n if signal n ended it; 130 after Ctrl-C; 78 if something in the command is
+wrong."""
+
+# torchrun's words where ours differ, or are shorter. SUPPRESS: understood, but of no use here.
+_HELP = {
+    "nproc_per_node": "Ranks on this host: a number, gpu, cpu, or auto: GPUs if there are any, else physical cores "
+    "divided by the threads per rank. Default: auto.",
+    "nnodes": "Hosts, or MIN:MAX of them. Default: 1.",
+    "log_dir": "Where the output of ranks other than 0 goes: DIR/<time>-<pid>/rank-1.log. Default: a temporary "
+    "directory that is removed when all went well.",
+    "redirects": "Send rank 0's streams to a file too: 1 stdout, 2 stderr, 3 both; or 0:3 for one rank. Other ranks "
+    "always write to files.",
+    "tee": "Show other ranks' streams on the terminal too, each line after [rank 1]: 1 stdout, 2 stderr, 3 both; or "
+    "1:3,2:1 for some ranks.",
+    "local_ranks_filter": "Show only these ranks of this host on the terminal, e.g. 1,2; the others write to files.",
+    "max_restarts": "Start all ranks again after a failure, at most so often. Default: 0.",
+    "monitor_interval": "Seconds between two looks at the ranks. Default: 0.1.",
+    "standalone": "This host alone. Without --nnodes that is so anyway.",
+    "shutdown_timeout": "Seconds a rank gets to end after the first signal, before SIGKILL. Default: 5.",
+    "signals_to_handle": "Signals on which the ranks are stopped. Default: SIGTERM,SIGINT,SIGHUP,SIGQUIT.",
+    "module": "script is the name of a module, as with python -m.",
+    "no_python": "script is a program, and not python.",
+    "master_port": "Port on which the hosts, or a script with torch's own init_process_group, meet. Default: a free "
+    "one on one host, else 29500.",
+    "training_script": "What every rank runs.",
+    "training_script_args": SUPPRESS,
+    "run_path": SUPPRESS,
+    "logs_specs": SUPPRESS,
+    "start_method": SUPPRESS,
+    "event_log_handler": SUPPRESS,
+    "role": SUPPRESS,
+    "duplicate_stdout_filters": SUPPRESS,
+    "duplicate_stderr_filters": SUPPRESS,
+    "virtual_local_rank": SUPPRESS,
+}
+
+_DEFAULT_SHUTDOWN_TIMEOUT_S = 5
+
+
+def make_parser() -> ArgumentParser:
+    """torchrun's parser, extended."""
+    parser: ArgumentParser = get_args_parser()
+    parser.prog = "evenstep run"
+    parser.usage = "evenstep run [options] script.py [arguments of the script]"
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    ours = parser.add_argument_group("evenstep")
+    ours.add_argument(
+        "--threads-per-rank",
+        "--threads_per_rank",
+        type=int,
+        metavar="N",
+        help="Threads of each rank's CPU operations. Default: what OMP_NUM_THREADS says, else the physical cores "
+        "shared out, or, with auto, an eighth of them.",
+    )
+    ours.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="cpu, cuda (a GPU for each rank), or cuda:0 (that one for all). Default: GPUs if there are any.",
+    )
+    ours.add_argument(
+        "--all-ranks", "--all_ranks", action="store_true", help="Show every rank's output on the terminal: --tee 3."
+    )
+    if not any(action.dest == "shutdown_timeout" for action in parser._actions):  # older torch
+        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
+    for action in parser._actions:
+        action.help = _HELP.get(action.dest, action.help)
+        if action.dest == "training_script":
+            action.metavar = "script"
+    if not is_set("PET_NPROC_PER_NODE"):
+        parser.set_defaults(nproc_per_node="auto")
+    if not (is_set("PET_SHUTDOWN_TIMEOUT") or is_set("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
+        parser.set_defaults(shutdown_timeout=_DEFAULT_SHUTDOWN_TIMEOUT_S)
+    return parser
+
+
+def num_nodes(args: Namespace) -> tuple[int, int]:
+    """The fewest and the most hosts.
+
+    Raises:
+        ConfigurationError: `--nnodes` is neither a number nor MIN:MAX.
+    """
+    try:
+        fewest, most = parse_min_max_nnodes(args.nnodes)
+    except (ValueError, RuntimeError):
+        fewest, most = 0, 0
+    if not 0 < fewest <= most:
+        raise ConfigurationError(f"--nnodes {args.nnodes}: use a number of hosts, or MIN:MAX with 1 <= MIN <= MAX.")
+    return int(fewest), int(most)
+
+
+def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespace:
+    """The same arguments, with our worker as the module to run and the user's target as its first arguments. Pure."""
+    kind = "module" if args.module else "program" if args.no_python else "script"
+    changed = {
+        "nproc_per_node": str(num_ranks),
+        "module": True,
+        "no_python": False,
+        "run_path": False,
+        "training_script": "evenstep.launcher.worker",
+        "training_script_args": [str(parent_pid), kind, args.training_script, *args.training_script_args],
+        # torchelastic's own log files are not used, and must not be made.
+        "redirects": "0",
+        "tee": "0",
+        "log_dir": "/dev/null",
+        "local_ranks_filter": "",
+    }
+    return Namespace(**{**vars(args), **changed})
+
+
+def on_one_host(args: Namespace) -> Namespace:
+    """The same arguments, with the ranks meeting inside this host if nothing asks for another way. Pure."""
+    _, most = num_nodes(args)
+    if most > 1 or args.rdzv_backend not in ("static", "c10d"):
+        return args
+    port = fixed_port(args)
+    changed = {
+        "rdzv_backend": "evenstep",
+        "rdzv_conf": "",
+        "rdzv_endpoint": "" if port is None else f"localhost:{port}",
+    }
+    return Namespace(**{**vars(args), **changed, "node_rank": 0})
+
+
+def fixed_port(args: Namespace) -> int | None:
+    """The port at which the ranks of a script are told to meet; None if the system may choose. Pure."""
+    if args.standalone or args.rdzv_backend != "static":
+        return None
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    if args.rdzv_endpoint:
+        if not host or not port.isdigit():
+            raise ConfigurationError(f"--rdzv-endpoint {args.rdzv_endpoint}: use HOST:PORT.")
+        return int(port) or None
+    return args.master_port or None

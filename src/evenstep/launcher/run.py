@@ -1,0 +1,230 @@
+"""`evenstep run`: many ranks of one script, on torchelastic."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher import api
+from torch.distributed.run import config_from_args
+
+from evenstep import environment
+from evenstep.errors import ConfigurationError
+from evenstep.launcher import ports, rendezvous
+from evenstep.launcher.account import Failure, tell
+from evenstep.launcher.agent import RankAgent
+from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
+from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, tail
+from evenstep.launcher.options import fixed_port, for_workers, make_parser, num_nodes, on_one_host
+from evenstep.launcher.verdict import StopPolicy, exit_status
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command line and return the exit status: the culprit's, or 128 and the signal that stopped us.
+
+    Raises:
+        ConfigurationError: Something in the command is wrong; no rank was started.
+    """
+    args = make_parser().parse_args(list(arguments))
+    _check_target(args)
+    _, most = num_nodes(args)
+    host = look_at_host()
+    plan = plan_ranks(
+        args.nproc_per_node,
+        host,
+        threads_per_rank=args.threads_per_rank,
+        device=args.device,
+        openmp_threads=environment.openmp_threads(),
+    )
+    wishes = Wishes.parse(
+        redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
+    )
+    _check_port(args)
+    line = _announcement(plan, host, num_hosts=most, device=args.device)
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    with tempfile.TemporaryDirectory(prefix="evenstep-", ignore_cleanup_errors=True) as directory:  # mode 0700
+        return _Run(args, plan, wishes, Path(directory), num_hosts=most, announced=line).execute()
+
+
+class _Run:
+    """One run: the directory that its ranks share, and what is known of failures."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        plan: RankPlan,
+        wishes: Wishes,
+        run_directory: Path,
+        *,
+        num_hosts: int,
+        announced: str,
+    ) -> None:
+        self._args = args
+        self._run_directory = run_directory
+        self._num_ranks = plan.num_ranks
+        self._num_attempts = args.max_restarts + 1
+        self._failure: Failure | None = None
+        if args.log_dir is None:
+            self._log_directory = Path(tempfile.mkdtemp(prefix="evenstep-logs-"))
+        else:
+            name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            self._log_directory = Path(args.log_dir).absolute() / name
+        self._logs_are_temporary = args.log_dir is None
+        self._logs = RankLogs(wishes, self._log_directory, run_directory)
+        self._variables = environment.run_variables(
+            "run", run_directory=run_directory, num_nodes=num_hosts, device=args.device, announced=announced
+        ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
+
+    def execute(self) -> int:
+        """Start the ranks and stay until they have ended."""
+        try:
+            with environment.exported(self._variables), _quiet_torchelastic():
+                self._launch()
+        except ChildFailedError as error:
+            return self._status_of(error)
+        except (SignalException, KeyboardInterrupt) as error:
+            stopped_by = error.sigval if isinstance(error, SignalException) else signal.SIGINT
+            what = "interrupted" if stopped_by == signal.SIGINT else f"stopped by {stopped_by.name}"
+            print(f"evenstep: {what}; all ranks were stopped", file=sys.stderr, flush=True)  # noqa: T201
+            return 128 + stopped_by
+        except RendezvousError as error:
+            cause = error.__cause__ or error
+            raise ConfigurationError(
+                f"the hosts could not meet at {self._args.rdzv_endpoint or self._args.master_addr}: {cause}. Check "
+                f"that every host runs the same command, and that the address and port can be reached."
+            ) from None
+        finally:
+            if self._logs_are_temporary and (self._failure is None or not self._has_logs()):
+                shutil.rmtree(self._log_directory, ignore_errors=True)
+        return 0
+
+    def _has_logs(self) -> bool:
+        return any(path.stat().st_size > 0 for path in self._log_directory.glob("rank-*.log"))
+
+    def _launch(self) -> None:
+        rendezvous.register()
+        args = on_one_host(for_workers(self._args, num_ranks=self._num_ranks, parent_pid=os.getpid()))
+        if args.master_port is None:
+            args.master_port = 29500
+        try:
+            config, command, command_args = config_from_args(args)
+        except (ValueError, AssertionError) as error:
+            raise ConfigurationError(f"evenstep run: {error}") from None
+        config.logs_specs = self._logs
+        config.log_line_prefix_template = PREFIX
+        if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(line_buffering=True)  # lines of other ranks appear when they are written
+        agent = functools.partial(
+            RankAgent,
+            run_directory=self._run_directory,
+            policy=StopPolicy(terminate_s=float(config.shutdown_timeout or 0)),
+            on_failure=self._on_failure,
+        )
+        # launch_agent takes no class for its agent, so the name that it looks up is ours for the while.
+        with mock.patch.object(api, "LocalElasticAgent", agent):
+            api.launch_agent(config, command, list(command_args))
+
+    def _on_failure(self, failure: Failure, restarts_left: int) -> None:
+        self._failure = failure
+        destination = self._logs.destinations.get(failure.culprit.rank)
+        log = "" if destination is None else destination.stderr or destination.stdout
+        text = tell(
+            failure,
+            log=log,
+            log_tail=tail(log) if log else "",
+            other_logs=self._log_directory if restarts_left == 0 and self._has_logs() else None,
+        )
+        if restarts_left > 0:
+            text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {self._num_attempts}"
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+    def _status_of(self, error: ChildFailedError) -> int:
+        if self._failure is not None:
+            return exit_status(self._failure.culprit.exit_code)
+        _, failure = error.get_first_failure()
+        return exit_status(failure.exitcode) or 1
+
+
+@contextlib.contextmanager
+def _quiet_torchelastic() -> Iterator[None]:
+    """Nothing that torchelastic logs or warns of is printed, unless torch's own variables ask for it."""
+    if any(environment.is_set(name) for name in ("TORCH_LOGS", "LOGLEVEL", "TORCH_CPP_LOG_LEVEL")):
+        yield
+        return
+    logger = logging.getLogger("torch.distributed")
+    handlers, propagate = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [logging.NullHandler()], False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.handlers, logger.propagate = handlers, propagate
+
+
+def _announcement(plan: RankPlan, host: Host, *, num_hosts: int, device: str | None) -> str:
+    kind = (device or ("cuda" if host.num_gpus else "cpu")).partition(":")[0]
+    world_size = plan.num_ranks * num_hosts
+    shares_a_gpu = device is not None and ":" in device
+    transport = "local" if world_size == 1 else "nccl" if kind == "cuda" and not shares_a_gpu else "gloo"
+    return environment.announcement(
+        world_size=world_size, num_nodes=num_hosts, device=kind, num_threads=plan.num_threads, transport=transport
+    )
+
+
+def _check_target(args: Namespace) -> None:
+    target = args.training_script
+    if args.logs_specs is not None:
+        raise ConfigurationError("--logs-specs: evenstep run has its own. Use --log-dir, --redirects, --tee.")
+    if args.module and args.no_python:
+        raise ConfigurationError("--module and --no-python exclude each other: a module is run by python.")
+    if args.module:
+        # Only the first part: finding a submodule would import its parent here.
+        with _current_directory_first():
+            if importlib.util.find_spec(target.partition(".")[0]) is None:
+                raise ConfigurationError(f"no module named {target!r}. Look for a typing error, or leave out -m.")
+    elif args.no_python:
+        if shutil.which(target) is None:
+            raise ConfigurationError(f"{target}: no such program. Give its path, or a name that is on the PATH.")
+    elif Path(target).is_dir():
+        raise ConfigurationError(f"{target} is a directory. Give the path of a script, or -m and a module.")
+    elif not Path(target).exists():
+        raise ConfigurationError(f"{target}: no such script (looked in {Path.cwd()}).")
+
+
+@contextlib.contextmanager
+def _current_directory_first() -> Iterator[None]:
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        yield
+    finally:
+        sys.path.pop(0)
+
+
+def _check_port(args: Namespace) -> None:
+    port = fixed_port(args)
+    if port is None or args.node_rank != 0:
+        return
+    host = args.rdzv_endpoint.rpartition(":")[0] or args.master_addr
+    if ports.is_taken(host.strip("[]"), port):
+        owner = ports.owner_of(port)
+        raise ConfigurationError(
+            f"port {port} is in use" + (f" by {owner}" if owner else "") + ". Choose another with --master-port, or on "
+            "one host leave it out: the system then chooses a free one."
+        )

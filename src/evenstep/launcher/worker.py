@@ -1,0 +1,89 @@
+"""One rank of `evenstep run`: prepares the process, then becomes the user's script.
+
+Called by the launcher as `python -u -m evenstep.launcher.worker PARENT_PID script|module|program TARGET ARGS...`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import io
+import os
+import stat
+import sys
+import types
+from importlib.abc import InspectLoader
+from pathlib import Path
+
+from evenstep.environment import current_placement
+from evenstep.errors import ConfigurationError
+from evenstep.health import last_words
+from evenstep.launcher.lifeline import die_with_parent
+
+
+def ready_file(run_directory: Path, rank: int, attempt: int) -> Path:
+    """Exists once a rank ends quietly when it is interrupted; before, it would print a traceback of its imports."""
+    return run_directory / f"ready-{attempt}-{rank}"
+
+
+def main(arguments: list[str]) -> None:
+    """Prepare this process and run the target in it."""
+    parent_pid, kind, target, *rest = arguments
+    die_with_parent(int(parent_pid))
+    _share_one_file()
+    placement = current_placement()
+    if placement.run_directory is not None and placement.run_directory.is_dir():
+        ready_file(placement.run_directory, placement.rank, placement.restart_count).touch()
+    if kind == "program":
+        # The kernel's promise to end this process with its parent survives this.
+        os.execvp(target, [target, *rest])
+    faulthandler.enable()
+    last_words.install(placement)
+    if kind == "module":
+        _become_module(target, rest)
+    else:
+        _become_script(target, rest)
+
+
+def _share_one_file() -> None:
+    """Let stdout and stderr continue each other where they were opened as one file, twice.
+
+    Two descriptors with an offset each would overwrite what the other wrote.
+    """
+    out, err = os.fstat(1), os.fstat(2)
+    if stat.S_ISREG(out.st_mode) and os.path.samestat(out, err):
+        os.dup2(1, 2)
+
+
+def _become_script(path: str, arguments: list[str]) -> None:
+    sys.argv = [path, *arguments]
+    if not getattr(sys.flags, "safe_path", False):  # python -P, 3.11 and later
+        sys.path[0] = str(Path(path).resolve().parent)
+    with io.open_code(str(Path(path).absolute())) as file:
+        code = compile(file.read(), path, "exec")
+    _run_as_main(code, __file__=path)
+
+
+def _become_module(name: str, arguments: list[str]) -> None:
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    loader = spec.loader if spec is not None else None
+    code = loader.get_code(spec.name) if spec is not None and isinstance(loader, InspectLoader) else None
+    if spec is None or code is None:
+        raise ConfigurationError(f"module {name} has no code to run. Give the name of a python module after -m.")
+    sys.argv = [spec.origin or name, *arguments]
+    _run_as_main(code, __file__=spec.origin, __spec__=spec, __loader__=spec.loader, __package__=spec.parent)
+
+
+def _run_as_main(code: types.CodeType, **names: object) -> None:
+    # A module that stays `__main__` to the end of the process, unlike runpy's: threads and exit handlers of the
+    # script may still pickle what it defines.
+    module = types.ModuleType("__main__")
+    module.__dict__.update(names)
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.replica.readiness import Readiness
 from evenstep.replica.reference import ReferenceReplica
 
 SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
@@ -338,7 +340,7 @@ class Network(nn.Module):
         return self.head(self.dropout(self.norm(self.linear(x.abs().log()))))
 
 
-def empty_share(first_batch_is_empty):
+def empty_share(first_batch_is_empty, plain):
     world = evenstep.init(quiet=True)
     torch.manual_seed(0)
     model = evenstep.DistributedDataParallel(Network(), world=world)
@@ -355,7 +357,10 @@ def empty_share(first_batch_is_empty):
         assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     loss = nn.functional.mse_loss(out, torch.ones(len(x), 2))
     assert bool(loss.isnan()) == (len(x) == 0)
-    model.backward(loss, weight=len(x))
+    if plain:
+        loss.backward()
+    else:
+        model.backward(loss, weight=len(x))
     got = grads(model)
     assert all(g is not None and g.isfinite().all() and g.any() for g in got[:1] + got[-2:])
     if world.rank != 0:
@@ -365,9 +370,10 @@ def empty_share(first_batch_is_empty):
     return [g.tolist() for g in got]
 
 
+@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("first_batch_is_empty", [True, False])
-def test_an_empty_share_leaves_no_trace(ranks, first_batch_is_empty):
-    results = ranks.run(empty_share, 3, first_batch_is_empty)
+def test_an_empty_share_leaves_no_trace(ranks, first_batch_is_empty, plain):
+    results = ranks.run(empty_share, 3, first_batch_is_empty, plain)
     assert results[0] == results[1] == results[2]
 
 
@@ -426,7 +432,7 @@ class LookAtTheEngine(torch.autograd.Function):
         while works and not all(work.is_completed() for work in works) and time.monotonic() < deadline:
             time.sleep(0.001)
         ctx.seen["arrived"] = bool(works) and all(work.is_completed() for work in works)
-        ctx.seen["backward_had_ended"] = model.engine.num_reductions > 0
+        ctx.seen["backward_had_ended"] = model.engine.num_reductions > ctx.seen["reductions"]
         return grad, None
 
 
@@ -444,7 +450,9 @@ def overlap():
 
     model = evenstep.DistributedDataParallel(Watched(), bucket_cap_mb=0.01, first_bucket_cap_mb=0.01, world=world)
     seen["model"] = model
-    model(torch.randn(2, 64)).sum().backward()
+    for _ in range(2):  # the first pass only counts
+        seen["reductions"] = model.engine.num_reductions
+        model(torch.randn(2, 64)).sum().backward()
     del seen["model"]
     return seen
 
@@ -481,6 +489,78 @@ def views_survive():
 
 def test_gradients_are_views_and_are_copied_at_most_once(ranks):
     ranks.run(views_survive, 2)
+
+
+def steady_state():
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(40, 4, 0), bucket_cap_mb=1e-3, world=world)
+    num_calls = 0
+    original = Readiness._gradient_came
+
+    def counted(readiness, index):
+        nonlocal num_calls
+        num_calls += 1
+        original(readiness, index)
+
+    per_pass = []
+    x = torch.ones(2, 4, dtype=torch.float64)
+    patterns = [range(40), range(40), range(40), range(30), range(30), range(40), range(40)]
+    Readiness._gradient_came = counted
+    try:
+        for use in patterns:
+            num_calls = 0
+            model(x, use).sum().backward()
+            per_pass.append(num_calls)
+            model.zero_grad()
+    finally:
+        Readiness._gradient_came = original
+    return len(model.engine.buckets), per_pass
+
+
+def test_a_pass_that_goes_as_expected_calls_python_once_per_bucket(ranks):
+    """80 parameters: all are counted in the first pass, and looked at only where the graph has changed."""
+    for num_buckets, (first, *same, changed, changed_again, back, steady) in ranks.run(steady_state, 2):
+        assert first == 80
+        assert 2 <= num_buckets <= 12
+        assert all(calls == num_buckets for calls in same)
+        assert changed <= 60
+        assert max(changed_again, steady) <= num_buckets
+        assert back <= 80
+
+
+class Path(nn.Module):
+    """Multiplies by parameters in the order asked for, each in a reentrant checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    def forward(self, x, path):
+        x = self.first(x)
+        for name in path:
+            x = checkpoint(self.multiply, x, name, use_reentrant=True)
+        return x
+
+    def multiply(self, x, name):
+        return x * getattr(self, name)
+
+
+def late_gradient(path):
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Path(), first_bucket_cap_mb=1.3e-4, bucket_cap_mb=1.3e-4, world=world)
+    for _ in range(2):
+        model(torch.ones(1, 2), "ba").sum().backward()
+        model.zero_grad()
+    assert [bucket.names for bucket in model.engine.buckets][0] == ["a", "b"]
+    with pytest.raises(UsageError, match=r"'[ab]'.* received another gradient"):
+        model(torch.ones(1, 2), path).sum().backward()
+
+
+@pytest.mark.parametrize("path", ["bba", "aba"])
+def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error_with_its_name(ranks, path):
+    """Backward runs a path from its end. "bba": seen by the sentinel's hook; "aba": by the versions of the views."""
+    ranks.run(late_gradient, 2, path)
 
 
 # ---------------------------------------------------------------------- mistakes

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
@@ -68,25 +69,31 @@ def test_sparse_gradients_are_refused_by_name(alone):
         model(torch.tensor([1])).sum().backward()
 
 
-def test_a_parameter_used_in_two_reentrant_checkpoints_is_refused_by_name(alone):
-    from torch.utils.checkpoint import checkpoint
+class Repeated(nn.Module):
+    """A layer that is checkpointed (reentrant) as often as asked."""
 
-    layer = nn.Linear(2, 2)
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Linear(2, 2), nn.Linear(2, 2)
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.layer = nn.Linear(2, 2), layer
+    def forward(self, x, times):
+        x = self.first(x)
+        for _ in range(times):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
 
-        def forward(self, x):
-            x = self.first(x)
-            for _ in range(2):
-                x = checkpoint(self.layer, x, use_reentrant=True)
-            return x
 
-    model = evenstep.DistributedDataParallel(Twice(), first_bucket_cap_mb=1e-5, bucket_cap_mb=1e-5, world=alone)
-    with pytest.raises(UsageError, match=r"parameter 'layer\.\w+' received a second gradient"):
-        model(torch.ones(1, 2)).sum().backward()
+def test_reentrant_checkpoints_may_use_a_parameter_twice(alone):
+    torch.manual_seed(0)
+    bare = Repeated()
+    x = torch.ones(1, 2)
+    bare(x, 2).sum().backward()
+    expected = [p.grad.clone() for p in bare.parameters()]
+    model = evenstep.DistributedDataParallel(bare, first_bucket_cap_mb=1e-5, bucket_cap_mb=1e-5, world=alone)
+    for _ in range(3):
+        model.zero_grad()
+        model(x, 2).sum().backward()
+        assert all(torch.equal(p.grad, e) for p, e in zip(bare.parameters(), expected, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ class Bucket:
             for slot, parameter in zip(layout.slots, self.parameters, strict=True)
         ]
         self.work: Work | None = None
+        self._version = 0
         self._transport = transport
 
     @property
@@ -41,42 +42,48 @@ class Bucket:
         """Whether the gradients have 16 bits, so that sums over ranks may overflow."""
         return self.layout.dtype in (torch.float16, torch.bfloat16)
 
-    def pack(self) -> list[bool]:
+    def pack(self) -> None:
         """Make the flat tensor hold this rank's gradients, and the gradients views of it.
 
         Gradients that are such views already are where they belong; the others are copied in one batch; where there
         is none the view is zeroed and `grad` stays None.
-
-        Returns:
-            For each parameter of the bucket, whether it has a gradient.
         """
         into: list[Tensor] = []
         what: list[Tensor] = []
-        has_gradient = []
+        moved: list[tuple[nn.Parameter, Tensor]] = []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             grad = parameter.grad
-            has_gradient.append(grad is not None)
             if grad is None:
                 view.zero_()
             elif grad is not view:
                 into.append(view)
                 what.append(grad)
+                moved.append((parameter, view))
         if into:
             self._copy(into, what)
-            for parameter, view in zip(self.parameters, self.views, strict=True):
-                if parameter.grad is not None:
-                    parameter.grad = view
-        return has_gradient
+            for parameter, view in moved:
+                parameter.grad = view
 
     def launch(self) -> None:
         """Start adding the flat tensor over ranks."""
+        self._version = self._versions()
         self.work = self._transport.all_reduce(self.flat)
 
     def wait(self) -> None:
-        """Return when the flat tensor holds the sum over ranks (see `Work.wait`)."""
+        """Return when the flat tensor holds the sum over ranks (see `Work.wait`).
+
+        Raises:
+            UsageError: A gradient changed while it was under way.
+        """
         work, self.work = self.work, None
         if work is not None:
             work.wait()
+        if self._versions() != self._version:
+            raise late_gradient(self.names)
+
+    def _versions(self) -> int:
+        """A number that grows when autograd adds to one of the views."""
+        return sum([view._version for view in self.views])
 
     def publish(self, used_anywhere: Callable[[int], bool]) -> None:
         """Give every parameter its reduced gradient.
@@ -107,9 +114,22 @@ class Bucket:
         return f"<Bucket {self.layout.index} {state} {len(self.parameters)} parameters {mib:.1f} MiB>"
 
 
+def late_gradient(names: Sequence[str]) -> UsageError:
+    """The error for a gradient that changes after its bucket has been sent; one of these parameters' it was."""
+    which = f"parameter {names[0]!r}" if len(names) == 1 else f"one of the parameters {', '.join(map(repr, names))}"
+    return UsageError(
+        f"{which} received another gradient in the same backward pass, after its bucket had been sent. Checkpoint "
+        f"with use_reentrant=False, or do that part in a pass of its own."
+    )
+
+
 def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """A view with the parameter's shape, and its strides where these leave no holes (channels_last)."""
+    """A view with the parameter's shape, and its strides where these leave no holes (channels_last).
+
+    It shares memory but not its version with the flat tensor, so that one can tell which view has changed.
+    """
     # `empty_like` keeps the strides exactly of those tensors that fill their memory without overlap.
-    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
-        return flat.as_strided(parameter.shape, parameter.stride(), offset)
-    return flat[offset : offset + parameter.numel()].view(parameter.shape)
+    stride = torch.empty_like(parameter, device="meta").stride()
+    view = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    view.set_(flat.untyped_storage(), flat.storage_offset() + offset, parameter.shape, stride)
+    return view

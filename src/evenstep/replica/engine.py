@@ -4,8 +4,8 @@
 
     forward        an autograd hook is put on the outputs
     backward       the hook on the outputs begins a *pass* (or `model.backward` has begun it)
-                   each parameter's post-accumulate hook tells the reducer; a bucket that is complete is packed (one
-                   batched copy, none for gradients that are views of it already) and launched, in order
+                   `readiness` says when a bucket is complete; it is packed (one batched copy, none for gradients that
+                   are views of it already) and launched, in order. The first pass only counts, and launches at its end
     its end        what has no gradient now was not used: its bucket goes out with zeros. A header with weights and
                    used flags follows, then rank 0's module buffers; all are awaited, the gradients divided once
 
@@ -28,20 +28,19 @@ produced is dropped.
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from evenstep.errors import UsageError
-from evenstep.replica.bucket import Bucket
+from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.layout import BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.reducer import BucketState, LateGradientError, LaunchReduce, Reducer
+from evenstep.replica.readiness import Readiness
+from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.weighting import Header, Kind, Window, nearest_power_of_two
 from evenstep.world import World
 
@@ -65,6 +64,11 @@ class _Pass:
     discards: bool
     confirmed: bool = False
     set_aside: list[Tensor | None] | None = None
+
+    @property
+    def fills_buckets(self) -> bool:
+        """Whether gradients travel as soon as they are there."""
+        return self.synchronised and not self.discards
 
 
 class Engine:
@@ -90,7 +94,6 @@ class Engine:
         ]
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(plan_layout(self._specs, range(len(trained) - 1, -1, -1), policy))
-        self._order_is_learned = False
         self._header = Header(len(trained), self.parameters[0].device)
         self._buffers = BufferBroadcast(module, world.transport) if broadcast_buffers else None
         self._window: Window | None = None
@@ -101,16 +104,11 @@ class Engine:
         self._left_early: str | None = None
         self._broken: str | None = None
         self.num_reductions = 0
-        # The hooks know the engine weakly: a module that is wrapped again is not averaged twice.
-        handles = [
-            parameter.register_post_accumulate_grad_hook(_make_hook(weakref.ref(self), index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self.parameters)
-        ]
-        weakref.finalize(self, _remove, handles)
+        self.readiness = Readiness(self.parameters, self.layout, self)
 
     def _build(self, layout: Layout) -> None:
         self.layout = layout
-        self.reducer = Reducer(layout)
+        self.reducer = Reducer(len(layout.buckets))
         self.buckets = [Bucket(b, self.parameters, self.names, self._world.transport) for b in layout.buckets]
 
     # ------------------------------------------------------------------ called by the wrapper
@@ -188,8 +186,11 @@ class Engine:
         if self._pass is None:
             self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
             _at_end_of_backward(self._plain_pass_ended)
+        if self._pass is not None and self._pass.fills_buckets:
+            self.readiness.outputs_reached()
 
-    def _gradient_accumulated(self, index: int) -> None:
+    def gradient_came(self) -> bool:
+        """See `readiness.Listener`."""
         if self._pass is None:  # the loss doesn't depend on the outputs that were watched
             self._open_pass(Kind.PLAIN, 0.0, discards=False)
             _at_end_of_backward(self._plain_pass_ended)
@@ -197,26 +198,27 @@ class Engine:
         assert current is not None
         if not current.confirmed:
             self._confirm()
-        if not current.synchronised or current.discards:
-            return
-        try:
-            actions = self.reducer.gradient_ready(index)
-        except LateGradientError:
-            raise UsageError(
-                f"parameter {self.names[index]!r} received a second gradient in one backward pass, after its bucket "
-                f"had been sent. Checkpoint with use_reentrant=False, or synchronise in a pass of its own."
-            ) from None
-        if actions:
-            self._execute(actions)
+        return current.fills_buckets
+
+    def bucket_complete(self, bucket: int) -> None:
+        """See `readiness.Listener`."""
+        self._execute(self.reducer.complete(bucket))
+
+    def gradient_late(self, parameter: int) -> None:
+        """See `readiness.Listener`."""
+        raise late_gradient([self.names[parameter]])
 
     def _plain_pass_ended(self) -> None:
         current = self._pass
         if current is None:
             return
-        if not current.confirmed:  # torch.autograd.grad, or a graph without our parameters: nothing to average
-            self._put_back(current)
-            self._pass = None
-            return
+        if not current.confirmed:
+            if not self.readiness.any_has_come():  # torch.autograd.grad: nothing to average
+                self._put_back(current)
+                self.readiness.end()
+                self._pass = None
+                return
+            self._confirm()
         self._close_pass()
 
     # ------------------------------------------------------------------ passes and windows
@@ -229,6 +231,7 @@ class Engine:
             self._pass.set_aside = [parameter.grad for parameter in self.parameters]
             for parameter in self.parameters:
                 parameter.grad = None
+        self.readiness.begin()
 
     def _confirm(self) -> None:
         """The pass is a real one: count it in the window."""
@@ -243,6 +246,7 @@ class Engine:
         current = self._pass
         assert current is not None
         self._put_back(current)
+        self.readiness.end()
         if current.synchronised:
             self._reduce()
         self._pass = None
@@ -304,7 +308,6 @@ class Engine:
         window = self._window
         assert window is not None
         self._zero_where_weight_is_zero(window)
-        ready_order = list(self.reducer.ready_order)
         self._execute(self.reducer.finish())
         used = [parameter.grad is not None for parameter in self.parameters]
         self._header.fill(window, used)
@@ -327,8 +330,8 @@ class Engine:
         self.reducer.reset()
         self._window = None
         self.num_reductions += 1
-        if not self._order_is_learned:
-            self._learn_order(ready_order)
+        if self.readiness.is_counting:
+            self._learn_order()
 
     def _divide(self, window: Window) -> None:
         # A rank whose share was empty knows only from the header which kind the others had.
@@ -351,14 +354,14 @@ class Engine:
                 if parameter.grad is not None:
                     parameter.grad.masked_fill_(window.weight.to(parameter.device) == 0, 0)
 
-    def _learn_order(self, ready_order: Sequence[int]) -> None:
+    def _learn_order(self) -> None:
         """Collective, once: lay the buckets out again in the order in which rank 0's gradients were ready."""
-        self._order_is_learned = True
-        seen = set(ready_order)
-        order = [*ready_order, *(i for i in range(len(self.parameters) - 1, -1, -1) if i not in seen)]
+        seen = set(self.readiness.order)
+        order = [*self.readiness.order, *(i for i in range(len(self.parameters) - 1, -1, -1) if i not in seen)]
         agreed = torch.tensor(order)
         self._world.control.broadcast(agreed, 0).wait()
         layout = plan_layout(self._specs, agreed.tolist(), self._policy)
+        self.readiness.watch(layout)
         if layout == self.layout:
             return
         reduced = [parameter.grad for parameter in self.parameters]
@@ -379,26 +382,12 @@ class Engine:
     def _reset_after_error(self) -> None:
         """In a world of one a failed pass concerns nobody else: its gradients are lost, the model is as before it."""
         self._broken, self._window, self._carried = None, None, []
-        self.reducer = Reducer(self.layout)
+        self.reducer = Reducer(len(self.buckets))
         for parameter in self.parameters:
             parameter.grad = None
 
     def __repr__(self) -> str:
         return f"<Engine {len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.reducer!r}>"
-
-
-def _make_hook(engine_ref: weakref.ref[Engine], index: int) -> Callable[[Tensor], None]:
-    def gradient_accumulated(_: Tensor) -> None:
-        engine = engine_ref()
-        if engine is not None:
-            engine._gradient_accumulated(index)
-
-    return gradient_accumulated
-
-
-def _remove(handles: Sequence[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from evenstep.replica.layout import Layout
-
 
 class BucketState(Enum):
     """Where a bucket stands within one synchronised backward pass."""
@@ -46,18 +44,6 @@ class ReducerStateError(AssertionError):
     """An event that the table of transitions doesn't know: a bug of evenstep's own."""
 
 
-class LateGradientError(Exception):
-    """A parameter's gradient changed after its bucket had been launched.
-
-    Attributes:
-        parameter: Index of the parameter.
-    """
-
-    def __init__(self, parameter: int) -> None:
-        super().__init__(f"parameter {parameter} received a gradient after its bucket was sent")
-        self.parameter = parameter
-
-
 @dataclass(frozen=True)
 class LaunchReduce:
     """Send this bucket now."""
@@ -66,37 +52,18 @@ class LaunchReduce:
 
 
 class Reducer:
-    """Follows the gradients of one backward pass after another and says which buckets to launch.
+    """Follows the buckets through one backward pass after another and says which to launch.
 
     Args:
-        layout: Which parameter lies in which bucket.
+        num_buckets: How many there are.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self._bucket_of = layout.bucket_of
-        self._sizes = [len(bucket.slots) for bucket in layout.buckets]
-        self._states = [BucketState.FILLING] * len(self._sizes)
-        self._num_missing = list(self._sizes)
-        self._ready = [False] * len(layout.bucket_of)
+    def __init__(self, num_buckets: int) -> None:
+        self._states = [BucketState.FILLING] * num_buckets
         self._next_launch = 0
-        self.ready_order: list[int] = []
 
-    def gradient_ready(self, parameter: int) -> Sequence[LaunchReduce]:
-        """A parameter has its gradient. Returns what can be launched now, in order.
-
-        Raises:
-            LateGradientError: It had one already, and that one is under way.
-        """
-        bucket = self._bucket_of[parameter]
-        if self._ready[parameter]:
-            if self._states[bucket] in (BucketState.REDUCING, BucketState.REDUCED):
-                raise LateGradientError(parameter)
-            return ()
-        self._ready[parameter] = True
-        self.ready_order.append(parameter)
-        self._num_missing[bucket] -= 1
-        if self._num_missing[bucket]:
-            return ()
+    def complete(self, bucket: int) -> Sequence[LaunchReduce]:
+        """A bucket has all its gradients. Returns what can be launched now, in order."""
         self._move(bucket, Event.COMPLETE)
         return self._launchable()
 
@@ -115,18 +82,11 @@ class Reducer:
         """Be ready for the next synchronised backward pass."""
         for bucket in range(len(self._states)):
             self._move(bucket, Event.RESET)
-        self._num_missing = list(self._sizes)
-        self._ready = [False] * len(self._ready)
         self._next_launch = 0
-        self.ready_order = []
 
     def state(self, bucket: int) -> BucketState:
         """Where a bucket stands."""
         return self._states[bucket]
-
-    def num_ready(self, bucket: int) -> int:
-        """How many of a bucket's gradients have come."""
-        return self._sizes[bucket] - self._num_missing[bucket]
 
     def _launchable(self) -> list[LaunchReduce]:
         actions = []

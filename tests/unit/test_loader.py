@@ -265,8 +265,8 @@ def test_a_loop_that_is_left_leaves_nothing_behind() -> None:
         if epoch == 1:
             break
     assert loader.epoch == 2
-    assert _order_of(loader) == _order_at(2), "bare iterations count again"
-    assert list(loader.epochs(1)) == [3]
+    assert [_order_of(loader), _order_of(loader)] == [_order_at(2), _order_at(3)], "bare iterations count again"
+    assert list(loader.epochs(1)) == [4]
 
 
 def test_two_iterations_at_once_have_epochs_of_their_own() -> None:
@@ -275,6 +275,11 @@ def test_two_iterations_at_once_have_epochs_of_their_own() -> None:
     assert torch.cat([first for first, _ in pairs]).tolist() == _order_at(0)
     assert torch.cat([second for _, second in pairs]).tolist() == _order_at(1)
     assert loader.epoch == 2
+    first, second = iter(loader), iter(loader)
+    list(first)
+    assert loader.epoch == 3, "the second goes on"
+    list(second)
+    assert loader.epoch == 4
 
 
 def test_an_evaluation_loader_has_the_same_order_each_time() -> None:

@@ -1,0 +1,187 @@
+"""`evenstep run` where something goes wrong: who is blamed, what is left, and how fast it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command, call, start
+
+WAITS = """
+    import os, time
+    open(f"up-{os.environ['RANK']}", "w").close()
+    time.sleep(100)
+"""
+
+
+def is_up(command: Command, num_ranks: int = 2) -> bool:
+    return all((command.directory / f"up-{rank}").exists() for rank in range(num_ranks))
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path, attempt: int) -> None:
+    """Rank 1 raises; rank 0 then loses its peer in an all-reduce, and with it its connection."""
+    script = """
+        import evenstep, torch
+
+        with evenstep.init() as world:
+            for step in range(5):
+                if step == 3 and world.rank == 1:
+                    raise ValueError(f"bad sample in step {step}")
+                world.transport.all_reduce(torch.ones(1000)).wait()
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "script.py"], script)
+    assert code == 1
+    assert command.stderr.count("Traceback (most recent call last)") == 1
+    *_, last_of_traceback, verdict = command.stderr.splitlines()
+    assert last_of_traceback == "ValueError: bad sample in step 3"
+    assert verdict.startswith("evenstep: rank 1 (pid ")
+    assert verdict.endswith(") failed: ValueError: bad sample in step 3")
+    assert "launcher" not in command.stderr, "frames of the machinery are left out"
+    assert command.leaves_no_process()
+
+
+def test_a_rank_that_raises_ends_the_others_within_seconds(tmp_path: Path) -> None:
+    script = """
+        import os, time
+        if os.environ["RANK"] == "1":
+            open("raised", "w").close()
+            raise KeyError("boom")
+        time.sleep(100)
+    """
+    command = start(tmp_path, ["--nproc-per-node", "3", "script.py"], script)
+    command.wait_until((tmp_path / "raised").exists)
+    started = time.monotonic()
+    assert command.wait() == 1
+    assert time.monotonic() - started < 10  # under a second on a quiet machine
+    assert command.stderr.endswith("failed: KeyError: 'boom'\n")
+    (logs,) = command.left_files()
+    assert f"output of the other ranks: {command.temporary / logs}" in command.stderr
+    assert "KeyError: 'boom'" in (command.temporary / logs / "rank-1.log").read_text()
+    assert command.leaves_no_process()
+
+
+def test_the_traceback_of_rank_0_is_shown_once(tmp_path: Path) -> None:
+    code, command = call(tmp_path, ["--nproc-per-node", "1", "script.py"], "raise ValueError('boom')")
+    assert code == 1
+    assert command.stderr.count("ValueError: boom") == 2  # the traceback's end, and the verdict
+    assert command.stderr.count("Traceback") == 1
+    assert command.left_files() == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+        ("sys.exit(7)", 7, "exited with status 7"),
+        ("ctypes.string_at(0)", 139, "was killed by SIGSEGV"),
+    ],
+)
+def test_who_ends_without_an_exception_is_named(tmp_path: Path, ending: str, code: int, words: str) -> None:
+    script = f"""
+        import ctypes, os, signal, sys, time
+        if os.environ["RANK"] == "1":
+            print("the last words", flush=True)
+            {ending}
+        time.sleep(100)
+    """
+    status, command = call(tmp_path, ["--nproc-per-node", "2", "script.py"], script)
+    assert status == code
+    assert command.stderr.splitlines()[-1].startswith("evenstep: rank 1 (pid ")
+    assert words in command.stderr.splitlines()[-1]
+    assert "the last words" in command.stderr
+    if code == 139:
+        assert "script.py" in command.stderr, "faulthandler's stack is in the tail of the log"
+
+
+def test_a_users_mistake_on_every_rank_is_one_message(tmp_path: Path) -> None:
+    script = """
+        import evenstep
+        evenstep.init(transport="pigeon")
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "script.py"], script)
+    assert code == 78
+    assert command.stderr.count("pigeon") == 1
+    assert "Traceback" not in command.stderr
+    assert "script.py, line 3" in command.stderr
+
+
+def test_an_attempt_that_keeps_failing_ends_with_the_culprits_status(tmp_path: Path) -> None:
+    code, command = call(
+        tmp_path, ["--nproc-per-node", "1", "--max-restarts", "1", "script.py"], "import sys; sys.exit(9)"
+    )
+    assert code == 9
+    assert command.stderr.count("restarting all ranks") == 1
+    assert command.stderr.count("exited with status 9") == 2
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_stops_all_in_one_line(tmp_path: Path, sent: signal.Signals, code: int) -> None:
+    command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], WAITS)
+    command.wait_until(lambda: is_up(command))
+    command.process.send_signal(sent)
+    assert command.wait() == code
+    assert len(command.stderr.splitlines()) == 2, command.stderr  # the line at the start, and one more
+    assert command.leaves_no_process()
+    assert command.left_files() == []
+
+
+def test_ctrl_c_while_the_ranks_still_start_is_one_line_too(tmp_path: Path) -> None:
+    command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], WAITS)
+    command.wait_until(lambda: len(command.processes()) == 3)
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait() == 130
+    assert "Traceback" not in command.stderr
+    assert command.leaves_no_process()
+
+
+def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
+    script = """
+        import os, signal, time
+        signal.signal(signal.SIGINT, lambda *_: open(f"heard-{os.environ['RANK']}", "w").close())
+        open(f"up-{os.environ['RANK']}", "w").close()
+        while True:
+            time.sleep(1)
+    """
+    command = start(tmp_path, ["--nproc-per-node", "2", "--shutdown-timeout", "60", "script.py"], script)
+    command.wait_until(lambda: is_up(command))
+    command.process.send_signal(signal.SIGINT)
+    command.wait_until((tmp_path / "heard-1").exists)
+    command.process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    assert command.wait() == 130
+    assert time.monotonic() - started < 20
+    assert command.leaves_no_process()
+
+
+def test_who_ignores_sigterm_is_killed_after_the_timeout_with_its_children(tmp_path: Path) -> None:
+    script = """
+        import os, signal, subprocess, time
+        if os.environ["RANK"] == "1":
+            while not os.path.exists("up-0"):
+                time.sleep(0.02)
+            raise SystemExit(3)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen(["sleep", "100"])
+        open("up-0", "w").close()
+        while True:
+            time.sleep(1)
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--shutdown-timeout", "1", "script.py"], script)
+    assert code == 3
+    assert command.leaves_no_process()
+
+
+@pytest.mark.parametrize("kind", ["python", "program"])
+def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, kind: str) -> None:
+    target = {"python": ["script.py"], "program": ["--no-python", "sh", "-c", "touch up-$RANK; exec sleep 100"]}[kind]
+    command = start(tmp_path, ["--nproc-per-node", "2", *target], WAITS)
+    command.wait_until(lambda: is_up(command))
+    assert len(command.processes()) == 3
+    os.kill(command.process.pid, signal.SIGKILL)
+    command.process.wait()
+    assert command.leaves_no_process(within_s=1.0)

@@ -1,0 +1,184 @@
+"""`evenstep.launch`: results, exceptions, and what can't be sent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import evenstep
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError
+
+
+def train(offset: float, scale: float = 1.0) -> tuple[float, int, str]:
+    with evenstep.init(quiet=True) as world:
+        return world.mean(float(world.rank)) * scale + offset, world.world_size, str(world.device)
+
+
+def threads() -> tuple[int, str]:
+    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+class NeedsTwo(Exception):
+    """Can't be unpickled."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def cascade() -> None:
+    world = evenstep.init(quiet=True)
+    for step in range(5):
+        if step == 3 and world.rank == 1:
+            raise KeyError("bad sample")
+        world.barrier()
+
+
+def raise_unpicklable() -> None:
+    raise NeedsTwo(1, 2)
+
+
+def end_rank_1(how: str) -> None:
+    if os.environ["RANK"] == "1":
+        if how == "exit":
+            sys.exit(3)
+        if how == "_exit":
+            os._exit(4)
+        os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(0 if how == "exit" else 60)
+
+
+def leave_pids(directory: str) -> None:
+    Path(directory, os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+def plain_torch() -> float:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return x.item()
+
+
+def test_rank_0s_result_comes_back() -> None:
+    assert evenstep.launch(train, 2, (3.0,), kwargs={"scale": 2.0}, device="cpu") == (4.0, 2, "cpu")
+
+
+def test_one_rank_goes_the_same_way_and_takes_the_threads() -> None:
+    assert evenstep.launch(threads, 1, threads_per_rank=2) == (2, "2")
+
+
+def test_a_function_for_torchs_own_process_group_runs() -> None:
+    assert evenstep.launch(plain_torch, 2) == 3.0
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_in_a_cascade_the_culprits_exception_is_raised(attempt: int) -> None:
+    with pytest.raises(KeyError, match="bad sample") as caught:
+        evenstep.launch(cascade, 2)
+    assert "on rank 1 (pid" in str(caught.value.__cause__)
+    assert "in cascade" in str(caught.value.__cause__)
+    if sys.version_info >= (3, 11):
+        assert "rank 1" in caught.value.__notes__[0]
+    assert not [p for p in multiprocessing.active_children() if p.name.startswith("evenstep")]
+
+
+def test_an_exception_that_cannot_travel_is_told() -> None:
+    with pytest.raises(RankFailedError, match=r"rank \d .* failed: NeedsTwo: 1 and 2") as caught:
+        evenstep.launch(raise_unpicklable, 1)
+    assert "raise_unpicklable" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("how", "exitcode", "words"),
+    [
+        ("exit", 3, "SystemExit: 3"),
+        ("_exit", 4, "exited with status 4"),
+        ("SIGKILL", -9, "was killed by SIGKILL"),
+        ("SIGSEGV", -11, "was killed by SIGSEGV"),
+    ],
+)
+def test_who_ends_without_an_exception_is_named(how: str, exitcode: int, words: str) -> None:
+    with pytest.raises(RankFailedError, match=words) as caught:
+        evenstep.launch(end_rank_1, 2, (how,))
+    assert (caught.value.rank, caught.value.exitcode) == (1, exitcode)
+    assert "rank 1 (pid " in str(caught.value)
+
+
+def test_a_deadline_says_who_is_missing_and_where(tmp_path: Path) -> None:
+    with pytest.raises(CollectiveTimeoutError, match=r"missing: rank 0, 1 of 2(.|\n)*in leave_pids"):
+        evenstep.launch(leave_pids, 2, (str(tmp_path),), timeout_s=8.0)
+
+
+def test_functions_of_a_notebook_travel_by_value() -> None:
+    """`python -c` has no file that the ranks could import, like a notebook."""
+    program = (
+        "import evenstep\n"
+        "class Mine(Exception): pass\n"
+        "offset = 40\n"
+        "def fn(x): return x + offset + evenstep.init(quiet=True).world_size\n"
+        "def fail(): raise Mine('typed in')\n"
+        "print(evenstep.launch(fn, 2, (0,)), evenstep.launch(lambda: [1], 1))\n"
+        "try: evenstep.launch(fail, 1)\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[0] == "42 [1]", done.stderr
+    assert "typed in" in done.stdout.splitlines()[1]
+
+
+def test_a_missing_main_guard_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import evenstep\ndef fn(): pass\nevenstep.launch(fn, 2)\n")
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
+
+
+def test_ranks_die_with_a_parent_that_is_killed_and_stop_with_one_that_is_interrupted(tmp_path: Path) -> None:
+    program = f"import evenstep, tests.procs.test_launch as t; evenstep.launch(t.leave_pids, 2, ({str(tmp_path)!r},))"
+    for sent, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, -signal.SIGINT)):
+        parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+        files = [tmp_path / "0", tmp_path / "1"]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        pids = [int(file.read_text()) for file in files]
+        os.kill(parent.pid, sent)
+        _, err = parent.communicate(timeout=60)
+        assert parent.returncode == code
+        assert err.count("Traceback") == (1 if sent == signal.SIGINT else 0), err
+        deadline = time.monotonic() + 2
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+        for file in files:
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fn": None}, "can't be called"),
+        ({"nproc": 0}, "nproc=0"),
+        ({"nproc": -2}, "nproc=-2"),
+        ({"nproc": 2.0}, "nproc=2.0"),
+        ({"nproc": True}, "nproc=True"),
+        ({"args": "text"}, r"args=\('text',\)"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"threads_per_rank": 0}, "0 threads per rank"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        evenstep.launch(**({"fn": threads, "nproc": 1} | arguments))  # type: ignore[arg-type]

@@ -1,0 +1,199 @@
+"""`evenstep run` where all goes well. The scripts don't import torch unless they need it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from evenstep.launcher.cores import count_cores
+from tests.commands import call, start
+
+ANNOUNCED = "evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, gloo\n"
+
+SAYS_WHO_IT_IS = """
+    import os, sys
+    rank = os.environ["RANK"]
+    print("out", rank, sys.argv[1:])
+    print("err", rank, file=sys.stderr)
+"""
+
+
+def test_rank_0_writes_to_the_terminal_and_the_others_to_files(tmp_path: Path) -> None:
+    flags = ["--nproc-per-node", "2", "--threads-per-rank", "1", "--log-dir", "logs", "--device", "cpu"]
+    code, command = call(tmp_path, [*flags, "script.py", "--lr", "3"], SAYS_WHO_IT_IS)
+    assert (code, command.stdout, command.stderr) == (0, "out 0 ['--lr', '3']\n", ANNOUNCED + "err 0\n")
+    (log,) = (tmp_path / "logs").glob("*/rank-1.log")
+    assert log.read_text() == "out 1 ['--lr', '3']\nerr 1\n"
+    assert command.left_files() == []
+    assert command.leaves_no_process()
+
+
+def test_all_ranks_on_the_terminal_each_with_its_prefix(tmp_path: Path) -> None:
+    code, command = call(tmp_path, ["--nproc-per-node", "3", "--all-ranks", "script.py"], SAYS_WHO_IT_IS)
+    assert code == 0
+    assert sorted(command.stdout.splitlines()) == [
+        "[rank 1] err 1",
+        "[rank 1] out 1 []",
+        "[rank 2] err 2",
+        "[rank 2] out 2 []",
+        "out 0 []",
+    ]
+    assert command.left_files() == []
+
+
+def test_tee_of_one_stream_of_one_rank_and_rank_0_into_a_file(tmp_path: Path) -> None:
+    flags = ["--nproc-per-node", "3", "-t", "2:2", "-r", "0:1", "--log-dir", "logs"]
+    code, command = call(tmp_path, [*flags, "script.py"], SAYS_WHO_IT_IS)
+    assert (code, command.stdout) == (0, "")
+    assert sorted(command.stderr.splitlines()[1:]) == ["[rank 2] err 2", "err 0"]
+    names = sorted(path.name for path in (tmp_path / "logs").glob("*/*"))
+    assert names == ["rank-0.stdout.log", "rank-1.log", "rank-2.stderr.log", "rank-2.stdout.log"]
+
+
+def test_lines_of_other_ranks_appear_while_they_run(tmp_path: Path) -> None:
+    script = """
+        import os, time
+        print("started", flush=True)
+        while os.environ["RANK"] == "1" and not os.path.exists("seen"):
+            time.sleep(0.02)
+    """
+    command = start(tmp_path, ["--nproc-per-node", "2", "--all-ranks", "script.py"], script)
+    command.wait_until(lambda: "[rank 1] started" in command.stdout)
+    (tmp_path / "seen").touch()
+    assert command.wait() == 0
+
+
+def test_threads_and_device_reach_the_ranks(tmp_path: Path) -> None:
+    script = """
+        import os
+        print(os.environ["OMP_NUM_THREADS"], os.environ["EVENSTEP_DEVICE"], os.environ["EVENSTEP_LAUNCHER"])
+    """
+    code, command = call(
+        tmp_path, ["--nproc-per-node", "1", "--device", "cpu", "script.py"], script, OMP_NUM_THREADS="3"
+    )
+    assert (code, command.stdout) == (0, "3 cpu run\n")
+    assert command.stderr == "evenstep: 1 rank on 1 host, cpu, 3 threads per rank, local\n"
+
+
+def test_auto_starts_as_many_ranks_as_fit(tmp_path: Path) -> None:
+    script = "import os; print(os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'])"
+    cores = count_cores()
+    code, command = call(tmp_path, ["--device", "cpu", "--threads-per-rank", str(cores), "script.py"], script)
+    assert (code, command.stdout) == (0, f"1 {cores}\n")
+
+
+def test_the_script_is_main_to_the_very_end(tmp_path: Path) -> None:
+    """Names, paths and pickling are those of `python script.py`, also in exit handlers."""
+    script = """
+        import atexit, os, pickle, sys
+
+        class Mine:
+            pass
+
+        def at_exit():
+            print(type(pickle.loads(pickle.dumps(Mine()))) is Mine)
+
+        atexit.register(at_exit)
+        print(__name__, os.path.basename(__file__), sys.modules["__main__"].Mine is Mine, sys.argv)
+        import neighbour
+    """
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "neighbour.py").write_text("print('found', __name__)")
+    (tmp_path / "sub" / "main.py").write_text("\n".join(line[8:] for line in script.splitlines()))
+    code, command = call(tmp_path, ["--nproc-per-node", "1", "sub/main.py", "x"])
+    assert (code, command.stdout) == (0, "__main__ main.py True ['sub/main.py', 'x']\nfound neighbour\nTrue\n")
+
+
+def test_a_module_and_a_program(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("import sys; print(__name__, __package__, sys.argv[1:])")
+    code, command = call(tmp_path, ["--nproc-per-node", "1", "-m", "package", "-x"])
+    assert (code, command.stdout) == (0, "__main__ package ['-x']\n")
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--no-python", "sh", "-c", "echo rank $RANK; exit $RANK"])
+    assert (code, command.stdout) == (1, "rank 0\n")
+    assert "the last lines of rank 1" in command.stderr
+    assert command.stderr.splitlines()[-2] == "rank 1"
+    assert command.stderr.splitlines()[-1].endswith("exited with status 1")
+
+
+def test_a_script_for_torchrun_runs_as_it_is(tmp_path: Path) -> None:
+    script = """
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        x = torch.tensor([dist.get_rank() + 1.0])
+        dist.all_reduce(x)
+        print(x.item(), dist.get_world_size())
+        dist.destroy_process_group()
+    """
+    code, command = call(tmp_path, ["--standalone", "--nproc-per-node", "2", "script.py"], script)
+    assert (code, command.stdout, command.stderr) == (0, "3.0 2\n", ANNOUNCED)
+
+
+def test_a_script_with_evenstep_announces_itself_once_and_opens_no_port(tmp_path: Path) -> None:
+    script = """
+        import os
+        import psutil
+        import evenstep
+
+        with evenstep.init() as world:
+            total = world.mean(float(world.rank)) * world.world_size
+            listening = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+            parent = [c.laddr for c in psutil.Process(os.getppid()).net_connections("inet") if c.status == "LISTEN"]
+            world.print(total, world.launcher, set(listening) <= {"127.0.0.1", "::1"}, parent)
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
+    assert (code, command.stdout, command.stderr) == (0, "1.0 evenstep run True []\n", ANNOUNCED)
+    assert command.left_files() == []
+
+
+def test_a_restart_succeeds_and_says_why_it_was_needed(tmp_path: Path) -> None:
+    script = """
+        import evenstep
+
+        with evenstep.init() as world:
+            world.barrier()
+            if world.rank == 1 and evenstep.environment.current_placement().restart_count < 1:
+                raise ValueError("the first attempt fails")
+            world.barrier()
+            world.print("done")
+    """
+    flags = ["--nproc-per-node", "2", "--max-restarts", "2", "--log-dir", "logs"]
+    code, command = call(tmp_path, [*flags, "script.py"], script)
+    assert (code, command.stdout) == (0, "done\n")
+    assert command.stderr.count("ValueError: the first attempt fails\n") == 2  # the traceback's end, and the verdict
+    assert command.stderr.endswith("evenstep: restarting all ranks: attempt 2 of 3\n")
+    assert sorted(path.name for path in (tmp_path / "logs").glob("*/*")) == ["rank-1.attempt-1.log", "rank-1.log"]
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_hosts(tmp_path: Path, backend: str) -> None:
+    """Two launchers on this host stand for two hosts: what differs is that the ranks meet over TCP."""
+    script = """
+        import evenstep
+
+        with evenstep.init() as world:
+            total = world.mean(float(world.rank)) * world.world_size
+            print(total, world.rank, world.local_rank, world.node_rank, world.num_nodes)
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = {
+        "static": ["--master-addr", "127.0.0.1", "--master-port", str(port)],
+        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "a", "--local-addr"],
+    }[backend] + (["127.0.0.1"] if backend == "c10d" else [])
+    commands = []
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+        flags = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(node), "-t", "3", *meeting]
+        commands.append(start(tmp_path / str(node), [*flags, "script.py"], script))
+    assert [command.wait() for command in commands] == [0, 0]
+    said = sorted(line.removeprefix("[rank 1] ") for command in commands for line in command.stdout.splitlines())
+    assert said == ["1.0 0 0 0 2", "1.0 1 0 1 2"]
+    assert all("2 ranks on 2 hosts" in command.stderr for command in commands)

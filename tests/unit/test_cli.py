@@ -1,0 +1,110 @@
+"""The command line in this process: what ends before a rank is started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import evenstep
+from evenstep.cli import main
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text("print('ran')")
+    return str(path)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refused command prints."""
+    assert main(["run", *arguments]) == 78
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("evenstep: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no/such.py: no such script" in refused(capsys, "--nproc-per-node", "2", "no/such.py")
+
+
+def test_a_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "is a directory" in refused(capsys, str(tmp_path))
+
+
+def test_a_module_or_a_program_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no module named 'no_such_module.x'" in refused(capsys, "-m", "no_such_module.x")
+    assert "no such program" in refused(capsys, "--no-python", "no-such-program")
+    assert "exclude each other" in refused(capsys, "--no-python", "-m", "json")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nproc-per-node", "0"], "at least 1 rank"),
+        (["--nproc-per-node", "many"], "use auto, cpu, gpu or a number"),
+        (["--threads-per-rank", "0"], "0 threads per rank"),
+        (["--device", "gpu0"], "no device"),
+        (["--nnodes", "none"], "--nnodes none"),
+        (["--redirects", "7"], "--redirects 7"),
+        (["--rdzv-endpoint", "here"], "HOST:PORT"),
+        (["--logs-specs", "x"], "--logs-specs"),
+    ],
+)
+def test_flags_that_make_no_sense(
+    capsys: pytest.CaptureFixture[str], script: str, flags: list[str], message: str
+) -> None:
+    assert message in refused(capsys, *flags, script)
+
+
+def test_more_ranks_than_gpus(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    num_ranks = torch.cuda.device_count() + 1
+    assert f"{num_ranks} ranks on this host" in refused(
+        capsys, "--device", "cuda", "--nproc-per-node", str(num_ranks), script
+    )
+
+
+@pytest.mark.parametrize("flag", ["--master-port={}", "--rdzv-endpoint=localhost:{}", "--rdzv-endpoint=127.0.0.1:{}"])
+def test_a_port_in_use_is_named_with_its_owner(capsys: pytest.CaptureFixture[str], script: str, flag: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        line = refused(capsys, flag.format(port), script)
+    assert f"port {port} is in use by pid {os.getpid()}" in line
+
+
+def test_an_unknown_flag_or_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["run", "--no-such-flag", "x.py"], ["run"], ["no-such-command"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    assert main([]) == 2
+    capsys.readouterr()
+
+
+def test_help_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: evenstep run ")
+    for flag in ("--nproc-per-node", "--threads-per-rank", "--device", "--all-ranks", "--log-dir", "--max-restarts"):
+        assert flag in text
+    assert "--logs-specs" not in text
+
+
+def test_python_m_evenstep_is_the_same_command() -> None:
+    called = [sys.executable, "-m", "evenstep", "--version"]
+    assert (
+        subprocess.run(called, capture_output=True, text=True, check=True).stdout
+        == f"evenstep {evenstep.__version__}\n"
+    )

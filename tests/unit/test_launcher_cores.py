@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+
+from evenstep.errors import ConfigurationError
+from evenstep.launcher.cores import Host, RankPlan, cores_within, plan_ranks
+
+LAPTOP = Host(num_cores=8, num_cpus=16, num_gpus=0)
+SERVER = Host(num_cores=64, num_cpus=128, num_gpus=0)
+GPUS = Host(num_cores=32, num_cpus=64, num_gpus=8)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "host", "asked", "expected"),
+    [
+        ("auto", Host(1, 1, 0), {}, RankPlan(1, 1)),
+        ("auto", Host(2, 2, 0), {}, RankPlan(2, 1)),
+        ("auto", LAPTOP, {}, RankPlan(8, 1)),
+        ("auto", Host(12, 24, 0), {}, RankPlan(6, 2)),
+        ("auto", SERVER, {}, RankPlan(8, 8)),
+        ("auto", SERVER, {"threads_per_rank": 16}, RankPlan(4, 16)),
+        ("auto", LAPTOP, {"threads_per_rank": 100}, RankPlan(1, 100)),
+        ("auto", LAPTOP, {"openmp_threads": 4}, RankPlan(2, 4)),
+        ("auto", LAPTOP, {"openmp_threads": 4, "threads_per_rank": 2}, RankPlan(4, 2)),
+        ("auto", GPUS, {}, RankPlan(8, 4)),
+        ("auto", GPUS, {"device": "cpu"}, RankPlan(8, 4)),
+        ("auto", GPUS, {"device": "cuda:1"}, RankPlan(1, 32)),
+        ("auto", GPUS, {"openmp_threads": 1}, RankPlan(8, 1)),
+        ("2", LAPTOP, {}, RankPlan(2, 4)),
+        ("3", LAPTOP, {}, RankPlan(3, 2)),
+        ("20", LAPTOP, {}, RankPlan(20, 1)),
+        ("2", LAPTOP, {"openmp_threads": 1}, RankPlan(2, 1)),
+        ("cpu", LAPTOP, {}, RankPlan(16, 1)),
+        ("gpu", GPUS, {}, RankPlan(8, 4)),
+        ("4", GPUS, {"device": "cuda:0"}, RankPlan(4, 8)),
+    ],
+)
+def test_ranks_and_threads(nproc: str, host: Host, asked: dict[str, object], expected: RankPlan) -> None:
+    assert plan_ranks(nproc, host, **asked) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "host", "asked", "message"),
+    [
+        ("0", LAPTOP, {}, "at least 1 rank"),
+        ("-1", LAPTOP, {}, "at least 1 rank"),
+        ("two", LAPTOP, {}, "use auto, cpu, gpu or a number"),
+        ("1.5", LAPTOP, {}, "use auto"),
+        ("gpu", LAPTOP, {}, "no GPU"),
+        ("2", LAPTOP, {"threads_per_rank": 0}, "0 threads per rank"),
+        ("2", LAPTOP, {"device": "cuda"}, "2 ranks on this host, but it has no GPU"),
+        ("9", GPUS, {"device": "cuda"}, "9 ranks on this host, but it has 8 GPUs"),
+        ("2", GPUS, {"device": "cuda:8"}, "has 8 GPUs"),
+        ("2", GPUS, {"device": "tpu"}, "no device"),
+    ],
+)
+def test_what_cannot_be_is_refused(nproc: str, host: Host, asked: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan_ranks(nproc, host, **asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("siblings", "cpu_max", "expected"),
+    [
+        (["0,4", "1,5", "0,4", "1,5"], "", 2),
+        (["0", "1"], "max 100000", 2),
+        (["0", "1", "2", "3"], "150000 100000\n", 2),
+        (["0"], "10000 100000", 1),
+        ([], "", 1),
+    ],
+)
+def test_cores_within(siblings: list[str], cpu_max: str, expected: int) -> None:
+    assert cores_within(siblings, cpu_max) == expected

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import Std
+
+from evenstep.errors import ConfigurationError
+from evenstep.launcher.logs import Destination, RankLogs, Wishes, plan_destination, tail
+
+
+def wishes(redirects: str = "0", tee: str = "0", shown: str = "") -> Wishes:
+    return Wishes.parse(redirects=redirects, tee=tee, local_ranks_filter=shown)
+
+
+@pytest.mark.parametrize(
+    ("asked", "rank", "expected"),
+    [
+        (wishes(), 0, Destination("", "", Std.NONE)),
+        (wishes(), 1, Destination("d/rank-1.log", "d/rank-1.log", Std.NONE)),
+        (wishes(tee="3"), 0, Destination("", "", Std.NONE)),
+        (wishes(tee="3"), 1, Destination("d/rank-1.log", "d/rank-1.log", Std.ALL)),
+        (wishes(tee="2:3"), 1, Destination("d/rank-1.log", "d/rank-1.log", Std.NONE)),
+        # Only one of the two is shown, so they can't share a file.
+        (wishes(tee="2"), 1, Destination("d/rank-1.stdout.log", "d/rank-1.stderr.log", Std.ERR)),
+        (wishes(redirects="3"), 0, Destination("d/rank-0.log", "d/rank-0.log", Std.NONE)),
+        (wishes(redirects="0:1"), 0, Destination("d/rank-0.stdout.log", "", Std.NONE)),
+        (wishes(shown="1"), 0, Destination("d/rank-0.log", "d/rank-0.log", Std.NONE)),
+        (wishes(shown="1"), 1, Destination("d/rank-1.log", "d/rank-1.log", Std.ALL)),
+        (wishes(shown="0,2", tee="3"), 1, Destination("d/rank-1.log", "d/rank-1.log", Std.NONE)),
+    ],
+)
+def test_where_a_rank_writes(asked: Wishes, rank: int, expected: Destination) -> None:
+    assert plan_destination(asked, local_rank=rank, rank=rank, directory=Path("d")) == expected
+
+
+def test_rank_0_of_the_second_host_is_not_rank_0() -> None:
+    plan = plan_destination(wishes(), local_rank=0, rank=4, directory=Path("d"), attempt=2)
+    assert plan.stdout == "d/rank-4.attempt-2.log"
+
+
+@pytest.mark.parametrize("asked", [{"redirects": "4"}, {"tee": "x"}, {"shown": "a"}])
+def test_nonsense_is_refused(asked: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError):
+        wishes(**asked)
+
+
+def test_torchelastic_is_told_of_every_local_rank(tmp_path: Path) -> None:
+    logs = RankLogs(wishes(tee="3"), tmp_path / "logs", tmp_path)
+    envs = {index: {"RANK": str(index), "TORCHELASTIC_RESTART_COUNT": "0"} for index in range(3)}
+    told = logs.reify(envs)
+    assert told.stdouts.keys() == told.stderrs.keys() == told.error_files.keys() == {0, 1, 2}
+    assert told.tee_stdouts.keys() == {1, 2}
+    assert told.tee_stderrs == {}
+    assert (tmp_path / "logs").is_dir()
+
+
+def test_tail(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"".join(b"line %d\n" % i for i in range(50)) + b"\xff end")
+    assert tail(str(tmp_path / "log"), num_lines=2) == "line 49\n\ufffd end"
+    assert tail(str(tmp_path / "none")) == ""

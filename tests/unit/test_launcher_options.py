@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from evenstep.errors import ConfigurationError
+from evenstep.launcher.options import fixed_port, for_workers, make_parser, num_nodes, on_one_host
+
+
+def parse(*arguments: str) -> Namespace:
+    return make_parser().parse_args(list(arguments))
+
+
+def test_our_defaults() -> None:
+    args = parse("train.py")
+    assert (args.nproc_per_node, args.max_restarts, args.shutdown_timeout) == ("auto", 0, 5)
+    assert (args.threads_per_rank, args.device, args.all_ranks) == (None, None, False)
+
+
+def test_variables_of_torchrun_beat_our_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "9")
+    args = parse("train.py")
+    assert (args.nproc_per_node, args.shutdown_timeout) == ("3", 9)
+    assert parse("--nproc-per-node", "1", "train.py").nproc_per_node == "1"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint a:1 --rdzv-id x --rdzv-conf a=b",
+        "--nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=a:1 --rdzv_id=x --rdzv_conf=a=b",
+        "--standalone --max-restarts 3 --monitor-interval 1 --signals-to-handle SIGTERM --shutdown-timeout 7",
+        "--node-rank 1 --master-addr a --master-port 1 --local-addr b --local-ranks-filter 0",
+        "-m --log-dir d -r 3 -t 1:3 --role trainer --start-method spawn",
+        "--no-python --threads_per_rank 2 --device cpu --all_ranks",
+    ],
+)
+def test_flags_of_torchrun_and_ours_are_understood(flags: str) -> None:
+    args = parse(*flags.split(), "train.py", "--epochs", "3", "-m")
+    assert (args.training_script, args.training_script_args) == ("train.py", ["--epochs", "3", "-m"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind"), [([], "script"), (["-m"], "module"), (["--no-python"], "program"), (["--run-path"], "script")]
+)
+def test_the_worker_is_run_in_place_of_the_target(flags: list[str], kind: str) -> None:
+    args = for_workers(parse(*flags, "target", "-x", "1"), num_ranks=3, parent_pid=77)
+    assert (args.module, args.no_python, args.run_path, args.nproc_per_node) == (True, False, False, "3")
+    assert [args.training_script, *args.training_script_args] == [
+        *("evenstep.launcher.worker", "77", kind),
+        *("target", "-x", "1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "backend", "endpoint"),
+    [
+        ([], "evenstep", ""),
+        (["--standalone"], "evenstep", ""),
+        (["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29400"], "evenstep", ""),
+        (["--master-port", "29411"], "evenstep", "localhost:29411"),
+        (["--rdzv-endpoint", "localhost:29411"], "evenstep", "localhost:29411"),
+        (["--nnodes", "2", "--master-addr", "a"], "static", ""),
+        (["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:1"], "c10d", "a:1"),
+        (["--rdzv-backend", "etcd", "--rdzv-endpoint", "a:1"], "etcd", "a:1"),
+    ],
+)
+def test_one_host_meets_within_itself(flags: list[str], backend: str, endpoint: str) -> None:
+    args = on_one_host(parse(*flags, "train.py"))
+    assert (args.rdzv_backend, args.rdzv_endpoint) == (backend, endpoint)
+
+
+@pytest.mark.parametrize("nnodes", ["0", "x", "2:1", "1:2:3", "-1"])
+def test_numbers_of_hosts_that_cannot_be(nnodes: str) -> None:
+    with pytest.raises(ConfigurationError, match="--nnodes"):
+        num_nodes(parse(f"--nnodes={nnodes}", "train.py"))
+
+
+@pytest.mark.parametrize("endpoint", ["localhost", "localhost:", ":29500", "localhost:x"])
+def test_endpoints_that_cannot_be(endpoint: str) -> None:
+    with pytest.raises(ConfigurationError, match="HOST:PORT"):
+        fixed_port(parse("--rdzv-endpoint", endpoint, "train.py"))

@@ -18,7 +18,7 @@ from evenstep.errors import ConfigurationError, MismatchError, UsageError
 from evenstep.randomness import mix
 from evenstep.world import World
 
-_BLOCK = 4_096  # positions whose samples are computed at a time
+_BLOCK = 16_384  # positions whose samples are computed at a time
 _WORKERS_TAG = 0x776F726B6572  # "worker": other streams from the same seed stay unrelated
 
 

@@ -426,7 +426,7 @@ class LookAtTheEngine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         model = ctx.seen["model"]
-        ctx.seen["in_flight"] = model.engine.in_flight()
+        ctx.seen["in_flight"] = model.engine.exchange.in_flight()
         deadline = time.monotonic() + 30
         works = [model.engine.buckets[index].work for index in ctx.seen["in_flight"]]
         while works and not all(work.is_completed() for work in works) and time.monotonic() < deadline:
@@ -552,7 +552,7 @@ def late_gradient(path):
     for _ in range(2):
         model(torch.ones(1, 2), "ba").sum().backward()
         model.zero_grad()
-    assert [bucket.names for bucket in model.engine.buckets][0] == ["a", "b"]
+    assert next(bucket.names for bucket in model.engine.buckets) == ["a", "b"]
     with pytest.raises(UsageError, match=r"'[ab]'.* received another gradient"):
         model(torch.ones(1, 2), path).sum().backward()
 
@@ -640,6 +640,17 @@ def unfrozen():
 
 def test_what_this_version_cannot_keep_in_step_is_refused(ranks):
     ranks.run(unfrozen, 2)
+
+
+def sparse_gradients():
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(nn.Embedding(4, 2, sparse=True), world=world)
+    with pytest.raises(UsageError, match="parameter 'weight' has a sparse_coo gradient"):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_sparse_gradients_are_refused_by_name(ranks):
+    ranks.run(sparse_gradients, 2)
 
 
 def gradient_penalty():

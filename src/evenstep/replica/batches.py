@@ -18,7 +18,7 @@ def batch_length(batch: Any) -> int | None:
     """Length of the first dimension of the first tensor in a nest that has one; None if there is none."""
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return len(leaf)
+            return leaf.shape[0]
     return None
 
 
@@ -59,6 +59,11 @@ class StandIn:
 
     def __init__(self) -> None:
         self._samples: list[Any] | None = None
+
+    @property
+    def has_sample(self) -> bool:
+        """Whether one has been remembered."""
+        return self._samples is not None
 
     def remember(self, inputs: Any) -> None:
         """Keep the first sample of the first batch that has one."""

@@ -128,11 +128,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._validate_frozen()
             if self.training:
                 self.world.diverge_random_streams()
-        is_empty = batch_length((inputs, kwargs)) == 0
+        # The usual case is told apart without flattening a nest: a call of 10 microseconds.
+        first = inputs[0] if inputs else None
+        has_rows = isinstance(first, Tensor) and first.dim() > 0 and first.shape[0] > 0
+        is_empty = not has_rows and batch_length((inputs, kwargs)) == 0
         if is_empty:
             outputs = self._forward_stand_in(inputs, kwargs)
         else:
-            self._stand_in.remember((inputs, kwargs))
+            if not self._stand_in.has_sample:
+                self._stand_in.remember((inputs, kwargs))
             outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self.engine.watch_outputs(outputs, over_stand_in=is_empty)

@@ -28,7 +28,7 @@ produced is dropped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +37,10 @@ from torch.utils import _pytree as pytree
 
 from evenstep.errors import UsageError
 from evenstep.replica.bucket import Bucket, late_gradient
-from evenstep.replica.layout import BucketPolicy, Layout, ParameterSpec, plan_layout
-from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.exchange import build_exchange
+from evenstep.replica.layout import BucketPolicy
 from evenstep.replica.readiness import Readiness
-from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
-from evenstep.replica.weighting import Header, Kind, Window, nearest_power_of_two
+from evenstep.replica.weighting import Kind, Window
 from evenstep.world import World
 
 
@@ -72,7 +71,7 @@ class _Pass:
 
 
 class Engine:
-    """Owns the buckets of one wrapped module and everything that autograd tells it.
+    """Follows the passes and windows of one wrapped module, and tells its exchange.
 
     Args:
         module: The wrapped module; its trained parameters are laid out now.
@@ -85,31 +84,24 @@ class Engine:
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
+        self.exchange = build_exchange(
+            module, self.names, self.parameters, world, policy, broadcast_buffers=broadcast_buffers
+        )
+        self.readiness = Readiness(self.parameters, self.exchange.layout, self)
         self.synchronise = True  # whether the next backward pass ends the window
+        self.num_reductions = 0
         self._world = world
-        self._policy = policy
-        self._specs = [
-            ParameterSpec(name, tuple(parameter.shape), parameter.dtype, parameter.device)
-            for name, parameter in trained
-        ]
-        # A backward pass reaches the last layers first; the second layout knows better.
-        self._build(plan_layout(self._specs, range(len(trained) - 1, -1, -1), policy))
-        self._header = Header(len(trained), self.parameters[0].device)
-        self._buffers = BufferBroadcast(module, world.transport) if broadcast_buffers else None
         self._window: Window | None = None
         self._pass: _Pass | None = None
         self._carried: list[tuple[nn.Parameter, Tensor]] = []
-        self._half_scale: float | None = None  # see `_weight_scale`
         self._num_forwards = [0, 0]  # since the last pass, over samples and over stand-ins
         self._left_early: str | None = None
         self._broken: str | None = None
-        self.num_reductions = 0
-        self.readiness = Readiness(self.parameters, self.layout, self)
 
-    def _build(self, layout: Layout) -> None:
-        self.layout = layout
-        self.reducer = Reducer(len(layout.buckets))
-        self.buckets = [Bucket(b, self.parameters, self.names, self._world.transport) for b in layout.buckets]
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """What travels."""
+        return self.exchange.buckets
 
     # ------------------------------------------------------------------ called by the wrapper
 
@@ -155,7 +147,7 @@ class Engine:
         Collective if the engine synchronises, and in the first window of a model with 16-bit parameters.
         """
         discards = self.only_stand_ins or (isinstance(weight, float) and weight == 0.0)
-        scale = self._weight_scale(weight)
+        scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
         try:
             self._open_pass(Kind.WEIGHTED, weight, discards=discards)
             self._confirm()
@@ -167,23 +159,24 @@ class Engine:
 
     def reduce_without_backward(self) -> None:
         """Collective: end the window of a rank that had nothing to add to it (an empty share)."""
-        self._weight_scale(0.0)
+        self.exchange.weight_scale(0.0, opens_window=self._window is None)
         if self._window is None:
             self._window = Window()
-        self._reduce()
+        self._end_window()
 
     def leave_early(self, what: str) -> None:
         """Note that a window was abandoned before its gradients were averaged."""
         self._left_early = what
 
-    def in_flight(self) -> list[int]:
-        """Indices of the buckets that are travelling at this moment."""
-        return [i for i in range(len(self.buckets)) if self.reducer.state(i) is BucketState.REDUCING]
-
     # ------------------------------------------------------------------ called by autograd
 
     def _outputs_reached(self, grad: Tensor) -> None:
         if self._pass is None:
+            if not self.exchange.buckets and self.synchronise and self._window is None and not self.only_stand_ins:
+                # A world of one, and a window of this one pass: what autograd leaves in `p.grad` is the mean.
+                self._num_forwards = [0, 0]
+                self.num_reductions += 1
+                return
             self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
             _at_end_of_backward(self._plain_pass_ended)
         if self._pass is not None and self._pass.fills_buckets:
@@ -202,7 +195,8 @@ class Engine:
 
     def bucket_complete(self, bucket: int) -> None:
         """See `readiness.Listener`."""
-        self._execute(self.reducer.complete(bucket))
+        assert self._window is not None
+        self.exchange.complete(bucket, self._window.kind)
 
     def gradient_late(self, parameter: int) -> None:
         """See `readiness.Listener`."""
@@ -248,7 +242,7 @@ class Engine:
         self._put_back(current)
         self.readiness.end()
         if current.synchronised:
-            self._reduce()
+            self._end_window()
         self._pass = None
 
     def _put_back(self, current: _Pass) -> None:
@@ -258,15 +252,12 @@ class Engine:
 
     def _set_aside(self) -> None:
         """At the beginning of a WEIGHTED window: keep what an earlier reduction left in `p.grad` out of the sum."""
-        for bucket in self.buckets:
-            held = [p for p in bucket.parameters if p.grad is not None]
-            if not held:
-                continue
-            all_views = all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
-            if all_views and bucket.flat.device.type == "cpu" and not bucket.flat.any():
-                continue  # zero_grad(set_to_none=False): nothing to keep, and the views stay where they are
-            for parameter in held:
-                assert parameter.grad is not None
+        if all(parameter.grad is None for parameter in self.parameters):
+            return
+        # zero_grad(set_to_none=False): nothing to keep, and the views stay where they are.
+        clear = {p for bucket in self.buckets if self.exchange.is_clear(bucket) for p in bucket.parameters}
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter not in clear:
                 self._carried.append((parameter, parameter.grad.clone()))
                 parameter.grad = None
 
@@ -278,100 +269,16 @@ class Engine:
                 parameter.grad.add_(grad)
         self._carried = []
 
-    def _weight_scale(self, weight: float | Tensor) -> float:
-        """By what weights are divided before they multiply gradients: 1, or about their sum where 16 bits are in play.
-
-        A power of two, so that nothing is rounded; agreed by all ranks in the first window, and kept.
-        """
-        if not any(bucket.has_half_precision for bucket in self.buckets):
-            return 1.0
-        if self._half_scale is None:
-            total = torch.zeros(1, dtype=torch.float64, device=self._header.tensor.device)
-            total[0] = weight
-            self._world.transport.all_reduce(total).wait()
-            self._half_scale = nearest_power_of_two(float(total))
-        return self._half_scale
-
-    # ------------------------------------------------------------------ reducing
-
-    def _execute(self, actions: Iterable[LaunchReduce]) -> None:
-        for action in actions:
-            bucket = self.buckets[action.bucket]
-            bucket.pack()
-            assert self._window is not None
-            if self._window.kind is not Kind.WEIGHTED and bucket.has_half_precision:
-                bucket.flat.div_(self._world.world_size)  # before the sum, which could overflow
-            bucket.launch()
-
-    def _reduce(self) -> None:
-        """Collective: end the window. Afterwards `p.grad` is the global mean on every rank."""
-        window = self._window
-        assert window is not None
-        self._zero_where_weight_is_zero(window)
-        self._execute(self.reducer.finish())
-        used = [parameter.grad is not None for parameter in self.parameters]
-        self._header.fill(window, used)
-        header_work = self._world.transport.all_reduce(self._header.tensor)
-        module_buffers = self._buffers.start() if self._buffers is not None else []
-        for index, bucket in enumerate(self.buckets):
-            bucket.wait()
-            self.reducer.arrived(index)
-        header_work.wait()
-        if self._header.tensor.device.type == "cpu":
-            self._header.check_kinds()
-        self._divide(window)
-        if not all(used):
-            used_anywhere = self._header.used_anywhere()
-            for bucket in self.buckets:
-                bucket.publish(used_anywhere.__getitem__)
+    def _end_window(self) -> None:
+        """Collective: afterwards `p.grad` is the global mean on every rank."""
+        assert self._window is not None
+        self.exchange.finish(self._window)
         self._add_carried()
-        if self._buffers is not None:
-            self._buffers.finish(module_buffers)
-        self.reducer.reset()
         self._window = None
         self.num_reductions += 1
         if self.readiness.is_counting:
-            self._learn_order()
-
-    def _divide(self, window: Window) -> None:
-        # A rank whose share was empty knows only from the header which kind the others had.
-        weighted = window.kind is Kind.WEIGHTED
-        if window.kind is None:
-            weighted = bool(self._header.tensor[1] > 0)
-        if not weighted:
-            for bucket in self.buckets:
-                if self._world.world_size > 1 and not bucket.has_half_precision:
-                    bucket.flat.div_(self._world.world_size)
-            return
-        divisor = self._header.divisor(self._half_scale or 1.0)
-        for bucket in self.buckets:
-            bucket.flat.div_(divisor.to(bucket.flat.device))
-
-    def _zero_where_weight_is_zero(self, window: Window) -> None:
-        """A weight on a GPU isn't read, so a window of weight 0 hasn't been recognised: contribute zeros now."""
-        if isinstance(window.weight, Tensor):
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.masked_fill_(window.weight.to(parameter.device) == 0, 0)
-
-    def _learn_order(self) -> None:
-        """Collective, once: lay the buckets out again in the order in which rank 0's gradients were ready."""
-        seen = set(self.readiness.order)
-        order = [*self.readiness.order, *(i for i in range(len(self.parameters) - 1, -1, -1) if i not in seen)]
-        agreed = torch.tensor(order)
-        self._world.control.broadcast(agreed, 0).wait()
-        layout = plan_layout(self._specs, agreed.tolist(), self._policy)
-        self.readiness.watch(layout)
-        if layout == self.layout:
-            return
-        reduced = [parameter.grad for parameter in self.parameters]
-        self._build(layout)
-        for bucket in self.buckets:
-            for slot, parameter, view in zip(bucket.layout.slots, bucket.parameters, bucket.views, strict=True):
-                grad = reduced[slot.parameter]
-                if grad is not None:
-                    view.copy_(grad)
-                    parameter.grad = view
+            self.exchange.learn_order(self.readiness.order)
+            self.readiness.watch(self.exchange.layout)
 
     # ------------------------------------------------------------------ errors
 
@@ -382,12 +289,13 @@ class Engine:
     def _reset_after_error(self) -> None:
         """In a world of one a failed pass concerns nobody else: its gradients are lost, the model is as before it."""
         self._broken, self._window, self._carried = None, None, []
-        self.reducer = Reducer(len(self.buckets))
+        self.exchange.reset()
+        self.readiness.end()
         for parameter in self.parameters:
             parameter.grad = None
 
     def __repr__(self) -> str:
-        return f"<Engine {len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.reducer!r}>"
+        return f"<Engine {len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.exchange!r}>"
 
 
 def _at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -69,10 +69,10 @@ class Readiness:
         self._completed: set[int] = set()  # buckets, in this pass
         self._awaited: dict[int, set[int]] = {}  # by bucket: parameters that are still to come
         self._last_to_come: dict[int, int] = {}  # by bucket that was awaited
-        self.is_counting = True
+        self.is_counting = bool(layout.buckets)  # where nothing travels there is nothing to watch
         self.order: list[int] = []  # while counting: parameters in the order in which their gradients came
         self._num_gradients = [0] * len(parameters)
-        self._set_hooks(range(len(parameters)))
+        self._set_hooks(range(len(parameters)) if self.is_counting else ())
         self._follow(layout)
         self._clear_pass()
 

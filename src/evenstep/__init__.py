@@ -3,10 +3,11 @@
 from evenstep.data.loader import DataLoader
 from evenstep.data.sampler import DistributedSampler
 from evenstep.errors import EvenstepError
+from evenstep.joining import init
 from evenstep.launcher.launch import launch
 from evenstep.replica.data_parallel import DataParallel
 from evenstep.replica.distributed import DistributedDataParallel
-from evenstep.world import World, init
+from evenstep.world import World
 
 __all__ = [
     "DataLoader",

@@ -1,0 +1,172 @@
+"""Joining the ranks: `init`, and how a world comes to be out of what a launcher has said."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store
+
+from evenstep import randomness
+from evenstep import world as worlds
+from evenstep.device import choose_device
+from evenstep.environment import Placement, announcement, current_placement
+from evenstep.errors import ConfigurationError
+from evenstep.health import last_words
+from evenstep.transport.local import LocalTransport
+from evenstep.world import DEFAULT_TIMEOUT_S, World, new_transport
+
+
+def init(
+    *,
+    seed: int | None = None,
+    device: str | torch.device | None = None,
+    transport: str | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    quiet: bool = False,
+) -> World:
+    """Join the ranks that a launcher started, or be a world of one.
+
+    Collective: every rank calls this, once. Under `evenstep run`, `evenstep.launch` or `torchrun` the ranks meet;
+    without a launcher no process group is made and no port is opened. A process group that the script made before is
+    adopted. Use as a context manager, or let it close at exit.
+
+    Args:
+        seed: Seeds python, numpy (if installed) and torch, equally on all ranks. From the first training forward on
+            every rank but 0 draws numbers of its own. None: nothing is seeded.
+        device: "cpu", "cuda" (this rank's own GPU), "cuda:1" (this one, shared if need be); None: what
+            `evenstep run --device` said, else GPUs if there are any.
+        transport: "gloo" or "nccl"; None: NCCL between GPUs of their own, else Gloo.
+        timeout_s: Seconds after which a collective gives up on a missing rank.
+        quiet: Don't print the line that says what runs where.
+
+    Returns:
+        The world, which is also the current one: what constructors take when given `world=None`.
+
+    Raises:
+        ConfigurationError: An argument or a launcher's variable is wrong; more ranks than GPUs; a second call with
+            other arguments.
+    """
+    arguments: dict[str, object] = {
+        "seed": seed,
+        "device": None if device is None else str(device),
+        "transport": transport,
+    }
+    before = worlds.initialised()
+    if before is not None:
+        made_with = before._init_arguments
+        if made_with is None or made_with == arguments:
+            return before
+        differing = {k: (made_with[k], v) for k, v in arguments.items() if made_with[k] != v}
+        told = ", ".join(f"{name}={new!r} (was {old!r})" for name, (old, new) in differing.items())
+        raise ConfigurationError(
+            f"evenstep.init was called before with other arguments: now {told}. Call it once, and pass the world on, "
+            f"or close the first world before making another."
+        )
+    _validate_arguments(seed=seed, transport=transport, timeout_s=timeout_s)
+    worlds.close_abandoned()
+    if dist.is_initialized():
+        world = World.from_process_group(device=device, seed=seed)
+    else:
+        world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
+    world._init_arguments = arguments
+    if seed is not None:
+        randomness.seed_everything(seed)
+    _announce(world, quiet=quiet)
+    atexit.register(world.close)
+    worlds.set_current(world)
+    return world
+
+
+def _join(
+    placement: Placement,
+    *,
+    device: str | torch.device | None,
+    seed: int | None,
+    transport: str | None,
+    timeout_s: float,
+) -> World:
+    asked = device if device is not None else placement.device
+    chosen = choose_device(asked, placement, num_gpus=torch.cuda.device_count())
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    hook_before = last_words.install(placement)
+
+    def restore_hook() -> None:
+        sys.excepthook = hook_before
+
+    if placement.world_size == 1:
+        local = LocalTransport()
+        return World(
+            placement,
+            device=chosen,
+            transport=local,
+            control=local.split(),
+            store=None,
+            seed=seed,
+            on_close=[restore_hook],
+        )
+    shares_a_gpu = chosen.type == "cuda" and asked is not None and torch.device(asked).index is not None
+    name = transport or ("nccl" if chosen.type == "cuda" and not shares_a_gpu else "gloo")
+    store: Store | None = None
+    if placement.rendezvous_file is not None:
+        store = FileStore(str(placement.rendezvous_file), placement.world_size)
+    try:
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if name == "nccl" else "gloo",
+            store=store,
+            rank=placement.rank if store is not None else -1,
+            world_size=placement.world_size if store is not None else -1,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=chosen if name == "nccl" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(_explain_rendezvous(placement, error)) from error
+    return World(
+        placement,
+        device=chosen,
+        transport=new_transport(name, timeout_s),
+        control=new_transport("gloo", timeout_s),
+        store=dist.distributed_c10d._get_default_store(),
+        seed=seed,
+        on_close=[_destroy_default_group, restore_hook],
+    )
+
+
+def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: float) -> None:
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
+        raise ConfigurationError(f"seed={seed!r}: a whole number from 0 to 2**63 - 1, or None to seed nothing.")
+    if transport not in (None, "gloo", "nccl"):
+        raise ConfigurationError(f"transport={transport!r}: 'gloo', 'nccl', or None to let evenstep choose.")
+    if not timeout_s > 0:
+        raise ConfigurationError(f"timeout_s={timeout_s!r}: a number of seconds greater than 0.")
+
+
+def _announce(world: World, *, quiet: bool) -> None:
+    if quiet or not world.is_main:
+        return
+    line = announcement(
+        world_size=world.world_size,
+        num_nodes=world.num_nodes,
+        device=world.device.type,
+        num_threads=torch.get_num_threads(),
+        transport=world.transport_name,
+    )
+    if line != current_placement().announced:
+        print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _explain_rendezvous(placement: Placement, error: Exception) -> str:
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    advice = "Check that every rank runs, and that nothing else uses the address and port."
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        advice = "The port is taken: choose another with --master-port, or leave it out and let the system choose."
+    return f"rank {placement.rank} of {placement.world_size} could not meet the others ({text}). {advice}"

@@ -1,1 +1,1 @@
-"""Tests of evenstep. Functions that run on ranks are at the top level of these modules, so that ranks can import them."""
+"""Tests of evenstep. Functions that run on ranks stand at the top level of modules: ranks import them."""

@@ -1,0 +1,103 @@
+"""A user's mistake ends every rank with one message, no traceback, and a status of its own; nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import call
+
+PREAMBLE = """
+import torch, evenstep
+from torch import nn
+from torch.utils.data import IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+world = evenstep.init()
+odd = world.rank == 1
+"""
+
+MISTAKES = {
+    "parameter count": (
+        "evenstep.DistributedDataParallel(nn.Sequential(*[nn.Linear(2, 2)] + [nn.Linear(2, 2)] * odd))",
+        72,
+        "MismatchError: the ranks don't have the same model: rank 0 has 2 parameters, rank 1 has 4; the first that "
+        "only rank 1 has is '1.weight' [2, 2].",
+    ),
+    "parameter shape": (
+        "evenstep.DistributedDataParallel(nn.Linear(2, 3 if odd else 2))",
+        72,
+        "parameter 'weight' has shape [2, 2] on rank 0 but [3, 2] on rank 1.",
+    ),
+    "parameter dtype": (
+        "evenstep.DistributedDataParallel(nn.Linear(2, 2, dtype=torch.float64 if odd else None))",
+        72,
+        "parameter 'weight' has dtype float32 on rank 0 but float64 on rank 1.",
+    ),
+    "parameter order": (
+        "m = nn.Module()\nfor n in ('ba' if odd else 'ab'): setattr(m, n, nn.Linear(2, 2))\n"
+        "evenstep.DistributedDataParallel(m)",
+        72,
+        "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank 1 (registered in another order).",
+    ),
+    "small global batch": ("evenstep.DataLoader(range(10), global_batch_size=1)", 78, "ConfigurationError: "),
+    "empty data set": ("evenstep.DataLoader([], global_batch_size=4)", 78, "ConfigurationError: "),
+    "no length": ("evenstep.DataLoader(Stream(), global_batch_size=4)", 78, "ConfigurationError: "),
+    "init twice": ("evenstep.init(seed=3)", 78, "evenstep.init was called before with other arguments: now seed=3"),
+    "mixed backwards": (
+        "m = evenstep.DistributedDataParallel(nn.Linear(1, 1))\nx = torch.ones(1, 1)\n"
+        "with m.accumulate(): m.backward(m(x).sum())\nm(x).sum().backward()",
+        1,
+        "UsageError: loss.backward() after model.backward(loss, ...) in the same accumulation window",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_message_and_an_exit_status(tmp_path: Path, mistake: str) -> None:
+    code_of_user, status, words = MISTAKES[mistake]
+    code, command = call(
+        tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], PREAMBLE + code_of_user + "\nprint('on')"
+    )
+    assert code == status
+    assert words in command.stderr
+    assert command.stderr.count(words) == 1, "said once, whichever rank said it first"
+    assert "Traceback" not in command.stderr
+    assert "script.py, line" in command.stderr
+    assert command.stdout == ""
+    assert command.leaves_no_process()
+
+
+def test_under_torchrun_every_rank_says_it_and_ends(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + MISTAKES["parameter shape"][0])
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "MismatchError: the ranks don't have the same model" in result.stderr
+    assert 'File "' + str(script) not in result.stderr, "no traceback of the user's script"
+    assert "exitcode  : 72" in result.stderr
+
+
+def test_without_a_launcher_the_status_is_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PREAMBLE + MISTAKES["empty data set"][0])
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False)
+    assert result.returncode == 78
+    first, message, where = result.stderr.splitlines()
+    assert first.startswith("evenstep: 1 rank on 1 host")
+    assert message.startswith("evenstep: ConfigurationError: ")
+    assert where.startswith(f"  at {script}, line ")

@@ -1,0 +1,89 @@
+"""`evenstep.init` in processes of its own: alone, under torchrun, and at the end of a script."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run(tmp_path: Path, script: str, *launcher: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    return subprocess.run(
+        [sys.executable, *launcher, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        check=False,
+    )
+
+
+def test_one_process_without_a_launcher_opens_nothing(tmp_path):
+    result = run(
+        tmp_path,
+        """
+import psutil, torch, torch.distributed as dist
+import evenstep
+with evenstep.init(seed=5) as world:
+    first = torch.rand(())
+    torch.manual_seed(5)
+    print(world.rank, world.world_size, world.launcher, dist.is_initialized(), bool(first == torch.rand(())))
+    print([c for c in psutil.Process().net_connections("inet")])
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(1, 1))
+    model.backward(model(torch.ones(3, 1)).mean(), weight=3)
+    print(world.mean(2.0, weight=3), world.gather(torch.ones(2)).tolist())
+    with world.main_first() as main:
+        print(main)
+again = evenstep.init(seed=6, quiet=True)
+print(again is world, again.seed)
+""",
+    )
+    assert result.stderr == "evenstep: 1 rank on 1 host, cpu, 1 thread per rank, local\n"
+    assert result.stdout == "0 1 none False True\n[]\n2.0 [1.0, 1.0]\nTrue\nFalse 6\n"
+    assert result.returncode == 0
+
+
+def test_under_torchrun_it_is_the_same_script(tmp_path):
+    result = run(
+        tmp_path,
+        """
+import torch.distributed as dist
+import evenstep
+with evenstep.init() as world:
+    world.print(world.launcher, world.mean(float(world.rank)), world.exchange(world.local_rank))
+assert not dist.is_initialized()
+""",
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    )
+    assert result.stdout == "torchrun 0.5 [0, 1]\n"
+    assert result.stderr.count("evenstep: 2 ranks on 1 host, cpu, 1 thread per rank") == 1
+    assert result.returncode == 0
+
+
+def test_a_world_that_nobody_closes_is_closed_at_exit(tmp_path):
+    result = run(
+        tmp_path,
+        "import evenstep\nworld = evenstep.init(quiet=True)\nprint(world.mean(1.0))\n",
+        *("-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    )
+    assert (result.returncode, result.stdout) == (0, "1.0\n1.0\n")
+    assert "destroy_process_group" not in result.stderr
+
+
+def test_ranks_that_were_launched_must_call_init(tmp_path):
+    result = run(
+        tmp_path,
+        "import torch, evenstep\nevenstep.DistributedDataParallel(torch.nn.Linear(1, 1))",
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    )
+    assert result.returncode != 0
+    assert "evenstep.init() has not been called" in result.stderr
+
+
+def test_a_launcher_that_cannot_be_joined_is_named(tmp_path):
+    result = run(tmp_path, "import evenstep\nevenstep.init()", OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="0")
+    assert result.returncode != 0
+    assert "OMPI_COMM_WORLD_SIZE=2: started by Open MPI" in result.stderr

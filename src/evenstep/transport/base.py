@@ -13,7 +13,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-Op = Literal["sum", "max", "min"]
+# "mean" is of floating-point and complex numbers, "max" and "min" of ordered ones, the last three of integers and bool.
+# Of bool, "sum" and "max" are "or", "product" and "min" are "and".
+Op = Literal["sum", "max", "min", "mean", "product", "band", "bor", "bxor"]
 
 
 class Work(Protocol):
@@ -38,7 +40,7 @@ class Transport(Protocol):
     its tensors may not be touched before `Work.wait()` returns.
 
     Attributes:
-        name: What the line printed at start calls it: "local", "gloo", "nccl".
+        name: What the line printed at start calls it: "local", "shared memory", "gloo", "nccl".
         rank: This rank.
         world_size: Number of ranks.
     """
@@ -58,6 +60,9 @@ class Transport(Protocol):
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """Put every rank's `tensor` ([n]) one after the other into `out` ([world_size * n]), in order of rank."""
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
+        """Combine `tensor` ([world_size * n]) over the ranks, and put part number `rank` of it into `out` ([n])."""
 
     def split(self) -> Transport:
         """Collective: a second transport over the same ranks, whose calls can't mix with this one's."""

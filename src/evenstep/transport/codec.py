@@ -8,6 +8,7 @@ rest      safetensors, one entry per tensor
 
 from __future__ import annotations
 
+import ctypes
 import json
 from typing import Any
 
@@ -48,8 +49,9 @@ def to_tensor(data: bytes) -> Tensor:
 
 def to_bytes(tensor: Tensor) -> bytes:
     """The inverse of `to_tensor`."""
-    # Through the storage, because numpy, which `Tensor.numpy` needs, may not be installed.
-    return bytes(tensor.contiguous().clone().untyped_storage()) if tensor.numel() else b""
+    # Not `Tensor.numpy`, which needs numpy, nor `bytes(storage)`, which calls Python for every byte.
+    tensor = tensor.detach().contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
 def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:

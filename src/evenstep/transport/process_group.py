@@ -16,24 +16,46 @@ from evenstep.transport.base import Op, Transport, Work
 # torch 2.13 renamed it, and warns of the old name that torch 2.11 knows.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_REDUCE_OPS: dict[Op, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,  # divided afterwards: Gloo has no average
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+    "band": dist.ReduceOp.BAND,
+    "bor": dist.ReduceOp.BOR,
+    "bxor": dist.ReduceOp.BXOR,
+}
+# Gloo refuses to move other dtypes; as bytes it moves them all.
+_MOVED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
+)
 
 
 class _GroupWork:
     """A `torch.distributed` work whose failure says who waited for what."""
 
-    __slots__ = ("_transport", "_what", "_work")
+    __slots__ = ("_divide", "_transport", "_what", "_work")
 
-    def __init__(self, work: dist.Work, transport: ProcessGroupTransport, what: str) -> None:
+    def __init__(
+        self, work: dist.Work, transport: ProcessGroupTransport, what: str, *, divide: Tensor | None = None
+    ) -> None:
         self._work = work
         self._transport = transport
         self._what = what
+        self._divide = divide  # a sum of which the mean is wanted
 
     def wait(self) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._transport._explained(error, self._what) from error
+        divide, self._divide = self._divide, None
+        if divide is not None:
+            divide.div_(self._transport.world_size)
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -69,13 +91,13 @@ class ProcessGroupTransport:
             work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self._open_group(), async_op=True)
         except RuntimeError as error:
             raise self._explained(error, what) from error
-        return _GroupWork(work, self, what)
+        return _GroupWork(work, self, what, divide=_mean_of(tensor, op))
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """See `Transport.broadcast`."""
         what = self._next_call("broadcast", tensor)
         try:
-            work = dist.broadcast(tensor, group=self._open_group(), group_src=src, async_op=True)
+            work = dist.broadcast(_movable(tensor), group=self._open_group(), group_src=src, async_op=True)
         except RuntimeError as error:
             raise self._explained(error, what) from error
         return _GroupWork(work, self, what)
@@ -84,10 +106,20 @@ class ProcessGroupTransport:
         """See `Transport.all_gather`."""
         what = self._next_call("all_gather", tensor)
         try:
-            work = _all_gather_single(out, tensor, group=self._open_group(), async_op=True)
+            work = _all_gather_single(_movable(out), _movable(tensor), group=self._open_group(), async_op=True)
         except RuntimeError as error:
             raise self._explained(error, what) from error
         return _GroupWork(work, self, what)
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
+        """See `Transport.reduce_scatter`."""
+        what = self._next_call("reduce_scatter", tensor)
+        try:
+            group = self._open_group()
+            work = _reduce_scatter_single(out, tensor, op=_REDUCE_OPS[op], group=group, async_op=True)
+        except RuntimeError as error:
+            raise self._explained(error, what) from error
+        return _GroupWork(work, self, what, divide=_mean_of(out, op))
 
     def split(self) -> Transport:
         """See `Transport.split`: a new process group over the same ranks."""
@@ -125,3 +157,11 @@ class ProcessGroupTransport:
     def __repr__(self) -> str:
         state = "closed" if self._group is None else f"{self._num_calls} calls"
         return f"<ProcessGroupTransport {self.name} rank {self.rank}/{self.world_size} {state}>"
+
+
+def _mean_of(total: Tensor, op: Op) -> Tensor | None:
+    return total.detach() if op == "mean" else None
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in _MOVED else tensor.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,264 @@
+"""A conformance suite for transports: what every implementation of `transport.base.Transport` does.
+
+    def on_a_rank():
+        return check_transport(lambda: MyTransport(...))     # called by every rank
+
+Every rank draws the inputs of all ranks from one seed, so each can compute by itself, in plain double precision or
+exact integers, what the collective must give.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenstep.transport.base import Op, Transport, Work
+from evenstep.transport.codec import to_bytes
+from evenstep.transport.exchange import exchange
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex64, torch.complex128)
+SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+DTYPES: tuple[torch.dtype, ...] = (*FLOATS, *COMPLEX, *SIGNED, *UNSIGNED, torch.bool)
+SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (3, 5), (2, 1, 4, 3), (1000,), (16_385,), (600_001,))
+
+_MANY = 10_000
+
+_ARITHMETIC: tuple[Op, ...] = ("sum", "product", "mean")
+_ORDER: tuple[Op, ...] = ("max", "min")
+_BITS: tuple[Op, ...] = ("band", "bor", "bxor")
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What to try.
+
+    Attributes:
+        dtypes: Of the tensors.
+        shapes: Of the tensors.
+        carries: Whether a transport claims to combine values of a dtype with an op; what it doesn't is left out.
+        bits_are_equal: The result has the same bits on every rank, also where rounding is involved.
+        seed: Of the values.
+    """
+
+    dtypes: Sequence[torch.dtype] = DTYPES
+    shapes: Sequence[tuple[int, ...]] = SHAPES
+    carries: Callable[[Op, torch.dtype], bool] = lambda op, dtype: True
+    bits_are_equal: bool = True
+    seed: int = 0
+
+
+def ops_of(dtype: torch.dtype) -> tuple[Op, ...]:
+    """The ops that have a meaning for a dtype. Pure."""
+    if dtype.is_complex:
+        return _ARITHMETIC
+    if dtype.is_floating_point:
+        return _ARITHMETIC + _ORDER
+    return ("sum", "product", *_ORDER, *_BITS)
+
+
+def check_transport(factory: Callable[[], Transport], coverage: Coverage | None = None) -> int:
+    """Raise AssertionError where a transport does not do what `Transport` says.
+
+    Collective: every rank calls this, with equal arguments.
+
+    Args:
+        factory: Makes this rank's end of a new transport, which is closed at the end.
+        coverage: What to try; None: everything.
+
+    Returns:
+        The number of collectives that were checked.
+    """
+    coverage = coverage or Coverage()
+    transport = factory()
+    try:
+        checker = _Checker(transport, coverage)
+        for dtype in coverage.dtypes:
+            for shape in coverage.shapes:
+                checker.check_moves(dtype, shape)
+                ops = [op for op in ops_of(dtype) if coverage.carries(op, dtype)]
+                # How many elements there are and how they are combined are separate matters: not all pairs.
+                for op in ops if math.prod(shape) < _MANY else ops[:1]:
+                    checker.check_all_reduce(dtype, shape, op)
+                    checker.check_reduce_scatter(dtype, shape, op)
+        checker.check_allocate()
+        checker.check_many_in_flight()
+        checker.check_split()
+    finally:
+        transport.close()
+        transport.close()  # twice is once
+    return checker.num_checked
+
+
+def reference(values: Sequence[Tensor], op: Op) -> Tensor:
+    """What combining must give: float64, complex128 or the integer dtype itself. Slow and plain."""
+    dtype = values[0].dtype
+    if dtype is torch.bool:
+        name: Op = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}.get(op, op)  # type: ignore[assignment]
+        return _fold([value.to(torch.uint8) for value in values], name).to(torch.bool)
+    if dtype.is_complex:
+        return _fold([value.to(torch.complex128) for value in values], op)
+    if dtype.is_floating_point:
+        return _fold([value.to(torch.float64) for value in values], op)
+    if dtype is torch.uint64 and op in _ORDER:  # beyond what int64 can order
+        pick = max if op == "max" else min
+        flat = [pick(column) for column in zip(*(value.reshape(-1).tolist() for value in values), strict=True)]
+        return torch.tensor(flat, dtype=dtype).view(values[0].shape)
+    return _fold([value.to(torch.int64) for value in values], op).to(dtype)
+
+
+def _fold(values: Sequence[Tensor], op: Op) -> Tensor:
+    total = values[0].clone()
+    for value in values[1:]:
+        if op in ("sum", "mean"):
+            total = total + value
+        elif op == "product":
+            total = total * value
+        elif op == "max":
+            total = torch.maximum(total, value)
+        elif op == "min":
+            total = torch.minimum(total, value)
+        elif op == "band":
+            total = total & value
+        elif op == "bor":
+            total = total | value
+        else:
+            total = total ^ value
+    return total / len(values) if op == "mean" else total
+
+
+class _Checker:
+    def __init__(self, transport: Transport, coverage: Coverage) -> None:
+        self._transport = transport
+        self._coverage = coverage
+        self._cpu = torch.device("cpu")
+        self._generator = torch.Generator().manual_seed(coverage.seed)
+        self.num_checked = 0
+
+    def check_moves(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        t = self._transport
+        values = self._draw(dtype, shape)
+        src = self.num_checked % t.world_size
+        got = values[t.rank].clone()
+        t.broadcast(got, src).wait()
+        self._same(got, values[src], f"broadcast of {dtype} {shape} from {src}")
+        numel = values[0].numel()
+        out = torch.zeros(t.world_size * numel, dtype=dtype)
+        t.all_gather(out, values[t.rank].reshape(-1)).wait()
+        self._same(out, torch.cat([value.reshape(-1) for value in values]), f"all_gather of {dtype} {shape}")
+
+    def check_all_reduce(self, dtype: torch.dtype, shape: tuple[int, ...], op: Op) -> None:
+        t = self._transport
+        values = self._draw(dtype, shape)
+        expected = reference(values, op)
+        for is_allocated in (False, True):
+            mine = torch.empty(shape, dtype=dtype)
+            if is_allocated:
+                mine = t.allocate(mine.numel(), dtype=dtype, device=self._cpu).view(shape)
+            mine.copy_(values[t.rank])
+            t.all_reduce(mine, op).wait()
+            what = f"all_reduce({op}) of {'allocated ' if is_allocated else ''}{dtype} {shape}"
+            self._close(mine, expected, what)
+            if self._coverage.bits_are_equal:
+                self._equal_on_all_ranks(mine, what)
+
+    def check_reduce_scatter(self, dtype: torch.dtype, shape: tuple[int, ...], op: Op) -> None:
+        t = self._transport
+        numel = math.prod(shape) // t.world_size if math.prod(shape) >= _MANY else math.prod(shape)
+        values = self._draw(dtype, (t.world_size * numel,))
+        expected = reference(values, op)[t.rank * numel : (t.rank + 1) * numel]
+        out = torch.zeros(numel, dtype=dtype)
+        t.reduce_scatter(out, values[t.rank].clone(), op).wait()
+        self._close(out, expected, f"reduce_scatter({op}) of {dtype} {shape}")
+
+    def check_allocate(self) -> None:
+        for numel in (0, 1, 100_000, 1_000_000):
+            memory = self._transport.allocate(numel, dtype=torch.float32, device=self._cpu)
+            assert memory.shape == (numel,), f"allocate({numel}) has shape {memory.shape}"
+            assert not memory.any(), f"allocate({numel}) is not zeroed"
+            memory.fill_(1.0)
+
+    def check_many_in_flight(self) -> None:
+        """Works are launched in one order and awaited in any, different on each rank."""
+        t = self._transport
+        shared, own = random.Random(self._coverage.seed), random.Random(t.rank)
+        for _ in range(5):
+            sizes = [shared.choice([0, 1, 100, 20_000, 200_000]) for _ in range(40)]
+            values = [self._draw(torch.int64, (size,)) for size in sizes]
+            tensors = [t.allocate(size, dtype=torch.int64, device=self._cpu) for size in sizes]
+            works: list[Work] = []
+            for tensor, each in zip(tensors, values, strict=True):
+                tensor.copy_(each[t.rank])
+                works.append(t.all_reduce(tensor))
+            order = list(range(len(works)))
+            own.shuffle(order)
+            for index in order:
+                works[index].wait()
+                assert works[index].is_completed(), "is_completed is False after wait"
+                self._same(tensors[index], reference(values[index], "sum"), f"work {index} of {len(works)}")
+
+    def check_split(self) -> None:
+        """Calls of two transports don't mix, whatever their order."""
+        t = self._transport
+        other = t.split()
+        try:
+            ours, theirs = torch.ones(70_000), torch.ones(3)
+            works = [t.all_reduce(ours), other.all_reduce(theirs)]
+            for work in works if t.rank % 2 else reversed(works):
+                work.wait()
+            self._same(ours, torch.full_like(ours, t.world_size), "a collective beside one of a split")
+            self._same(theirs, torch.full_like(theirs, t.world_size), "a collective of a split")
+        finally:
+            other.close()
+
+    # ------------------------------------------------------------------
+
+    def _draw(self, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
+        """Every rank's tensor, the same list on every rank."""
+        values = []
+        for _ in range(self._transport.world_size):
+            if dtype.is_floating_point or dtype.is_complex:
+                kind = torch.complex64 if dtype.is_complex else torch.float32
+                value = torch.randn(shape, dtype=kind, generator=self._generator)
+            else:
+                value = torch.randint(-(2**40), 2**40, shape, generator=self._generator)
+                value = value > 0 if dtype is torch.bool else value
+            values.append(value.to(dtype))
+        return values
+
+    def _same(self, got: Tensor, expected: Tensor, what: str) -> None:
+        self.num_checked += 1
+        assert got.dtype is expected.dtype, f"{what} on rank {self._transport.rank} became {got.dtype}"
+        assert torch.equal(_bits(got), _bits(expected)), (
+            f"{what} on rank {self._transport.rank}: {got} instead of {expected}"
+        )
+
+    def _close(self, got: Tensor, expected: Tensor, what: str) -> None:
+        if not (got.dtype.is_floating_point or got.dtype.is_complex):
+            self._same(got, expected, what)
+            return
+        self.num_checked += 1
+        # Rounded once per combination in the dtype itself at worst, or once at the end.
+        tolerance = torch.finfo(got.dtype).eps * 2 * self._transport.world_size
+        torch.testing.assert_close(
+            got.to(expected.dtype),
+            expected,
+            rtol=tolerance,
+            atol=tolerance * 4,
+            msg=lambda text: f"{what} on rank {self._transport.rank}: {text}",
+        )
+
+    def _equal_on_all_ranks(self, tensor: Tensor, what: str) -> None:
+        seen = exchange(self._transport, zlib.crc32(to_bytes(_bits(tensor))))
+        assert len(set(seen)) == 1, f"{what}: the ranks' results differ in their bits"
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

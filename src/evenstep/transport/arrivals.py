@@ -1,0 +1,193 @@
+"""Who has come how far: announcements between ranks of one host, and waiting for them.
+
+Every rank announces to every other that it has passed a *phase* once more. Announcements of one phase are counted, so
+waiting for "everybody has passed phase p n times" needs no reset and tolerates ranks that are ahead.
+
+A wait spins for a moment, then sleeps on the semaphore of one missing rank. Asleep, it wakes twenty times a second to
+look whether a missing rank has died, has left, or is stopped.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from evenstep.errors import CollectiveTimeoutError, PeerLostError
+from evenstep.transport.peers import PeerWatch
+from evenstep.transport.semaphores import SEMAPHORE_BYTES, sem_post, sem_trywait, take
+
+
+class Phase(enum.IntEnum):
+    """What a rank announces."""
+
+    ARRIVED = 0  # its call has begun: the header, and the data of a small call, can be read
+    FILLED = 1  # its next piece of a call in pieces can be read
+    REDUCED = 2  # it has written its slice of the result, or read what it needed of others' tensors
+    FINISHED = 3  # it reads nothing more of this call
+
+
+@dataclass(frozen=True)
+class WaitPolicy:
+    """How to wait.
+
+    Attributes:
+        timeout_s: Deadline of one wait.
+        spin_s: How long to spin before sleeping.
+        yields: Offer the core to others while spinning.
+        look_every_s: Asleep, how often to look at the missing ranks.
+        report_stopped_after_s: When to tell that a missing rank is stopped.
+    """
+
+    timeout_s: float
+    spin_s: float = 200e-6
+    yields: bool = False
+    look_every_s: float = 0.05
+    report_stopped_after_s: float = 2.0
+
+
+def plan_waiting(*, num_ranks: int, num_cores: int, timeout_s: float) -> WaitPolicy:
+    """Spin where every rank has a core of its own; else let the others run, and soon sleep. Pure."""
+    if num_ranks <= num_cores:
+        return WaitPolicy(timeout_s=timeout_s)
+    return WaitPolicy(timeout_s=timeout_s, spin_s=50e-6, yields=True)
+
+
+def num_semaphores(world_size: int) -> int:
+    """How many semaphores the ranks of one group need. Pure."""
+    return len(Phase) * world_size * world_size
+
+
+class Arrivals:
+    """This rank's end of the announcements.
+
+    Args:
+        address: Of the first semaphore, in this process.
+        rank: This rank.
+        world_size: Number of ranks.
+        watch: The other ranks' processes.
+        policy: How to wait.
+        has_left: Whether a rank has closed its end.
+    """
+
+    def __init__(
+        self,
+        address: int,
+        *,
+        rank: int,
+        world_size: int,
+        watch: PeerWatch,
+        policy: WaitPolicy,
+        has_left: Callable[[int], bool],
+    ) -> None:
+        self.policy = policy
+        self._rank = rank
+        self._watch = watch
+        self._has_left = has_left
+        others = [peer for peer in range(world_size) if peer != rank]
+
+        def place(phase: Phase, sender: int, receiver: int) -> int:
+            return address + SEMAPHORE_BYTES * ((phase * world_size + receiver) * world_size + sender)
+
+        self._outgoing = [[place(phase, rank, peer) for peer in others] for phase in Phase]
+        self._incoming = [[(peer, place(phase, peer, rank)) for peer in others] for phase in Phase]
+        self._seen = [[0] * world_size for _ in Phase]
+        self._announced = [0] * len(Phase)
+
+    def announce(self, phase: Phase) -> int:
+        """Tell everybody that this rank has passed `phase` once more; returns how often by now."""
+        for semaphore in self._outgoing[phase]:
+            sem_post(semaphore)
+        self._announced[phase] += 1
+        return self._announced[phase]
+
+    def announced(self, phase: Phase) -> int:
+        """How often this rank has passed `phase`."""
+        return self._announced[phase]
+
+    def all_here(self, phase: Phase, count: int) -> bool:
+        """Whether every other rank has passed `phase` at least `count` times. Never blocks."""
+        seen = self._seen[phase]
+        everybody = True
+        for peer, semaphore in self._incoming[phase]:
+            while seen[peer] < count:
+                if sem_trywait(semaphore) != 0:
+                    everybody = False
+                    break
+                seen[peer] += 1
+        return everybody
+
+    def wait(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
+        """Return when every other rank has passed `phase` at least `count` times.
+
+        Args:
+            phase: What is waited for.
+            count: How often.
+            what: Describes the call, for errors.
+
+        Raises:
+            PeerLostError: A missing rank has died or left.
+            CollectiveTimeoutError: The deadline passed.
+        """
+        if self.all_here(phase, count):
+            return
+        started = time.monotonic()
+        end_of_spin = started + self.policy.spin_s
+        while time.monotonic() < end_of_spin:
+            if self.policy.yields:
+                os.sched_yield()
+            if self.all_here(phase, count):
+                return
+        self._sleep(phase, count, what, started)
+
+    def _sleep(self, phase: Phase, count: int, what: Callable[[], str], started: float) -> None:
+        reported = False
+        while not self.all_here(phase, count):
+            peer, semaphore = next(p for p in self._incoming[phase] if self._seen[phase][p[0]] < count)
+            if take(semaphore, self.policy.look_every_s):
+                self._seen[phase][peer] += 1
+                continue
+            missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
+            lost = self._lost(missing)
+            # It may have announced its part just before it ended: then nothing is lost yet.
+            if lost and not self.all_here(phase, count):
+                raise PeerLostError(
+                    f"rank {self._rank} lost {lost} in {what()}. Its own error, if it had one, is elsewhere."
+                )
+            waited_s = time.monotonic() - started
+            if waited_s > self.policy.timeout_s:
+                raise CollectiveTimeoutError(self._too_late(missing, what(), waited_s))
+            if not reported and waited_s > self.policy.report_stopped_after_s:
+                reported = self._report_stopped(missing, what, waited_s)
+
+    def _lost(self, ranks: list[int]) -> str:
+        dead = [
+            f"rank {r} (pid {self._watch.pid(r)}), whose process has ended" for r in ranks if self._watch.is_gone(r)
+        ]
+        left = [f"rank {r} (pid {self._watch.pid(r)}), which has closed its end" for r in ranks if self._has_left(r)]
+        return ", and ".join(dead or left)
+
+    def _too_late(self, missing: list[int], what: str, waited_s: float) -> str:
+        names = ", ".join(
+            f"rank {r} (pid {self._watch.pid(r)}{', stopped' if self._watch.is_stopped(r) else ''})" for r in missing
+        )
+        return (
+            f"rank {self._rank} waited {waited_s:.1f} s in {what}. Missing: {names}. "
+            f"Look what they are doing, or allow more than timeout_s={self.policy.timeout_s:g}."
+        )
+
+    def _report_stopped(self, missing: list[int], what: Callable[[], str], waited_s: float) -> bool:
+        stopped = [r for r in missing if self._watch.is_stopped(r)]
+        if stopped:
+            names = ", ".join(f"rank {r} (pid {self._watch.pid(r)})" for r in stopped)
+            verb = "is" if len(stopped) == 1 else "are"
+            print(  # noqa: T201
+                f"evenstep: rank {self._rank} has waited {waited_s:.1f} s in {what()}: {names} {verb} stopped "
+                f"(state T). Continue with SIGCONT; waiting up to {self.policy.timeout_s:g} s.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return bool(stopped)

@@ -1,0 +1,350 @@
+"""The collectives of a host, as programs over a shared segment.
+
+A program is a generator. It yields (phase, count) where it can't go on before every other rank has announced that
+phase so often; whoever runs it decides whether to wait or to come back later. Programs of one transport run one after
+the other, in the order of the calls, on every rank.
+
+[Note: three ways]
+
+small      Data travels with the announcement: every rank copies its tensor into its slot when the call begins, and
+           afterwards reads all slots. One meeting.
+in place   Every tensor lies in its rank's zone. Ranks read and write each other's tensors where they are: each
+           reduces one slice over all ranks and writes it to all. Two meetings, no copy.
+pieces     Otherwise a tensor travels through slots that stay in the cache, piece by piece. Tensors that do lie in a
+           zone are still used where they are.
+
+[Note: three pieces]
+
+Piece t is put into slot t % 3 as soon as every rank has announced FILLED for piece t - 1. A rank announces that
+after it has put its own piece t - 1, and so after it has copied the result of piece t - 3 out: nobody needs slot
+t % 3 any more. With two slots a fast rank would overwrite what a slow one still copies out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from evenstep.errors import MismatchError
+from evenstep.transport.arena import Arena, Views
+from evenstep.transport.arrivals import Arrivals, Phase
+from evenstep.transport.base import Op
+from evenstep.transport.header import HEADER_USED_BYTES, Fingerprint, explain_mismatch, pack_place, unpack_header
+from evenstep.transport.reduction import Arithmetic, Scratch, plan_arithmetic, plan_slices, reduce_into
+from evenstep.transport.segment import NUM_PIECES, NUM_SLOTS, PIECE_BYTES, SMALL_BYTES, Segment
+
+Program = Generator[tuple[Phase, int], None, None]
+
+_memmove = ctypes.memmove
+
+
+@dataclass(eq=False)
+class Call:
+    """One collective of this rank.
+
+    Attributes:
+        number: From 0, counting the calls of one transport.
+        collective: Its name.
+        op: How values are combined; None where they aren't.
+        root: The rank whose data counts; -1 where there is none.
+        flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets.
+        out: [...], contiguous, flat: what this rank gets.
+        packed: The fingerprint.
+        place: Where `flat` lies in this rank's zone; None if elsewhere.
+    """
+
+    number: int
+    collective: str
+    op: Op | None
+    root: int
+    flat: Tensor
+    out: Tensor
+    packed: bytes
+    place: int | None
+    places: list[int | None] = field(default_factory=list)
+
+    @property
+    def slot(self) -> int:
+        """Which of the slots it uses."""
+        return self.number % NUM_SLOTS
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the data travels with the announcement."""
+        return self.flat.nbytes <= SMALL_BYTES
+
+    def __str__(self) -> str:
+        return f"number {self.number + 1}, {Fingerprint.unpack(self.packed)}"
+
+
+class Exchange:
+    """A rank's hands in the segment: what programs do there.
+
+    Attributes:
+        segment: The shared memory.
+        arrivals: Announcements and meetings.
+        arena: This rank's zone.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, segment: Segment, arrivals: Arrivals, *, rank: int, world_size: int, name: str) -> None:
+        self.segment = segment
+        self.arrivals = arrivals
+        self.arena = Arena(segment, rank)
+        self.rank = rank
+        self.world_size = world_size
+        self.ranks = range(world_size)
+        self._name = name
+        self._views = Views(segment)
+        self._scratch = Scratch()
+        self._num_pieces = 0
+
+    # ------------------------------------------------------------------ the beginning of a call
+
+    def has_slot(self, number: int) -> bool:
+        """Whether everybody, this rank included, has finished with the call that used the same slot before."""
+        count = number - NUM_SLOTS + 1
+        if count <= 0:
+            return True
+        arrivals = self.arrivals
+        return arrivals.announced(Phase.FINISHED) >= count and arrivals.all_here(Phase.FINISHED, count)
+
+    def arrive(self, call: Call) -> None:
+        """Show the others what is called, with the data if there is little."""
+        layout, slot = self.segment.layout, call.slot
+        num_bytes = call.flat.nbytes
+        if num_bytes and call.is_small and call.root in (-1, self.rank):
+            _memmove(self.segment.common.address + layout.small_slot(self.rank, slot), call.flat.data_ptr(), num_bytes)
+        self.segment.write(layout.header(self.rank, slot), pack_place(call.place) + call.packed)
+        self.arrivals.announce(Phase.ARRIVED)
+
+    def program(self, call: Call) -> Program:
+        """What remains to be done."""
+        run = _PROGRAMS[call.collective][0 if call.is_small else 1]
+        yield Phase.ARRIVED, call.number + 1
+        self._read_headers(call)
+        yield from run(self, call)
+        self.arrivals.announce(Phase.FINISHED)
+
+    def _read_headers(self, call: Call) -> None:
+        layout, slot = self.segment.layout, call.slot
+        headers = [unpack_header(self.segment.read(layout.header(r, slot), HEADER_USED_BYTES)) for r in self.ranks]
+        call.places = [place for place, _ in headers]
+        problem = explain_mismatch(call.number + 1, self._name, [packed for _, packed in headers])
+        if problem is not None:
+            raise MismatchError(problem)
+
+    # ------------------------------------------------------------------ what programs are made of
+
+    def small(self, call: Call, rank: int) -> Tensor:
+        """[numel], a rank's data of a small call."""
+        return self._views.common(self.segment.layout.small_slot(rank, call.slot), call.flat.dtype, call.flat.numel())
+
+    def home(self, call: Call, rank: int, piece: int, begin: int, end: int) -> Tensor:
+        """[end - begin], elements of a rank's tensor, where the ranks meet over it.
+
+        Args:
+            call: The call.
+            rank: Whose tensor.
+            piece: Number of the piece, from 0 in this call.
+            begin: First element, counted from the start of the piece.
+            end: Behind the last.
+        """
+        dtype = call.flat.dtype
+        place = call.places[rank]
+        if place is None:
+            slot = self.segment.layout.piece(rank, (self._num_pieces + piece) % NUM_PIECES)
+            return self._views.common(slot + begin * dtype.itemsize, dtype, end - begin)
+        first = piece * self.piece_numel(call) + begin
+        if rank == self.rank:
+            return call.flat[first : first + end - begin]
+        return self._views.zone(rank, place + first * dtype.itemsize, dtype, end - begin)
+
+    def piece_numel(self, call: Call) -> int:
+        """Elements of one piece: all of the tensor if nobody's has to be copied."""
+        if call.root >= 0:
+            in_place = call.places[call.root] is not None
+        else:
+            in_place = None not in call.places
+        return call.flat.numel() if in_place else PIECE_BYTES // call.flat.dtype.itemsize
+
+    def put(self, call: Call, piece: int) -> int:
+        """Copy a piece of this rank's tensor to where the others read it, and announce it. Returns the count."""
+        if call.places[self.rank] is None and call.root in (-1, self.rank):
+            begin, end = self.piece_bounds(call, piece)
+            self.home(call, self.rank, piece, 0, end - begin).copy_(call.flat[begin:end])
+        return self.arrivals.announce(Phase.FILLED)
+
+    def piece_bounds(self, call: Call, piece: int) -> tuple[int, int]:
+        """The elements of a piece: (begin, end)."""
+        length = self.piece_numel(call)
+        return piece * length, min(call.flat.numel(), (piece + 1) * length)
+
+    def count_pieces(self, call: Call) -> int:
+        """How many pieces a call has."""
+        return -(-call.flat.numel() // self.piece_numel(call))
+
+    def pieces_done(self, count: int) -> None:
+        """The slots go on where this call has ended."""
+        self._num_pieces += count
+
+    def meet(self) -> Program:
+        """Go on when everybody has come here."""
+        yield Phase.REDUCED, self.arrivals.announce(Phase.REDUCED)
+
+    def reduce(self, outputs: list[Tensor], inputs: list[Tensor], how: Arithmetic) -> None:
+        """See `reduce_into`."""
+        reduce_into(outputs, inputs, how, self._scratch)
+
+    def arithmetic(self, call: Call) -> Arithmetic:
+        """How the call combines."""
+        assert call.op is not None
+        return plan_arithmetic(call.op, call.flat.dtype)
+
+
+# ---------------------------------------------------------------------- small
+
+
+def _small_all_reduce(at: Exchange, call: Call) -> Program:
+    at.reduce([call.out], [at.small(call, rank) for rank in at.ranks], at.arithmetic(call))
+    yield from ()
+
+
+def _small_broadcast(at: Exchange, call: Call) -> Program:
+    if call.root != at.rank and call.out.numel():
+        call.out.copy_(at.small(call, call.root))
+    yield from ()
+
+
+def _small_all_gather(at: Exchange, call: Call) -> Program:
+    numel = call.flat.numel()
+    for rank in at.ranks:
+        if numel:
+            call.out[rank * numel : (rank + 1) * numel].copy_(at.small(call, rank))
+    yield from ()
+
+
+def _small_reduce_scatter(at: Exchange, call: Call) -> Program:
+    numel = call.out.numel()
+    begin, end = at.rank * numel, (at.rank + 1) * numel
+    at.reduce([call.out], [at.small(call, rank)[begin:end] for rank in at.ranks], at.arithmetic(call))
+    yield from ()
+
+
+def _barrier(at: Exchange, call: Call) -> Program:
+    yield from ()
+
+
+# ---------------------------------------------------------------------- large
+
+
+def _all_reduce(at: Exchange, call: Call) -> Program:
+    how = at.arithmetic(call)
+    num_pieces = at.count_pieces(call)
+    # In place, the meeting at the beginning has shown that everything is there.
+    is_copied = None in call.places
+    if is_copied:
+        yield Phase.FILLED, at.put(call, 0)
+    for piece in range(num_pieces):
+        first, last = at.piece_bounds(call, piece)
+        slices = plan_slices(last - first, at.world_size, call.flat.dtype.itemsize)
+        begin, end = slices[at.rank]
+        if begin < end:
+            homes = [at.home(call, rank, piece, begin, end) for rank in at.ranks]
+            written = [h for r, h in enumerate(homes) if r != at.rank and call.places[r] is not None]
+            at.reduce([homes[at.rank], *written], homes, how)
+        reduced = at.arrivals.announce(Phase.REDUCED)
+        has_next = piece + 1 < num_pieces
+        filled = at.put(call, piece + 1) if has_next else 0
+        yield Phase.REDUCED, reduced
+        if call.place is None:
+            for owner, (begin, end) in enumerate(slices):
+                if begin < end:
+                    call.out[first + begin : first + end].copy_(at.home(call, owner, piece, begin, end))
+        if has_next:
+            yield Phase.FILLED, filled
+    if is_copied:
+        at.pieces_done(num_pieces)
+        if any(place is not None for place in call.places):
+            yield from at.meet()  # whose result lies in place may not change it before those who copy have read it
+
+
+def _broadcast(at: Exchange, call: Call) -> Program:
+    num_pieces = at.count_pieces(call)
+    is_copied = call.places[call.root] is None
+    if is_copied:
+        filled = at.put(call, 0)
+    for piece in range(num_pieces):
+        if is_copied:
+            yield Phase.FILLED, filled
+            if piece + 1 < num_pieces:
+                filled = at.put(call, piece + 1)
+        if at.rank != call.root:
+            begin, end = at.piece_bounds(call, piece)
+            call.out[begin:end].copy_(at.home(call, call.root, piece, 0, end - begin))
+    if is_copied:
+        at.pieces_done(num_pieces)
+    else:
+        yield from at.meet()  # the root may not change its tensor before all have read it
+
+
+def _all_gather(at: Exchange, call: Call) -> Program:
+    num_pieces, numel = at.count_pieces(call), call.flat.numel()
+    is_copied = None in call.places
+    if is_copied:
+        filled = at.put(call, 0)
+    for piece in range(num_pieces):
+        if is_copied:
+            yield Phase.FILLED, filled
+            if piece + 1 < num_pieces:
+                filled = at.put(call, piece + 1)
+        begin, end = at.piece_bounds(call, piece)
+        for rank in at.ranks:
+            call.out[rank * numel + begin : rank * numel + end].copy_(at.home(call, rank, piece, 0, end - begin))
+    if is_copied:
+        at.pieces_done(num_pieces)
+    if any(place is not None for place in call.places):
+        yield from at.meet()
+
+
+def _reduce_scatter(at: Exchange, call: Call) -> Program:
+    how, numel = at.arithmetic(call), call.out.numel()
+    if None not in call.places:
+        begin, end = at.rank * numel, (at.rank + 1) * numel
+        at.reduce([call.out], [at.home(call, rank, 0, begin, end) for rank in at.ranks], how)
+        yield from at.meet()
+        return
+    call.places = [None] * at.world_size  # a piece holds a part of every rank's share, so all are copied
+    length = PIECE_BYTES // call.flat.dtype.itemsize // at.world_size
+    num_pieces = -(-numel // length)
+
+    def put(piece: int) -> int:
+        begin, end = piece * length, min(numel, (piece + 1) * length)
+        for rank in at.ranks:
+            into = at.home(call, at.rank, piece, rank * length, rank * length + end - begin)
+            into.copy_(call.flat[rank * numel + begin : rank * numel + end])
+        return at.arrivals.announce(Phase.FILLED)
+
+    filled = put(0)
+    for piece in range(num_pieces):
+        yield Phase.FILLED, filled
+        if piece + 1 < num_pieces:
+            filled = put(piece + 1)
+        begin, end = piece * length, min(numel, (piece + 1) * length)
+        first = at.rank * length
+        inputs = [at.home(call, rank, piece, first, first + end - begin) for rank in at.ranks]
+        at.reduce([call.out[begin:end]], inputs, how)
+    at.pieces_done(num_pieces)
+
+
+_PROGRAMS: dict[str, tuple[Callable[[Exchange, Call], Program], Callable[[Exchange, Call], Program]]] = {
+    "all_reduce": (_small_all_reduce, _all_reduce),
+    "broadcast": (_small_broadcast, _broadcast),
+    "all_gather": (_small_all_gather, _all_gather),
+    "reduce_scatter": (_small_reduce_scatter, _reduce_scatter),
+    "barrier": (_barrier, _barrier),
+}

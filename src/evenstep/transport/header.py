@@ -1,0 +1,122 @@
+"""What a rank calls, in 128 bytes that the others compare with what they call.
+
+0  u64   where this rank's tensor lies in its zone; `ELSEWHERE` if it has to be copied
+8  80 B  the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, dimensions
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from evenstep.transport.base import Op
+
+ELSEWHERE = (1 << 64) - 1
+
+_FINGERPRINT = struct.Struct("<4BiQ8Q")
+_PLACE = struct.Struct("<Q")
+HEADER_USED_BYTES = _PLACE.size + _FINGERPRINT.size
+_MAX_DIMS = 8
+
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
+OPS: tuple[Op, ...] = ("sum", "max", "min", "mean", "product", "band", "bor", "bxor")
+# The position is what travels: append, never insert.
+DTYPES: tuple[torch.dtype, ...] = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex32,
+)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What all ranks must agree on in one call.
+
+    Attributes:
+        collective: Its name.
+        op: How values are combined; None where they aren't.
+        dtype: Of the tensor.
+        shape: Of the tensor.
+        root: The rank whose data counts; -1 where there is none.
+    """
+
+    collective: str
+    op: Op | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    root: int = -1
+
+    def pack(self) -> bytes:
+        """The bytes that are compared."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        dims = [*self.shape[:_MAX_DIMS], *[0] * (_MAX_DIMS - len(self.shape))]
+        op = 255 if self.op is None else OPS.index(self.op)
+        return _FINGERPRINT.pack(
+            COLLECTIVES.index(self.collective), op, DTYPES.index(self.dtype), len(self.shape), self.root, numel, *dims
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Fingerprint:
+        """The inverse of `pack`, but for dimensions beyond the eighth."""
+        collective, op, dtype, num_dims, root, _, *dims = _FINGERPRINT.unpack(data)
+        shape = tuple(dims[: min(num_dims, _MAX_DIMS)])
+        return cls(COLLECTIVES[collective], None if op == 255 else OPS[op], DTYPES[dtype], shape, root)
+
+    def __str__(self) -> str:
+        how = f"({self.op})" if self.op is not None else ""
+        root = f" from rank {self.root}" if self.root >= 0 else ""
+        return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}"
+
+
+def pack_place(place: int | None) -> bytes:
+    """Where a tensor lies, as the header has it."""
+    return _PLACE.pack(ELSEWHERE if place is None else place)
+
+
+def unpack_header(data: bytes) -> tuple[int | None, bytes]:
+    """Where a tensor lies, and the packed fingerprint."""
+    (place,) = _PLACE.unpack_from(data)
+    return (None if place == ELSEWHERE else place), data[_PLACE.size : HEADER_USED_BYTES]
+
+
+def explain_mismatch(number: int, name: str, packed: Sequence[bytes]) -> str | None:
+    """What to tell when ranks call different things; None if all call the same. Pure, and equal on all ranks.
+
+    Args:
+        number: Of the call, counted from 1.
+        name: What the transport is called.
+        packed: Every rank's fingerprint, in order of rank.
+    """
+    if all(each == packed[0] for each in packed):
+        return None
+    groups: dict[bytes, list[int]] = {}
+    for rank, each in enumerate(packed):
+        groups.setdefault(each, []).append(rank)
+    told = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {Fingerprint.unpack(each)}"
+        for each, ranks in groups.items()
+    )
+    return (
+        f"the ranks disagree in collective number {number} over {name}. {told}. Every rank makes the same calls, in "
+        f"the same order, with equal shapes and dtypes: look for a branch that only some ranks take."
+    )

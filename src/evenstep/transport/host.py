@@ -1,0 +1,122 @@
+"""Which ranks share a host, and the segment they meet in: agreed by trying, never believed from a variable.
+
+    every rank     says what it is: boot id, namespaces, user, machine, process
+    rank 0         makes the segment, and says where it is
+    every rank     attaches, compares the nonce, signs
+    every rank     looks whether all have signed
+
+A rank that fails says so in the next message instead of raising, so all come to the same end: a transport on every
+rank, or the same reason why there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from evenstep.errors import ConfigurationError
+from evenstep.transport.base import Transport
+from evenstep.transport.exchange import exchange
+from evenstep.transport.peers import PeerProcess, this_process
+from evenstep.transport.segment import NONCE_BYTES, Segment, SegmentLayout, host_memory_bytes, plan_segment
+from evenstep.transport.shared_memory import SharedMemoryTransport
+
+
+def connect_shared_memory(control: Transport, *, timeout_s: float) -> SharedMemoryTransport | str:
+    """Join the ranks of `control` through memory that they share.
+
+    Collective: every rank calls this, in the same order.
+
+    Args:
+        control: Carries the few messages that this needs.
+        timeout_s: Deadline of the new transport's calls.
+
+    Returns:
+        The transport on every rank, or on every rank the same reason why there is none.
+    """
+    seen = exchange(control, describe_this_process(control.rank))
+    reason = why_not_together(seen)
+    if reason is not None:
+        return reason
+    layout = plan_segment(control.world_size, memory_bytes=seen[0]["memory_bytes"])
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    segment, problem = _create(layout, nonce) if control.rank == 0 else (None, None)
+    offer = exchange(control, {"problem": problem, "fd": segment.fd if segment else -1, "nonce": nonce.hex()})[0]
+    if offer["problem"] is not None:
+        return f"rank 0 could not make it: {offer['problem']}"
+    nonce = bytes.fromhex(offer["nonce"])
+    problem = None
+    if segment is None:
+        segment, problem = _attach(seen[0]["process"]["pid"], offer["fd"], layout, nonce)
+    if segment is not None:
+        segment.sign(control.rank)
+    problems = exchange(control, problem)
+    if segment is not None and not any(problems):
+        unsigned = [rank for rank in range(control.world_size) if not segment.has_signed(rank, nonce)]
+        problem = f"rank {unsigned[0]} holds another segment" if unsigned else None
+    problems = [said or later for said, later in zip(problems, exchange(control, problem), strict=True)]
+    for rank, said in enumerate(problems):
+        if said is not None:
+            return f"rank {rank} could not join: {said}"
+    assert segment is not None
+    processes = [PeerProcess(**each["process"]) for each in seen]
+    return SharedMemoryTransport(segment, processes, rank=control.rank, timeout_s=timeout_s)
+
+
+def describe_this_process(rank: int) -> dict[str, Any]:
+    """What decides whether ranks can share memory: plain data, to be exchanged."""
+    if sys.platform != "linux" or not hasattr(os, "memfd_create"):
+        return {"problem": f"{platform.system()} has no memfd"}
+    try:
+        return {
+            "problem": None,
+            "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            "namespaces": [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "user")],
+            "user": os.geteuid(),
+            "machine": f"{platform.machine()} {sys.byteorder} {sys.maxsize}",
+            "memory_bytes": host_memory_bytes(),
+            "process": asdict(this_process(rank)),
+        }
+    except OSError as error:
+        return {"problem": str(error)}
+
+
+def why_not_together(seen: Sequence[dict[str, Any]]) -> str | None:
+    """Why ranks that described themselves so can't share memory; None if they may try. Pure."""
+    for rank, each in enumerate(seen):
+        if each["problem"] is not None:
+            return f"rank {rank}: {each['problem']}"
+    words = {
+        "boot": "are on different hosts",
+        "namespaces": "are in different containers (pid or user namespace)",
+        "user": "belong to different users",
+        "machine": "are different machines",
+    }
+    for key, what in words.items():
+        for rank, each in enumerate(seen):
+            if each[key] != seen[0][key]:
+                return f"ranks 0 and {rank} {what}"
+    return None
+
+
+def _create(layout: SegmentLayout, nonce: bytes) -> tuple[Segment | None, str | None]:
+    try:
+        return Segment.create(layout, nonce), None
+    except (OSError, ConfigurationError) as error:
+        return None, str(error)
+
+
+def _attach(pid: int, fd: int, layout: SegmentLayout, nonce: bytes) -> tuple[Segment | None, str | None]:
+    try:
+        segment = Segment.attach(pid, fd, layout)
+    except OSError as error:
+        return None, str(error)
+    if segment.nonce != nonce:
+        return None, f"process {pid} shows another segment"
+    return segment, None

@@ -1,0 +1,205 @@
+"""Combining the ranks' vectors: who computes which part, in which order, with which precision.
+
+The order is a fixed binary tree over ranks, so the result has the same bits on every rank and in every run:
+
+    rank   0   1   2   3   4
+            \\ /     \\ /    |
+             +       +     |
+              \\_____/      |
+                 +________/
+                 +
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import ConfigurationError
+from evenstep.transport.base import Op
+from evenstep.transport.segment import round_up
+
+# A block of every rank's vector and of the result fit a core's cache together, so that what was read for the sum is
+# still there when the sum is written back.
+_BLOCK_BYTES = 128 << 10
+_ALIGN_BYTES = 64
+
+_HALF = (torch.float16, torch.bfloat16)
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+_BOOL_OPS: dict[Op, Op] = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}
+
+
+def plan_slices(numel: int, num_slices: int, itemsize: int) -> list[tuple[int, int]]:
+    """Which elements each rank reduces: (begin, end) in order of rank, covering each element once. Pure.
+
+    Slices begin at multiples of a cache line, so that no two ranks write to one. Late ones may be empty.
+    """
+    align = max(1, _ALIGN_BYTES // itemsize)
+    length = round_up(round_up(numel, num_slices) // num_slices, align)
+    return [(min(numel, i * length), min(numel, (i + 1) * length)) for i in range(num_slices)]
+
+
+@functools.cache
+def plan_tree(num_ranks: int) -> tuple[tuple[int, int], ...]:
+    """The additions in order: (a, b) means that b is added to a; rank 0's place has the result. Pure."""
+    steps = []
+    distance = 1
+    while distance < num_ranks:
+        steps += [(a, a + distance) for a in range(0, num_ranks - distance, 2 * distance)]
+        distance *= 2
+    return tuple(steps)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How values of one dtype are combined by one op.
+
+    Attributes:
+        function: Combines two tensors; takes `out`.
+        carrier: The dtype as which tensors are looked at.
+        accumulator: The dtype in which is computed, where it isn't the carrier.
+        flip: XORed before and after, so that signed comparison orders unsigned numbers.
+        divides: Divide by the number of ranks at the end.
+    """
+
+    function: Callable[..., Any]
+    carrier: torch.dtype
+    accumulator: torch.dtype | None = None
+    flip: int | None = None
+    divides: bool = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether values can be combined as they lie."""
+        return self.accumulator is None and self.flip is None
+
+
+@functools.cache
+def plan_arithmetic(op: Op, dtype: torch.dtype) -> Arithmetic:
+    """How to combine. Pure.
+
+    Raises:
+        ConfigurationError: There is no such op, or it has no meaning for the dtype.
+    """
+    if op not in _FUNCTIONS:
+        raise ConfigurationError(f"all_reduce: op={op!r}; there are {', '.join(_FUNCTIONS)}.")
+    is_float = dtype.is_floating_point or dtype.is_complex
+    problem = None
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        problem = "8-bit floats have no arithmetic; convert them first"
+    elif dtype.is_complex and op in ("max", "min"):
+        problem = "complex numbers have no order"
+    elif is_float and op in ("band", "bor", "bxor"):
+        problem = "bitwise operations are for integers and bool"
+    elif not is_float and op == "mean":
+        problem = "the mean of integers is no integer; use sum, or a float tensor"
+    if problem is not None:
+        raise ConfigurationError(f"all_reduce: op={op!r} of a {str(dtype)[6:]} tensor: {problem}.")
+    if dtype is torch.bool:
+        return Arithmetic(_FUNCTIONS[_BOOL_OPS.get(op, op)], dtype)
+    if dtype in _HALF and op in ("sum", "mean", "product"):
+        return Arithmetic(_FUNCTIONS[op], dtype, accumulator=torch.float32, divides=op == "mean")
+    if dtype is torch.complex32:
+        return Arithmetic(_FUNCTIONS[op], dtype, accumulator=torch.complex64, divides=op == "mean")
+    if dtype in _SIGNED:
+        carrier = _SIGNED[dtype]
+        flip = torch.iinfo(carrier).min if op in ("max", "min") else None
+        return Arithmetic(_FUNCTIONS[op], carrier, flip=flip)
+    return Arithmetic(_FUNCTIONS[op], dtype, divides=op == "mean")
+
+
+def reduce_into(outputs: Sequence[Tensor], inputs: Sequence[Tensor], arithmetic: Arithmetic, scratch: Scratch) -> None:
+    """Combine `inputs` and write the result to all `outputs`.
+
+    Args:
+        outputs: At least one, [n]; may be the inputs themselves, but not overlap them in part.
+        inputs: One per rank, in order of rank, [n].
+        arithmetic: How; the tensors have the dtype that it was planned for.
+        scratch: Memory to compute in.
+    """
+    if inputs[0].dtype is not arithmetic.carrier:
+        outputs = [each.view(arithmetic.carrier) for each in outputs]
+        inputs = [each.view(arithmetic.carrier) for each in inputs]
+    numel = inputs[0].numel()
+    block = _BLOCK_BYTES // (arithmetic.accumulator or arithmetic.carrier).itemsize
+    # One sum of two 16-bit numbers is rounded once either way: torch computes it in 32 bits.
+    is_direct = arithmetic.is_direct or (arithmetic.function is torch.add and len(inputs) == 2 and _is_half(arithmetic))
+    combine = _combine_direct if is_direct else _combine_converted
+    if numel <= block:
+        if numel:
+            combine(outputs, inputs, arithmetic, scratch)
+        return
+    for begin in range(0, numel, block):
+        end = min(numel, begin + block)
+        combine([each[begin:end] for each in outputs], [each[begin:end] for each in inputs], arithmetic, scratch)
+
+
+def _is_half(arithmetic: Arithmetic) -> bool:
+    return arithmetic.carrier in _HALF and not arithmetic.divides
+
+
+class Scratch:
+    """Memory to compute a block in, kept from one block to the next so that it stays in the cache."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[torch.dtype, int], Tensor] = {}
+
+    def get(self, dtype: torch.dtype, index: int, numel: int) -> Tensor:
+        """[numel], number `index`, with anything in it."""
+        key = (dtype, index)
+        memory = self._memory.get(key)
+        if memory is None or memory.numel() < numel:
+            memory = self._memory[key] = torch.empty(numel, dtype=dtype)
+        return memory if memory.numel() == numel else memory[:numel]
+
+
+def _combine_direct(outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: Arithmetic, scratch: Scratch) -> None:
+    num_ranks, numel = len(inputs), inputs[0].numel()
+    result = outputs[0]
+    steps = plan_tree(num_ranks)
+    if not steps:
+        result.copy_(inputs[0])
+    # Inputs are never overwritten before they have been read: partial results go to scratch, the last to its place.
+    partial = list(inputs)
+    for position, (a, b) in enumerate(steps):
+        is_last = position == len(steps) - 1
+        out = result if is_last else scratch.get(how.carrier, a, numel)
+        how.function(partial[a], partial[b], out=out)
+        partial[a] = out
+    if how.divides:
+        result.div_(num_ranks)
+    for other in outputs[1:]:
+        other.copy_(result)
+
+
+def _combine_converted(outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: Arithmetic, scratch: Scratch) -> None:
+    num_ranks, numel = len(inputs), inputs[0].numel()
+    dtype = how.accumulator or how.carrier
+    loaded = [scratch.get(dtype, rank, numel) for rank in range(num_ranks)]
+    for into, each in zip(loaded, inputs, strict=True):
+        into.copy_(each)
+        if how.flip is not None:
+            into.bitwise_xor_(how.flip)
+    for a, b in plan_tree(num_ranks):
+        how.function(loaded[a], loaded[b], out=loaded[a])
+    if how.divides:
+        loaded[0].div_(num_ranks)
+    if how.flip is not None:
+        loaded[0].bitwise_xor_(how.flip)
+    for output in outputs:
+        output.copy_(loaded[0])

@@ -1,0 +1,298 @@
+"""One anonymous piece of memory that the ranks of a host share: where what lies in it, and how it is had.
+
+The segment is a file without a name (memfd, mode 0600). It ends with the last process that holds it, however that
+ends: there is nothing to sweep. Its first part is the same for all ranks and allocated at start; behind it every rank
+has a *zone*, a stretch of file that costs nothing until the rank allocates bucket memory in it.
+
+    greeting      a nonce, by which ranks know that they hold the same segment
+    notes         one line of cache per rank: its own copy of the nonce, and whether it has left
+    semaphores    see `arrivals`
+    headers       per rank, `NUM_SLOTS` headers: what it calls, and where its tensor is
+    small         per rank, `NUM_SLOTS` slots for the data of small calls
+    pieces        per rank, `NUM_PIECES` slots for tensors that travel in pieces
+    zones         per rank, its bucket memory
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import ConfigurationError
+from evenstep.transport.arrivals import num_semaphores
+from evenstep.transport.semaphores import SEMAPHORE_BYTES, make_semaphores
+
+PAGE_BYTES = 1 << 16  # the largest page size in use, so that offsets fit every machine
+NUM_SLOTS = 16
+HEADER_BYTES = 128
+SMALL_BYTES = 64 << 10
+NUM_PIECES = 3  # see [Note: three pieces] in `collectives`
+PIECE_BYTES = 512 << 10
+NOTE_BYTES = 64
+NONCE_BYTES = 16
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """Where what lies, in bytes from the start of the segment. Pure data, the same on all ranks."""
+
+    world_size: int
+    notes: int
+    semaphores: int
+    headers: int
+    small: int
+    pieces: int
+    common_bytes: int
+    zone_bytes: int
+
+    def note(self, rank: int) -> int:
+        """Of a rank: [0:16] the nonce as it reads it, [16] whether it has left."""
+        return self.notes + rank * NOTE_BYTES
+
+    def header(self, rank: int, slot: int) -> int:
+        """Of a rank, in one of `NUM_SLOTS`."""
+        return self.headers + (rank * NUM_SLOTS + slot) * HEADER_BYTES
+
+    def small_slot(self, rank: int, slot: int) -> int:
+        """Of a rank, one of `NUM_SLOTS`."""
+        return self.small + (rank * NUM_SLOTS + slot) * SMALL_BYTES
+
+    def piece(self, rank: int, slot: int) -> int:
+        """Of a rank, one of `NUM_PIECES`."""
+        return self.pieces + (rank * NUM_PIECES + slot) * PIECE_BYTES
+
+    def zone(self, rank: int) -> int:
+        """Where a rank's zone begins."""
+        return self.common_bytes + rank * self.zone_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Length of the file, nearly all of it a hole."""
+        return self.zone(self.world_size)
+
+
+def plan_segment(world_size: int, *, memory_bytes: int) -> SegmentLayout:
+    """Lay a segment out. Pure.
+
+    Args:
+        world_size: Ranks that share it.
+        memory_bytes: Memory of the host; a zone needs never be larger.
+    """
+    notes = NOTE_BYTES
+    semaphores = notes + world_size * NOTE_BYTES
+    headers = semaphores + num_semaphores(world_size) * SEMAPHORE_BYTES
+    small = round_up(headers + world_size * NUM_SLOTS * HEADER_BYTES, PAGE_BYTES)
+    pieces = small + world_size * NUM_SLOTS * SMALL_BYTES
+    common_bytes = round_up(pieces + world_size * NUM_PIECES * PIECE_BYTES, PAGE_BYTES)
+    return SegmentLayout(
+        world_size=world_size,
+        notes=notes,
+        semaphores=semaphores,
+        headers=headers,
+        small=small,
+        pieces=pieces,
+        common_bytes=common_bytes,
+        zone_bytes=round_up(memory_bytes, PAGE_BYTES),
+    )
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple of `multiple`. Pure."""
+    return -(-value // multiple) * multiple
+
+
+class Mapping:
+    """A stretch of a file in this process's memory, unmapped when nobody uses it any more: no tensor, no mapping.
+
+    Attributes:
+        address: Of its first byte.
+        num_bytes: Its length.
+        raw: The bytes.
+    """
+
+    def __init__(self, fd: int, *, offset: int, num_bytes: int, populate: bool = False) -> None:
+        # Not python's mmap, which keeps a descriptor per mapping: a model has hundreds of buckets.
+        flags = _MAP_SHARED | (_MAP_POPULATE if populate else 0)
+        address = _mmap(None, num_bytes, _PROT_READ_WRITE, flags, fd, offset)
+        if address is None or address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, f"mmap of {num_bytes} bytes at {offset}: {os.strerror(code)}")
+        self.address: int = address
+        self.num_bytes = num_bytes
+        self.raw: Any = (ctypes.c_ubyte * num_bytes).from_address(address)
+        # On the bytes and not on this object: tensors hold the former.
+        weakref.finalize(self.raw, _munmap, address, num_bytes).atexit = False
+
+    def tensor(self, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
+        """[numel], `offset` bytes from the start; keeps the memory mapped."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.raw, dtype=dtype, count=numel, offset=offset)
+
+
+class Segment:
+    """A process's hold on a shared segment.
+
+    Attributes:
+        layout: Where what lies.
+        common: The part that all ranks use, mapped.
+    """
+
+    def __init__(self, fd: int, layout: SegmentLayout) -> None:
+        self.layout = layout
+        self._fd = fd
+        self._closer = weakref.finalize(self, os.close, fd)
+        self._closer.atexit = False
+        self.common = Mapping(fd, offset=0, num_bytes=layout.common_bytes)
+        self._bytes = memoryview(self.common.raw).cast("B")
+
+    @classmethod
+    def create(cls, layout: SegmentLayout, nonce: bytes) -> Segment:
+        """Make a new segment, for others to attach.
+
+        Raises:
+            ConfigurationError: There isn't enough memory; the message has the bytes.
+            OSError: The system refuses.
+        """
+        fd = os.memfd_create("evenstep", os.MFD_CLOEXEC)
+        try:
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, layout.total_bytes)
+            allocate_range(fd, 0, layout.common_bytes, what="exchange area")
+        except BaseException:
+            os.close(fd)
+            raise
+        segment = cls(fd, layout)
+        make_semaphores(segment.common.address + layout.semaphores, num_semaphores(layout.world_size))
+        segment._bytes[:NONCE_BYTES] = nonce
+        return segment
+
+    @classmethod
+    def attach(cls, pid: int, fd: int, layout: SegmentLayout) -> Segment:
+        """Hold the segment that another process of this host made.
+
+        Raises:
+            OSError: It can't be reached: another namespace or user, or a process that hides its files.
+        """
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(own).st_size != layout.total_bytes:
+            os.close(own)
+            raise OSError(errno.ESTALE, f"file {fd} of process {pid} is not the segment")
+        return cls(own, layout)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor, by which other processes attach."""
+        return self._fd
+
+    @property
+    def nonce(self) -> bytes:
+        """What its maker wrote into it."""
+        return bytes(self._bytes[:NONCE_BYTES])
+
+    def sign(self, rank: int) -> None:
+        """Show the others that this rank reads the same nonce."""
+        start = self.layout.note(rank)
+        self._bytes[start : start + NONCE_BYTES] = self.nonce
+
+    def has_signed(self, rank: int, nonce: bytes) -> bool:
+        """Whether a rank has read that nonce here."""
+        start = self.layout.note(rank)
+        return bytes(self._bytes[start : start + NONCE_BYTES]) == nonce
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank is not coming any more."""
+        self._bytes[self.layout.note(rank) + NONCE_BYTES] = 1
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has said that it is not coming any more."""
+        return self._bytes[self.layout.note(rank) + NONCE_BYTES] != 0
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Put bytes into the common part."""
+        self._bytes[offset : offset + len(data)] = data
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Bytes of the common part."""
+        return bytes(self._bytes[offset : offset + num_bytes])
+
+
+def allocate_range(fd: int, offset: int, num_bytes: int, *, what: str) -> None:
+    """Back a stretch of a file with memory for real, zeroed.
+
+    Otherwise the first touch of a page that the host can't provide is a SIGBUS in the middle of a step.
+
+    Raises:
+        ConfigurationError: There isn't enough; the message has the bytes needed and available.
+    """
+    available = available_bytes()
+    if num_bytes <= available:
+        try:
+            os.posix_fallocate(fd, offset, num_bytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+        else:
+            return
+    raise ConfigurationError(
+        f"no room for the {what} in shared memory: {num_bytes:,} bytes are needed, {available:,} are available. "
+        f"Give the job more memory, start fewer ranks, or use transport='gloo'."
+    )
+
+
+def release_range(fd: int, offset: int, num_bytes: int) -> None:
+    """Give the memory of a stretch back; it reads as zeros afterwards."""
+    _fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, num_bytes)
+
+
+def available_bytes() -> int:
+    """Memory that can still be had: of the host, and of the control groups that limit this process."""
+    available = _meminfo("MemAvailable")
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            left = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+        available = min(available, max(0, left))
+    return available
+
+
+def host_memory_bytes() -> int:
+    """All memory of this host."""
+    return _meminfo("MemTotal")
+
+
+def _meminfo(name: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, rest = line.partition(":")
+        if key == name:
+            return int(rest.split()[0]) * 1024
+    raise OSError(f"/proc/meminfo has no {name}")
+
+
+_PROT_READ_WRITE = 3
+_MAP_SHARED = 1
+_MAP_POPULATE = 0x8000
+_MAP_FAILED = (1 << (8 * ctypes.sizeof(ctypes.c_void_p))) - 1
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_munmap = _libc.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_fallocate = _libc.fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]

@@ -1,0 +1,234 @@
+"""Ranks that die, stop, disagree or stay away, seen by those who share memory with them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import evenstep
+from evenstep.errors import CollectiveTimeoutError, EvenstepError, MismatchError, PeerLostError, RankFailedError
+from evenstep.testing import RankPool
+from evenstep.transport.host import connect_shared_memory
+from evenstep.transport.shared_memory import SharedMemoryTransport
+
+CPU = torch.device("cpu")
+
+
+def connect(timeout_s: float = 30.0) -> SharedMemoryTransport:
+    made = connect_shared_memory(evenstep.init(quiet=True).control, timeout_s=timeout_s)
+    assert isinstance(made, SharedMemoryTransport), made
+    return made
+
+
+def all_reduce_until_somebody_dies(victim: int, numel: int, directory: Path) -> None:
+    """The victim is killed by a thread of its own, wherever it is; the others note what they learned and when."""
+    transport = connect()
+    tensor = transport.allocate(numel, dtype=torch.float32, device=CPU)
+    transport.all_reduce(tensor).wait()
+    if transport.rank == victim:
+
+        def kill() -> None:
+            (directory / "killed").write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Timer(0.3, kill).start()
+    try:
+        while True:
+            transport.all_reduce(tensor).wait()
+    except EvenstepError as error:
+        learned = time.monotonic()
+        text = f"{type(error).__name__} {learned!r} {error}"
+        (directory / str(transport.rank)).write_text(text)
+        raise
+
+
+@pytest.mark.parametrize("numel", [16, 1 << 20])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_peer_killed_in_the_middle_is_named_at_once(tmp_path: Path, victim: int, numel: int) -> None:
+    with RankPool() as pool, pytest.raises(RankFailedError, match=f"rank {victim} .*SIGKILL"):
+        pool.run(all_reduce_until_somebody_dies, 3, victim, numel, tmp_path)
+    killed = float((tmp_path / "killed").read_text())
+    for rank in {0, 1, 2} - {victim}:
+        kind, learned, text = (tmp_path / str(rank)).read_text().split(" ", 2)
+        assert kind == "PeerLostError"
+        assert f"rank {rank} lost" in text
+        # A survivor may meet another one that has already given up, but the dead are named first.
+        assert f"rank {victim} (pid" in text
+        assert "whose process has ended" in text
+        assert float(learned) - killed < 0.5
+
+
+def mismatches() -> list[str]:
+    texts = []
+    for case in range(4):
+        transport = connect()
+        odd = transport.rank == 1
+        calls: list[Any] = [
+            lambda t=transport, o=odd: t.all_reduce(torch.zeros(7 if o else 6)),
+            lambda t=transport, o=odd: t.all_reduce(torch.zeros((2, 3) if o else (3, 2))),
+            lambda t=transport, o=odd: t.all_reduce(torch.zeros(6, dtype=torch.int32 if o else torch.float32)),
+            lambda t=transport, o=odd: t.broadcast(torch.zeros(6), 0) if o else t.all_reduce(torch.zeros(6), "max"),
+        ]
+        started = time.monotonic()
+        with pytest.raises(MismatchError) as caught:
+            calls[case]().wait()
+        assert time.monotonic() - started < 2
+        with pytest.raises(MismatchError):  # and nothing is possible afterwards
+            transport.all_reduce(torch.zeros(1))
+        texts.append(str(caught.value))
+        transport.close()
+    return texts
+
+
+def test_a_mismatch_is_the_same_error_on_all_ranks(ranks: RankPool) -> None:
+    told = ranks.run(mismatches, 3)
+    assert told[0] == told[1] == told[2]
+    numel, shape, dtype, collective = told[0]
+    assert "ranks 0, 2: all_reduce(sum) of float32 [6]; rank 1: all_reduce(sum) of float32 [7]" in numel
+    assert "[3, 2]" in shape
+    assert "[2, 3]" in shape
+    assert "int32 [6]" in dtype
+    assert "ranks 0, 2: all_reduce(max) of float32 [6]; rank 1: broadcast from rank 0 of float32 [6]" in collective
+
+
+def come_late() -> str:
+    transport = connect(timeout_s=0.4)
+    world = evenstep.init(quiet=True)
+    text = ""
+    if transport.rank == 0:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            transport.all_reduce(torch.zeros(3)).wait()
+        text = str(caught.value)
+    world.barrier()
+    transport.close()
+    return text
+
+
+def test_who_stays_away_is_named_at_the_deadline(ranks: RankPool) -> None:
+    text = ranks.run(come_late, 2)[0]
+    assert text.startswith("rank 0 waited 0.4 s in shared memory collective number 1, all_reduce(sum) of float32 [3]")
+    assert "Missing: rank 1 (pid " in text
+
+
+def leave_early() -> str:
+    transport = connect()
+    world = evenstep.init(quiet=True)
+    text = ""
+    if transport.rank == 1:
+        transport.all_reduce(torch.ones(2)).wait()
+        transport.close()
+        with pytest.raises(PeerLostError, match="has been closed"):
+            transport.all_reduce(torch.ones(2))
+    else:
+        transport.all_reduce(torch.ones(2)).wait()
+        with pytest.raises(PeerLostError) as caught:
+            transport.all_reduce(torch.ones(2)).wait()
+        text = str(caught.value)
+    world.barrier()
+    transport.close()
+    return text
+
+
+def test_a_peer_that_has_closed_is_named(ranks: RankPool) -> None:
+    assert "rank 0 lost rank 1 (pid" in (text := ranks.run(leave_early, 2)[0])
+    assert "closed its end" in text
+
+
+def wait_for_a_stopped_peer() -> tuple[float, str]:
+    transport = connect()
+    world = evenstep.init(quiet=True)
+    pids = world.exchange(os.getpid())
+    transport.all_reduce(torch.zeros(3)).wait()
+    if transport.rank == 0:
+        # Somebody else has to continue it: a stopped process can't.
+        continuing = subprocess.Popen(["sh", "-c", f"kill -STOP {pids[1]}; sleep 2.6; kill -CONT {pids[1]}"])
+        time.sleep(0.2)
+    else:
+        time.sleep(0.3)  # stopped in here
+    tensor = torch.ones(3)
+    told = io.StringIO()
+    started = time.monotonic()
+    with contextlib.redirect_stderr(told):
+        transport.all_reduce(tensor).wait()
+    if transport.rank == 0:
+        continuing.wait()
+    assert tensor.tolist() == [2.0] * 3
+    transport.close()
+    return time.monotonic() - started, told.getvalue()
+
+
+def test_a_stopped_peer_is_waited_for_and_reported_once(ranks: RankPool) -> None:
+    waited_s, told = ranks.run(wait_for_a_stopped_peer, 2)[0]
+    assert waited_s > 2
+    assert told.count("stopped (state T)") == 1
+    assert "rank 1 (pid" in told
+    assert "SIGCONT" in told
+
+
+def held() -> tuple[set[str], int, int]:
+    """Files in /dev/shm, descriptors that aren't sockets, threads."""
+    gc.collect()
+    shm = {path.name for path in Path("/dev/shm").iterdir()}
+    return shm, len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+
+def come_and_go() -> None:
+    evenstep.init(quiet=True).barrier()
+    connect().close()
+    evenstep.init(quiet=True).barrier()
+    before = held()
+    for _ in range(3):
+        transport = connect()
+        other = transport.split()
+        tensors = [transport.allocate(100_000, dtype=torch.float32, device=CPU) for _ in range(5)]
+        for tensor in tensors:
+            transport.all_reduce(tensor).wait()
+            other.broadcast(tensor, 0).wait()
+        other.close()
+        transport.close()
+        del tensors, tensor, transport, other
+    evenstep.init(quiet=True).barrier()
+    after = held()
+    assert after[0] - before[0] == set()
+    assert after[1:] == before[1:]
+
+
+def test_nothing_is_left_after_closing(ranks: RankPool) -> None:
+    ranks.run(come_and_go, 2)
+
+
+def shared_memory_in_use() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("Shmem:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError
+
+
+def hold_much_and_die() -> None:
+    transport = connect()
+    tensor = transport.allocate(64 << 20, dtype=torch.float32, device=CPU)
+    transport.all_reduce(tensor).wait()
+    evenstep.init(quiet=True).barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_when_all_are_killed() -> None:
+    files, memory = {path.name for path in Path("/dev/shm").iterdir()}, shared_memory_in_use()
+    with RankPool() as pool, pytest.raises(RankFailedError, match="SIGKILL"):
+        pool.run(hold_much_and_die, 2)
+    deadline = time.monotonic() + 5
+    while shared_memory_in_use() > memory + (256 << 20) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert shared_memory_in_use() < memory + (256 << 20)
+    assert {path.name for path in Path("/dev/shm").iterdir()} - files == set()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from evenstep.errors import ConfigurationError
 from evenstep.transport import segment as segment_module
 from evenstep.transport.arena import Arena, FreeList, Views
-from evenstep.transport.arrivals import plan_waiting
+from evenstep.transport.arrivals import WaitPolicy, adapt_spin, plan_waiting
 from evenstep.transport.header import (
     DTYPES,
     HEADER_USED_BYTES,
@@ -227,10 +227,21 @@ def test_who_can_share_memory():
 
 
 def test_spinning_adapts_to_the_cores():
-    assert not plan_waiting(num_ranks=2, num_cores=2, timeout_s=1.0).yields
+    roomy = plan_waiting(num_ranks=2, num_cores=2, timeout_s=1.0)
     crowded = plan_waiting(num_ranks=4, num_cores=2, timeout_s=1.0)
-    assert crowded.yields
-    assert crowded.spin_s < plan_waiting(num_ranks=2, num_cores=2, timeout_s=1.0).spin_s
+    assert crowded.num_eager_tries < roomy.num_eager_tries
+    assert crowded.spin_s < roomy.spin_s
+
+
+def test_spinning_adapts_to_how_long_waits_are():
+    policy = WaitPolicy(timeout_s=1.0)
+    spin_s = policy.spin_s
+    for _ in range(10):
+        spin_s = adapt_spin(spin_s, 0.01, policy)
+    assert spin_s == policy.min_spin_s
+    for _ in range(10):
+        spin_s = adapt_spin(spin_s, 50e-6, policy)
+    assert spin_s == policy.spin_s
 
 
 def test_a_process_of_the_same_pid_but_another_start_is_another():

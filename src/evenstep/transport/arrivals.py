@@ -36,24 +36,41 @@ class WaitPolicy:
 
     Attributes:
         timeout_s: Deadline of one wait.
-        spin_s: How long to spin before sleeping.
-        yields: Offer the core to others while spinning.
+        spin_s: How long to spin at most before sleeping.
+        min_spin_s: How long to spin at least.
+        num_eager_tries: How often to look before the core is offered to others between two looks.
         look_every_s: Asleep, how often to look at the missing ranks.
         report_stopped_after_s: When to tell that a missing rank is stopped.
     """
 
     timeout_s: float
     spin_s: float = 200e-6
-    yields: bool = False
+    min_spin_s: float = 10e-6
+    num_eager_tries: int = 20
     look_every_s: float = 0.05
     report_stopped_after_s: float = 2.0
 
 
 def plan_waiting(*, num_ranks: int, num_cores: int, timeout_s: float) -> WaitPolicy:
-    """Spin where every rank has a core of its own; else let the others run, and soon sleep. Pure."""
+    """Spin where every rank has a core of its own; else let the others run at once, and soon sleep. Pure."""
     if num_ranks <= num_cores:
         return WaitPolicy(timeout_s=timeout_s)
-    return WaitPolicy(timeout_s=timeout_s, spin_s=50e-6, yields=True)
+    return WaitPolicy(timeout_s=timeout_s, spin_s=50e-6, num_eager_tries=0)
+
+
+def adapt_spin(spin_s: float, waited_s: float, policy: WaitPolicy) -> float:
+    """How long to spin next time: longer where spinning would have met the others, shorter where it was in vain. Pure.
+
+    A core that others need as well (more ranks than cores, a busy machine) makes waits long, and so spinning rare.
+
+    Args:
+        spin_s: How long to spin this time.
+        waited_s: How long this wait took.
+        policy: The limits.
+    """
+    if waited_s <= policy.spin_s:
+        return min(policy.spin_s, spin_s * 2)
+    return max(policy.min_spin_s, spin_s / 2)
 
 
 def num_semaphores(world_size: int) -> int:
@@ -96,6 +113,7 @@ class Arrivals:
         self._incoming = [[(peer, place(phase, peer, rank)) for peer in others] for phase in Phase]
         self._seen = [[0] * world_size for _ in Phase]
         self._announced = [0] * len(Phase)
+        self._spin_s = policy.spin_s
 
     def announce(self, phase: Phase) -> int:
         """Tell everybody that this rank has passed `phase` once more; returns how often by now."""
@@ -134,14 +152,20 @@ class Arrivals:
         """
         if self.all_here(phase, count):
             return
-        started = time.monotonic()
-        end_of_spin = started + self.policy.spin_s
-        while time.monotonic() < end_of_spin:
-            if self.policy.yields:
+        started = now = time.monotonic()
+        end_of_spin = started + self._spin_s
+        num_tries = 0
+        while now < end_of_spin:
+            num_tries += 1
+            if num_tries > self.policy.num_eager_tries:
                 os.sched_yield()
             if self.all_here(phase, count):
-                return
-        self._sleep(phase, count, what, started)
+                break
+            now = time.monotonic()
+        else:
+            self._sleep(phase, count, what, started)
+            now = time.monotonic()
+        self._spin_s = adapt_spin(self._spin_s, now - started, self.policy)
 
     def _sleep(self, phase: Phase, count: int, what: Callable[[], str], started: float) -> None:
         reported = False

@@ -1,0 +1,195 @@
+"""How long collectives take over shared memory, against Gloo, in one run.
+
+    python benchmarks/collectives.py                         # 2 and 4 ranks, 64 B to 256 MiB
+    python benchmarks/collectives.py --ranks 2 --max-bytes 65536 --json result.json
+
+Blocks of calls over shared memory and over Gloo take turns, so that whatever else the machine does meets both. A
+block is timed from barrier to barrier on the slowest rank. The ratio of each pair of neighbouring blocks is one
+observation; the table has their median, with the quartiles. "bucket" is a tensor that the transport allocated, as the
+engine's are; "tensor" is any other. "bytes moved" is how long plain copies take to read and write what an all-reduce
+in place has to: each rank its slice of all vectors, all ranks at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import evenstep
+from evenstep.transport.base import Transport
+from evenstep.transport.host import connect_shared_memory
+from evenstep.transport.process_group import ProcessGroupTransport
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size on one number of ranks. Times are medians over blocks, in microseconds per call."""
+
+    num_ranks: int
+    num_bytes: int
+    gloo_us: float
+    tensor_us: float
+    bucket_us: float
+    moved_us: float
+    tensor_ratio: list[float]  # Gloo over ours: lower quartile, median, upper quartile
+    bucket_ratio: list[float]
+
+
+def sizes_up_to(max_bytes: int) -> list[int]:
+    """64 B to `max_bytes`, by factors of 4. Pure."""
+    sizes = []
+    size = 64
+    while size <= max_bytes:
+        sizes.append(size)
+        size *= 4
+    return sizes
+
+
+def calls_per_block(num_bytes: int) -> int:
+    """Enough for a block of some milliseconds, at most 200. Pure."""
+    return max(2, min(200, (16 << 20) // max(num_bytes, 1)))
+
+
+def measure(sizes: list[int], num_blocks: int) -> list[Row]:
+    """On every rank: all sizes."""
+    world = evenstep.init(quiet=True)
+    group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=120))
+    gloo = ProcessGroupTransport(group, name="gloo", timeout_s=120, owns_group=True)
+    shared = connect_shared_memory(world.control, timeout_s=120)
+    assert not isinstance(shared, str), shared
+    rows = [measure_size(size, gloo, shared, num_blocks) for size in sizes]
+    gloo.close()
+    shared.close()
+    return rows
+
+
+def measure_size(num_bytes: int, gloo: Transport, shared: Transport, num_blocks: int) -> Row:
+    """One size: blocks take turns."""
+    numel = num_bytes // 4
+    plain = torch.zeros(numel)
+    bucket = shared.allocate(numel, dtype=torch.float32, device=CPU)
+    share = torch.zeros(max(1, numel // shared.world_size))
+    others = [torch.zeros_like(share) for _ in range(shared.world_size)]
+
+    def move() -> None:
+        for other in others:
+            other.copy_(share)
+
+    calls: dict[str, Callable[[], object]] = {
+        "gloo": lambda: gloo.all_reduce(plain).wait(),
+        "tensor": lambda: shared.all_reduce(plain).wait(),
+        "bucket": lambda: shared.all_reduce(bucket).wait(),
+        "moved": move,
+    }
+    num_calls = calls_per_block(num_bytes)
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for block in range(num_blocks + 1):
+        for name, call in calls.items():
+            seconds_per_call = time_block(call, shared, num_calls)
+            if block > 0:  # the first one warms up
+                seconds[name].append(seconds_per_call)
+    medians = {name: statistics.median(each) * 1e6 for name, each in seconds.items()}
+    return Row(
+        num_ranks=shared.world_size,
+        num_bytes=num_bytes,
+        gloo_us=medians["gloo"],
+        tensor_us=medians["tensor"],
+        bucket_us=medians["bucket"],
+        moved_us=medians["moved"],
+        tensor_ratio=quartiles([a / b for a, b in zip(seconds["gloo"], seconds["tensor"], strict=True)]),
+        bucket_ratio=quartiles([a / b for a, b in zip(seconds["gloo"], seconds["bucket"], strict=True)]),
+    )
+
+
+def time_block(call: Callable[[], object], meeting: Transport, num_calls: int) -> float:
+    """Seconds per call, of the slowest rank."""
+    meeting.all_reduce(torch.zeros(1)).wait()
+    started = time.perf_counter()
+    for _ in range(num_calls):
+        call()
+    took = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
+    meeting.all_reduce(took, "max").wait()
+    return float(took) / num_calls
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """Lower quartile, median, upper quartile. Pure."""
+    if len(values) < 2:
+        return values * 3
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def describe_machine() -> dict[str, object]:
+    """What the figures belong to."""
+    cpu = ""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_1_min": os.getloadavg()[0],
+    }
+
+
+def human(num_bytes: int) -> str:
+    """64 B, 16 KiB, 4 MiB. Pure."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >> power:
+            return f"{num_bytes >> power} {unit}"
+    return f"{num_bytes} B"
+
+
+def table(rows: list[Row]) -> str:
+    """For people, and for the documentation. Pure."""
+    lines = [
+        "| ranks | size | Gloo, us | tensor, us | bucket, us | bytes moved, us | Gloo/tensor | Gloo/bucket |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        low_t, mid_t, high_t = row.tensor_ratio
+        low_b, mid_b, high_b = row.bucket_ratio
+        lines.append(
+            f"| {row.num_ranks} | {human(row.num_bytes)} | {row.gloo_us:,.1f} | {row.tensor_us:,.1f} | "
+            f"{row.bucket_us:,.1f} | {row.moved_us:,.1f} | {mid_t:.1f} ({low_t:.1f}-{high_t:.1f}) | "
+            f"{mid_b:.1f} ({low_b:.1f}-{high_b:.1f}) |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--max-bytes", type=int, default=256 << 20, help="largest vector")
+    parser.add_argument("--blocks", type=int, default=11, help="blocks per size and kind")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    arguments = parser.parse_args()
+    sizes = sizes_up_to(arguments.max_bytes)
+    machine = describe_machine()
+    rows: list[Row] = []
+    for num_ranks in arguments.ranks:
+        rows += evenstep.launch(measure, nproc=num_ranks, args=(sizes, arguments.blocks), device="cpu")
+    print(f"{machine}\n\n{table(rows)}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

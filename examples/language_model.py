@@ -51,14 +51,16 @@ class Windows(Dataset):
 
 
 def read_texts(max_bytes):
-    """Python's own modules, in order of name, up to about `max_bytes`; every twentieth is held out."""
+    """Python's own modules, in order of name, up to about `max_bytes`; the end of each is held out."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts, held_out, total = [], [], 0
-    for index, path in enumerate(sorted(folder.glob("*.py"))):
+    for path in sorted(folder.glob("*.py")):
         text = path.read_bytes()[: max_bytes - total]
         total += len(text)
-        if len(text) > 1:
-            (held_out if index % 20 == 10 else texts).append(text)
+        if len(text) >= 100:
+            cut = len(text) - len(text) // 20
+            texts.append(text[:cut])
+            held_out.append(text[cut:])
     return texts, held_out
 
 
@@ -164,7 +166,7 @@ def train(world, args):
     texts, held_out = read_texts(args.max_bytes)
     train_set = Windows(texts, args.context)
     test_set = Windows(held_out, args.context)
-    test_set.spans = test_set.spans[:: max(1, len(test_set) // 64)]
+    test_set.spans = test_set.spans[:: max(1, len(test_set) // 32)]
     loader = evenstep.DataLoader(train_set, global_batch_size=args.batch, shuffle=True)
     test_loader = evenstep.DataLoader(test_set, global_batch_size=args.batch)
 

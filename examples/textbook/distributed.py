@@ -16,7 +16,6 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-
 NUM_SAMPLES, NUM_FEATURES = 1000, 100
 
 

@@ -9,6 +9,7 @@ drawn with a wobbly pen, in the same format. Without `--data` they lie in a temp
 
 import argparse
 import gzip
+import itertools
 import math
 import os
 import struct
@@ -102,7 +103,7 @@ def draw(digit, count, generator):
     def uniform(low, high, *shape):
         return low + (high - low) * torch.rand(count, *shape, generator=generator)
 
-    segments = [pair for stroke in STROKES[digit] for pair in zip(stroke, stroke[1:], strict=False)]
+    segments = [pair for stroke in STROKES[digit] for pair in itertools.pairwise(stroke)]
     points = torch.tensor(segments) - 0.5  # [segments, 2 ends, 2 coordinates]
     points = points + 0.05 * torch.randn(count, *points.shape, generator=generator)
     angle, slant = uniform(-0.3, 0.3), uniform(-0.3, 0.3)

@@ -1,0 +1,213 @@
+"""The examples, run as a person would: the textbook programs with both libraries, digits, the language model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TEXTBOOK = EXAMPLES / "textbook"
+RUN = ["-m", "evenstep", "run", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+DEADLINE_S = 150.0
+
+
+def call(directory: Path, *arguments: object, may_abort: bool = False) -> str:
+    """Run python with these arguments, in a directory of its own; standard output."""
+    directory.mkdir(parents=True, exist_ok=True)
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "PET_", "OMP_NUM"))}
+    env["TMPDIR"] = str(directory)
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=directory, env=env, capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL
+    )
+    if done.returncode != 0 and may_abort and "terminate called without an active exception" in done.stderr:
+        # torch's own DistributedDataParallel aborts like that when its process ends, in one run of about thirty.
+        return call(directory, *arguments)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def final_loss(output: str) -> float:
+    found = re.fullmatch(r"final loss: (\d+\.\d{4})", output.splitlines()[-1])
+    assert found, output
+    return float(found[1])
+
+
+def load_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---------------------------------------------------------------------- the textbook programs
+
+PROGRAMS = {
+    "data_parallel.py": ([], []),
+    "distributed.py": ([], ["--no-shuffle"]),
+    "mnist.py": (RUN, ["--no-shuffle", "--epochs", "2"]),
+    "torchrun.py": (RUN, ["--no-shuffle", "--epochs", "4"]),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_textbook_program_agrees_with_torch(program: str, tmp_path: Path):
+    """In the data set's own order the two see the same batches, and the printed losses are the same digits."""
+    launcher, options = PROGRAMS[program]
+    losses = {
+        library: final_loss(
+            call(
+                tmp_path,
+                *launcher,
+                TEXTBOOK / program,
+                *options,
+                "--with",
+                library,
+                may_abort=library == "torch",
+            )
+        )
+        for library in ("evenstep", "torch")
+    }
+    # The last digit may be rounded either way: the two add the replicas' gradients in an order of their own.
+    assert abs(losses["evenstep"] - losses["torch"]) <= 1.01e-4, losses
+
+
+def test_shuffled_losses_are_close(tmp_path: Path):
+    """The two shuffle differently, so the losses are close and not equal."""
+    outputs = {
+        library: call(tmp_path, TEXTBOOK / "distributed.py", "--with", library, may_abort=library == "torch")
+        for library in ("evenstep", "torch")
+    }
+    ours, theirs = (final_loss(outputs[library]) for library in ("evenstep", "torch"))
+    assert ours == pytest.approx(theirs, rel=0.1)
+
+
+def test_data_parallel_splits_every_batch(tmp_path: Path):
+    output = call(tmp_path, TEXTBOOK / "data_parallel.py")
+    assert "outside: input (30, 5), output (30, 2); inside, batches of [15, 15]" in output
+    assert "outside: input (10, 5), output (10, 2); inside, batches of [5, 5]" in output
+
+
+def test_torchrun_program_resumes(tmp_path: Path):
+    """Two epochs, and two more after a new start, end where four epochs end; under torchrun itself."""
+    program = TEXTBOOK / "torchrun.py"
+    straight = call(tmp_path, *TORCHRUN, program, "--epochs", "4", may_abort=True)
+    snapshot = tmp_path / "snapshot.pt"
+    for epochs in (2, 4):
+        resumed = call(tmp_path, *TORCHRUN, program, "--epochs", epochs, "--snapshot", snapshot)
+    assert "resuming after epoch 1" in resumed
+    assert final_loss(resumed) == final_loss(straight)
+
+
+@pytest.mark.parametrize("program", ["mnist.py", "torchrun.py"])
+def test_without_a_launcher_the_program_says_what_to_type(program: str):
+    env = {k: v for k, v in os.environ.items() if k != "RANK"}
+    done = subprocess.run([sys.executable, TEXTBOOK / program], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"evenstep run --nproc-per-node 2 examples/textbook/{program}" in done.stderr
+
+
+# ---------------------------------------------------------------------- IDX files
+
+
+@pytest.fixture(scope="module")
+def mnist() -> ModuleType:
+    return load_module(TEXTBOOK / "mnist.py")
+
+
+def test_idx_round_trip(mnist: ModuleType, tmp_path: Path):
+    array = torch.arange(2 * 3 * 5, dtype=torch.uint8).reshape(2, 3, 5)
+    mnist.write_idx(tmp_path / "array-idx3-ubyte", array)
+    assert (tmp_path / "array-idx3-ubyte").read_bytes()[:16] == struct.pack(">HBBIII", 0, 8, 3, 2, 3, 5)
+    assert torch.equal(mnist.read_idx(tmp_path / "array-idx3-ubyte", 3), array)
+
+
+def test_idx_reads_compressed_files(mnist: ModuleType, tmp_path: Path):
+    import gzip
+
+    mnist.write_idx(tmp_path / "labels", torch.tensor([3, 1], dtype=torch.uint8))
+    (tmp_path / "packed.gz").write_bytes(gzip.compress((tmp_path / "labels").read_bytes()))
+    assert mnist.read_idx(tmp_path / "packed", 1).tolist() == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "begins with nothing, not with 00000801"),
+        (b"PK\3\4" + bytes(20), "begins with 504b0304, not with 00000801"),
+        (struct.pack(">HBBI", 0, 13, 1, 4) + bytes(16), "begins with 00000d01"),
+        (struct.pack(">HBB", 0, 8, 1) + b"\0\0", "ends inside its header, after 6 of 8 bytes"),
+        (struct.pack(">HBBI", 0, 8, 1, 10) + bytes(7), "announces 10 values, which is 10 bytes, but 7 follow"),
+        (struct.pack(">HBBI", 0, 8, 1, 10) + bytes(11), "but 11 follow"),
+    ],
+    ids=["empty", "another format", "another type", "header cut off", "truncated", "too long"],
+)
+def test_idx_refuses_what_it_cannot_read(mnist: ModuleType, tmp_path: Path, content: bytes, message: str):
+    (tmp_path / "labels").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        mnist.read_idx(tmp_path / "labels", 1)
+
+
+def test_generated_set_is_the_same_each_time_and_checked(mnist: ModuleType, tmp_path: Path):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        for seed, part in enumerate(("train", "test")):
+            mnist.generate(tmp_path / name, part, per_digit=3, seed=seed)
+    files = sorted(path.name for path in (tmp_path / "first").iterdir())
+    assert files == sorted(name for names in mnist.FILES.values() for name in names)
+    assert all((tmp_path / "first" / n).read_bytes() == (tmp_path / "second" / n).read_bytes() for n in files)
+    images, labels = mnist.load(tmp_path / "first", "train").tensors
+    assert images.shape == (30, 784)
+    assert labels.bincount().tolist() == [3] * 10
+    mnist.write_idx(tmp_path / "first" / "train-labels-idx1-ubyte", labels[:-1].to(torch.uint8))
+    with pytest.raises(ValueError, match="30 images but 29 labels"):
+        mnist.load(tmp_path / "first", "train")
+
+
+# ---------------------------------------------------------------------- the larger examples
+
+
+def test_digits(tmp_path: Path):
+    """What `make demo` runs: well trained, the same parameters as one process, and a picture of it."""
+    output = call(tmp_path, *RUN, EXAMPLES / "digits.py")
+    accuracy = re.search(r"accuracy on held-out digits\W+([\d.]+)%\W+([\d.]+)%", output)
+    assert accuracy, output
+    assert float(accuracy[1]) >= 95.0
+    assert accuracy[1] == accuracy[2]
+    assert re.search(r"samples a second .*[\d,]+ ", output)
+    difference = re.search(r"largest difference of any parameter\W+([\d.e+-]+)", output)
+    assert difference, output
+    assert float(difference[1]) < 1e-3  # about 1e-5: float32 rounding, grown over 120 steps
+    report = (tmp_path / "runs" / "digits" / "report.png").read_bytes()
+    assert report.startswith(b"\x89PNG")
+    assert len(report) > 20_000
+
+
+def test_language_model_learns_on_any_number_of_replicas(tmp_path: Path):
+    """A narrow one, a few steps; on one replica and on two the losses are the same."""
+    small = ["--width", 64, "--layers", 2, "--context", 64, "--batch", 6, "--max-bytes", 60_000]
+    small += ["--steps", 12, "--log-every", 4, "--lr", 3e-3, "--sample", 20]
+    outputs = [call(tmp_path, *RUN[:-1], nproc, EXAMPLES / "language_model.py", *small) for nproc in (1, 2)]
+    bits = [[float(b) for b in re.findall(r"([\d.]+) bits per byte", output)] for output in outputs]
+    assert len(bits[0]) == 4, outputs[0]
+    assert bits[0] == pytest.approx(bits[1], abs=2e-3)
+    assert bits[0][0] > bits[0][-1]
+    assert all("a sample after 12 steps" in output and "tokens/s" in output for output in outputs)
+
+
+def test_language_model_is_bigger_than_a_toy():
+    model = load_module(EXAMPLES / "language_model.py").GPT()
+    assert 4.5e6 < sum(p.numel() for p in model.parameters()) < 5.5e6
+    assert model(torch.zeros(2, 7, dtype=torch.int64)).shape == (2, 7, 256)

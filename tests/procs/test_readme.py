@@ -1,0 +1,161 @@
+"""The README is true: every command in it and every program in it is run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+DEADLINE_S = 150.0
+
+# What is shown elsewhere, and where.
+EXEMPT = {
+    "make test": "it is what runs this test",
+    "make demo": "test_make_demo_runs_the_digits; the same command line runs in test_examples.py",
+    "evenstep run --nproc-per-node 2 examples/digits.py": "test_examples.py runs it and reads its table",
+    "pip install .": "test_pip_install_gives_a_working_command",
+}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    return [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+
+
+PROGRAMS = {block.split("\n", 1)[0].removeprefix("# "): block for block in blocks("python")}
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """A person's: the commands of this environment come first, and nothing of pytest's is there."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "PET_", "OMP_NUM"))}
+    scripts = sysconfig.get_path("scripts")
+    return env | {"PATH": os.pathsep.join([scripts, env["PATH"]]), "TMPDIR": str(directory), "COLUMNS": "80"}
+
+
+@functools.cache
+def read_aloud(command: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """A command of the README, run once however many tests look at what it says."""
+    return call(command, directory)
+
+
+def call(command: str, directory: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=directory,
+        env=environment(directory) if env is None else env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the README's programs and the examples, as the reader has it."""
+    directory = tmp_path_factory.mktemp("reader")
+    for name, program in PROGRAMS.items():
+        (directory / name).write_text(program)
+    shutil.copytree(ROOT / "examples", directory / "examples", ignore=shutil.ignore_patterns("__pycache__", "runs"))
+    return directory
+
+
+def test_every_program_has_a_name_and_is_run():
+    assert all(re.fullmatch(r"\w+\.py", name) for name in PROGRAMS), list(PROGRAMS)
+    started_by_commands = {name for name in PROGRAMS if any(name in command for command in commands())}
+    assert set(PROGRAMS) == started_by_commands | {"before.py", "from_a_function.py", "accumulate.py"}
+
+
+def test_exemptions_are_still_in_the_readme():
+    assert set(EXEMPT) <= set(commands())
+
+
+@pytest.mark.parametrize("command", [c for c in commands() if c not in EXEMPT])
+def test_command_of_the_readme(command: str, workplace: Path):
+    done = read_aloud(command, workplace)
+    if done.returncode != 0 and "--with torch" in command and "terminate called without" in done.stderr:
+        done = call(command, workplace)  # torch's own exit, see test_examples.py
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("python before.py", "epoch 2: loss"),
+        ("python from_a_function.py", "5.0"),
+        ("evenstep run --nproc-per-node 2 accumulate.py", ""),
+    ],
+)
+def test_program_of_the_readme(command: str, says: str, workplace: Path):
+    done = call(command, workplace)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    assert says in done.stdout
+
+
+def test_the_loss_does_not_depend_on_the_number_of_replicas(workplace: Path):
+    """As the README says of train.py."""
+    one = read_aloud("python train.py", workplace).stdout
+    three = read_aloud("evenstep run --nproc-per-node 3 --threads-per-rank 1 train.py", workplace).stdout
+    assert len(re.findall(r"^epoch \d: loss \d\.\d{4}$", one, re.MULTILINE)) == 3, one
+    assert one == three
+
+
+def test_make_demo_runs_the_digits():
+    """Without running it: make's own account of what it would do, which test_examples.py does."""
+    done = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert ".venv/bin/python -m evenstep run --nproc-per-node 2 examples/digits.py" in done.stdout
+
+
+def test_make_explains_a_python_that_is_too_old(tmp_path: Path):
+    old = tmp_path / "old python"
+    old.write_text('#!/bin/sh\ncase "$2" in *exit*) exit 1;; *) echo 3.8.10;; esac\n')
+    old.chmod(0o755)
+    (tmp_path / "requirements").mkdir()
+    for name in ("requirements/install.sh", "requirements/test.txt", "pyproject.toml", "Makefile"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    done = subprocess.run(["make", "demo", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0
+    assert "is python 3.8.10; 3.10 or later is needed" in done.stderr
+    done = subprocess.run(["make", "demo", "PYTHON=python9"], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert "there is no 'python9' here" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_pip_install_gives_a_working_command(tmp_path: Path):
+    """In an environment that has nothing of evenstep but what `pip install .` puts there; its needs are lent to it."""
+    source = tmp_path / "a copy"
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    env = environment(tmp_path)
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, env=env, timeout=DEADLINE_S)
+    scripts = tmp_path / "venv" / "bin"
+    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    (site / "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    env["PATH"] = os.pathsep.join([str(scripts), env["PATH"]])
+    done = call(
+        "python -m pip install --quiet --no-index --no-build-isolation --ignore-installed --no-deps .", source, env
+    )
+    assert done.returncode == 0, done.stderr
+    found = call("python -c 'import evenstep; print(evenstep.__file__)'", tmp_path, env).stdout.strip()
+    assert Path(found).parent == site / "evenstep"
+    assert (site / "evenstep" / "py.typed").exists()
+    assert call("command -v evenstep", tmp_path, env).stdout.strip() == str(scripts / "evenstep")
+    (tmp_path / "script.py").write_text("import evenstep\nprint(evenstep.init().world_size)\n")
+    done = call("evenstep run --nproc-per-node 2 script.py", tmp_path, env)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

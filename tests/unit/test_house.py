@@ -1,0 +1,143 @@
+"""The house: which room may import which, who reads the environment, and what is public."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import evenstep
+
+SOURCE = Path(evenstep.__file__).parent
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+# From the roof to the ground: a room imports only from rooms that stand further down.
+ROOMS = [
+    "testing",
+    "__main__",
+    "cli",
+    "launcher",
+    "data",
+    "replica",
+    "joining",
+    "world",
+    "console",
+    "transport",
+    "health",
+    "randomness",
+    "device",
+    "environment",
+    "errors",
+]
+LAUNCHER_NEEDS = {"health", "environment", "device", "errors"}  # it starts before there is a world
+MAX_LINES = 450
+
+
+def room_of(module: Path) -> str:
+    return module.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imports_of(module: Path) -> Iterator[tuple[int, str]]:
+    """(line, room) of every import of evenstep's own, wherever in the file; the room of `import evenstep` is ""."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module.name}:{node.lineno}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            first, *rest = name.split(".")
+            if first == "evenstep":
+                yield node.lineno, rest[0] if rest else ""
+
+
+def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Functions, classes and their methods whose names have no leading underscore."""
+    bodies: list[list[ast.stmt]] = [tree.body]
+    while bodies:
+        for node in bodies.pop():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_":
+                yield node
+                if isinstance(node, ast.ClassDef):
+                    bodies.append(node.body)
+
+
+def is_overload(node: ast.AST) -> bool:
+    return any(isinstance(d, ast.Name) and d.id == "overload" for d in getattr(node, "decorator_list", []))
+
+
+def test_public_names_are_pinned():
+    """Adding a name is a decision: it is made here and in `__init__.py`."""
+    assert sorted(evenstep.__all__) == [
+        "DataLoader",
+        "DataParallel",
+        "DistributedDataParallel",
+        "DistributedSampler",
+        "EvenstepError",
+        "World",
+        "init",
+        "launch",
+    ]
+    assert all(hasattr(evenstep, name) for name in evenstep.__all__)
+
+
+def test_every_room_has_its_place():
+    assert {room_of(module) for module in MODULES} - {"__init__"} == set(ROOMS)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_imports_point_downward(module: Path):
+    room = room_of(module)
+    if room == "__init__":
+        return  # the public names come from anywhere
+    for line, target in imports_of(module):
+        where = f"{module.relative_to(SOURCE)}:{line}"
+        if target == "":
+            assert room == "cli", f"{where}: `import evenstep` is upward; import the room"
+            continue
+        if target == room:
+            continue
+        assert target in ROOMS, f"{where}: imports {target}, which is no room"
+        assert ROOMS.index(target) > ROOMS.index(room), f"{where}: {room} imports {target}, which stands above it"
+        assert room != "launcher" or target in LAUNCHER_NEEDS, f"{where}: the launcher may not need {target}"
+
+
+def test_the_checker_sees_imports_everywhere(tmp_path: Path):
+    """Also those inside functions and blocks."""
+    module = tmp_path / "module.py"
+    module.write_text(
+        "import evenstep\nimport torch\nfrom evenstep import world\n"
+        "def f():\n    from evenstep.data.loader import DataLoader\n    import evenstep.errors as e\n"
+    )
+    assert sorted(imports_of(module)) == [(1, ""), (3, "world"), (5, "data"), (6, "errors")]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_only_one_room_touches_the_environment(module: Path):
+    if room_of(module) == "environment":
+        return
+    for node in ast.walk(ast.parse(module.read_text())):
+        found = None
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            found = node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            found = next((alias.name for alias in node.names if "env" in alias.name), None)
+        assert found not in ("environ", "environb", "getenv", "putenv", "unsetenv"), (
+            f"{module.relative_to(SOURCE)}:{node.lineno}: os.{found}; the environment is read in environment.py"
+        )
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_files_stay_readable(module: Path):
+    """Short enough to be read in one sitting, and every public definition says what it is."""
+    text = module.read_text()
+    lines = len(text.splitlines())
+    assert lines <= MAX_LINES, f"{module.relative_to(SOURCE)} has {lines} lines; what is it that could stand alone?"
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree) or not tree.body, f"{module.relative_to(SOURCE)} has no docstring"
+    for node in public_definitions(tree):
+        if not is_overload(node):
+            assert ast.get_docstring(node), f"{module.relative_to(SOURCE)}:{node.lineno}: {node.name} has no docstring"

@@ -82,10 +82,9 @@ class Command:
         for process in Path("/proc").glob("[0-9]*"):
             try:
                 is_ours = self.mark.encode() in (process / "environ").read_bytes()
-                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            if is_ours and state != "Z":
+            if is_ours and is_running(int(process.name)):
                 found.append(int(process.name))
         return found
 
@@ -99,6 +98,14 @@ class Command:
     def left_files(self) -> list[str]:
         """What it left in its temporary directory."""
         return sorted(path.name for path in self.temporary.iterdir())
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie, which nobody has asked for its status yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def start(directory: Path, arguments: Sequence[str], script: str = "", **variables: str) -> Command:

@@ -34,10 +34,16 @@ def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path
                     raise ValueError(f"bad sample in step {step}")
                 world.transport.all_reduce(torch.ones(1000)).wait()
     """
-    code, command = call(tmp_path, ["--nproc-per-node", "2", "script.py"], script)
+    code, command = call(
+        tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1", "script.py"], script
+    )
     assert code == 1
-    assert command.stderr.count("Traceback (most recent call last)") == 1
-    *_, last_of_traceback, verdict = command.stderr.splitlines()
+    announced, logs, traceback, *_, last_of_traceback, verdict = command.stderr.splitlines()
+    assert announced.startswith("evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, ")
+    assert logs.startswith("evenstep: output of the other ranks: ")
+    assert traceback == "Traceback (most recent call last):"
+    assert command.stderr.count("Traceback") == 1
+    assert "bad sample in step 3" in Path(logs.rpartition(": ")[2], "rank-1.log").read_text()
     assert last_of_traceback == "ValueError: bad sample in step 3"
     assert verdict.startswith("evenstep: rank 1 (pid ")
     assert verdict.endswith(") failed: ValueError: bad sample in step 3")
@@ -53,7 +59,7 @@ def test_a_rank_that_raises_ends_the_others_within_seconds(tmp_path: Path) -> No
             raise KeyError("boom")
         time.sleep(100)
     """
-    command = start(tmp_path, ["--nproc-per-node", "3", "script.py"], script)
+    command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], script)
     command.wait_until((tmp_path / "raised").exists)
     started = time.monotonic()
     assert command.wait() == 1
@@ -119,6 +125,20 @@ def test_an_attempt_that_keeps_failing_ends_with_the_culprits_status(tmp_path: P
     assert command.stderr.count("exited with status 9") == 2
 
 
+def test_a_rank_that_told_of_its_end_and_lingers_is_stopped_and_keeps_its_status(tmp_path: Path) -> None:
+    script = """
+        import atexit, os, time
+        if os.environ["RANK"] == "1":
+            atexit.register(time.sleep, 200)
+            raise ValueError("boom")
+        time.sleep(200)
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--shutdown-timeout", "1", "script.py"], script)
+    assert code == 1
+    assert command.stderr.endswith("failed: ValueError: boom\n")
+    assert command.leaves_no_process()
+
+
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_stops_all_in_one_line(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], WAITS)
@@ -171,8 +191,11 @@ def test_who_ignores_sigterm_is_killed_after_the_timeout_with_its_children(tmp_p
         while True:
             time.sleep(1)
     """
-    code, command = call(tmp_path, ["--nproc-per-node", "2", "--shutdown-timeout", "1", "script.py"], script)
-    assert code == 3
+    command = start(tmp_path, ["--nproc-per-node", "2", "--shutdown-timeout", "1", "script.py"], script)
+    command.wait_until((tmp_path / "up-0").exists)
+    started = time.monotonic()
+    assert command.wait() == 3
+    assert time.monotonic() - started < 15
     assert command.leaves_no_process()
 
 

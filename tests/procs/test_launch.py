@@ -15,6 +15,7 @@ import torch
 
 import evenstep
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError
+from tests.commands import is_running
 
 
 def train(offset: float, scale: float = 1.0) -> tuple[float, int, str]:
@@ -82,8 +83,7 @@ def test_a_function_for_torchs_own_process_group_runs() -> None:
     assert evenstep.launch(plain_torch, 2) == 3.0
 
 
-@pytest.mark.parametrize("attempt", range(3))
-def test_in_a_cascade_the_culprits_exception_is_raised(attempt: int) -> None:
+def test_in_a_cascade_the_culprits_exception_is_raised() -> None:
     with pytest.raises(KeyError, match="bad sample") as caught:
         evenstep.launch(cascade, 2)
     assert "on rank 1 (pid" in str(caught.value.__cause__)
@@ -145,25 +145,23 @@ def test_a_missing_main_guard_is_one_clear_error(tmp_path: Path) -> None:
     assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
 
 
-def test_ranks_die_with_a_parent_that_is_killed_and_stop_with_one_that_is_interrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
+def test_no_rank_outlives_a_parent_that_is_killed_or_interrupted(tmp_path: Path, sent: signal.Signals) -> None:
     program = f"import evenstep, tests.procs.test_launch as t; evenstep.launch(t.leave_pids, 2, ({str(tmp_path)!r},))"
-    for sent, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, -signal.SIGINT)):
-        parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
-        files = [tmp_path / "0", tmp_path / "1"]
-        deadline = time.monotonic() + 60
-        while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        pids = [int(file.read_text()) for file in files]
-        os.kill(parent.pid, sent)
-        _, err = parent.communicate(timeout=60)
-        assert parent.returncode == code
-        assert err.count("Traceback") == (1 if sent == signal.SIGINT else 0), err
-        deadline = time.monotonic() + 2
-        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-        for file in files:
-            file.unlink()
+    parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    files = [tmp_path / "0", tmp_path / "1"]
+    deadline = time.monotonic() + 90
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pids = [int(file.read_text()) for file in files]
+    parent.send_signal(sent)
+    _, err = parent.communicate(timeout=60)
+    assert parent.returncode == -sent
+    assert err.count("Traceback") == (1 if sent == signal.SIGINT else 0), err
+    deadline = time.monotonic() + 2
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(map(is_running, pids))
 
 
 @pytest.mark.parametrize(

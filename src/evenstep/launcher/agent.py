@@ -67,19 +67,29 @@ class WatchedRanks:
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """One look: None while all run; a result once all have succeeded or one has failed and all have ended."""
         codes = [process.poll() for process in self._processes.values()]
-        if any(code not in (None, 0) for code in codes):
+        if any(code not in (None, 0) for code in codes) or self._lingers():
             return self._end_failed_attempt()
         if None in codes:
             return None
-        self._context.close()
+        self._close_context()
         return RunProcsResult(return_values=dict.fromkeys(range(len(codes))))
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop whoever is left; `timeout` is torchelastic's, the policy's counts."""
         self._stop(death_sig)
-        self._context.close()
+        self._close_context()
 
     # ------------------------------------------------------------------ how it ends
+
+    def _lingers(self) -> bool:
+        """Whether a rank has told of its end and doesn't end: a thread or an exit handler of the script holds it."""
+        longest_ns = self._policy.terminate_s * 1e9
+        reports = read_reports(self._run_directory, attempt=self._attempt)
+        return any(time.monotonic_ns() - report.time_ns > longest_ns for report in reports)
+
+    def _close_context(self) -> None:
+        """Everybody has ended, or can't be killed: don't wait again. Writes the rest of what goes to the terminal."""
+        self._context.close(signal.SIGKILL, timeout=0)
 
     def _end_failed_attempt(self) -> RunProcsResult:
         started = time.monotonic()
@@ -90,7 +100,7 @@ class WatchedRanks:
                 break
             time.sleep(_POLL_S)
         self._stop(signal.SIGTERM)
-        self._context.close()  # the rest of what is shown on the terminal is written here
+        self._close_context()
         exits = self._exits()
         failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
         if failure is not None:

@@ -130,10 +130,11 @@ class _Run:
         config.log_line_prefix_template = PREFIX
         if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # lines of other ranks appear when they are written
+        timeout_s = getattr(config, "shutdown_timeout", args.shutdown_timeout)  # older torch: ours alone
         agent = functools.partial(
             RankAgent,
             run_directory=self._run_directory,
-            policy=StopPolicy(terminate_s=float(config.shutdown_timeout or 0)),
+            policy=StopPolicy(terminate_s=float(timeout_s or 0)),
             on_failure=self._on_failure,
         )
         # launch_agent takes no class for its agent, so the name that it looks up is ours for the while.

@@ -16,8 +16,9 @@ from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement
 from evenstep.errors import ConfigurationError
 from evenstep.health import last_words
+from evenstep.transport.choice import TRANSPORTS, Transports, open_transports
 from evenstep.transport.local import LocalTransport
-from evenstep.world import DEFAULT_TIMEOUT_S, World, new_transport
+from evenstep.world import DEFAULT_TIMEOUT_S, World
 
 
 def init(
@@ -39,7 +40,8 @@ def init(
             every rank but 0 draws numbers of its own. None: nothing is seeded.
         device: "cpu", "cuda" (this rank's own GPU), "cuda:1" (this one, shared if need be); None: what
             `evenstep run --device` said, else GPUs if there are any.
-        transport: "gloo" or "nccl"; None: NCCL between GPUs of their own, else Gloo.
+        transport: "shared memory", "gloo" or "nccl"; None: NCCL between GPUs of their own, shared memory between
+            CPU ranks of one host, else Gloo.
         timeout_s: Seconds after which a collective gives up on a missing rank.
         quiet: Don't print the line that says what runs where.
 
@@ -69,7 +71,7 @@ def init(
     _validate_arguments(seed=seed, transport=transport, timeout_s=timeout_s)
     worlds.close_abandoned()
     if dist.is_initialized():
-        world = World.from_process_group(device=device, seed=seed)
+        world = World.from_process_group(device=device, seed=seed, transport=transport)
     else:
         world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
     world._init_arguments = arguments
@@ -99,37 +101,33 @@ def _join(
         sys.excepthook = hook_before
 
     if placement.world_size == 1:
-        local = LocalTransport()
-        return World(
-            placement,
-            device=chosen,
-            transport=local,
-            control=local.split(),
-            store=None,
-            seed=seed,
-            on_close=[restore_hook],
-        )
+        transports = Transports(LocalTransport(), LocalTransport())
+        return World(placement, device=chosen, transports=transports, store=None, seed=seed, on_close=[restore_hook])
     shares_a_gpu = chosen.type == "cuda" and asked is not None and torch.device(asked).index is not None
-    name = transport or ("nccl" if chosen.type == "cuda" and not shares_a_gpu else "gloo")
+    speaks_nccl = chosen.type == "cuda" and (transport == "nccl" or (transport is None and not shares_a_gpu))
     store: Store | None = None
     if placement.rendezvous_file is not None:
         store = FileStore(str(placement.rendezvous_file), placement.world_size)
     try:
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if name == "nccl" else "gloo",
+            backend="cpu:gloo,cuda:nccl" if speaks_nccl else "gloo",
             store=store,
             rank=placement.rank if store is not None else -1,
             world_size=placement.world_size if store is not None else -1,
             timeout=timedelta(seconds=timeout_s),
-            device_id=chosen if name == "nccl" else None,
+            device_id=chosen if speaks_nccl else None,
         )
     except (RuntimeError, ValueError) as error:
         raise ConfigurationError(_explain_rendezvous(placement, error)) from error
+    try:
+        transports = open_transports(transport, chosen, timeout_s=timeout_s)
+    except ConfigurationError:
+        _destroy_default_group()
+        raise
     return World(
         placement,
         device=chosen,
-        transport=new_transport(name, timeout_s),
-        control=new_transport("gloo", timeout_s),
+        transports=transports,
         store=dist.distributed_c10d._get_default_store(),
         seed=seed,
         on_close=[_destroy_default_group, restore_hook],
@@ -139,8 +137,9 @@ def _join(
 def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: float) -> None:
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
         raise ConfigurationError(f"seed={seed!r}: a whole number from 0 to 2**63 - 1, or None to seed nothing.")
-    if transport not in (None, "gloo", "nccl"):
-        raise ConfigurationError(f"transport={transport!r}: 'gloo', 'nccl', or None to let evenstep choose.")
+    if transport is not None and transport not in TRANSPORTS:
+        names = ", ".join(map(repr, TRANSPORTS))
+        raise ConfigurationError(f"transport={transport!r}: {names}, or None to let evenstep choose.")
     if not timeout_s > 0:
         raise ConfigurationError(f"timeout_s={timeout_s!r}: a number of seconds greater than 0.")
 
@@ -148,6 +147,8 @@ def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: f
 def _announce(world: World, *, quiet: bool) -> None:
     if quiet or not world.is_main:
         return
+    if world.why_gloo is not None:
+        print(f"evenstep: Gloo, for want of shared memory: {world.why_gloo}", file=sys.stderr, flush=True)  # noqa: T201
     line = announcement(
         world_size=world.world_size,
         num_nodes=world.num_nodes,

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -24,10 +23,10 @@ from evenstep import console, randomness
 from evenstep.device import choose_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
-from evenstep.transport.base import Transport
+from evenstep.transport.choice import Transports, open_transports
 from evenstep.transport.codec import decode, encode, to_bytes, to_tensor
+from evenstep.transport.exchange import exchange
 from evenstep.transport.local import LocalTransport
-from evenstep.transport.process_group import ProcessGroupTransport
 
 Item = TypeVar("Item")
 
@@ -49,6 +48,7 @@ class World:
         seed: What `init` was given.
         transport: Carries gradients, on `device`.
         control: Carries everything else, on the CPU.
+        why_gloo: Why CPU ranks don't share memory, where they would if they could; else None.
     """
 
     def __init__(
@@ -56,8 +56,7 @@ class World:
         placement: Placement,
         *,
         device: torch.device,
-        transport: Transport,
-        control: Transport,
+        transports: Transports,
         store: Store | None,
         seed: int | None = None,
         on_close: Sequence[Callable[[], object]] = (),
@@ -71,8 +70,9 @@ class World:
         self.launcher = placement.launcher
         self.device = device
         self.seed = seed
-        self.transport = transport
-        self.control = control
+        self.transport = transports.gradients
+        self.control = transports.control
+        self.why_gloo = transports.why_gloo
         self._store = store
         self._on_close = list(on_close)
         self._num_main_first = 0
@@ -90,17 +90,17 @@ class World:
             seed: Seeds the default order of loaders; nothing is seeded here.
         """
         chosen = choose_device(device, Placement(), num_gpus=torch.cuda.device_count())
-        return cls(
-            Placement(),
-            device=chosen,
-            transport=LocalTransport(),
-            control=LocalTransport(),
-            store=None,
-            seed=seed,
-        )
+        transports = Transports(LocalTransport(), LocalTransport())
+        return cls(Placement(), device=chosen, transports=transports, store=None, seed=seed)
 
     @classmethod
-    def from_process_group(cls, *, device: str | torch.device | None = None, seed: int | None = None) -> World:
+    def from_process_group(
+        cls,
+        *,
+        device: str | torch.device | None = None,
+        seed: int | None = None,
+        transport: str | None = None,
+    ) -> World:
         """Adopt the default process group that a script made itself.
 
         Collective: every rank calls this, or the first thing that needs the current world does. The group stays the
@@ -109,9 +109,11 @@ class World:
         Args:
             device: Where this rank computes; None: the current CUDA device if the group speaks NCCL, else the CPU.
             seed: Seeds the default order of loaders; nothing is seeded here.
+            transport: As for `evenstep.init`.
 
         Raises:
             UsageError: There is no process group.
+            ConfigurationError: The transport can't be had.
         """
         if not dist.is_initialized():
             raise UsageError(
@@ -123,15 +125,12 @@ class World:
             chosen = torch.device("cuda", torch.cuda.current_device()) if speaks_nccl else torch.device("cpu")
         else:
             chosen = torch.device(device)
-        name = "nccl" if chosen.type == "cuda" and speaks_nccl else "gloo"
-        control = new_transport("gloo", DEFAULT_TIMEOUT_S)
-        hosts = [entry["host"] for entry in _exchange(control, {"host": host_identity()})]
-        placement = placement_from_hosts(hosts, dist.get_rank())
+        transports = open_transports(transport, chosen, timeout_s=DEFAULT_TIMEOUT_S)
+        hosts = exchange(transports.control, host_identity())
         world = cls(
-            placement,
+            placement_from_hosts(hosts, dist.get_rank()),
             device=chosen,
-            transport=new_transport(name, DEFAULT_TIMEOUT_S),
-            control=control,
+            transports=transports,
             store=dist.distributed_c10d._get_default_store(),
             seed=seed,
         )
@@ -152,7 +151,7 @@ class World:
 
     @property
     def transport_name(self) -> str:
-        """What carries the gradients: "local", "gloo" or "nccl"."""
+        """What carries the gradients: "local", "shared memory", "gloo" or "nccl"."""
         return self.transport.name
 
     def __repr__(self) -> str:
@@ -301,7 +300,7 @@ class World:
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, in order of rank, on every rank. Collective; the same kinds as `broadcast_object`."""
-        return _exchange(self.control, value)
+        return exchange(self.control, value)
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[bool]:
@@ -427,28 +426,8 @@ def close_abandoned() -> None:
         _abandoned.pop().close()
 
 
-def new_transport(name: str, timeout_s: float) -> Transport:
-    """Collective: a transport of its own over all ranks, on a new process group."""
-    group = dist.new_group(backend=name, timeout=timedelta(seconds=timeout_s))
-    return ProcessGroupTransport(group, name=name, timeout_s=timeout_s, owns_group=True)
-
-
 def _is_stale(world: World) -> bool:
     """Whether a world adopted a group that the script has since destroyed or replaced."""
     if world._adopted_group is None:
         return False
     return not dist.is_initialized() or dist.group.WORLD is not world._adopted_group
-
-
-def _exchange(control: Transport, value: Any) -> list[Any]:
-    data = encode(value)
-    lengths = torch.empty(control.world_size, dtype=torch.int64)
-    control.all_gather(lengths, torch.tensor([len(data)])).wait()
-    longest = int(lengths.max())
-    padded = to_tensor(data.ljust(longest, b"\0"))
-    out = torch.empty(control.world_size * longest, dtype=torch.uint8)
-    control.all_gather(out, padded).wait()
-    return [
-        decode(to_bytes(row[: int(length)]))
-        for row, length in zip(out.view(control.world_size, longest), lengths, strict=True)
-    ]

@@ -31,7 +31,7 @@ def call(directory: Path, *arguments: object, may_abort: bool = False) -> str:
         command, cwd=directory, env=env, capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL
     )
     if done.returncode != 0 and may_abort and "terminate called without an active exception" in done.stderr:
-        # torch's own DistributedDataParallel aborts like that when its process ends, in one run of about fifty (docs/devlog.md).
+        # torch's own DistributedDataParallel aborts like that at its end, once in about fifty runs (docs/devlog.md).
         return call(directory, *arguments)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout

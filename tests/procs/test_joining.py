@@ -66,7 +66,7 @@ assert not dist.is_initialized()
 def test_a_world_that_nobody_closes_is_closed_at_exit(tmp_path):
     result = run(
         tmp_path,
-        "import evenstep\nworld = evenstep.init(quiet=True)\nprint(world.mean(1.0))\n",
+        "import evenstep\nworld = evenstep.init(quiet=True)\nprint(f'{world.mean(1.0)}\\n', end='')\n",
         *("-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
     )
     assert (result.returncode, result.stdout) == (0, "1.0\n1.0\n")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import io
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import evenstep
+from evenstep.errors import ConfigurationError
 from evenstep.testing import RankPool
 from evenstep.testing.transport import UNSIGNED, Coverage, check_transport, ops_of
+from evenstep.transport import host
 from evenstep.transport.base import Op
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.local import LocalTransport
@@ -68,3 +73,85 @@ def test_gloo_conforms(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
 def test_every_dtype_has_ops() -> None:
     assert ops_of(torch.bool) == ("sum", "product", "max", "min", "band", "bor", "bxor")
     assert "mean" not in ops_of(torch.int32)
+
+
+def refusals() -> list[str]:
+    """Whatever goes wrong on one rank, all ranks get the same reason."""
+    world = evenstep.init(quiet=True)
+    reasons = []
+
+    def no_room(*args: object) -> None:
+        raise ConfigurationError("5 bytes are needed, 4 are available")
+
+    def refused(*args: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    genuine = host.describe_this_process
+    with mock.patch.object(host, "describe_this_process", lambda r: genuine(r) | ({"boot": "x"} if r == 1 else {})):
+        reasons.append(host.connect_shared_memory(world.control, timeout_s=5))
+    with mock.patch.object(host.Segment, "create", no_room):
+        reasons.append(host.connect_shared_memory(world.control, timeout_s=5))
+    if world.rank == 1:
+        with mock.patch.object(host.Segment, "attach", refused):
+            reasons.append(host.connect_shared_memory(world.control, timeout_s=5))
+    else:
+        reasons.append(host.connect_shared_memory(world.control, timeout_s=5))
+    return [str(reason) for reason in reasons]
+
+
+def test_where_memory_cannot_be_shared_all_ranks_know_why(ranks: RankPool) -> None:
+    told = ranks.run(refusals, 3)
+    assert told[0] == told[1] == told[2]
+    assert told[0][0] == "ranks 0 and 1 are on different hosts"
+    assert told[0][1] == "rank 0 could not make it: 5 bytes are needed, 4 are available"
+    assert told[0][2] == "rank 1 could not join: [Errno 13] Permission denied"
+
+
+def close_world() -> None:
+    evenstep.init(quiet=True).close()
+
+
+def which(transport: str | None, shares: bool) -> tuple[str, str, str]:
+    genuine = host.describe_this_process
+    told = io.StringIO()
+    with (
+        contextlib.redirect_stderr(told),
+        mock.patch.object(host, "describe_this_process", genuine if shares else lambda r: {"problem": f"no, says {r}"}),
+        evenstep.init(transport=transport) as world,
+    ):
+        assert world.mean(float(world.rank)) == (world.world_size - 1) / 2
+        names = world.transport_name, world.control.name
+    return *names, told.getvalue()
+
+
+def test_init_shares_memory_unless_told_otherwise(ranks: RankPool) -> None:
+    ranks.run(close_world, 2)
+    (carrier, control, told), (_, _, quiet) = ranks.run(which, 2, None, True)
+    assert (carrier, control, quiet) == ("shared memory", "shared memory", "")
+    assert told == "evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, shared memory\n"
+    assert ranks.run(which, 2, "gloo", True)[0][:2] == ("gloo", "gloo")
+    carrier, control, told = ranks.run(which, 2, None, False)[0]
+    assert (carrier, control) == ("gloo", "gloo")
+    assert told.startswith("evenstep: Gloo, for want of shared memory: rank 0: no, says 0\n")
+
+
+def refused_transports() -> list[str]:
+    told = []
+    with mock.patch.object(host, "describe_this_process", lambda r: {"problem": f"no, says {r}"}):
+        for name in ("shared memory", "nccl", "pigeons"):
+            try:
+                evenstep.init(transport=name, device="cpu")
+            except ConfigurationError as error:
+                told.append(str(error))
+    assert not dist.is_initialized()
+    return told
+
+
+def test_a_transport_that_cannot_be_had_is_an_error_on_every_rank(ranks: RankPool) -> None:
+    ranks.run(close_world, 2)
+    for told in ranks.run(refused_transports, 2):
+        assert told == [
+            "transport='shared memory': rank 0: no, says 0. Leave the argument out, and Gloo is used.",
+            "transport='nccl' can't carry gradients on cpu. Leave the argument out.",
+            "transport='pigeons': 'shared memory', 'gloo', 'nccl', or None to let evenstep choose.",
+        ]

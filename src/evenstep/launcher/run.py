@@ -183,7 +183,11 @@ def _announcement(plan: RankPlan, host: Host, *, num_hosts: int, device: str | N
     kind = (device or ("cuda" if host.num_gpus else "cpu")).partition(":")[0]
     world_size = plan.num_ranks * num_hosts
     shares_a_gpu = device is not None and ":" in device
-    transport = "local" if world_size == 1 else "nccl" if kind == "cuda" and not shares_a_gpu else "gloo"
+    transport = "nccl" if kind == "cuda" and not shares_a_gpu else "gloo"
+    if world_size == 1:
+        transport = "local"
+    elif kind == "cpu" and num_hosts == 1:
+        transport = "shared memory"  # a rank that finds it can't be says so itself
     return environment.announcement(
         world_size=world_size, num_nodes=num_hosts, device=kind, num_threads=plan.num_threads, transport=transport
     )

@@ -199,9 +199,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if scaler is not None and scaler.is_enabled() and not _is_scaled(loss, scaler):
             loss = scaler.scale(loss)
         with self.engine.weighted_pass(checked) as scale:
-            seed = torch.as_tensor(checked, device=loss.device) / scale
+            share = torch.as_tensor(checked, dtype=torch.float64, device=loss.device) / scale
             torch.autograd.backward(
-                loss, seed.to(loss.dtype).reshape(loss.shape), retain_graph=retain_graph, create_graph=create_graph
+                loss, share.to(loss.dtype).reshape(loss.shape), retain_graph=retain_graph, create_graph=create_graph
             )
 
     # ------------------------------------------------------------------ accumulation

@@ -1,0 +1,66 @@
+"""Which transports a world gets, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from evenstep.errors import ConfigurationError
+from evenstep.transport.base import Transport
+from evenstep.transport.host import connect_shared_memory
+from evenstep.transport.process_group import ProcessGroupTransport
+
+TRANSPORTS = ("shared memory", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Transports:
+    """What carries what.
+
+    Attributes:
+        gradients: Gradients, on the ranks' devices.
+        control: Everything else, on the CPU.
+        why_gloo: Why CPU ranks don't share memory, where they would if they could.
+    """
+
+    gradients: Transport
+    control: Transport
+    why_gloo: str | None = None
+
+
+def open_transports(name: str | None, device: torch.device, *, timeout_s: float) -> Transports:
+    """Open the transports of all ranks of the default process group.
+
+    Collective: every rank calls this, in the same order.
+
+    Args:
+        name: One of `TRANSPORTS`; None: NCCL on a GPU if the process group speaks it, else Gloo there; shared memory
+            between the CPU ranks of one host, else Gloo.
+        device: Where this rank's gradients are.
+        timeout_s: Deadline of a collective.
+
+    Raises:
+        ConfigurationError: The transport that was asked for can't be had. Raised on every rank.
+    """
+    if (name == "nccl" and device.type != "cuda") or (name == "shared memory" and device.type != "cpu"):
+        raise ConfigurationError(f"transport={name!r} can't carry gradients on {device}. Leave the argument out.")
+    control = _open("gloo", timeout_s)
+    if device.type == "cuda" and name is None:
+        name = "nccl" if "nccl" in str(dist.get_backend_config()) else "gloo"
+    if name in ("gloo", "nccl"):
+        return Transports(_open(name, timeout_s), control)
+    shared = connect_shared_memory(control, timeout_s=timeout_s)
+    if isinstance(shared, str):
+        if name is not None:
+            raise ConfigurationError(f"transport={name!r}: {shared}. Leave the argument out, and Gloo is used.")
+        return Transports(_open("gloo", timeout_s), control, why_gloo=shared)
+    control.close()
+    return Transports(shared, shared.split())
+
+
+def _open(name: str, timeout_s: float) -> Transport:
+    group = dist.new_group(backend=name, timeout=timedelta(seconds=timeout_s))
+    return ProcessGroupTransport(group, name=name, timeout_s=timeout_s, owns_group=True)

@@ -71,12 +71,20 @@ def plain_torch() -> float:
     return x.item()
 
 
+def start_method() -> str | None:
+    return multiprocessing.get_start_method(allow_none=True)
+
+
 def test_rank_0s_result_comes_back() -> None:
     assert evenstep.launch(train, 2, (3.0,), kwargs={"scale": 2.0}, device="cpu") == (4.0, 2, "cpu")
 
 
 def test_one_rank_goes_the_same_way_and_takes_the_threads() -> None:
     assert evenstep.launch(threads, 1, threads_per_rank=2) == (2, "2")
+
+
+def test_processes_of_a_rank_start_as_they_would_in_a_script() -> None:
+    assert evenstep.launch(start_method, 1) is None
 
 
 def test_a_function_for_torchs_own_process_group_runs() -> None:

@@ -60,7 +60,7 @@ def serve(connection: Connection, setup: Setup) -> None:
     """Run one task after the other until the parent closes the pipe, or one fails."""
     die_with_parent(setup.parent_pid)
     # A spawned process would spawn in its turn, and a loader's workers take seconds to start instead of milliseconds.
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
+    multiprocessing.set_start_method(None, force=True)
     faulthandler.enable()
     torch.set_num_threads(setup.num_threads)
     with setup.stack_file.open("w") as stack_file:

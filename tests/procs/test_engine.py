@@ -635,7 +635,7 @@ def unfrozen():
     with pytest.raises(ConfigurationError, match="the loss is"):
         model.backward(torch.ones(2), weight=1)
     with pytest.raises(UsageError, match="not part of this version"):
-        model.register_comm_hook(None, None)
+        model.join()
 
 
 def test_what_this_version_cannot_keep_in_step_is_refused(ranks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.agreement import validate_same_model
 from evenstep.replica.batches import StandIn, batch_length, split
+from evenstep.replica.comm_hook import CommHook
 from evenstep.replica.engine import Engine
 from evenstep.replica.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
@@ -110,6 +111,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.engine = Engine(module, world, policy, broadcast_buffers=broadcast_buffers)
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._stand_in = StandIn()
+        self._has_hook = False
 
     # ------------------------------------------------------------------ forward
 
@@ -260,6 +262,28 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 f"gradients have not been averaged. Call backward inside the loop, once per part."
             )
 
+    # ------------------------------------------------------------------ torch's interface
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], torch.futures.Future[Tensor]]) -> None:
+        """Have a hook average buckets over ranks instead of the transport: compression, for example.
+
+        torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. A hook averages; with
+        `backward(loss, weight=)` what it gives is then multiplied by the number of ranks over the sum of weights, so
+        that weights stay exact. In a world of one nothing travels and the hook is not called.
+
+        Args:
+            state: Passed to every call; often a process group, or None for the default one.
+            hook: Called with the state and a `GradBucket`-like bucket whose gradients are complete.
+
+        Raises:
+            ConfigurationError: The hook can't be called so.
+            UsageError: There is one already.
+        """
+        if self._has_hook:
+            raise UsageError("register_comm_hook: there is one already, and a model has at most one.")
+        self.engine.exchange.set_hook(CommHook(state, hook))
+        self._has_hook = True
+
     # ------------------------------------------------------------------ torch's interface that this version lacks
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -268,7 +292,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             "see docs/architecture.md for what is."
         )
 
-    join = register_comm_hook = register_join_hook = join_hook = _refuse
+    join = register_join_hook = join_hook = _refuse
     _register_builtin_comm_hook = _register_fused_optim = _set_static_graph = _refuse
     _get_ddp_logging_data = __getstate__ = _refuse
 

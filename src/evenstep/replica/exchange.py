@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.replica.bucket import Bucket
+from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.layout import BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.weighting import Header, Kind, Window, nearest_power_of_two
+from evenstep.transport.base import Transport
+from evenstep.transport.local import LocalTransport
 from evenstep.world import World
 
 
@@ -46,6 +49,9 @@ class Exchange(Protocol):
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """Collective, once: lay the buckets out again in the order in which rank 0's gradients were ready."""
+
+    def set_hook(self, hook: CommHook) -> None:
+        """Hand complete buckets to a communication hook, which averages them over ranks."""
 
     def in_flight(self) -> list[int]:
         """Indices of the buckets that are travelling at this moment."""
@@ -111,6 +117,9 @@ class NoExchange:
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """See `Exchange.learn_order`; there are no buckets."""
 
+    def set_hook(self, hook: CommHook) -> None:
+        """See `Exchange.set_hook`; there is no bucket to hand over."""
+
     def in_flight(self) -> list[int]:
         """See `Exchange.in_flight`: nothing."""
         return []
@@ -149,6 +158,7 @@ class BucketExchange:
         ]
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
+        self._hooks: HookQueue | None = None
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(plan_layout(self._specs, range(len(parameters) - 1, -1, -1), policy))
         self._has_half_precision = any(bucket.has_half_precision for bucket in self.buckets)
@@ -156,8 +166,11 @@ class BucketExchange:
     def _build(self, layout: Layout) -> None:
         self.layout = layout
         self.reducer = Reducer(len(layout.buckets))
+        # A hook may resize the memory that it is given, which a transport's own may not allow.
+        allocator: Transport = self._world.transport if self._hooks is None else LocalTransport()
         self.buckets: Sequence[Bucket] = [
-            Bucket(bucket, self._parameters, self._names, self._world.transport) for bucket in layout.buckets
+            Bucket(bucket, self._parameters, self._names, self._world.transport, allocator=allocator)
+            for bucket in layout.buckets
         ]
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
@@ -226,6 +239,11 @@ class BucketExchange:
                     view.copy_(grad)
                     parameter.grad = view
 
+    def set_hook(self, hook: CommHook) -> None:
+        """See `Exchange.set_hook`."""
+        self._hooks = HookQueue(hook)
+        self._build(self.layout)
+
     def in_flight(self) -> list[int]:
         """See `Exchange.in_flight`."""
         return [i for i in range(len(self.buckets)) if self.reducer.state(i) is BucketState.REDUCING]
@@ -238,9 +256,9 @@ class BucketExchange:
         for action in actions:
             bucket = self.buckets[action.bucket]
             bucket.pack()
-            if kind is not Kind.WEIGHTED and bucket.has_half_precision:
+            if self._hooks is None and kind is not Kind.WEIGHTED and bucket.has_half_precision:
                 bucket.flat.div_(self._world.world_size)  # before the sum, which could overflow
-            bucket.launch()
+            bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)
 
     def _divide(self, window: Window) -> None:
         # A rank whose share was empty knows only from the header which kind the others had.
@@ -248,10 +266,12 @@ class BucketExchange:
         if window.kind is None:
             weighted = bool(self._header.tensor[1] > 0)
         if weighted:
-            divisor = self._header.divisor(self._half_scale or 1.0)
+            # A hook has divided by the number of ranks already.
+            divided_by = 1.0 if self._hooks is None else float(self._world.world_size)
+            divisor = self._header.divisor((self._half_scale or 1.0) * divided_by)
             for bucket in self.buckets:
                 bucket.flat.div_(divisor.to(bucket.flat.device))
-        else:
+        elif self._hooks is None:
             for bucket in self.buckets:
                 if not bucket.has_half_precision:
                     bucket.flat.div_(self._world.world_size)

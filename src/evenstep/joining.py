@@ -8,7 +8,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from evenstep import randomness
 from evenstep import world as worlds
@@ -105,19 +106,18 @@ def _join(
         return World(placement, device=chosen, transports=transports, store=None, seed=seed, on_close=[restore_hook])
     shares_a_gpu = chosen.type == "cuda" and asked is not None and torch.device(asked).index is not None
     speaks_nccl = chosen.type == "cuda" and (transport == "nccl" or (transport is None and not shares_a_gpu))
-    store: Store | None = None
-    if placement.rendezvous_file is not None:
-        store = FileStore(str(placement.rendezvous_file), placement.world_size)
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if speaks_nccl else "gloo",
-            store=store,
-            rank=placement.rank if store is not None else -1,
-            world_size=placement.world_size if store is not None else -1,
+            store=_fresh_store(placement, timeout_s),
+            rank=placement.rank,
+            world_size=placement.world_size,
             timeout=timedelta(seconds=timeout_s),
             device_id=chosen if speaks_nccl else None,
         )
     except (RuntimeError, ValueError) as error:
+        # torch counts a group that was not made, and would look for the next one under another name.
+        dist.distributed_c10d._world.group_count = 0
         raise ConfigurationError(_explain_rendezvous(placement, error)) from error
     try:
         transports = open_transports(transport, chosen, timeout_s=timeout_s)
@@ -132,6 +132,22 @@ def _join(
         seed=seed,
         on_close=[_destroy_default_group, restore_hook],
     )
+
+
+_num_joins = 0
+
+
+def _fresh_store(placement: Placement, timeout_s: float) -> Store:
+    """Where the ranks meet. A world that was closed before has left its addresses there; they are not read again."""
+    global _num_joins
+    store: Store
+    if placement.rendezvous_file is not None:
+        store = FileStore(str(placement.rendezvous_file), placement.world_size)
+    else:
+        store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
+    store.set_timeout(timedelta(seconds=timeout_s))
+    _num_joins += 1
+    return PrefixStore(f"evenstep-{_num_joins}", store)
 
 
 def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: float) -> None:

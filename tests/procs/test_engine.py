@@ -634,23 +634,14 @@ def unfrozen():
         model(x, [0, 1])
     with pytest.raises(ConfigurationError, match="the loss is"):
         model.backward(torch.ones(2), weight=1)
-    with pytest.raises(UsageError, match="not part of this version"):
-        model.join()
+    model.module.late = nn.Linear(2, 2)
+    model.module.layers[0].weight.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"'late.weight' was added after"):
+        model(x, [0, 1])
 
 
 def test_what_this_version_cannot_keep_in_step_is_refused(ranks):
     ranks.run(unfrozen, 2)
-
-
-def sparse_gradients():
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(nn.Embedding(4, 2, sparse=True), world=world)
-    with pytest.raises(UsageError, match="parameter 'weight' has a sparse_coo gradient"):
-        model(torch.tensor([1])).sum().backward()
-
-
-def test_sparse_gradients_are_refused_by_name(ranks):
-    ranks.run(sparse_gradients, 2)
 
 
 def gradient_penalty():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -14,22 +14,19 @@ from evenstep.world import World
 Description = tuple[str, str, str, bool]  # name, shape, dtype, requires_grad
 
 
-def describe(module: nn.Module) -> list[Description]:
-    """Every parameter in registration order."""
-    return [
-        (name, str(list(p.shape)), str(p.dtype).removeprefix("torch."), p.requires_grad)
-        for name, p in module.named_parameters()
-    ]
+def describe(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Description]:
+    """Every parameter, in the order given."""
+    return [(name, str(list(p.shape)), str(p.dtype).removeprefix("torch."), p.requires_grad) for name, p in parameters]
 
 
-def validate_same_model(module: nn.Module, world: World) -> None:
-    """Collective: compare the parameters of all ranks.
+def validate_same_model(parameters: Iterable[tuple[str, nn.Parameter]], world: World) -> None:
+    """Collective: compare the named parameters of all ranks, in registration order.
 
     Raises:
         MismatchError: Number, names, order, shapes, dtypes or what is trained differ. Raised on every rank, with the
             first difference.
     """
-    mine = describe(module)
+    mine = describe(parameters)
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     if len(set(world.exchange(digest))) == 1:
         return

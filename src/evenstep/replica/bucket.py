@@ -111,8 +111,8 @@ class Bucket:
             for name, grad in zip(self.names, (p.grad for p in self.parameters), strict=True):
                 if grad is not None and grad.layout is not torch.strided:
                     raise UsageError(
-                        f"parameter {name!r} has a {str(grad.layout)[6:]} gradient; this version averages dense ones. "
-                        f"Build the embedding with sparse=False."
+                        f"parameter {name!r} has a {str(grad.layout)[6:]} gradient, which only the weight of an "
+                        f"Embedding or EmbeddingBag with sparse=True may have."
                     ) from None
             raise
 

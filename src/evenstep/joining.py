@@ -15,7 +15,7 @@ from evenstep import randomness
 from evenstep import world as worlds
 from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.health import last_words
 from evenstep.transport.choice import TRANSPORTS, Transports, open_transports
 from evenstep.transport.local import LocalTransport
@@ -52,12 +52,15 @@ def init(
     Raises:
         ConfigurationError: An argument or a launcher's variable is wrong; more ranks than GPUs; a second call with
             other arguments.
+        MismatchError: The ranks were given different arguments. Raised on every rank.
     """
     arguments: dict[str, object] = {
         "seed": seed,
         "device": None if device is None else str(device),
         "transport": transport,
+        "timeout_s": timeout_s,
     }
+    _validate_arguments(seed=seed, transport=transport, timeout_s=timeout_s)
     before = worlds.initialised()
     if before is not None:
         made_with = before._init_arguments
@@ -69,12 +72,12 @@ def init(
             f"evenstep.init was called before with other arguments: now {told}. Call it once, and pass the world on, "
             f"or close the first world before making another."
         )
-    _validate_arguments(seed=seed, transport=transport, timeout_s=timeout_s)
     worlds.close_abandoned()
     if dist.is_initialized():
         world = World.from_process_group(device=device, seed=seed, transport=transport)
     else:
         world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
+    _check_same_arguments(world, {"seed": seed, "transport": transport, "timeout_s": timeout_s})
     world._init_arguments = arguments
     if seed is not None:
         randomness.seed_everything(seed)
@@ -158,6 +161,19 @@ def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: f
         raise ConfigurationError(f"transport={transport!r}: {names}, or None to let evenstep choose.")
     if not timeout_s > 0:
         raise ConfigurationError(f"timeout_s={timeout_s!r}: a number of seconds greater than 0.")
+
+
+def _check_same_arguments(world: World, mine: dict[str, object]) -> None:
+    """Collective: close the world and raise a MismatchError on every rank if the ranks were given different ones."""
+    first, *others = world.exchange(mine)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] != value:
+                world.close()
+                raise MismatchError(
+                    f"evenstep.init: {name}={value!r} on rank 0, but {other[name]!r} on rank {rank}. Every rank passes "
+                    f"the same; numbers of its own for each rank come from the seed without further doing."
+                )
 
 
 def _announce(world: World, *, quiet: bool) -> None:

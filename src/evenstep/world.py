@@ -24,7 +24,7 @@ from evenstep.device import choose_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.transport.choice import Transports, open_transports
-from evenstep.transport.exchange import broadcast_value, exchange, gather_rows
+from evenstep.transport.exchange import broadcast_value, check_mean, exchange, gather_rows, weighted_mean
 from evenstep.transport.local import LocalTransport
 
 Item = TypeVar("Item")
@@ -247,20 +247,12 @@ class World:
             A float for a number, else a tensor of `value`'s shape and dtype. NaN if all weights are 0.
 
         Raises:
-            ConfigurationError: The weight is negative or no number.
+            ConfigurationError: The value is no real number or tensor, the weight is negative or no number (not looked
+                at where it is on a GPU).
         """
-        if isinstance(weight, int | float) and not 0 <= weight < float("inf"):
-            raise ConfigurationError(f"world.mean: weight={weight!r} on rank {self.rank}; a weight is at least 0.")
-        given = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
-        on_device = given.device.type == "cuda"
-        total = torch.empty(given.numel() + 1, dtype=torch.float64, device=given.device)
-        total[-1] = weight
-        total[:-1] = torch.where(total[-1] == 0, 0.0, given.reshape(-1).double() * total[-1])
-        (self.transport if on_device else self.control).all_reduce(total).wait()
-        mean = total[:-1] / total[-1]
-        if not isinstance(value, Tensor):
-            return float(mean)
-        return mean.reshape(given.shape).to(given.dtype if given.is_floating_point() else torch.float32)
+        given, weight = check_mean(value, weight, rank=self.rank)
+        mean = weighted_mean(self.transport if given.device.type == "cuda" else self.control, given, weight)
+        return mean if isinstance(value, Tensor) else float(mean)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, one after the other along the first dimension, in order of rank.
@@ -275,7 +267,11 @@ class World:
 
         Raises:
             MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.
+            ConfigurationError: No dense tensor.
         """
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            kind = f"{tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigurationError(f"world.gather on rank {self.rank}: a {kind}; it takes dense tensors.")
         carrier = self.transport if tensor.device.type == "cuda" else self.control
         return gather_rows(carrier, self.control, tensor)
 
@@ -292,8 +288,8 @@ class World:
         Raises:
             ConfigurationError: The value holds something else, or `src` is no rank. Raised on all ranks.
         """
-        if not 0 <= src < self.world_size:
-            raise ConfigurationError(f"broadcast_object: src={src}, but ranks are 0 to {self.world_size - 1}.")
+        if not isinstance(src, int) or isinstance(src, bool) or not 0 <= src < self.world_size:
+            raise ConfigurationError(f"broadcast_object: src={src!r}, but ranks are 0 to {self.world_size - 1}.")
         return broadcast_value(self.control, value, src)
 
     def exchange(self, value: Any) -> list[Any]:

@@ -149,10 +149,9 @@ class DistributedDataParallel(TorchInterface):
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = mixed_precision
         if init_sync:
-            validate_same_model(settings.kept(module), world)
-            tensors = [parameter.data for _, parameter in settings.kept(module)]
-            if init_sync_buffers:
-                tensors.extend(buffer for name, buffer in module.named_buffers() if name not in settings.ignored)
+            buffers = settings.kept_buffers(module) if init_sync_buffers else []
+            validate_same_model(settings.kept(module), buffers, world)
+            tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in buffers)]
             finish_broadcast(start_broadcast(tensors, world.transport))
         self._set_up(world, settings)
         self._stand_in = StandIn(dim)

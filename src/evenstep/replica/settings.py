@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from evenstep.errors import ConfigurationError
@@ -49,6 +49,10 @@ class Settings:
     def kept(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are not ignored, in registration order."""
         return [(name, p) for name, p in module.named_parameters() if name not in self.ignored]
+
+    def kept_buffers(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """The module buffers that are not ignored, in registration order."""
+        return [(name, buffer) for name, buffer in module.named_buffers() if name not in self.ignored]
 
 
 def check_module(module: nn.Module, ignored: Iterable[str] = ()) -> None:

@@ -214,7 +214,7 @@ class TorchInterface(TorchDistributedDataParallel):
         self.engine.exchange.set_uneven(uneven)
 
     def _kept_tensors(self) -> list[Tensor]:
-        buffers = [b for name, b in self.module.named_buffers() if name not in self.settings.ignored]
+        buffers = [buffer for _, buffer in self.settings.kept_buffers(self.module)]
         return [*(parameter.data for parameter in self._module_parameters), *buffers]
 
     # ------------------------------------------------------------------ pickling

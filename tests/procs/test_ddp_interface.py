@@ -604,3 +604,49 @@ def transposed(seed):
 
 def test_the_batch_may_be_another_dimension(ranks, fresh_seed):
     ranks.run(transposed, 3, fresh_seed)
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        self.double()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def compiled(seed):
+    """Number of graphs for each class and way of compiling; the gradients are compared here."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    world = evenstep.init(quiet=True)
+    batches = [
+        torch.randn(4, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + r))
+        for r in range(world.world_size)
+    ]
+    expected = averaged(Deep(), batches)
+    num_graphs = []
+    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
+        for whole in (True, False):
+            torch._dynamo.reset()
+            counter = CompileCounterWithBackend("eager")
+            model = wrap(Deep(), bucket_cap_mb=1)
+            if not whole:
+                model.module.compile(backend=counter)
+            run = torch.compile(model, backend=counter) if whole else model
+            for _ in range(3):
+                model.zero_grad()
+                run(batches[world.rank]).square().mean().backward()
+                assert_same(grads(model), expected, rtol=0, atol=1e-12)
+            num_graphs.append(counter.frame_count)
+    return num_graphs
+
+
+def test_a_compiled_module_is_split_at_buckets_as_torch_does_it(ranks, fresh_seed):
+    for ours, ours_inside, torchs, torchs_inside in ranks.run(compiled, 2, fresh_seed, timeout_s=120):
+        assert ours == torchs > 1
+        assert ours_inside == torchs_inside > 1

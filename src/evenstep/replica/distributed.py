@@ -32,7 +32,7 @@ from evenstep.replica.settings import (
     sparse_parameters,
     where_inputs_go,
 )
-from evenstep.replica.torch_interface import TorchInterface
+from evenstep.replica.torch_interface import TorchInterface, keep_out_of_graphs
 from evenstep.replica.weighting import validate_weight
 from evenstep.world import World
 
@@ -174,6 +174,7 @@ class DistributedDataParallel(TorchInterface):
             UsageError: The replicas are no longer in step (an earlier backward pass failed), or a parameter that was
                 frozen when the model was wrapped is trained now.
         """
+        keep_out_of_graphs()
         if torch.is_grad_enabled():
             self.engine.begin_forward()
             self._validate_parameters()

@@ -7,6 +7,7 @@ that class's machinery is set up. docs/ddp-compatibility.md has a line per name.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,18 @@ from evenstep.replica.engine import Engine
 from evenstep.replica.settings import Settings
 from evenstep.replica.uneven import Uneven, UnevenJoinHook
 from evenstep.world import World
+
+_is_known_to_dynamo = False
+
+
+def keep_out_of_graphs() -> None:
+    """Have torch.compile trace the wrapped module and not evenstep: what isn't imported yet is told later."""
+    global _is_known_to_dynamo
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and not _is_known_to_dynamo:
+        _is_known_to_dynamo = True
+        rules.add("evenstep")
+
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
@@ -60,7 +73,8 @@ class TorchInterface(TorchDistributedDataParallel):
         # What torch's class has, for those who read it.
         self.forward_sync_buffers = settings.sync_buffers
         self.parameters_to_ignore = set(settings.ignored)
-        self.bucket_bytes_cap = max(settings.policy.caps_bytes)
+        # torch.compile splits graphs at buckets of this size, and insists on a minimum.
+        self.bucket_bytes_cap = max(*settings.policy.caps_bytes, dist._DEFAULT_FIRST_BUCKET_BYTES)
         self.bucket_bytes_cap_default = settings.policy.cap_bytes(0) < self.bucket_bytes_cap
         self._module_parameters = [parameter for _, parameter in settings.kept(self.module)]
         self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1

@@ -26,6 +26,7 @@ from evenstep.replica.settings import Settings
 from evenstep.replica.uneven import Uneven, UnevenJoinHook
 from evenstep.world import World
 
+_MIN_COMPILED_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 _is_known_to_dynamo = False
 
 
@@ -74,7 +75,7 @@ class TorchInterface(TorchDistributedDataParallel):
         self.forward_sync_buffers = settings.sync_buffers
         self.parameters_to_ignore = set(settings.ignored)
         # torch.compile splits graphs at buckets of this size, and insists on a minimum.
-        self.bucket_bytes_cap = max(*settings.policy.caps_bytes, dist._DEFAULT_FIRST_BUCKET_BYTES)
+        self.bucket_bytes_cap = max(*settings.policy.caps_bytes, _MIN_COMPILED_BUCKET_BYTES)
         self.bucket_bytes_cap_default = settings.policy.cap_bytes(0) < self.bucket_bytes_cap
         self._module_parameters = [parameter for _, parameter in settings.kept(self.module)]
         self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1

@@ -20,6 +20,8 @@ from evenstep.replica.batches import StandIn, batch_length, split
 from evenstep.replica.engine import Engine
 from evenstep.replica.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
+from evenstep.replica.sync_batchnorm import replace_torchs
+from evenstep.replica.sync_layers import SyncLayers
 from evenstep.replica.weighting import validate_weight
 from evenstep.world import World
 
@@ -96,7 +98,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         policy = _bucket_policy(bucket_cap_mb, first_bucket_cap_mb)
         if world.is_initialised and device_ids is None:
             module.to(world.device)
-        self.module = module
+        self.module = module = replace_torchs(module)
         self.world = world
         self.dim = dim
         self.broadcast_buffers = broadcast_buffers
@@ -108,6 +110,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 tensors.extend(module.buffers())
             finish_broadcast(start_broadcast(tensors, world.transport))
         self.engine = Engine(module, world, policy, broadcast_buffers=broadcast_buffers)
+        self.sync_layers = SyncLayers(module, world, self.engine.contribution)
+        self.engine.shares_statistics = bool(self.sync_layers)
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._stand_in = StandIn()
 
@@ -137,14 +141,22 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         else:
             if not self._stand_in.has_sample:
                 self._stand_in.remember((inputs, kwargs))
-            outputs = self.module(*inputs, **kwargs)
+            if self.sync_layers:
+                with self.sync_layers.forward_pass(over_stand_in=False):
+                    outputs = self.module(*inputs, **kwargs)
+            else:
+                outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled():
             self.engine.watch_outputs(outputs, over_stand_in=is_empty)
         return outputs
 
     def _forward_stand_in(self, inputs: Any, kwargs: Any) -> Any:
         inputs, kwargs = self._stand_in.build((inputs, kwargs))
-        with randomness.preserved(), untouched(self.module):
+        with (
+            randomness.preserved(),
+            untouched(self.module, but=self.sync_layers.buffers()),
+            self.sync_layers.forward_pass(over_stand_in=True),
+        ):
             outputs = self.module(*inputs, **kwargs)
         return StandIn.empty_outputs(outputs)
 
@@ -228,7 +240,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             optimizer.step()
 
         Collective: every rank runs the loop to its end, once per step. An empty batch has no parts, so the loop runs
-        zero times, and its end takes part in the exchange all the same.
+        zero times, and its end takes part in the exchange all the same. With a `SyncBatchNorm` in the model, which
+        exchanges statistics in every part, all ranks get equally many parts, and some of them may be empty.
 
         Args:
             batch: A nest of tensors [n_samples, ...], divided along the first dimension.
@@ -239,6 +252,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             UsageError: The last part was not followed by a backward pass.
         """
         parts = split(batch, n)
+        if self.sync_layers and self.training:
+            parts = self.sync_layers.pad(parts, batch)
         before = self.engine.synchronise
         num_reductions = self.engine.num_reductions
         completed = False

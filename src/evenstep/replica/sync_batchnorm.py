@@ -111,13 +111,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._check_non_zero_input_channels(input)
         if input.shape[1] != self.num_features:
             raise ValueError(f"expected input with {self.num_features} channels, and this is {list(input.shape)}")
+        # The exchange is no tensor operation: a compiled graph ends here. (The decorated method imports dynamo.)
+        return self._train_uncompiled(input) if torch.compiler.is_compiling() else self._train(input)
+
+    def _train(self, input: Tensor) -> Tensor:
         counts = input.numel() > 0 and (self.overseer is None or self.overseer.counts_rows())
         if counts and self._transport(input.device).world_size == 1:
             return _BatchNorm.forward(self, input)
-        return self._synchronised(input, counts=counts)
-
-    @_disable_dynamo  # the exchange is no tensor operation: a compiled graph ends here
-    def _synchronised(self, input: Tensor, *, counts: bool) -> Tensor:
         dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
         with torch.no_grad():
             own = local_statistics(input.detach().to(dtype)) if counts else self.no_rows(input.device)
@@ -134,6 +134,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             counts,
         )
         return output
+
+    _train_uncompiled = _disable_dynamo(_train)
 
     # ------------------------------------------------------------------ exchanges
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from measuring import describe_machine, ratios, spread
 
 import evenstep
 from evenstep.transport.base import Transport
@@ -109,8 +108,8 @@ def measure_size(num_bytes: int, gloo: Transport, shared: Transport, num_blocks:
         tensor_us=medians["tensor"],
         bucket_us=medians["bucket"],
         moved_us=medians["moved"],
-        tensor_ratio=quartiles([a / b for a, b in zip(seconds["gloo"], seconds["tensor"], strict=True)]),
-        bucket_ratio=quartiles([a / b for a, b in zip(seconds["gloo"], seconds["bucket"], strict=True)]),
+        tensor_ratio=ratios(seconds["gloo"], seconds["tensor"]),
+        bucket_ratio=ratios(seconds["gloo"], seconds["bucket"]),
     )
 
 
@@ -123,29 +122,6 @@ def time_block(call: Callable[[], object], meeting: Transport, num_calls: int) -
     took = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
     meeting.all_reduce(took, "max").wait()
     return float(took) / num_calls
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """Lower quartile, median, upper quartile. Pure."""
-    if len(values) < 2:
-        return values * 3
-    return statistics.quantiles(values, n=4, method="inclusive")
-
-
-def describe_machine() -> dict[str, object]:
-    """What the figures belong to."""
-    cpu = ""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            cpu = line.partition(":")[2].strip()
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_1_min": os.getloadavg()[0],
-    }
 
 
 def human(num_bytes: int) -> str:
@@ -163,12 +139,10 @@ def table(rows: list[Row]) -> str:
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
-        low_t, mid_t, high_t = row.tensor_ratio
-        low_b, mid_b, high_b = row.bucket_ratio
         lines.append(
             f"| {row.num_ranks} | {human(row.num_bytes)} | {row.gloo_us:,.1f} | {row.tensor_us:,.1f} | "
-            f"{row.bucket_us:,.1f} | {row.moved_us:,.1f} | {mid_t:.1f} ({low_t:.1f}-{high_t:.1f}) | "
-            f"{mid_b:.1f} ({low_b:.1f}-{high_b:.1f}) |"
+            f"{row.bucket_us:,.1f} | {row.moved_us:,.1f} | {spread(row.tensor_ratio, 1)} | "
+            f"{spread(row.bucket_ratio, 1)} |"
         )
     return "\n".join(lines)
 

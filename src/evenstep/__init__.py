@@ -7,6 +7,7 @@ from evenstep.joining import init
 from evenstep.launcher.launch import launch
 from evenstep.replica.data_parallel import DataParallel
 from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.replica.sync_batchnorm import SyncBatchNorm
 from evenstep.world import World
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "EvenstepError",
+    "SyncBatchNorm",
     "World",
     "init",
     "launch",

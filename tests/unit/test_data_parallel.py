@@ -1,6 +1,15 @@
-"""The one-line, one-process interface: replicas on the CPU side by side."""
+"""The one-line, one-process interface: replicas on the CPU side by side, against the bare module in float64."""
 
 from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import gc
+import io
+import random
+import threading
+import weakref
 
 import pytest
 import torch
@@ -8,6 +17,9 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica.replicas import Replica, add_bucket, buckets_of
+
+CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
@@ -24,12 +36,24 @@ class Net(nn.Module):
         return {"out": self.tied(torch.tanh(self.norm(self.first(x)))) * scale, "rows": x.sum()}
 
 
+def on_cpus(module, num_replicas, **arguments):
+    return evenstep.DataParallel(module, device_ids=["cpu"] * num_replicas, **arguments)
+
+
+def assert_same_grads(module, expected):
+    for (name, got), other in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert (got.grad is None) == (other.grad is None), name
+        if got.grad is not None:
+            got_grad, other_grad = (g.to_dense() if g.is_sparse else g for g in (got.grad, other.grad))
+            torch.testing.assert_close(got_grad, other_grad, rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_outputs_and_gradients_equal_the_bare_module(rows, num_replicas):
     torch.manual_seed(rows)
     net = Net()
-    model = evenstep.DataParallel(net, device_ids=["cpu"] * num_replicas)
+    model = on_cpus(net, num_replicas)
     x = torch.randn(rows, 3, dtype=torch.float64, requires_grad=True)
     bare = net(x, scale=2.0)["out"]
     bare.square().sum().backward()
@@ -45,20 +69,480 @@ def test_outputs_and_gradients_equal_the_bare_module(rows, num_replicas):
     assert net.calls == 2  # buffers are the first replica's
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+class Parametrized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flat = nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
+        self.norm, self.unused = nn.LayerNorm(4), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.norm(self.flat(x.flatten(1)))
+
+
+class Embedded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(self.embedding(x.flatten(1).abs().long() % 7).sum(1))
+
+
+@pytest.mark.parametrize("kind", [Recurrent, Parametrized, Embedded])
+@pytest.mark.parametrize("seed", range(3))
+def test_training_equals_the_bare_module(kind, seed):
+    shared = random.Random(seed)
+    torch.manual_seed(seed)
+    plain = kind().double()
+    model = on_cpus(copy.deepcopy(plain), shared.randint(2, 4))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for _ in range(4):
+        x = 5 * torch.randn(shared.randint(2, 9), 2, 3, dtype=torch.float64)
+        for each in (plain, model):
+            each(x).sin().sum().backward()
+        assert_same_grads(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [replica.num_built for replica in model._replicas[:2]] == [1, 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    name: str
+
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+class Nested(nn.Linear):
+    def forward(self, batch, shift):
+        out = super().forward(batch["x"]) + shift
+        return Output(out, "net"), Pair(out.argmax(1), [out * 2, None]), collections.OrderedDict(count=3)
+
+
+def test_nests_go_in_and_come_out():
+    net = Nested(3, 2).double()
+    x, shift = torch.randn(5, 3, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)
+    expected, got = net({"x": x}, shift), on_cpus(net, 2)({"x": x}, shift=shift)
+    assert type(got[0]) is Output
+    assert got[0].name == "net"
+    torch.testing.assert_close(got[0].logits, expected[0].logits)
+    assert type(got[1]) is Pair
+    assert torch.equal(got[1].left, expected[1].left)
+    assert not got[1].left.requires_grad
+    torch.testing.assert_close(got[1].right[0], expected[1].right[0])
+    assert got[1].right[1] is None
+    assert type(got[2]) is collections.OrderedDict
+    assert got[2]["count"] == 3
+
+
+def test_another_batch_dimension_and_a_number_for_all():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 1, dtype=torch.float64))
+
+        def forward(self, x, scale):
+            return x * self.weight * scale
+
+    net = Scaled()
+    x, scale = torch.randn(4, 7, dtype=torch.float64), torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    out = on_cpus(net, 3, dim=1)(x, scale)
+    assert torch.equal(out, 3 * x)
+    out.sum().backward()
+    torch.testing.assert_close(net.weight.grad, 3 * x.sum(1, keepdim=True))
+    torch.testing.assert_close(scale.grad, x.sum())
+
+
 def test_grad_mode_and_autocast_reach_the_replicas():
-    model = evenstep.DataParallel(Net().eval(), device_ids=["cpu", "cpu"])
+    model = on_cpus(Net().eval(), 2)
     with torch.no_grad():
         assert not model(torch.ones(4, 3, dtype=torch.float64))["out"].requires_grad
-    linear = evenstep.DataParallel(nn.Linear(3, 3), device_ids=["cpu", "cpu"])
+    linear = on_cpus(nn.Linear(3, 3), 2)
+    with torch.inference_mode():
+        assert linear(torch.ones(4, 3)).is_inference()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert linear(torch.ones(4, 3)).dtype == torch.bfloat16
-    assert list(linear.state_dict()) == ["module.weight", "module.bias"]
+    linear(torch.ones(4, 3)).sum().backward()
+    assert linear.module.weight.grad is not None
 
 
-def test_an_error_in_a_replica_is_the_users():
-    model = evenstep.DataParallel(nn.Linear(3, 3), device_ids=["cpu", "cpu"])
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+# ---------------------------------------------------------------------- replicas that stay alive
+
+
+def test_changes_of_the_module_reach_the_replicas():
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    model = on_cpus(net, 2)
+    x = torch.randn(6, 3, dtype=torch.float64)
+
+    def check(what):
+        net.zero_grad()
+        # Two parts are normalised for themselves, so compare with the halves.
+        plain = copy.deepcopy(net)
+        expected = torch.cat([plain(x[:3]), copy.deepcopy(net)(x[3:])]) if net.training else plain(x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12, msg=lambda m: f"{what}: {m}")
+        model(x).square().sum().backward()
+        return [p.grad is not None for p in net.parameters()]
+
+    assert all(check("at first"))
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+    check("an in-place change")
+    net[0].weight.data.mul_(2)
+    check("an in-place change of the data")
+    net[0].weight.data = torch.randn(4, 3, dtype=torch.float64)
+    check("other memory")
+    net[2].weight = nn.Parameter(torch.randn(2, 4, dtype=torch.float64))
+    check("another parameter")
+    net[0].bias.requires_grad_(False)
+    assert check("a frozen parameter") == [True, False, True, True, True, True]
+    net[0].bias.requires_grad_(True)
+    assert all(check("an unfrozen one"))
+    model.eval()
+    check("evaluation")
+    net[1].running_mean.add_(1)
+    check("a changed buffer")
+    net[2] = nn.Linear(4, 5).double()
+    check("another layer")
+    net.append(nn.Tanh())
+    check("one more layer")
+    net[1].eps = 0.5
+    check("a changed attribute")
+
+
+def test_parameters_are_copied_only_when_they_have_changed():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    replica = Replica(CPU, is_first=False, shares_memory=False)
+    x = torch.ones(1, 3, dtype=torch.float64)
+
+    def check(num_copied, num_built=1):
+        assert torch.equal(replica.refresh(net)(x), net(x))
+        assert (replica.num_copied, replica.num_built) == (num_copied, num_built)
+
+    check(4)
+    check(4)
+    with torch.no_grad():
+        net[1].weight.add_(1)
+    check(5)
+    net[0].bias.data = torch.ones(4, dtype=torch.float64)
+    check(6)
+    check(6)
+    net[0].bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    check(7, num_built=2)
+
+
+def test_replicas_on_one_device_share_the_parameters_memory():
+    model = on_cpus(nn.Linear(3, 3), 3)
+    model(torch.ones(3, 3))
+    for replica in model._replicas:
+        assert replica.module.weight.data_ptr() == model.module.weight.data_ptr()
+        assert replica.module.weight is not model.module.weight
+        assert replica.num_copied == 0
+
+
+def test_module_buffers_are_the_first_replicas():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.register_buffer("assigned", torch.zeros(2))
+
+        def forward(self, x):
+            self.assigned = self.assigned + x.sum(0)  # another tensor, under the same name
+            return self.norm(x)
+
+    net, plain = Counting(), Counting()
+    model = on_cpus(net, 2)
+    for step in range(3):
+        x = torch.arange(8.0).view(4, 2) * (step + 1)
+        model(x)
+        plain(x[:2])
+        for (name, a), b in zip(net.named_buffers(), plain.buffers(), strict=True):
+            assert torch.equal(a, b), name
+    second = model._replicas[1].refresh(net)
+    assert all(torch.equal(a, b) for a, b in zip(second.buffers(), net.buffers(), strict=True))
+
+
+def test_gradients_are_added_in_buckets():
+    parameters = [nn.Parameter(torch.zeros(3 << 20)) for _ in range(5)] + [nn.Parameter(torch.zeros(2).double())]
+    assert [len(bucket) for bucket in buckets_of(parameters)] == [2, 2, 1, 1]
+    generator = torch.Generator().manual_seed(0)
+    columns = [[torch.randn(shape, generator=generator) for shape in ((2, 3), (4,), ())] for _ in range(3)]
+    expected = [sum(each[1:], each[0]) for each in zip(*columns, strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(add_bucket(columns, CPU, CPU), expected, strict=True))
+    # As on several devices: flat, added on one of them.
+    moved = add_bucket(columns, CPU, torch.device("meta"))
+    assert [tuple(each.shape) for each in moved] == [(2, 3), (4,), ()]
+    same = torch.ones(2)
+    assert torch.equal(add_bucket([[same, same], [same, same]], CPU, CPU)[1], torch.full((2,), 2.0))
+
+
+# ---------------------------------------------------------------------- threads
+
+
+class WhereAmI(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seen):
+        ctx.seen = seen
+        seen.append(("forward", threading.current_thread().name, torch.get_num_threads()))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen.append(("backward", threading.current_thread().name, torch.get_num_threads()))
+        return grad, None
+
+
+class Watched(nn.Linear):
+    def __init__(self, seen):
+        super().__init__(3, 3)
+        self.seen = seen
+
+    def forward(self, x):
+        return WhereAmI.apply(super().forward(x), self.seen)
+
+
+def test_each_replicas_thread_drives_its_graph_forward_and_backward():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        seen = []
+        model = on_cpus(Watched(seen), 2)
+        model(torch.ones(4, 3)).sum().backward()
+        assert sorted(seen) == [
+            (what, f"evenstep-replica-{index}", 2) for what in ("backward", "forward") for index in (0, 1)
+        ]
+        assert torch.get_num_threads() == 4
+        fresh = []
+        thread = threading.Thread(target=lambda: (torch.ones(9).sum(), fresh.append(torch.get_num_threads())))
+        thread.start()
+        thread.join()
+        assert fresh == [4]
+        seen.clear()
+        torch.set_num_threads(1)
+        model(torch.ones(4, 3)).sum().backward()
+        assert {each[2] for each in seen} == {1}
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_threads_end_with_the_model():
+    before = set(threading.enumerate())
+    model = on_cpus(nn.Linear(3, 3), 2)
+    assert set(threading.enumerate()) == before
+    model(torch.ones(4, 3))
+    mine = set(threading.enumerate()) - before
+    assert len(mine) == 2
+    del model
+    gc.collect()
+    for thread in mine:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+class Activation:
+    """Something that lives as long as a graph."""
+
+
+class Remembering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.activation = Activation()
+        kept.append(weakref.ref(ctx.activation))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def test_activations_are_gone_after_backward():
+    kept = []
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return Remembering.apply(super().forward(x), kept)
+
+    model = on_cpus(Layer(3, 3), 2)
+    loss = model(torch.ones(4, 3)).sum()
+    assert [each() is None for each in kept] == [False, False]
+    loss.backward()
+    assert [each() is None for each in kept] == [True, True]
+
+
+class Odd(Exception):
+    def __init__(self, first, second):
+        super().__init__(first, second)
+
+
+class Failing(nn.Linear):
+    def __init__(self, make_error):
+        super().__init__(3, 3)
+        self.make_error = make_error
+
+    def forward(self, x):
+        if x.sum() > 6:
+            raise self.make_error()
+        return super().forward(x)
+
+
+def test_an_error_in_a_replica_is_the_users_and_says_where():
+    model = on_cpus(nn.Linear(3, 3), 2)
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied.*in the forward of replica 0 of 2, on cpu"):
         model(torch.ones(4, 2))
+    model(torch.ones(4, 3))  # as if nothing had happened
+    x = torch.cat([torch.zeros(2, 3), torch.ones(2, 3) * 9])
+    with pytest.raises(LookupError, match=r"gone \(in the forward of replica 1 of 2, on cpu\)") as caught:
+        on_cpus(Failing(lambda: LookupError("gone")), 2)(x)
+    assert caught.value.__cause__.args == ("gone",)
+    del caught  # its traceback holds this frame, and so the models and their threads
+    with pytest.raises(RuntimeError, match=r"Odd: .*replica 1 of 2"):
+        on_cpus(Failing(lambda: Odd(1, 2)), 2)(x)
+
+
+def test_an_error_in_a_backward_pass_says_where():
+    class Bad(nn.Linear):
+        def forward(self, x):
+            out = super().forward(x).exp()
+            saved = out * 1
+            out.mul_(2)  # exp needs its result
+            return saved
+
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*\(in the backward of replica 0 of 2"):
+        on_cpus(Bad(3, 3), 2)(torch.ones(4, 3)).sum().backward()
+
+
+# ---------------------------------------------------------------------- the caller's graph
+
+
+def test_a_graph_can_be_kept_and_is_freed_otherwise():
+    net = nn.Linear(3, 3).double()
+    model = on_cpus(net, 2)
+    loss = model(torch.ones(4, 3, dtype=torch.float64)).square().sum()
+    loss.backward(retain_graph=True)
+    once = net.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(net.weight.grad, 2 * once)
+    out = model(torch.ones(4, 3, dtype=torch.float64))
+    out.sum().backward()
+    with pytest.raises(UsageError, match="retain_graph=True"):
+        out.sum().backward()
+
+
+def test_gradients_by_name_hooks_and_second_derivatives():
+    net = nn.Linear(3, 1).double()
+    model = on_cpus(net, 2)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    (grad,) = torch.autograd.grad(model(x).sum(), net.weight)
+    torch.testing.assert_close(grad, x.sum(0, keepdim=True))
+    assert net.weight.grad is None
+    handle = net.weight.register_hook(lambda g: g * 2)  # once, and not once per replica
+    model(x).sum().backward()
+    torch.testing.assert_close(net.weight.grad, 2 * x.sum(0, keepdim=True))
+    handle.remove()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), net.weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_outputs_that_are_not_used_have_no_part():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+
+        def forward(self, x):
+            return self.layers[0](x), self.layers[1](x)
+
+    model = on_cpus(Two(), 2)
+    model(torch.ones(4, 3))[1].sum().backward()
+    assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
+
+
+# ---------------------------------------------------------------------- the loss where the outputs are
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(),
+        nn.CrossEntropyLoss(ignore_index=1),
+        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 2.0], dtype=torch.float64), ignore_index=2),
+        nn.CrossEntropyLoss(reduction="sum"),
+        nn.CrossEntropyLoss(reduction="none"),
+        nn.functional.cross_entropy,
+        lambda out, target: nn.functional.cross_entropy(out, target, reduction="none").square(),
+    ],
+)
+def test_the_loss_equals_that_of_the_whole_batch(rows, criterion):
+    torch.manual_seed(rows)
+    net = nn.Linear(4, 3).double()
+    plain = copy.deepcopy(net)
+    model = on_cpus(net, 2)
+    x, target = torch.randn(rows, 4, dtype=torch.float64), torch.arange(rows) % 3
+    target[rows // 2 :] = 0  # and so 1 and 2 are only in the first part, if anywhere
+    loss, expected = model.loss(criterion, x, target), criterion(plain(x), target)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    loss.sum().backward()
+    expected.sum().backward()
+    assert_same_grads(model, plain)
+
+
+def test_a_part_in_which_no_target_counts():
+    net = nn.Linear(4, 3).double()
+    plain, model, criterion = copy.deepcopy(net), on_cpus(net, 2), nn.CrossEntropyLoss(ignore_index=-100)
+    x, target = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 2, -100, -100])
+    loss, expected = model.loss(criterion, (x,), target), criterion(plain(x), target)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    loss.backward()
+    expected.backward()
+    assert net.weight.grad.isfinite().all()
+    assert_same_grads(model, plain)
+
+
+def test_a_criterion_that_is_trained_is_refused():
+    class Trained(nn.Linear):
+        def forward(self, out, target):
+            return super().forward(out).mean()
+
+    with pytest.raises(UsageError, match="a part of the module"):
+        on_cpus(nn.Linear(3, 3), 2).loss(Trained(3, 3), torch.ones(4, 3), torch.ones(4))
+
+
+# ---------------------------------------------------------------------- as torch's class
+
+
+def test_torchs_interface():
+    net = nn.Linear(3, 3)
+    model = on_cpus(net, 2)
+    assert isinstance(model, nn.DataParallel)
+    assert model.module is net
+    assert (model.device_ids, model.output_device, model.dim) == ([CPU, CPU], CPU, 0)
+    assert list(model.state_dict()) == ["module.weight", "module.bias"]
+    model(torch.ones(4, 3))
+    model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()})
+    assert torch.equal(model(torch.ones(4, 3)), torch.full((4, 3), 4.0))
+    assert "devices=['cpu', 'cpu']" in repr(model)
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        again.module.bias.zero_()
+    assert torch.equal(again(torch.ones(4, 3)), torch.full((4, 3), 3.0))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(torch.ones(4, 3)), torch.full((4, 3), 4.0))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +551,6 @@ def test_an_error_in_a_replica_is_the_users():
         ({"device_ids": []}, "name at least one"),
         ({"device_ids": ["gpu"]}, "'gpu' is no device"),
         ({"device_ids": [torch.cuda.device_count() + 3]}, "GPUs that torch can use"),
-        ({"dim": 1}, "along dimension 0"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, words):
@@ -75,6 +558,14 @@ def test_wrong_arguments_are_named(arguments, words):
         evenstep.DataParallel(nn.Linear(1, 1), **arguments)
 
 
-def test_an_empty_batch_is_refused():
+def test_batches_that_cannot_be_divided():
+    model = on_cpus(nn.Linear(1, 1), 2)
     with pytest.raises(UsageError, match="empty batch"):
-        evenstep.DataParallel(nn.Linear(1, 1), device_ids=["cpu", "cpu"])(torch.empty(0, 1))
+        model(torch.empty(0, 1))
+    with pytest.raises(ConfigurationError, match=r"lengths \[2, 3\] in dimension 0"):
+        model(torch.ones(3, 1), torch.ones(2))
+    model.module.to("meta")
+    with pytest.raises(ConfigurationError, match="is on meta"):
+        model(torch.ones(2, 1))
+    with pytest.raises(ConfigurationError, match="has not seen a batch"):
+        on_cpus(nn.LazyLinear(2), 2)(torch.ones(4, 3))

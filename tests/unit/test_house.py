@@ -77,6 +77,7 @@ def test_public_names_are_pinned():
         "DistributedDataParallel",
         "DistributedSampler",
         "EvenstepError",
+        "SyncBatchNorm",
         "World",
         "init",
         "launch",

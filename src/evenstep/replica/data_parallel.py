@@ -2,36 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import copy
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch.autograd.function import once_differentiable
 
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.batches import split
+from evenstep.replica.drivers import Drivers
+from evenstep.replica.nests import batch_size, take_apart
+from evenstep.replica.replicas import Call, Replica, Run
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.DataParallel[nn.Module]):
     """Divides a batch over devices of one process, one thread each, and puts the outputs together on one of them.
 
     A drop-in for `torch.nn.DataParallel`, whose devices may also be the CPU, and may be named more than once: two
-    replicas on `"cpu"` share the parameters and run side by side. Gradients arrive in the module's own parameters.
-    Module buffers that the forward pass changes (running statistics) are those of the first replica.
+    replicas on `"cpu"` share the parameters and run side by side, forward and backward. Gradients arrive in the
+    module's own parameters, summed over the batch as in one process.
+
+    Replicas stay alive between steps. Parameters are copied to other devices only when they have changed: by an
+    operation that autograd's version counter sees, or by getting other memory. A change through `p.data`, in place, is
+    seen by replicas that share its memory; to those on other devices `refresh` brings it.
+
+    Module buffers that the forward pass changes (running statistics) are those of the first replica. Plain attributes
+    that it sets stay in the replicas. Random numbers on several CPU replicas come from one generator, in the order in
+    which the threads ask. Gradients can't be differentiated again: use `model.module` for that.
 
     Args:
         module: The model; moved to the first device.
         device_ids: Devices, one per replica: indices, names or `torch.device`s. None: all GPUs, or one replica on
             the CPU where there are none.
         output_device: Where outputs are put together; None: the first device.
-        dim: The batch dimension; 0.
+        dim: The batch dimension.
 
     Raises:
-        ConfigurationError: There is no such device, or `dim` isn't 0.
+        ConfigurationError: There is no such device.
     """
+
+    # Made when first needed, and no part of a copy or of a file.
+    _replicas: list[Replica] | None = None
+    _drivers: Drivers | None = None
 
     def __init__(
         self,
@@ -40,15 +54,17 @@ class DataParallel(nn.Module):
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
     ) -> None:
-        super().__init__()
-        if dim != 0:
-            raise ConfigurationError(f"dim={dim}: this version divides batches along dimension 0.")
+        nn.Module.__init__(self)
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(f"DataParallel wraps a torch.nn.Module, not a {type(module).__name__}.")
         if device_ids is None:
             device_ids = list(range(torch.cuda.device_count())) or ["cpu"]
         if not device_ids:
             raise ConfigurationError("device_ids=[]: name at least one device, or pass None for all GPUs.")
         self.devices = [_device(asked) for asked in device_ids]
-        self.output_device = self.devices[0] if output_device is None else _device(output_device)
+        self.device_ids: list[Any] = [each.index if each.type == "cuda" else each for each in self.devices]
+        self.output_device: Any = self.devices[0] if output_device is None else _device(output_device)
+        self.src_device_obj = self.devices[0]
         self.dim = dim
         self.module = module.to(self.devices[0])
 
@@ -56,44 +72,167 @@ class DataParallel(nn.Module):
         """Run the module on the parts of a batch, at the same time.
 
         Args:
-            *inputs: Nests of tensors [n, ...], divided along the first dimension; other values go to every replica.
+            *inputs: Nests of tensors, divided along `dim`; what has no such dimension goes to every replica.
             **kwargs: The same.
 
         Returns:
-            The outputs, joined along the first dimension, on the output device; numbers (0-dim) become [replicas].
+            The outputs, joined along `dim`, on the output device; numbers (0-dim) become [replicas]. What is no
+            tensor is the first replica's.
+
+        Raises:
+            UsageError: The batch is empty.
+            ConfigurationError: Its tensors are of different lengths; a parameter has left the first device.
+            Exception: What a replica raised, with its device in the message.
         """
-        if len(self.devices) == 1:
-            inputs, kwargs = _to((inputs, kwargs), self.devices[0])
-            return _to(self.module(*inputs, **kwargs), self.output_device)
-        parts = split((inputs, kwargs), len(self.devices))
-        if not parts:
+        return self._run(lambda module, batch: module(*batch[0], **batch[1]), (inputs, kwargs))
+
+    def loss(self, criterion: Callable[[Any, Any], Tensor], inputs: Any, targets: Any, **kwargs: Any) -> Tensor:
+        """`criterion(model(inputs), targets)`, computed where the outputs are, so that only numbers travel.
+
+        Args:
+            criterion: Of outputs and targets. Its value is a mean, a sum (`criterion.reduction == "sum"`), or one
+                number per sample. Means of parts are weighted by what they were taken over: the samples, or for a
+                criterion with `ignore_index` and class weights the weights of the targets that count.
+            inputs: The module's input; a tuple: its positional arguments.
+            targets: A nest of tensors, divided like the inputs.
+            **kwargs: The module's keyword arguments.
+
+        Returns:
+            The loss of the whole batch, on the output device.
+        """
+        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+        on_device = {device: _criterion_on(criterion, device) for device in dict.fromkeys(self.devices)}
+
+        def call(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor, bool]:
+            part, options, goals = batch
+            outputs = module(*part, **options)
+            tensors, _ = take_apart(goals)
+            here = on_device[tensors[0].device] if tensors and tensors[0].device in on_device else criterion
+            value = here(outputs, goals)
+            return value, _weight_of(here, goals, self.dim, value.device), value.dim() == 0
+
+        value: Tensor
+        value, weights, is_number = self._run(call, (arguments, kwargs, targets))
+        if not is_number or value.dim() == 0:
+            return value  # one number per sample, or one replica
+        if getattr(criterion, "reduction", "mean") == "sum":
+            return value.sum()
+        # A part in which nothing counted has a mean of NaN, which counts for nothing.
+        mean: Tensor = (torch.where(weights > 0, value, 0.0) * weights).sum() / weights.sum()
+        return mean.to(value.dtype)
+
+    def refresh(self) -> None:
+        """Copy all parameters and buffers anew before the next pass, however they were changed."""
+        self._replicas = None
+
+    def extra_repr(self) -> str:
+        """What stands beside the module when this is printed."""
+        return f"devices={[str(device) for device in self.devices]}, output_device={self.output_device}, dim={self.dim}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_replicas", "_drivers")}
+
+    # ------------------------------------------------------------------ running
+
+    def _run(self, call: Call, batch: Any) -> Any:
+        tensors, rebuild = take_apart(batch)
+        length = batch_size(tensors, self.dim)
+        if length == 0:
             raise UsageError("DataParallel was called with an empty batch.")
-        jobs = [
-            (self._replica(device, is_first=index == 0), *_to(part, device))
-            for index, (part, device) in enumerate(zip(parts, self.devices, strict=False))
-        ]
-        if len(jobs) == 1:
-            replica, part_inputs, part_kwargs = jobs[0]
-            return _to(replica(*part_inputs, **part_kwargs), self.output_device)
-        with_grad, autocast_state = torch.is_grad_enabled(), _autocast_state()
-        with ThreadPoolExecutor(len(jobs), thread_name_prefix="evenstep-replica") as pool:
-            futures = [pool.submit(_run, job, with_grad, autocast_state) for job in jobs]
-            outputs = [future.result() for future in futures]
-        return self._join([_to(output, self.output_device) for output in outputs])
+        if len(self.devices) == 1 or length is None or length == 1:
+            there = rebuild([tensor.to(self.devices[0], non_blocking=True) for tensor in tensors])
+            outputs, rebuild = take_apart(call(self.module, there))
+            return rebuild([tensor.to(self.output_device, non_blocking=True) for tensor in outputs])
+        run = self._prepared(call, tensors, rebuild, length)
+        differentiated = [tensors[index] for index in run.inputs] + list(run.parameters)
+        if torch.is_grad_enabled() and differentiated:
+            joined = _Replicated.apply(run, *differentiated)  # type: ignore[no-untyped-call]
+        else:
+            joined = run.forward(grad=False)
+        return run.rebuild(joined)
 
-    def _replica(self, device: torch.device, *, is_first: bool) -> nn.Module:
-        """The module, or a likeness of it with the parameters brought to a device (through autograd)."""
-        return self.module if is_first else _likeness(self.module, device)
+    def _prepared(self, call: Call, tensors: Sequence[Tensor], rebuild: Any, length: int) -> Run:
+        parameters = list(self.module.parameters())
+        for tensor in (*parameters, *self.module.buffers()):
+            if tensor.device != self.devices[0]:
+                raise ConfigurationError(
+                    f"DataParallel: a parameter or buffer of the module is on {tensor.device}; all of them stay on the "
+                    f"first device, {self.devices[0]}."
+                )
+        if self._replicas is None:
+            self._replicas = [Replica(device, is_first=i == 0) for i, device in enumerate(self.devices)]
+        if self._drivers is None:
+            self._drivers = Drivers(self.devices)
+        for replica in self._replicas[:length]:
+            replica.refresh(self.module)
+        return Run(
+            self._replicas,
+            self._drivers,
+            dim=self.dim,
+            home=self.output_device,
+            call=call,
+            tensors=tensors,
+            rebuild=rebuild,
+            length=length,
+            parameters=[parameter for parameter in parameters if parameter.requires_grad],
+        )
 
-    def _join(self, outputs: Sequence[Any]) -> Any:
-        leaves = [pytree.tree_flatten(output) for output in outputs]
-        joined = [
-            torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts])
-            if isinstance(parts[0], Tensor)
-            else parts[0]
-            for parts in zip(*(flat for flat, _ in leaves), strict=True)
-        ]
-        return pytree.tree_unflatten(joined, leaves[0][1])
+
+class _Replicated(torch.autograd.Function):
+    """All replicas as one node of the caller's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *differentiated: Tensor) -> tuple[Tensor, ...]:
+        outputs = run.forward(grad=True)
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(out for out, has_grad in zip(outputs, run.differentiable, strict=True) if not has_grad)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        return None, *ctx.run.backward(grads, keep_graph=keep_graph)
+
+
+# ---------------------------------------------------------------------- criteria
+
+_criteria: weakref.WeakKeyDictionary[nn.Module, dict[torch.device, nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def _criterion_on(criterion: Any, device: torch.device) -> Any:
+    """The criterion, or a copy of it on a device if it has tensors elsewhere (class weights)."""
+    if not isinstance(criterion, nn.Module):
+        return criterion
+    if any(parameter.requires_grad for parameter in criterion.parameters()):
+        raise UsageError(
+            f"DataParallel.loss: {type(criterion).__name__} has trained parameters, whose gradients would be lost. "
+            f"Make the criterion a part of the module."
+        )
+    if all(tensor.device == device for tensor in (*criterion.parameters(), *criterion.buffers())):
+        return criterion
+    copies = _criteria.setdefault(criterion, {})
+    if device not in copies:
+        copies[device] = copy.deepcopy(criterion).to(device)
+    return copies[device]
+
+
+def _weight_of(criterion: Any, targets: Any, dim: int, device: torch.device) -> Tensor:
+    """What a mean over targets was taken over, up to a factor that all replicas have: 0-dim, float64."""
+    ignored = getattr(criterion, "ignore_index", None)
+    if isinstance(ignored, int) and isinstance(targets, Tensor) and not targets.is_floating_point():
+        counts = targets != ignored
+        weights = getattr(criterion, "weight", None)
+        if weights is not None:
+            of_targets: Tensor = weights[torch.where(counts, targets, 0)]
+            return of_targets.double().mul(counts).sum()
+        return counts.sum().double()
+    tensors, _ = take_apart(targets)
+    length = batch_size(tensors, dim)
+    return torch.tensor(float(1 if length is None else length), dtype=torch.float64, device=device)
 
 
 def _device(asked: int | str | torch.device) -> torch.device:
@@ -101,47 +240,8 @@ def _device(asked: int | str | torch.device) -> torch.device:
         device = torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked)
     except RuntimeError:
         raise ConfigurationError(f"{asked!r} is no device; use 0, 'cuda:0' or 'cpu'.") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigurationError(f"{asked!r}: this host has {torch.cuda.device_count()} GPUs that torch can use.")
+    if device.type == "cuda":
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigurationError(f"{asked!r}: this host has {torch.cuda.device_count()} GPUs that torch can use.")
+        return torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
     return device
-
-
-def _to(nest: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), nest)
-
-
-def _autocast_state() -> list[tuple[str, bool, torch.dtype]]:
-    """What `torch.autocast` is set to here; threads don't inherit it."""
-    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-
-
-def _run(job: tuple[nn.Module, Any, Any], with_grad: bool, autocast_state: list[tuple[str, bool, torch.dtype]]) -> Any:
-    module, inputs, kwargs = job
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.set_grad_enabled(with_grad))
-        for kind, enabled, dtype in autocast_state:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-        return module(*inputs, **kwargs)
-
-
-def _likeness(module: nn.Module, device: torch.device, seen: dict[nn.Module, nn.Module] | None = None) -> nn.Module:
-    """A module of the same structure: parameters of the original (copies through autograd on another device), and
-    buffers of its own."""
-    seen = {} if seen is None else seen
-    if module in seen:
-        return seen[module]
-    copy = module.__new__(type(module))
-    copy.__dict__ = dict(module.__dict__)
-    seen[module] = copy
-    copy._buffers = {
-        name: None if b is None else b.detach().to(device, copy=True) for name, b in module._buffers.items()
-    }
-    copy._modules = {name: None if m is None else _likeness(m, device, seen) for name, m in module._modules.items()}
-    copy._parameters = dict(module._parameters)
-    for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.device != device:
-            # No longer a leaf, so it can't be a registered parameter; plain attributes are found all the same.
-            del copy._parameters[name]
-            copy.__dict__[name] = parameter.to(device)
-    return copy

@@ -32,6 +32,7 @@ from evenstep.replica.settings import (
     sparse_parameters,
     where_inputs_go,
 )
+from evenstep.replica.sync_batchnorm import replace_torchs
 from evenstep.replica.torch_interface import TorchInterface, keep_out_of_graphs
 from evenstep.replica.weighting import validate_weight
 from evenstep.world import World
@@ -135,7 +136,7 @@ class DistributedDataParallel(TorchInterface):
         )
         if world.is_initialised and device_ids is None:
             module.to(world.device)
-        self.module = module
+        self.module = module = replace_torchs(module)
         self.dim = dim
         self.device = next(p for _, p in settings.kept(module)).device
         self.device_type = self.device.type
@@ -175,6 +176,8 @@ class DistributedDataParallel(TorchInterface):
                 frozen when the model was wrapped is trained now.
         """
         keep_out_of_graphs()
+        if self.sync_layers and self.training:
+            self._announce_statistics()
         if torch.is_grad_enabled():
             self.engine.begin_forward()
             self._validate_parameters()
@@ -203,13 +206,20 @@ class DistributedDataParallel(TorchInterface):
         return outputs
 
     def _run_module(self, inputs: Any, kwargs: Any) -> Any:
+        if self.sync_layers and not self.sync_layers.is_running:
+            with self.sync_layers.forward_pass(over_stand_in=False):
+                return self._run_module(inputs, kwargs)
         if self._low_precision is not None:
             return self._low_precision.run(self.module, inputs, kwargs)
         return self.module(*inputs, **kwargs)
 
     def _forward_stand_in(self, inputs: Any, kwargs: Any) -> Any:
         inputs, kwargs = self._stand_in.build((inputs, kwargs))
-        with randomness.preserved(), untouched(self.module):
+        with (
+            randomness.preserved(),
+            untouched(self.module, but=self.sync_layers.buffers()),
+            self.sync_layers.forward_pass(over_stand_in=True),
+        ):
             outputs = self._run_module(inputs, kwargs)
         return self._stand_in.empty_outputs(outputs)
 
@@ -304,7 +314,8 @@ class DistributedDataParallel(TorchInterface):
             optimizer.step()
 
         Collective: every rank runs the loop to its end, once per step. An empty batch has no parts, so the loop runs
-        zero times, and its end takes part in the exchange all the same.
+        zero times, and its end takes part in the exchange all the same. With a `SyncBatchNorm` in the model, which
+        exchanges statistics in every part, all ranks get equally many parts, and some of them may be empty.
 
         Args:
             batch: A nest of tensors [n_samples, ...], divided along the first dimension.
@@ -315,6 +326,8 @@ class DistributedDataParallel(TorchInterface):
             UsageError: The last part was not followed by a backward pass.
         """
         parts = split(batch, n, self.dim)
+        if self.sync_layers and self.training:
+            parts = self.sync_layers.pad(parts, batch, self.dim)
         before = self.engine.synchronise
         num_reductions = self.engine.num_reductions
         completed = False

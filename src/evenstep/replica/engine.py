@@ -23,6 +23,10 @@ sum of weights, so R is set aside and added back (`_set_aside`).
 A pass with weight 0, or over an empty share, runs for its side effects (hooks, collectives of the user's), but NaN in
 it must not reach the sum. The gradients of the window so far are set aside before it and put back after it; what it
 produced is dropped.
+
+Where rows of this rank have a part in other ranks' outputs (`shares_statistics`: a SyncBatchNorm), a pass with weight 0
+over real rows is not dropped, because the others' losses have a gradient in them. It is *muted* instead: what reaches
+the module's outputs is replaced by zeros, so only what comes from the others is left.
 """
 
 from __future__ import annotations
@@ -54,6 +58,8 @@ class _Pass:
         weight: Its share in the window's sum.
         synchronised: It ends the window: gradients travel.
         discards: What it produces is dropped.
+        mutes: The gradient that reaches the module's outputs is replaced by zeros; where it is a tensor, if that is
+            true.
         confirmed: A parameter has received a gradient, so this is no `torch.autograd.grad`.
         set_aside: Gradients of the window so far, while a discarding pass runs.
     """
@@ -62,6 +68,7 @@ class _Pass:
     weight: float | Tensor
     synchronised: bool
     discards: bool
+    mutes: bool | Tensor = False
     confirmed: bool = False
     set_aside: list[Tensor | None] | None = None
 
@@ -89,6 +96,7 @@ class Engine:
         buffers = BufferBroadcast(module, world.transport, settings.ignored) if settings.sync_buffers else None
         self.exchange = build_exchange(self.names, self.parameters, len(dense), world, settings.policy, buffers)
         self.readiness = Readiness(self.parameters, self.exchange.layout, self)
+        self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
         self.num_reductions = 0
         self._world = world
@@ -141,16 +149,29 @@ class Engine:
         """Whether all forward passes since the last backward pass ran on stand-ins."""
         return self._num_forwards[True] > 0 and self._num_forwards[False] == 0
 
+    def contribution(self) -> float | Tensor:
+        """What the pass that is running counts for: 0.0 where what it produces is dropped, else not 0.0.
+
+        A 0-dim tensor where the weight is one: it may be 0, and isn't read.
+        """
+        if self._pass is None:
+            return 1.0
+        if self._pass.discards:
+            return 0.0
+        return self._pass.weight if isinstance(self._pass.weight, Tensor) else 1.0
+
     @contextlib.contextmanager
     def weighted_pass(self, weight: float | Tensor) -> Iterator[float]:
         """Around one `loss.backward` of `model.backward`. Yields the scale by which the weight is to be divided.
 
         Collective if the engine synchronises, and in the first window of a model with 16-bit parameters.
         """
-        discards = self.only_stand_ins or (isinstance(weight, float) and weight == 0.0)
+        is_zero: bool | Tensor = weight == 0.0
+        mutes = is_zero if self.shares_statistics and not self.only_stand_ins else False
+        discards = self.only_stand_ins or (is_zero is True and mutes is False)
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
         try:
-            self._open_pass(Kind.WEIGHTED, weight, discards=discards)
+            self._open_pass(Kind.WEIGHTED, weight, discards=discards, mutes=mutes)
             self._confirm()
             yield scale
         except BaseException:
@@ -175,17 +196,21 @@ class Engine:
 
     # ------------------------------------------------------------------ called by autograd
 
-    def _outputs_reached(self, grad: Tensor) -> None:
+    def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
             if not self.exchange.buckets and self.synchronise and self._window is None and not self.only_stand_ins:
                 # A world of one, and a window of this one pass: what autograd leaves in `p.grad` is the mean.
                 self._num_forwards = [0, 0]
                 self.num_reductions += 1
-                return
+                return None
             self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
             _at_end_of_backward(self._plain_pass_ended)
         if self._pass is not None and self._pass.fills_buckets:
             self.readiness.outputs_reached()
+        mutes = False if self._pass is None else self._pass.mutes
+        if isinstance(mutes, Tensor):
+            return torch.where(mutes.to(grad.device), 0.0, grad)
+        return torch.zeros_like(grad) if mutes else None
 
     def gradient_came(self) -> bool:
         """See `readiness.Listener`."""
@@ -222,8 +247,8 @@ class Engine:
 
     # ------------------------------------------------------------------ passes and windows
 
-    def _open_pass(self, kind: Kind, weight: float | Tensor, *, discards: bool) -> None:
-        self._pass = _Pass(kind, weight, synchronised=self.synchronise, discards=discards)
+    def _open_pass(self, kind: Kind, weight: float | Tensor, *, discards: bool, mutes: bool | Tensor = False) -> None:
+        self._pass = _Pass(kind, weight, synchronised=self.synchronise, discards=discards, mutes=mutes)
         if kind is Kind.WEIGHTED and self._window is None:
             self._set_aside()
         if discards:

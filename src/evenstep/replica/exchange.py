@@ -58,6 +58,9 @@ class Exchange(Protocol):
     def set_uneven(self, uneven: Uneven | None) -> None:
         """From now on ranks may leave one by one; None: no longer."""
 
+    def announce(self) -> None:
+        """Tell ranks that have left to take part in the end of this window; once, before its first collective."""
+
     def unused(self) -> list[int]:
         """The parameters that had no gradient on any rank when the last window ended."""
 
@@ -128,6 +131,9 @@ class NoExchange:
 
     def set_uneven(self, uneven: Uneven | None) -> None:
         """See `Exchange.set_uneven`; there is nobody who could leave."""
+
+    def announce(self) -> None:
+        """See `Exchange.announce`; there is nobody to tell."""
 
     def unused(self) -> list[int]:
         """See `Exchange.unused`."""
@@ -200,7 +206,7 @@ class BucketExchange:
         if not self._has_half_precision:
             return 1.0
         if self._half_scale is None:
-            self._announce()
+            self.announce()
             total = torch.zeros(1, dtype=torch.float64, device=self._header.tensor.device)
             total[0] = weight
             self._world.transport.all_reduce(total).wait()
@@ -222,7 +228,7 @@ class BucketExchange:
             # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
             _zero_where(window.weight == 0, [p.grad for p in self._parameters if p.grad is not None])
         self._execute(self.reducer.finish(), window.kind)
-        self._announce()
+        self.announce()
         self._used = [parameter.grad is not None for parameter in self._parameters]
         self._header.fill(window, self._used)
         header_work = self._world.transport.all_reduce(self._header.tensor)
@@ -288,8 +294,8 @@ class BucketExchange:
         self.reducer = Reducer(len(self.buckets))
         self._announced = []
 
-    def _announce(self) -> None:
-        """Before the first collective of a window's end, tell the ranks that have left to take part in it."""
+    def announce(self) -> None:
+        """See `Exchange.announce`."""
         if self._uneven is not None and not self._uneven.has_joined and not self._announced:
             told = self._uneven.announce()
             if told is not None:
@@ -297,7 +303,7 @@ class BucketExchange:
 
     def _execute(self, actions: Iterable[LaunchReduce], kind: Kind | None) -> None:
         for action in actions:
-            self._announce()
+            self.announce()
             bucket = self.buckets[action.bucket]
             bucket.pack()
             if self._hooks is None and kind is not Kind.WEIGHTED and bucket.has_half_precision:

@@ -82,9 +82,10 @@ class BufferBroadcast:
 
 
 @contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Whatever happens to the module's buffers inside is undone."""
-    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+def untouched(module: nn.Module, *, but: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Whatever happens to the module's buffers inside is undone, except to those named in `but`."""
+    kept = {id(buffer) for buffer in but}
+    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers() if id(buffer) not in kept]
     try:
         yield
     finally:

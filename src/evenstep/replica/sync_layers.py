@@ -1,0 +1,246 @@
+"""The SyncBatchNorms of one model: what they exchange, in which order, and whether their rows count.
+
+[Note: the recorded sequence]
+
+A rank that has no more batches takes part in the others' exchanges with count 0. What they will be is what they were
+in the last *round*: the forward passes since the last backward pass, and the backward passes that follow. Every
+exchange carries a code of the layer and the direction, so a rank that replays what the others no longer do is told so,
+with the layers' names, instead of adding one layer's sums to another's.
+
+    forward   forward   backward   backward   forward   ...
+    norm 1    norm 2    norm 2     norm 1     norm 1
+    |---------------- a round --------------| |- the next
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica.channels import channel
+from evenstep.replica.sync_batchnorm import SyncBatchNorm
+from evenstep.world import World
+
+Batch = TypeVar("Batch")
+
+_MAX_LAYERS = 1 << 16
+_MAX_MODELS = 1 << 6
+_num_models: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """One exchange of one layer.
+
+    Attributes:
+        layer: Its index, in the order of `named_modules`.
+        is_backward: Its gradients, and not its statistics.
+    """
+
+    layer: int
+    is_backward: bool
+
+
+class SyncLayers:
+    """Appointed by a wrapper: the overseer of all SyncBatchNorms of its module. False where there are none.
+
+    Collective: every rank makes one, for the same model.
+
+    Args:
+        module: The model.
+        world: Who takes part.
+        contribution: What the running backward pass counts for (see `Overseer`); None: 1. A bound method is held
+            weakly.
+
+    Attributes:
+        layers: By name.
+        world: Who takes part.
+        is_running: The module's forward pass is under way.
+    """
+
+    def __init__(
+        self, module: nn.Module, world: World, contribution: Callable[[], float | Tensor] | None = None
+    ) -> None:
+        self.layers = {name: each for name, each in module.named_modules() if isinstance(each, SyncBatchNorm)}
+        self.world = world
+        self._names = list(self.layers)
+        self._index = {layer: index for index, layer in enumerate(self.layers.values())}
+        self._contribution = None if contribution is None else weakref.WeakMethod(contribution)
+        self._over_stand_in = False
+        self.is_running = False
+        self._recorded: list[Exchanged] = []
+        self._replaying = False
+        if len(self.layers) >= _MAX_LAYERS:
+            raise ConfigurationError(f"{len(self.layers)} SyncBatchNorms in one model; {_MAX_LAYERS - 1} at most.")
+        if not self.layers:
+            return
+        # Two models exchange over the same channels, and their layers are not to be taken for each other.
+        self._model = _num_models.get(world, 0)
+        _num_models[world] = self._model + 1
+        for layer in self.layers.values():
+            layer.overseer = self
+            # Now, while all ranks are here: a rank without a batch would not be there when a layer first needs it.
+            channel(world, "batch normalisation", _device_of(layer, world), layer.process_group)
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    def __repr__(self) -> str:
+        return f"<SyncLayers {len(self.layers)} layers, {len(self._recorded)} exchanges recorded>"
+
+    # ------------------------------------------------------------------ called by the wrapper
+
+    @contextmanager
+    def forward_pass(self, *, over_stand_in: bool) -> Iterator[None]:
+        """Around the module's forward pass.
+
+        Args:
+            over_stand_in: It runs on a stand-in for an empty share: its rows count 0, now and in its backward pass.
+        """
+        for layer in self.layers.values():
+            layer.overseer = self  # a module may have been wrapped twice
+        self._over_stand_in, self.is_running = over_stand_in, True
+        try:
+            yield
+        finally:
+            self.is_running = False
+
+    def buffers(self) -> list[Tensor]:
+        """The running statistics, which are the same on all ranks, also on those whose share was empty."""
+        return [buffer for layer in self.layers.values() for buffer in layer.buffers(recurse=False)]
+
+    def pad(self, parts: Sequence[Batch], batch: Batch, dim: int = 0) -> list[Batch]:
+        """As many parts of a batch on every rank as on the one that has most of them; the empty ones come first.
+
+        Collective. Statistics are exchanged in every part, so every rank has to run the module equally often.
+
+        Args:
+            parts: What this rank's share was divided into.
+            batch: The share, for its structure.
+            dim: The batch dimension.
+        """
+        most = torch.tensor([len(parts)])
+        device = _device_of(next(iter(self.layers.values())), self.world)
+        carried = channel(self.world, "batch normalisation", device)
+        most = most.to(device) if carried.name == "nccl" else most
+        carried.all_reduce(most, "max").wait()
+        empty = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.narrow(dim, 0, 0) if tensor.dim() > dim else tensor, batch
+        )
+        return [empty] * (int(most) - len(parts)) + list(parts)
+
+    # ------------------------------------------------------------------ called by layers, see `Overseer`
+
+    def counts_rows(self) -> bool:
+        """See `Overseer`. Outside the wrapper's forward pass, and so also inside `model.module(x)`, rows count."""
+        if self.is_running:
+            return not self._over_stand_in
+        # An activation checkpoint runs the layer again inside the backward pass: as in the forward pass before it.
+        recomputed = torch._C._current_graph_task_id() != -1
+        contribution = self.contribution()
+        dropped = isinstance(contribution, float) and contribution == 0
+        return not (recomputed and self._over_stand_in and dropped)
+
+    def contribution(self) -> float | Tensor:
+        """See `Overseer`."""
+        ask = None if self._contribution is None else self._contribution()
+        return 1.0 if ask is None else ask()
+
+    def report(self, layer: SyncBatchNorm, *, is_backward: bool) -> float:
+        """See `Overseer`."""
+        exchanged = Exchanged(self._index[layer], is_backward)
+        if not self._replaying:
+            begins_round = not is_backward and torch._C._current_graph_task_id() == -1
+            if begins_round and any(each.is_backward for each in self._recorded):
+                self._recorded = []
+            self._recorded.append(exchanged)
+        return float((self._model % _MAX_MODELS) * 2 * _MAX_LAYERS + 2 * exchanged.layer + is_backward)
+
+    def describe(self, code: float) -> str:
+        """See `Overseer`."""
+        model, rest = divmod(int(code), 2 * _MAX_LAYERS)
+        layer, is_backward = divmod(rest, 2)
+        known = model == self._model % _MAX_MODELS and layer < len(self._names)
+        name = repr(self._names[layer]) if known else f"number {layer} of model {model}"
+        return f"{'backward' if is_backward else 'forward'} of SyncBatchNorm {name}"
+
+    # ------------------------------------------------------------------ replaying
+
+    @property
+    def recorded(self) -> list[tuple[int, bool]]:
+        """The exchanges of the last round, each (layer, is_backward): what `world.exchange` can carry."""
+        return [(each.layer, each.is_backward) for each in self._recorded]
+
+    def adopt(self, recorded: Sequence[Sequence[int]]) -> None:
+        """Take another rank's `recorded` for one's own, on a rank that has never run the model.
+
+        Raises:
+            UsageError: The model has no such layers.
+        """
+        if any(not 0 <= int(layer) < len(self._names) for layer, _ in recorded):
+            raise UsageError(
+                f"rank {self.world.rank}: the recorded exchanges are not those of these layers: {recorded}."
+            )
+        self._recorded = [Exchanged(int(layer), bool(is_backward)) for layer, is_backward in recorded]
+
+    def shadow_forward(self) -> None:
+        """Collective: take part in the forward exchanges of a round with count 0. Running statistics follow.
+
+        Raises:
+            MismatchError: The other ranks do something else than in the recorded round.
+            UsageError: Nothing has been recorded or adopted.
+        """
+        self._replay(self._sequence()[: self._num_forward()])
+
+    def shadow_backward(self) -> None:
+        """Collective: the rest of the round, after `shadow_forward`. Raises the same."""
+        self._replay(self._sequence()[self._num_forward() :])
+
+    def shadow(self) -> None:
+        """Collective: one whole round with count 0. Raises the same."""
+        self.shadow_forward()
+        self.shadow_backward()
+
+    def _sequence(self) -> list[Exchanged]:
+        if self.layers and not self._recorded:
+            raise UsageError(
+                f"rank {self.world.rank}: no forward pass has been recorded that could be replayed with count 0; "
+                f"adopt another rank's."
+            )
+        return self._recorded
+
+    def _num_forward(self) -> int:
+        for index, each in enumerate(self._recorded):
+            if each.is_backward:
+                return index
+        return len(self._recorded)
+
+    def _replay(self, sequence: Sequence[Exchanged]) -> None:
+        layers = list(self.layers.values())
+        self._replaying = True
+        try:
+            for each in sequence:
+                layer = layers[each.layer]
+                layer.overseer = self
+                device = _device_of(layer, self.world)
+                if each.is_backward:
+                    layer.exchange_gradients(torch.zeros(2 * layer.num_features, dtype=torch.float64, device=device))
+                else:
+                    with torch.no_grad():
+                        layer.update_running_statistics(layer.exchange_statistics(layer.no_rows(device)))
+        finally:
+            self._replaying = False
+
+
+def _device_of(layer: SyncBatchNorm, world: World) -> torch.device:
+    """Where a layer's inputs will be."""
+    tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+    return tensors[0].device if tensors else world.device

@@ -1,0 +1,139 @@
+"""SyncBatchNorm in a world of one: conversion, replacement, statistics, and what doesn't count."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import ConfigurationError
+from evenstep.replica.sync_batchnorm import combine, local_statistics, replace_torchs
+from evenstep.replica.sync_layers import SyncLayers
+
+
+@pytest.fixture
+def world():
+    return evenstep.World.alone(device="cpu")
+
+
+def test_torchs_interface():
+    ours, theirs = evenstep.SyncBatchNorm(4, momentum=None, affine=False), nn.SyncBatchNorm(4, momentum=None)
+    assert isinstance(ours, nn.SyncBatchNorm)
+    assert ours.extra_repr() == theirs.extra_repr().replace("affine=True", "affine=False").replace(
+        "bias=True", "bias=False"
+    )
+    assert ours.process_group is None
+    with pytest.raises(ValueError, match="at least 2D"):
+        ours(torch.ones(3))
+    with pytest.raises(ValueError, match="with 4 channels"):
+        ours(torch.ones(3, 5))
+    assert ours.eval()(torch.ones(3, 4)).shape == (3, 4)
+
+
+def test_conversion_takes_everything_over():
+    shared = nn.BatchNorm1d(3)
+    net = nn.Sequential(nn.Linear(3, 3), shared, nn.Sequential(shared, nn.BatchNorm3d(2, bias=False)), nn.ReLU())
+    called = []
+    shared.register_forward_hook(lambda *_: called.append(1))
+    shared.eval()
+    parameters, buffers, keys = list(net.parameters()), list(net.buffers()), list(net.state_dict())
+    assert evenstep.SyncBatchNorm.convert_sync_batchnorm(net) is net
+    assert type(net[1]) is type(net[2][1]) is evenstep.SyncBatchNorm
+    assert net[1] is net[2][0]  # what occurs twice stays one
+    assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
+    assert all(a is b for a, b in zip(buffers, net.buffers(), strict=True))
+    assert list(net.state_dict()) == keys
+    assert not net[1].training
+    assert net[2][1].training
+    assert net[2][1].bias is None
+    net[1](torch.ones(1, 3))
+    assert called
+    alone = nn.BatchNorm2d(3)
+    assert type(evenstep.SyncBatchNorm.convert_sync_batchnorm(alone)) is evenstep.SyncBatchNorm
+    assert type(alone) is nn.BatchNorm2d
+    with pytest.raises(ConfigurationError, match="run one batch before"):
+        evenstep.SyncBatchNorm.convert_sync_batchnorm(nn.LazyBatchNorm1d())
+
+
+def test_torchs_layers_are_replaced_and_others_left_alone():
+    class Own(nn.SyncBatchNorm):
+        pass
+
+    net = nn.ModuleDict({"torchs": nn.SyncBatchNorm(2), "plain": nn.BatchNorm1d(2), "own": Own(2)})
+    weight = net["torchs"].weight
+    assert replace_torchs(net) is net
+    assert [type(each) for each in net.values()] == [evenstep.SyncBatchNorm, nn.BatchNorm1d, Own]
+    assert net["torchs"].weight is weight
+    assert type(replace_torchs(nn.SyncBatchNorm(2))) is evenstep.SyncBatchNorm
+    on_meta = nn.SyncBatchNorm(2, device="meta")
+    assert replace_torchs(on_meta) is on_meta
+
+
+def test_wrapping_replaces_torchs_layers(world):
+    bare, other = nn.SyncBatchNorm(2), nn.BatchNorm1d(2)
+    model = evenstep.DistributedDataParallel(bare, world=world)
+    assert type(model.module) is evenstep.SyncBatchNorm
+    x = torch.randn(4, 2)
+    assert torch.equal(model(x), other(x))
+    assert torch.equal(bare.running_mean, other.running_mean)  # the same buffers
+    again = copy.deepcopy(model.module)
+    assert again.overseer is None
+
+
+def test_an_empty_share_counts_nothing_and_leaves_no_trace(world):
+    model = evenstep.DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), evenstep.SyncBatchNorm(2)), world=world)
+    before = [buffer.clone() for buffer in model.buffers()]
+    out = model(torch.ones(0, 3))
+    assert out.shape == (0, 2)
+    model.backward(out.mean(), weight=0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    model(torch.ones(2, 3) * torch.arange(2.0)[:, None])
+    assert model.module[1].num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (4, 3, 5), (4, 3, 5, 2), (2, 3, 2, 2, 2)])
+def test_statistics_of_parts_are_those_of_the_whole(shape):
+    generator = torch.Generator().manual_seed(len(shape))
+    whole = torch.randn(shape, dtype=torch.float64, generator=generator) + 1000
+    rows = [local_statistics(part) for part in whole.split(1)] + [torch.zeros(7, dtype=torch.float64)]
+    got = combine(torch.stack(rows))
+    dims = [dim for dim in range(len(shape)) if dim != 1]
+    var, mean = torch.var_mean(whole, dims, correction=0)
+    assert got.count == whole.numel() / 3
+    torch.testing.assert_close(got.mean, mean, rtol=1e-13, atol=0)
+    torch.testing.assert_close(got.var, var, rtol=1e-10, atol=0)
+
+
+def test_statistics_of_nothing_normalise_by_one():
+    got = combine(torch.zeros(3, 5, dtype=torch.float64))
+    assert (got.count.item(), got.mean.tolist(), got.var.tolist()) == (0, [0, 0], [1, 1])
+
+
+def test_a_second_derivative_is_refused(world):
+    layers = SyncLayers(nn.Sequential(evenstep.SyncBatchNorm(2)), world)
+    x = torch.zeros(0, 2, requires_grad=True)  # no rows: the path of several ranks
+    (grad,) = torch.autograd.grad(layers.layers["0"](x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_what_is_recorded_is_the_last_round(world):
+    net = nn.Sequential(evenstep.SyncBatchNorm(2), evenstep.SyncBatchNorm(2))
+    layers = SyncLayers(net, world)
+    assert layers
+    assert not SyncLayers(nn.Linear(1, 1), world)
+    x = torch.zeros(0, 2, requires_grad=True)
+    forward, backward = [(0, False), (1, False)], [(1, True), (0, True)]
+    for _ in range(2):
+        out = net(x)
+        assert layers.recorded == forward
+        out.sum().backward()
+        assert layers.recorded == forward + backward
+    torch.stack([net(x).sum(), net(x).sum()]).sum().backward()
+    assert layers.recorded == forward * 2 + backward * 2
+    layers.shadow()
+    assert layers.recorded == forward * 2 + backward * 2
+    assert "8 exchanges recorded" in repr(layers)

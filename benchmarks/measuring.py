@@ -24,9 +24,9 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
 
 
 def spread(three: Sequence[float], digits: int = 2) -> str:
-    """1.52 (1.50-1.55): a median with its quartiles. Pure."""
+    """1.52 (1.50 to 1.55): a median with its quartiles. Pure."""
     low, middle, high = (f"{value:.{digits}f}" for value in three)
-    return f"{middle} ({low}-{high})"
+    return f"{middle} ({low} to {high})"
 
 
 def describe_machine() -> dict[str, object]:

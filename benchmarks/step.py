@@ -1,0 +1,165 @@
+"""What replication adds to a training step: evenstep and torch's DDP beside the step without either.
+
+    python benchmarks/step.py                    # the five models, one and two ranks
+    python benchmarks/step.py --ranks 2 --models "wide MLP" GPT --json result.json
+
+Four sides of the same training take turns within one run, in blocks of equally many steps:
+
+    bare       the module itself: nothing is exchanged
+    tutorial   torch's DistributedDataParallel as its tutorials write it, with their optimizer
+    best       the same with gradient_as_bucket_view, static_graph and a fused optimizer
+    evenstep   evenstep.DistributedDataParallel with a fused optimizer
+
+In a world of one there are only bare and evenstep. What a side adds is the difference of neighbouring blocks to bare.
+The tables have medians over the blocks of rank 0, with quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from measuring import describe_machine, quartiles, ratios, spread
+from models import CASES, Case
+
+import evenstep
+
+Step = Callable[[], None]
+
+
+def build_step(case: Case, side: str, world: evenstep.World) -> Step:
+    """One side's training step, on a model of its own."""
+    torch.manual_seed(0)
+    module = case.build()
+    x, y = case.draw()
+    if side == "evenstep":
+        model: torch.nn.Module = evenstep.DistributedDataParallel(module, world=world)
+    elif side == "tutorial":
+        model = torch.nn.parallel.DistributedDataParallel(module)
+    elif side == "best":
+        model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True)
+    else:
+        model = module
+    fused = {} if side == "tutorial" else {"fused": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **fused)
+
+    def step() -> None:
+        case.loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measure(name: str, blocks: int, block_s: float) -> dict[str, list[float]]:
+    """On a rank: seconds per step of each side, block by block."""
+    case = CASES[name]
+    world = evenstep.init(quiet=True)
+    sides = ["bare", "evenstep"] if world.world_size == 1 else ["bare", "tutorial", "best", "evenstep"]
+    steps = {side: build_step(case, side, world) for side in sides}
+    for step in steps.values():
+        for _ in range(5):
+            step()
+    started = time.perf_counter()
+    for _ in range(5):
+        steps["bare"]()
+    num_steps = int(world.broadcast_object(max(3, round(block_s / ((time.perf_counter() - started) / 5)))))
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for block in range(blocks + 1):
+        for side in sides if block % 2 else sides[::-1]:
+            world.barrier()
+            started = time.perf_counter()
+            for _ in range(num_steps):
+                steps[side]()
+            took = (time.perf_counter() - started) / num_steps
+            if block > 0:  # the first one warms up
+                seconds[side].append(took)
+    return seconds
+
+
+def on_ranks(names: list[str], blocks: int, block_s: float) -> dict[str, dict[str, list[float]]]:
+    """On a rank: all models, one after the other."""
+    try:
+        return {name: measure(name, blocks, block_s) for name in names}
+    finally:
+        if dist.is_initialized():
+            evenstep.init(quiet=True).close()
+
+
+def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, list[float]]]:
+    """For each side: quartiles of the step, of what it adds (microseconds), and of its ratio to bare. Pure."""
+    bare = seconds["bare"]
+    return {
+        side: {
+            "step_us": quartiles([value * 1e6 for value in each]),
+            "added_us": quartiles([(value - other) * 1e6 for value, other in zip(each, bare, strict=True)]),
+            "ratio": ratios(each, bare),
+        }
+        for side, each in seconds.items()
+    }
+
+
+def table(num_ranks: int, results: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+    """For people, and for the documentation. Pure."""
+    lines = [
+        f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, one thread each",
+        "",
+        "| model | side | step, us | added, us | times bare |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for name, sides in results.items():
+        for side, each in sides.items():
+            step = f"{each['step_us'][1]:,.0f}"
+            added = "" if side == "bare" else spread(each["added_us"], 0)
+            ratio = "" if side == "bare" else spread(each["ratio"], 3)
+            lines.append(f"| {name} | {side} | {step} | {added} | {ratio} |")
+    share = share_of_best(results)
+    if share is not None:
+        lines += ["", f"evenstep adds {share:.2f} of what torch's DDP at its best adds (geometric mean)"]
+    return "\n".join(lines)
+
+
+def share_of_best(results: dict[str, dict[str, dict[str, list[float]]]]) -> float | None:
+    """Geometric mean over models of what evenstep adds, relative to `best`; None where there is no `best`. Pure.
+
+    A side that seems to add nothing counts as one microsecond.
+    """
+    shares = [
+        max(1.0, sides["evenstep"]["added_us"][1]) / max(1.0, sides["best"]["added_us"][1])
+        for sides in results.values()
+        if "best" in sides
+    ]
+    return math.exp(statistics.fmean(map(math.log, shares))) if shares else None
+
+
+def main() -> None:
+    """Measure, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes")
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES), help="which of the five")
+    parser.add_argument("--blocks", type=int, default=21, help="of each side")
+    parser.add_argument("--block-s", type=float, default=0.25, help="about how long a block of bare steps takes")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    arguments = parser.parse_args()
+    whole: dict[str, object] = {"machine": describe_machine()}
+    print(whole["machine"])
+    for num_ranks in arguments.ranks:
+        measured = evenstep.launch(
+            on_ranks, num_ranks, (arguments.models, arguments.blocks, arguments.block_s), device="cpu"
+        )
+        results = {name: summarise(seconds) for name, seconds in measured.items()}
+        print(f"\n{table(num_ranks, results)}", flush=True)
+        whole[f"{num_ranks} ranks"] = {"sides": results, "share_of_best": share_of_best(results)}
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(whole, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -474,6 +474,11 @@ def arguments(seed):
     assert told["world_size"] == world.world_size
     assert told["iteration"] == before
     assert len(told["bucket_sizes"].split(",")) == len(model.engine.buckets)
+    ((moved,), _) = model.to_kwargs((x,), {}, 0)
+    assert torch.equal(moved[0], x)
+    for inherited in (lambda: model.scatter((x,), {}, [torch.device("cpu")]), lambda: model.gather([x], "cpu")):
+        with pytest.raises((ValueError, AssertionError), match=r"non cpu device|not implemented for CPU"):
+            inherited()  # torch's own, for devices only
     model._set_static_graph()
     assert model._has_rebuilt_buckets
     assert not model.is_multi_device_module

@@ -84,6 +84,7 @@ class TorchInterface(TorchDistributedDataParallel):
         self.bucket_bytes_cap_default = settings.policy.cap_bytes(0) < self.bucket_bytes_cap
         self._module_parameters = [parameter for _, parameter in settings.kept(self.module)]
         self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1
+        self.use_side_stream_for_tensor_copies = True
         # What has been registered since is noticed by counting: that costs microseconds where a comparison costs many.
         parts = list(self.module.modules())
         self._registries: list[dict[str, Any]] = [part._parameters for part in parts]

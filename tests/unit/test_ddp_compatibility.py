@@ -1,0 +1,46 @@
+"""docs/ddp-compatibility.md: complete, and no line without a test that exists."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import evenstep
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "ddp-compatibility.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and not line.startswith(("| ---", "| argument", "| name", "| | "))
+]
+TESTS = {
+    name
+    for path in (ROOT / "tests").rglob("test_*.py")
+    for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+}
+
+
+def test_every_argument_of_torchs_has_a_line_and_is_taken():
+    named = {name for row in ROWS for name in re.findall(r"`(\w+)`", row[0])}
+    torchs = set(inspect.signature(TorchDistributedDataParallel.__init__).parameters) - {"self"}
+    assert torchs <= named
+    assert torchs <= set(inspect.signature(evenstep.DistributedDataParallel.__init__).parameters)
+
+
+def test_every_public_method_of_torchs_has_a_line():
+    named = {name for row in ROWS for name in re.findall(r"`(\w+)`", row[0])}
+    public = {name for name in vars(TorchDistributedDataParallel) if not name.startswith("_")}
+    assert public <= named
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].replace("`", "")[:40])
+def test_a_line_has_a_test(row):
+    assert row[1] in ("same", "better", "accepted", "refused", "missing")
+    tests = re.findall(r"`(test_\w+)`", row[3])
+    assert (row[1] == "missing") == (not tests)
+    assert set(tests) <= TESTS

@@ -8,13 +8,14 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from evenstep import randomness
 from evenstep import world as worlds
 from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.health import last_words
 from evenstep.transport.choice import TRANSPORTS, Transports, open_transports
 from evenstep.transport.local import LocalTransport
@@ -51,12 +52,15 @@ def init(
     Raises:
         ConfigurationError: An argument or a launcher's variable is wrong; more ranks than GPUs; a second call with
             other arguments.
+        MismatchError: The ranks were given different arguments. Raised on every rank.
     """
     arguments: dict[str, object] = {
         "seed": seed,
         "device": None if device is None else str(device),
         "transport": transport,
+        "timeout_s": timeout_s,
     }
+    _validate_arguments(seed=seed, transport=transport, timeout_s=timeout_s)
     before = worlds.initialised()
     if before is not None:
         made_with = before._init_arguments
@@ -68,12 +72,12 @@ def init(
             f"evenstep.init was called before with other arguments: now {told}. Call it once, and pass the world on, "
             f"or close the first world before making another."
         )
-    _validate_arguments(seed=seed, transport=transport, timeout_s=timeout_s)
     worlds.close_abandoned()
     if dist.is_initialized():
         world = World.from_process_group(device=device, seed=seed, transport=transport)
     else:
         world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
+    _check_same_arguments(world, {"seed": seed, "transport": transport, "timeout_s": timeout_s})
     world._init_arguments = arguments
     if seed is not None:
         randomness.seed_everything(seed)
@@ -105,19 +109,18 @@ def _join(
         return World(placement, device=chosen, transports=transports, store=None, seed=seed, on_close=[restore_hook])
     shares_a_gpu = chosen.type == "cuda" and asked is not None and torch.device(asked).index is not None
     speaks_nccl = chosen.type == "cuda" and (transport == "nccl" or (transport is None and not shares_a_gpu))
-    store: Store | None = None
-    if placement.rendezvous_file is not None:
-        store = FileStore(str(placement.rendezvous_file), placement.world_size)
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if speaks_nccl else "gloo",
-            store=store,
-            rank=placement.rank if store is not None else -1,
-            world_size=placement.world_size if store is not None else -1,
+            store=_fresh_store(placement, timeout_s),
+            rank=placement.rank,
+            world_size=placement.world_size,
             timeout=timedelta(seconds=timeout_s),
             device_id=chosen if speaks_nccl else None,
         )
     except (RuntimeError, ValueError) as error:
+        # torch counts a group that was not made, and would look for the next one under another name.
+        dist.distributed_c10d._world.group_count = 0
         raise ConfigurationError(_explain_rendezvous(placement, error)) from error
     try:
         transports = open_transports(transport, chosen, timeout_s=timeout_s)
@@ -134,6 +137,22 @@ def _join(
     )
 
 
+_num_joins = 0
+
+
+def _fresh_store(placement: Placement, timeout_s: float) -> Store:
+    """Where the ranks meet. A world that was closed before has left its addresses there; they are not read again."""
+    global _num_joins
+    store: Store
+    if placement.rendezvous_file is not None:
+        store = FileStore(str(placement.rendezvous_file), placement.world_size)
+    else:
+        store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
+    store.set_timeout(timedelta(seconds=timeout_s))
+    _num_joins += 1
+    return PrefixStore(f"evenstep-{_num_joins}", store)
+
+
 def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: float) -> None:
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
         raise ConfigurationError(f"seed={seed!r}: a whole number from 0 to 2**63 - 1, or None to seed nothing.")
@@ -142,6 +161,19 @@ def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: f
         raise ConfigurationError(f"transport={transport!r}: {names}, or None to let evenstep choose.")
     if not timeout_s > 0:
         raise ConfigurationError(f"timeout_s={timeout_s!r}: a number of seconds greater than 0.")
+
+
+def _check_same_arguments(world: World, mine: dict[str, object]) -> None:
+    """Collective: close the world and raise a MismatchError on every rank if the ranks were given different ones."""
+    first, *others = world.exchange(mine)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] != value:
+                world.close()
+                raise MismatchError(
+                    f"evenstep.init: {name}={value!r} on rank 0, but {other[name]!r} on rank {rank}. Every rank passes "
+                    f"the same; numbers of its own for each rank come from the seed without further doing."
+                )
 
 
 def _announce(world: World, *, quiet: bool) -> None:

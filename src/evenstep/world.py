@@ -22,10 +22,9 @@ from torch._C._distributed_c10d import Store
 from evenstep import console, randomness
 from evenstep.device import choose_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
-from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.transport.choice import Transports, open_transports
-from evenstep.transport.codec import decode, encode, to_bytes, to_tensor
-from evenstep.transport.exchange import exchange
+from evenstep.transport.exchange import broadcast_value, check_mean, exchange, gather_rows, weighted_mean
 from evenstep.transport.local import LocalTransport
 
 Item = TypeVar("Item")
@@ -78,6 +77,7 @@ class World:
         self._num_main_first = 0
         self._closed = False
         self._adopted_group: dist.ProcessGroup | None = None
+        self._of_groups: dict[dist.ProcessGroup, World] = {}
         self._init_arguments: dict[str, object] | None = None
         self._has_diverged = False
 
@@ -100,19 +100,21 @@ class World:
         device: str | torch.device | None = None,
         seed: int | None = None,
         transport: str | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> World:
-        """Adopt the default process group that a script made itself.
+        """Adopt a process group that a script made itself.
 
-        Collective: every rank calls this, or the first thing that needs the current world does. The group stays the
-        script's: closing the world leaves it alone.
+        Collective: every rank of the group calls this, or the first thing that needs the current world does. The group
+        stays the script's: closing the world leaves it alone.
 
         Args:
             device: Where this rank computes; None: the current CUDA device if the group speaks NCCL, else the CPU.
             seed: Seeds the default order of loaders; nothing is seeded here.
             transport: As for `evenstep.init`.
+            group: The group; None: the default one, with all ranks.
 
         Raises:
-            UsageError: There is no process group.
+            UsageError: There is no process group, or this rank isn't in it.
             ConfigurationError: The transport can't be had.
         """
         if not dist.is_initialized():
@@ -120,21 +122,23 @@ class World:
                 "there is no process group to adopt. Call evenstep.init() first, or "
                 "torch.distributed.init_process_group(...) if the script makes its own."
             )
-        speaks_nccl = "nccl" in str(dist.get_backend_config())
+        if group is not None and dist.get_rank(group) < 0:
+            raise UsageError(f"rank {dist.get_rank()} is not in the process group that it was given.")
+        speaks_nccl = "nccl" in str(dist.get_backend_config(group))
         if device is None:
             chosen = torch.device("cuda", torch.cuda.current_device()) if speaks_nccl else torch.device("cpu")
         else:
             chosen = torch.device(device)
-        transports = open_transports(transport, chosen, timeout_s=DEFAULT_TIMEOUT_S)
+        transports = open_transports(transport, chosen, timeout_s=DEFAULT_TIMEOUT_S, group=group)
         hosts = exchange(transports.control, host_identity())
         world = cls(
-            placement_from_hosts(hosts, dist.get_rank()),
+            placement_from_hosts(hosts, dist.get_rank(group)),
             device=chosen,
             transports=transports,
             store=dist.distributed_c10d._get_default_store(),
             seed=seed,
         )
-        world._adopted_group = dist.group.WORLD
+        world._adopted_group = group or dist.group.WORLD
         return world
 
     # ------------------------------------------------------------------ identity
@@ -153,6 +157,30 @@ class World:
     def transport_name(self) -> str:
         """What carries the gradients: "local", "shared memory", "gloo" or "nccl"."""
         return self.transport.name
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch's process group of these ranks; None in a world of one that has none."""
+        if self._adopted_group is not None:
+            return self._adopted_group
+        return dist.group.WORLD if self.world_size > 1 else None
+
+    def of_group(self, group: dist.ProcessGroup | None) -> World:
+        """The world of a sub-group's ranks, on this world's device. Collective in the group, the first time.
+
+        Args:
+            group: Some of this world's ranks; None or all of them: this world.
+
+        Raises:
+            UsageError: This rank isn't in the group.
+        """
+        if group is None or group is self.process_group:
+            return self
+        if group not in self._of_groups:
+            world = World.from_process_group(device=self.device, seed=self.seed, group=group)
+            self._of_groups[group] = world
+            self._on_close.append(world.close)
+        return self._of_groups[group]
 
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""
@@ -219,20 +247,12 @@ class World:
             A float for a number, else a tensor of `value`'s shape and dtype. NaN if all weights are 0.
 
         Raises:
-            ConfigurationError: The weight is negative or no number.
+            ConfigurationError: The value is no real number or tensor, the weight is negative or no number (not looked
+                at where it is on a GPU).
         """
-        if isinstance(weight, int | float) and not 0 <= weight < float("inf"):
-            raise ConfigurationError(f"world.mean: weight={weight!r} on rank {self.rank}; a weight is at least 0.")
-        given = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
-        on_device = given.device.type == "cuda"
-        total = torch.empty(given.numel() + 1, dtype=torch.float64, device=given.device)
-        total[-1] = weight
-        total[:-1] = torch.where(total[-1] == 0, 0.0, given.reshape(-1).double() * total[-1])
-        (self.transport if on_device else self.control).all_reduce(total).wait()
-        mean = total[:-1] / total[-1]
-        if not isinstance(value, Tensor):
-            return float(mean)
-        return mean.reshape(given.shape).to(given.dtype if given.is_floating_point() else torch.float32)
+        given, weight = check_mean(value, weight, rank=self.rank)
+        mean = weighted_mean(self.transport if given.device.type == "cuda" else self.control, given, weight)
+        return mean if isinstance(value, Tensor) else float(mean)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, one after the other along the first dimension, in order of rank.
@@ -247,25 +267,13 @@ class World:
 
         Raises:
             MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.
+            ConfigurationError: No dense tensor.
         """
-        tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
-        seen = self.exchange({"shape": list(tensor.shape), "dtype": str(tensor.dtype)})
-        for rank, other in enumerate(seen):
-            if other["shape"][1:] != seen[0]["shape"][1:] or other["dtype"] != seen[0]["dtype"]:
-                raise MismatchError(
-                    f"world.gather: rank 0 has {seen[0]['dtype']} {seen[0]['shape']}, rank {rank} has "
-                    f"{other['dtype']} {other['shape']}; only the first dimension may differ."
-                )
-        rows = [other["shape"][0] for other in seen]
-        mine = torch.zeros((max(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-        mine[: len(tensor)] = tensor
-        if mine.numel() == 0:
-            return tensor.new_empty((sum(rows), *tensor.shape[1:]))
-        raw = mine.reshape(-1).view(torch.uint8)  # bytes: whatever the dtype, every backend carries them
-        out = torch.empty(self.world_size * raw.numel(), dtype=torch.uint8, device=raw.device)
-        (self.transport if tensor.device.type == "cuda" else self.control).all_gather(out, raw).wait()
-        parts = out.view(tensor.dtype).reshape(self.world_size, *mine.shape)
-        return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            kind = f"{tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigurationError(f"world.gather on rank {self.rank}: a {kind}; it takes dense tensors.")
+        carrier = self.transport if tensor.device.type == "cuda" else self.control
+        return gather_rows(carrier, self.control, tensor)
 
     def broadcast_object(self, value: Any, src: int = 0) -> Any:
         """Rank `src`'s value, on every rank. No pickle travels: JSON and tensors.
@@ -280,23 +288,9 @@ class World:
         Raises:
             ConfigurationError: The value holds something else, or `src` is no rank. Raised on all ranks.
         """
-        if not 0 <= src < self.world_size:
-            raise ConfigurationError(f"broadcast_object: src={src}, but ranks are 0 to {self.world_size - 1}.")
-        data, problem = b"", ""
-        if self.rank == src:
-            try:
-                data = encode(value)
-            except ConfigurationError as error:
-                problem = str(error)
-                data = problem.encode()
-        header = torch.tensor([len(data), len(problem) > 0])
-        self.control.broadcast(header, src).wait()
-        payload = to_tensor(data) if self.rank == src else torch.empty(int(header[0]), dtype=torch.uint8)
-        if payload.numel():
-            self.control.broadcast(payload, src).wait()
-        if header[1]:
-            raise ConfigurationError(f"broadcast_object on rank {src}: {to_bytes(payload).decode()}")
-        return decode(to_bytes(payload))
+        if not isinstance(src, int) or isinstance(src, bool) or not 0 <= src < self.world_size:
+            raise ConfigurationError(f"broadcast_object: src={src!r}, but ranks are 0 to {self.world_size - 1}.")
+        return broadcast_value(self.control, value, src)
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, in order of rank, on every rank. Collective; the same kinds as `broadcast_object`."""

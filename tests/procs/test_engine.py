@@ -580,6 +580,10 @@ def different_models(kind):
         model = nn.Module()
         for name in reversed("ab") if odd else "ab":
             setattr(model, name, nn.Linear(4, 4))
+    if kind == "buffer dtype":
+        model.register_buffer("mean", torch.zeros(1, dtype=torch.int64 if odd else torch.float64))
+    if kind == "buffer missing" and not odd:
+        model.register_buffer("mean", torch.zeros(1))
     with pytest.raises(MismatchError) as error:
         evenstep.DistributedDataParallel(model, world=world)
     return str(error.value)
@@ -592,6 +596,8 @@ def different_models(kind):
         ("count", "rank 0 has 4 parameters, rank {odd} has 6; the first that only rank {odd} has is '2.weight'"),
         ("shape", "parameter '1.weight' has shape [4, 4] on rank 0 but [5, 4] on rank {odd}"),
         ("dtype", "parameter '1.weight' has dtype float32 on rank 0 but float64 on rank {odd}"),
+        ("buffer dtype", "module buffer 'mean' has dtype float64 on rank 0 but int64 on rank {odd}"),
+        ("buffer missing", "rank 0 has 1 module buffers, rank {odd} has 0; the first that only rank 0 has is 'mean'"),
         ("order", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (registered in another order)"),
     ],
 )
@@ -634,23 +640,14 @@ def unfrozen():
         model(x, [0, 1])
     with pytest.raises(ConfigurationError, match="the loss is"):
         model.backward(torch.ones(2), weight=1)
-    with pytest.raises(UsageError, match="not part of this version"):
-        model.register_comm_hook(None, None)
+    model.module.late = nn.Linear(2, 2)
+    model.module.layers[0].weight.requires_grad_(False)
+    with pytest.raises(UsageError, match=r"'late.weight' was added after"):
+        model(x, [0, 1])
 
 
 def test_what_this_version_cannot_keep_in_step_is_refused(ranks):
     ranks.run(unfrozen, 2)
-
-
-def sparse_gradients():
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(nn.Embedding(4, 2, sparse=True), world=world)
-    with pytest.raises(UsageError, match="parameter 'weight' has a sparse_coo gradient"):
-        model(torch.tensor([1])).sum().backward()
-
-
-def test_sparse_gradients_are_refused_by_name(ranks):
-    ranks.run(sparse_gradients, 2)
 
 
 def gradient_penalty():

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def run(tmp_path: Path, script: str, *launcher: str, **variables: str) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "script.py"
@@ -71,6 +73,33 @@ def test_a_world_that_nobody_closes_is_closed_at_exit(tmp_path):
     )
     assert (result.returncode, result.stdout) == (0, "1.0\n1.0\n")
     assert "destroy_process_group" not in result.stderr
+
+
+AGAIN = """
+import evenstep
+import torch.distributed as dist
+
+for turn in range(3):
+    world = evenstep.init(quiet=True, seed=turn, transport="gloo" if turn == 1 else None)
+    assert world.mean(world.rank) == 0.5
+    if turn < 2:
+        world.close()
+        assert not dist.is_initialized()
+try:
+    with world:
+        raise ValueError("in a notebook that goes on")
+except ValueError:
+    pass
+with evenstep.init(quiet=True) as world:
+    world.print(world.mean(world.rank), world.transport_name)
+"""
+
+
+@pytest.mark.parametrize("launcher", ["evenstep", "torch.distributed.run"])
+def test_a_world_that_was_closed_can_be_made_again(tmp_path, launcher):
+    more = ("run",) if launcher == "evenstep" else ("--standalone",)
+    result = run(tmp_path, AGAIN, "-m", launcher, *more, "--nproc-per-node", "2")
+    assert (result.returncode, result.stdout) == (0, "0.5 shared memory\n"), result.stderr
 
 
 def test_ranks_that_were_launched_must_call_init(tmp_path):

@@ -21,8 +21,15 @@ def means():
     assert isinstance(world.mean(r), float)
     tensor = world.mean(torch.tensor([1.0, r]), weight=torch.tensor(r + 1))
     assert tensor.dtype == torch.float32
-    with pytest.raises(ConfigurationError, match="weight=-1"):
-        world.mean(1.0, weight=-1)
+    for weight in (-1, torch.tensor(-1.0), float("nan"), torch.tensor(float("inf")), "3", None, torch.ones(2)):
+        with pytest.raises(ConfigurationError, match=r"world.mean on rank \d: weight="):
+            world.mean(1.0, weight=weight)
+    for value in ([1.0, 2.0], "text", None, 1j, torch.zeros(1, dtype=torch.complex64)):
+        with pytest.raises(ConfigurationError, match=r"world.mean on rank \d: (value=|the value is complex)"):
+            world.mean(value)
+    for value in ([1.0], 2.0, torch.eye(2).to_sparse()):
+        with pytest.raises(ConfigurationError, match="it takes dense tensors"):
+            world.gather(value)
     return world.mean(r), world.mean(r, weight=r + 1), world.mean(nothing, weight=0 if r == 0 else 2), tensor.tolist()
 
 
@@ -77,8 +84,18 @@ def objects():
         assert torch.equal(got["tensor"], sent["tensor"])
     with pytest.raises(ConfigurationError, match=r"object\['x'\] is a builtins.object"):
         world.broadcast_object({"x": object()} if world.rank == 0 else None)
-    with pytest.raises(ConfigurationError, match="src=9"):
-        world.broadcast_object(1, src=9)
+    circle = []
+    circle.append(circle)
+    for unsendable, words in ((circle, "holds itself"), (torch.eye(2).to_sparse(), "only dense")):
+        with pytest.raises(ConfigurationError, match=words):
+            world.broadcast_object(unsendable if world.rank == 0 else None)
+        last = world.world_size - 1
+        with pytest.raises(ConfigurationError, match=rf"on rank {last} .*{words}"):
+            world.exchange(unsendable if world.rank == last else None)
+    assert world.broadcast_object("in step" if world.rank == 0 else None) == "in step"
+    for src in (9, "0", True):
+        with pytest.raises(ConfigurationError, match=f"src={src!r}"):
+            world.broadcast_object(1, src=src)
     assert world.exchange(world.rank * 2) == [2 * r for r in range(world.world_size)]
     world.barrier()
 
@@ -134,6 +151,16 @@ def init_again():
     assert evenstep.init() is world
     with pytest.raises(ConfigurationError, match=r"now seed=5 \(was None\)"):
         evenstep.init(seed=5)
+    with pytest.raises(ConfigurationError, match=r"now timeout_s=7.5 \(was 600.0\)"):
+        evenstep.init(timeout_s=7.5)
+    with pytest.raises(ConfigurationError, match="timeout_s=nan"):
+        evenstep.init(timeout_s=float("nan"))
+    world.close()
+    for name, value in (("seed", world.rank), ("timeout_s", 10.0 + world.rank)):
+        with pytest.raises(MismatchError, match=rf"{name}=.* on rank 0, but .* on rank 1"):
+            evenstep.init(quiet=True, **{name: value})
+    assert not dist.is_initialized()
+    evenstep.init(quiet=True)
 
 
 def test_init_twice_is_the_same_world_or_an_error(ranks):

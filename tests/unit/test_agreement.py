@@ -8,7 +8,7 @@ from evenstep.replica.agreement import check_same_model, describe
 
 
 def descriptions(*models):
-    return [describe(model) for model in models]
+    return [describe(model.named_parameters()) for model in models]
 
 
 def test_equal_models_have_no_difference():

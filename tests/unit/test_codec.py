@@ -22,7 +22,9 @@ def test_plain_data_comes_back_equal(value):
     assert decode(encode(value)) == value
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex128]
+)
 def test_tensors_come_back_with_dtype_and_shape(dtype):
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
     back = decode(encode({"a": [tensor, tensor.T], "~b": (torch.tensor(1.5), torch.empty(0, 2))}))

@@ -14,20 +14,21 @@ from evenstep.errors import ConfigurationError
 _STAND_IN_ROWS = 2
 
 
-def batch_length(batch: Any) -> int | None:
-    """Length of the first dimension of the first tensor in a nest that has one; None if there is none."""
+def batch_length(batch: Any, dim: int = 0) -> int | None:
+    """Length of the batch dimension of the first tensor in a nest that has one; None if there is none."""
     for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
+        if _has_rows(leaf, dim):
+            return int(leaf.shape[dim])
     return None
 
 
-def split(batch: Any, num_parts: int) -> list[Any]:
-    """Divide a batch along its first dimension into parts that differ by at most one sample. Pure.
+def split(batch: Any, num_parts: int, dim: int = 0) -> list[Any]:
+    """Divide a batch into parts that differ by at most one sample. Pure.
 
     Args:
-        batch: A nest of tensors [n, ...]; 0-dim tensors and other values go into every part.
+        batch: A nest of tensors with n samples along `dim`; tensors that lack it and other values go into every part.
         num_parts: How many parts; fewer come back when there are fewer samples, none for none.
+        dim: The batch dimension.
 
     Raises:
         ConfigurationError: Not a positive number of parts, no tensor, or tensors of different lengths.
@@ -35,17 +36,18 @@ def split(batch: Any, num_parts: int) -> list[Any]:
     if not isinstance(num_parts, int) or isinstance(num_parts, bool) or num_parts < 1:
         raise ConfigurationError(f"microbatches: n={num_parts!r}; a whole number of at least 1.")
     leaves, structure = pytree.tree_flatten(batch)
-    lengths = {len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    lengths = {int(leaf.shape[dim]) for leaf in leaves if _has_rows(leaf, dim)}
     if len(lengths) != 1:
-        found = f"tensors of lengths {sorted(lengths)}" if lengths else "no tensor with a first dimension"
-        raise ConfigurationError(f"microbatches: the batch has {found}; it is divided along its one first dimension.")
+        which = "first dimension" if dim == 0 else f"dimension {dim}"
+        found = f"tensors of lengths {sorted(lengths)}" if lengths else f"no tensor with a {which}"
+        raise ConfigurationError(f"microbatches: the batch has {found}; it is divided along its one {which}.")
     length = lengths.pop()
     parts = []
     start = 0
     num_parts = min(num_parts, length)
     for index in range(num_parts):
         stop = start + length // num_parts + (index < length % num_parts)
-        part = [leaf[start:stop] if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf for leaf in leaves]
+        part = [leaf.narrow(dim, start, stop - start) if _has_rows(leaf, dim) else leaf for leaf in leaves]
         parts.append(pytree.tree_unflatten(part, structure))
         start = stop
     return parts
@@ -55,9 +57,13 @@ class StandIn:
     """What a module is run on when this rank's share of a batch is empty: one remembered sample.
 
     Without one (the very first batch is empty) zeros of the right shape stand in.
+
+    Args:
+        dim: The batch dimension.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dim: int = 0) -> None:
+        self._dim = dim
         self._samples: list[Any] | None = None
 
     @property
@@ -69,7 +75,7 @@ class StandIn:
         """Keep the first sample of the first batch that has one."""
         if self._samples is None:
             self._samples = [
-                leaf[:1].detach().clone() if isinstance(leaf, Tensor) and leaf.dim() > 0 else None
+                leaf.narrow(self._dim, 0, 1).detach().clone() if _has_rows(leaf, self._dim) else None
                 for leaf in pytree.tree_leaves(inputs)
             ]
 
@@ -79,23 +85,30 @@ class StandIn:
         remembered = self._samples if self._samples is not None and len(self._samples) == len(leaves) else None
         filled = [
             self._fill(leaf, remembered[index] if remembered is not None else None)
-            if isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == 0
+            if _has_rows(leaf, self._dim) and leaf.shape[self._dim] == 0
             else leaf
             for index, leaf in enumerate(leaves)
         ]
         return pytree.tree_unflatten(filled, structure)
 
-    @staticmethod
-    def _fill(empty: Tensor, sample: Tensor | None) -> Tensor:
+    def _fill(self, empty: Tensor, sample: Tensor | None) -> Tensor:
+        shape = list(empty.shape)
+        shape[self._dim] = _STAND_IN_ROWS
         if sample is not None and sample.dim() == empty.dim() and sample.dtype == empty.dtype:
-            rows = sample.to(empty.device).expand(_STAND_IN_ROWS, *sample.shape[1:]).clone()
+            rows = sample.to(empty.device).repeat_interleave(_STAND_IN_ROWS, self._dim)
         else:
-            rows = torch.zeros(_STAND_IN_ROWS, *empty.shape[1:], dtype=empty.dtype, device=empty.device)
+            rows = torch.zeros(shape, dtype=empty.dtype, device=empty.device)
         return rows.requires_grad_(empty.requires_grad)
 
-    @staticmethod
-    def empty_outputs(outputs: Any) -> Any:
+    def empty_outputs(self, outputs: Any) -> Any:
         """The outputs of the stand-in cut to length 0, still part of the graph."""
+        dim = self._dim
         return pytree.tree_map_only(
-            Tensor, lambda out: out[:0] if out.dim() > 0 and len(out) == _STAND_IN_ROWS else out, outputs
+            Tensor,
+            lambda out: out.narrow(dim, 0, 0) if _has_rows(out, dim) and out.shape[dim] == _STAND_IN_ROWS else out,
+            outputs,
         )
+
+
+def _has_rows(leaf: Any, dim: int) -> bool:
+    return isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.errors import UsageError
+from evenstep.replica.comm_hook import HookQueue
 from evenstep.replica.layout import BucketLayout
 from evenstep.transport.base import Transport, Work
 
@@ -19,14 +20,21 @@ class Bucket:
         layout: Which parameter lies where.
         parameters: All parameters of the model, in registration order.
         names: Their names, for messages.
-        transport: Allocates the memory and carries it.
+        transport: Carries the memory.
+        allocator: Allocates it.
     """
 
     def __init__(
-        self, layout: BucketLayout, parameters: Sequence[nn.Parameter], names: Sequence[str], transport: Transport
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        transport: Transport,
+        *,
+        allocator: Transport,
     ) -> None:
         self.layout = layout
-        self.flat: Tensor = transport.allocate(layout.numel, dtype=layout.dtype, device=layout.device)
+        self.flat: Tensor = allocator.allocate(layout.numel, dtype=layout.dtype, device=layout.device)
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
         self.names = [names[slot.parameter] for slot in layout.slots]
         self.views = [
@@ -64,10 +72,10 @@ class Bucket:
             for parameter, view in moved:
                 parameter.grad = view
 
-    def launch(self) -> None:
-        """Start adding the flat tensor over ranks."""
+    def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
+        """Start adding the flat tensor over ranks, or whatever a communication hook does instead."""
         self._version = self._versions()
-        self.work = self._transport.all_reduce(self.flat)
+        self.work = self._transport.all_reduce(self.flat) if hooks is None else hooks.submit(self, is_last=is_last)
 
     def wait(self) -> None:
         """Return when the flat tensor holds the sum over ranks (see `Work.wait`).
@@ -103,8 +111,8 @@ class Bucket:
             for name, grad in zip(self.names, (p.grad for p in self.parameters), strict=True):
                 if grad is not None and grad.layout is not torch.strided:
                     raise UsageError(
-                        f"parameter {name!r} has a {str(grad.layout)[6:]} gradient; this version averages dense ones. "
-                        f"Build the embedding with sparse=False."
+                        f"parameter {name!r} has a {str(grad.layout)[6:]} gradient, which only the weight of an "
+                        f"Embedding or EmbeddingBag with sparse=True may have."
                     ) from None
             raise
 

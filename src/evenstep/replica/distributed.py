@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils import _pytree as pytree
 
 from evenstep import randomness
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.agreement import validate_same_model
 from evenstep.replica.batches import StandIn, batch_length, split
-from evenstep.replica.engine import Engine
-from evenstep.replica.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
+from evenstep.replica.mixed_precision import LowPrecision
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
+from evenstep.replica.settings import (
+    Settings,
+    bucket_policy,
+    check_delayed,
+    check_module,
+    group_of,
+    ignored_names,
+    resolve_buffers,
+    sparse_parameters,
+    where_inputs_go,
+)
 from evenstep.replica.sync_batchnorm import replace_torchs
-from evenstep.replica.sync_layers import SyncLayers
+from evenstep.replica.torch_interface import TorchInterface, keep_out_of_graphs
 from evenstep.replica.weighting import validate_weight
 from evenstep.world import World
 
 Batch = TypeVar("Batch")
+_NOTHING = contextlib.nullcontext()
 
 
-class DistributedDataParallel(TorchDistributedDataParallel):
+class DistributedDataParallel(TorchInterface):
     """A module whose replicas are kept equal: gradients are averaged over ranks while the backward pass runs.
 
     Collective: every rank wraps its replica, of the same model. Parameters and module buffers become equal to rank
@@ -47,22 +60,31 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     state at *backward* and not at forward; module buffers are made equal at the end of a synchronised backward pass
     (with the gradients) and not at the beginning of the next forward; an empty batch is allowed.
 
-    It derives from torch's class, because torch asks `isinstance` in its checkpoint and compile code; none of that
-    class's machinery is set up.
+    It derives from torch's class and has its interface (`torch_interface`): docs/ddp-compatibility.md has a line for
+    each of torch's arguments and methods.
 
     Args:
         module: The model. Moved to `world.device` if `evenstep.init` made the world and `device_ids` isn't given.
-        device_ids: None, or the one device where the module already is.
+        device_ids: None, or the one GPU where the module already is; inputs are moved there.
         output_device: As `device_ids`.
-        dim: The batch dimension; 0.
-        broadcast_buffers: Keep module buffers equal to rank 0's.
+        dim: The batch dimension of inputs and outputs.
+        broadcast_buffers: Keep module buffers equal to rank 0's; None: True.
         init_sync: Compare the models of all ranks and make them equal at the start.
-        process_group: None. Sub-groups are not supported by this version.
+        process_group: Average over this group's ranks only.
         bucket_cap_mb: Size of a bucket in MiB; None: 25.
         find_unused_parameters: Accepted and ignored: unused parameters need no flag.
         check_reduction: Accepted and ignored, as torch does.
         gradient_as_bucket_view: Accepted and ignored: gradients always are views of their bucket.
-        static_graph: Accepted and ignored.
+        static_graph: Accepted and ignored: nothing is assumed of the graph.
+        delay_all_reduce_named_params: Accepted and checked: a bucket goes when its gradients are there.
+        param_to_hook_all_reduce: As `delay_all_reduce_named_params`.
+        mixed_precision: torch's `_MixedPrecision`.
+        device_mesh: The one-dimensional mesh along which the model is replicated, instead of `process_group`.
+        skip_all_reduce_unused_params: Accepted and ignored.
+        bucket_cap_mb_list: Sizes of the first bucket, the second, ... in MiB; the last is that of all that follow.
+        batched_grad_copy: Accepted and ignored: copies always are batched.
+        forward_sync_buffers: torch 2.13's name for `broadcast_buffers`; buffers are made equal at the start in any
+            case.
         first_bucket_cap_mb: Size of the first bucket in MiB; None: 1, or `bucket_cap_mb` if that is smaller.
         world: Who takes part; None: the current world.
 
@@ -71,15 +93,13 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         ConfigurationError: An argument is wrong, or nothing in the module is trained.
     """
 
-    module: nn.Module
-
     def __init__(
         self,
         module: nn.Module,
-        device_ids: list[int | torch.device] | None = None,
+        device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -87,33 +107,62 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: _MixedPrecision | None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
         *,
         first_bucket_cap_mb: float | None = None,
         world: World | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        Joinable.__init__(self)
-        world = worlds.current() if world is None else world
-        _validate_arguments(module, device_ids, output_device, dim, process_group)
-        policy = _bucket_policy(bucket_cap_mb, first_bucket_cap_mb)
+        check_module(module, ignored_names(module))
+        check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        group = group_of(process_group, device_mesh, module)
+        world = (worlds.current() if world is None else world).of_group(group)
+        init_sync_buffers, sync_buffers = resolve_buffers(broadcast_buffers, forward_sync_buffers)
+        settings = Settings(
+            policy=bucket_policy(bucket_cap_mb, first_bucket_cap_mb, bucket_cap_mb_list),
+            ignored=ignored_names(module),
+            sparse=sparse_parameters(module),
+            inputs_to=where_inputs_go(module, device_ids, output_device),
+            dim=dim,
+            init_sync=init_sync,
+            init_sync_buffers=init_sync_buffers,
+            sync_buffers=sync_buffers,
+        )
         if world.is_initialised and device_ids is None:
             module.to(world.device)
         self.module = module = replace_torchs(module)
-        self.world = world
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers
-        self.device = next(module.parameters()).device
+        self.device = next(p for _, p in settings.kept(module)).device
+        self.device_type = self.device.type
+        self.device_ids = None if settings.inputs_to is None else [settings.inputs_to.index]
+        self.output_device = None if settings.inputs_to is None else settings.inputs_to.index
+        # Remembered for those who ask; nothing depends on them.
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = mixed_precision
         if init_sync:
-            validate_same_model(module, world)
-            tensors = [parameter.data for parameter in module.parameters()]
-            if broadcast_buffers:
-                tensors.extend(module.buffers())
+            buffers = settings.kept_buffers(module) if init_sync_buffers else []
+            validate_same_model(settings.kept(module), buffers, world)
+            tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in buffers)]
             finish_broadcast(start_broadcast(tensors, world.transport))
-        self.engine = Engine(module, world, policy, broadcast_buffers=broadcast_buffers)
-        self.sync_layers = SyncLayers(module, world, self.engine.contribution)
-        self.engine.shares_statistics = bool(self.sync_layers)
-        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
-        self._stand_in = StandIn()
+        self._set_up(world, settings)
+        self._stand_in = StandIn(dim)
+        self._low_precision = None
+        if mixed_precision is not None:
+            self._low_precision = LowPrecision(module, mixed_precision)
+            hook = self._low_precision.comm_hook
+            if hook is not None:
+                self.register_comm_hook(self.process_group, hook)
 
     # ------------------------------------------------------------------ forward
 
@@ -127,45 +176,63 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             UsageError: The replicas are no longer in step (an earlier backward pass failed), or a parameter that was
                 frozen when the model was wrapped is trained now.
         """
+        keep_out_of_graphs()
         if torch.is_grad_enabled():
             self.engine.begin_forward()
-            self._validate_frozen()
+            self._validate_parameters()
             if self.training:
                 self.world.diverge_random_streams()
+        if self.settings.inputs_to is not None:
+            inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))
         # The usual case is told apart without flattening a nest: a call of 10 microseconds.
+        dim = self.dim
         first = inputs[0] if inputs else None
-        has_rows = isinstance(first, Tensor) and first.dim() > 0 and first.shape[0] > 0
-        is_empty = not has_rows and batch_length((inputs, kwargs)) == 0
-        if is_empty:
-            outputs = self._forward_stand_in(inputs, kwargs)
-        else:
-            if not self._stand_in.has_sample:
-                self._stand_in.remember((inputs, kwargs))
-            if self.sync_layers:
-                with self.sync_layers.forward_pass(over_stand_in=False):
-                    outputs = self.module(*inputs, **kwargs)
+        has_rows = isinstance(first, Tensor) and first.dim() > dim >= 0 and first.shape[dim] > 0
+        is_empty = not has_rows and batch_length((inputs, kwargs), dim) == 0
+        running = TorchDistributedDataParallel._active_ddp_module  # torch.compile asks, to split graphs at buckets
+        TorchDistributedDataParallel._active_ddp_module = self
+        try:
+            if is_empty:
+                outputs = self._forward_stand_in(inputs, kwargs)
             else:
-                outputs = self.module(*inputs, **kwargs)
+                if not self._stand_in.has_sample:
+                    self._stand_in.remember((inputs, kwargs))
+                outputs = self._run_module(inputs, kwargs)
+        finally:
+            TorchDistributedDataParallel._active_ddp_module = running
         if torch.is_grad_enabled():
             self.engine.watch_outputs(outputs, over_stand_in=is_empty)
         return outputs
 
+    def _run_module(self, inputs: Any, kwargs: Any, *, over_stand_in: bool = False) -> Any:
+        with self.sync_layers.forward_pass(over_stand_in=over_stand_in) if self.sync_layers else _NOTHING:
+            if self._low_precision is not None:
+                return self._low_precision.run(self.module, inputs, kwargs)
+            return self.module(*inputs, **kwargs)
+
     def _forward_stand_in(self, inputs: Any, kwargs: Any) -> Any:
         inputs, kwargs = self._stand_in.build((inputs, kwargs))
-        with (
-            randomness.preserved(),
-            untouched(self.module, but=self.sync_layers.buffers()),
-            self.sync_layers.forward_pass(over_stand_in=True),
-        ):
-            outputs = self.module(*inputs, **kwargs)
-        return StandIn.empty_outputs(outputs)
+        with randomness.preserved(), untouched(self.module, but=self.sync_layers.buffers()):
+            outputs = self._run_module(inputs, kwargs, over_stand_in=True)
+        return self._stand_in.empty_outputs(outputs)
 
-    def _validate_frozen(self) -> None:
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.settings.inputs_to, non_blocking=True)
+
+    def _validate_parameters(self) -> None:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
                     f"parameter {name!r} was frozen when the model was wrapped and is trained now; its gradient would "
                     f"not be averaged. Unfreeze it before wrapping, or wrap the module again."
+                )
+        if sum(map(len, self._registries)) != self._num_registered:
+            known = set(self._names)
+            new = [name for name, p in self.module.named_parameters() if name not in known and p.requires_grad]
+            if new:
+                raise UsageError(
+                    f"parameter {new[0]!r} was added after the model was wrapped; its gradient would not be averaged. "
+                    f"Wrap the module again."
                 )
 
     # ------------------------------------------------------------------ backward
@@ -251,9 +318,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             ConfigurationError: `n` is no positive number, or the batch can't be divided.
             UsageError: The last part was not followed by a backward pass.
         """
-        parts = split(batch, n)
+        parts = split(batch, n, self.dim)
         if self.sync_layers and self.training:
-            parts = self.sync_layers.pad(parts, batch)
+            parts = self.sync_layers.pad(parts, batch, self.dim)
         before = self.engine.synchronise
         num_reductions = self.engine.num_reductions
         completed = False
@@ -275,65 +342,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 f"gradients have not been averaged. Call backward inside the loop, once per part."
             )
 
-    # ------------------------------------------------------------------ torch's interface that this version lacks
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise UsageError(
-            "this method of torch's DistributedDataParallel is not part of this version of evenstep; "
-            "see docs/architecture.md for what is."
-        )
-
-    join = register_comm_hook = register_join_hook = join_hook = _refuse
-    _register_builtin_comm_hook = _register_fused_optim = _set_static_graph = _refuse
-    _get_ddp_logging_data = __getstate__ = _refuse
-
-    def train(self, mode: bool = True) -> DistributedDataParallel:
-        """As `nn.Module.train`."""
-        nn.Module.train(self, mode)
-        return self
-
     def extra_repr(self) -> str:
         """What stands beside the module when this is printed."""
         return f"rank {self.world.rank}/{self.world.world_size}, {len(self.engine.buckets)} buckets"
-
-
-def _validate_arguments(
-    module: nn.Module,
-    device_ids: list[int | torch.device] | None,
-    output_device: int | torch.device | None,
-    dim: int,
-    process_group: dist.ProcessGroup | None,
-) -> None:
-    if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"DistributedDataParallel wraps a torch.nn.Module, not a {type(module).__name__}.")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ConfigurationError(
-            f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to keep in step; "
-            f"use the module as it is."
-        )
-    if device_ids is not None and len(device_ids) > 1:
-        raise ConfigurationError(f"device_ids={device_ids}: one process drives one device; pass at most one.")
-    if dim != 0:
-        raise ConfigurationError(f"dim={dim}: this version divides batches along dimension 0.")
-    if process_group is not None:
-        raise ConfigurationError("process_group: this version averages over all ranks; pass None.")
-    if device_ids or output_device is not None:
-        devices = {parameter.device for parameter in module.parameters()}
-        asked = device_ids[0] if device_ids else output_device
-        index = asked.index if isinstance(asked, torch.device) else asked
-        if any(device.type == "cpu" or device.index != index for device in devices):
-            found = ", ".join(sorted(map(str, devices)))
-            raise ConfigurationError(
-                f"device_ids={device_ids}, output_device={output_device}, but the module is on {found}. Move it there "
-                f"first, or leave both out."
-            )
-
-
-def _bucket_policy(bucket_cap_mb: float | None, first_bucket_cap_mb: float | None) -> BucketPolicy:
-    cap = DEFAULT_BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20))
-    if first_bucket_cap_mb is None:
-        return BucketPolicy(min(cap, DEFAULT_FIRST_BUCKET_BYTES), cap)
-    return BucketPolicy(int(first_bucket_cap_mb * (1 << 20)), cap)
 
 
 def _is_scaled(loss: Tensor, scaler: torch.amp.GradScaler) -> bool:

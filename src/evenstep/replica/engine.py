@@ -42,8 +42,9 @@ from torch.utils import _pytree as pytree
 from evenstep.errors import UsageError
 from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.exchange import build_exchange
-from evenstep.replica.layout import BucketPolicy
+from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.readiness import Readiness
+from evenstep.replica.settings import Settings
 from evenstep.replica.weighting import Kind, Window
 from evenstep.world import World
 
@@ -83,17 +84,17 @@ class Engine:
     Args:
         module: The wrapped module; its trained parameters are laid out now.
         world: Who takes part.
-        policy: Sizes of buckets.
-        broadcast_buffers: Make module buffers equal to rank 0's at the end of every synchronised pass.
+        settings: Sizes of buckets, what is ignored, what is sparse.
     """
 
-    def __init__(self, module: nn.Module, world: World, policy: BucketPolicy, *, broadcast_buffers: bool) -> None:
-        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    def __init__(self, module: nn.Module, world: World, settings: Settings) -> None:
+        trained = settings.trained(module)
+        dense = [named for named in trained if named[0] not in settings.sparse]
+        trained = [*dense, *(named for named in trained if named[0] in settings.sparse)]
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
-        self.exchange = build_exchange(
-            module, self.names, self.parameters, world, policy, broadcast_buffers=broadcast_buffers
-        )
+        buffers = BufferBroadcast(module, world.transport, settings.ignored) if settings.sync_buffers else None
+        self.exchange = build_exchange(self.names, self.parameters, len(dense), world, settings.policy, buffers)
         self.readiness = Readiness(self.parameters, self.exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
@@ -159,6 +160,10 @@ class Engine:
             return 0.0
         return self._pass.weight if isinstance(self._pass.weight, Tensor) else 1.0
 
+    def announce(self) -> None:
+        """Collective with ranks that have left their loop: a window has begun in which they are needed."""
+        self.exchange.announce()
+
     @contextlib.contextmanager
     def weighted_pass(self, weight: float | Tensor) -> Iterator[float]:
         """Around one `loss.backward` of `model.backward`. Yields the scale by which the weight is to be divided.
@@ -184,6 +189,10 @@ class Engine:
         if self._window is None:
             self._window = Window()
         self._end_window()
+
+    def unused_parameters(self) -> list[str]:
+        """Names of the parameters that had no gradient on any rank when the last window ended."""
+        return [self.names[index] for index in self.exchange.unused()]
 
     def leave_early(self, what: str) -> None:
         """Note that a window was abandoned before its gradients were averaged."""

@@ -8,16 +8,21 @@ that travel nowhere would cost a copy and a call per parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from evenstep.replica.bucket import Bucket
+from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.layout import BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
+from evenstep.replica.sparse import sum_over_ranks
+from evenstep.replica.uneven import Uneven
 from evenstep.replica.weighting import Header, Kind, Window, nearest_power_of_two
+from evenstep.transport.base import Transport
+from evenstep.transport.local import LocalTransport
 from evenstep.world import World
 
 
@@ -47,6 +52,18 @@ class Exchange(Protocol):
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """Collective, once: lay the buckets out again in the order in which rank 0's gradients were ready."""
 
+    def set_hook(self, hook: CommHook) -> None:
+        """Hand complete buckets to a communication hook, which averages them over ranks."""
+
+    def announce(self) -> None:
+        """Tell the ranks that have left, once per window, to take part in it."""
+
+    def set_uneven(self, uneven: Uneven | None) -> None:
+        """From now on ranks may leave one by one; None: no longer."""
+
+    def unused(self) -> list[int]:
+        """The parameters that had no gradient on any rank when the last window ended."""
+
     def in_flight(self) -> list[int]:
         """Indices of the buckets that are travelling at this moment."""
 
@@ -55,19 +72,17 @@ class Exchange(Protocol):
 
 
 def build_exchange(
-    module: nn.Module,
     names: Sequence[str],
     parameters: Sequence[nn.Parameter],
+    num_dense: int,
     world: World,
     policy: BucketPolicy,
-    *,
-    broadcast_buffers: bool,
+    module_buffers: BufferBroadcast | None,
 ) -> Exchange:
-    """The exchange that suits a world."""
+    """The exchange that suits a world. Its arguments are those of `BucketExchange`."""
     if world.world_size == 1:
         return NoExchange(parameters)
-    buffers = BufferBroadcast(module, world.transport) if broadcast_buffers else None
-    return BucketExchange(names, parameters, world, policy, buffers)
+    return BucketExchange(names, parameters, num_dense, world, policy, module_buffers)
 
 
 class NoExchange:
@@ -111,6 +126,19 @@ class NoExchange:
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """See `Exchange.learn_order`; there are no buckets."""
 
+    def set_hook(self, hook: CommHook) -> None:
+        """See `Exchange.set_hook`; there is no bucket to hand over."""
+
+    def announce(self) -> None:
+        """See `Exchange.announce`; there is nobody."""
+
+    def set_uneven(self, uneven: Uneven | None) -> None:
+        """See `Exchange.set_uneven`; there is nobody who could leave."""
+
+    def unused(self) -> list[int]:
+        """See `Exchange.unused`."""
+        return [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
+
     def in_flight(self) -> list[int]:
         """See `Exchange.in_flight`: nothing."""
         return []
@@ -124,7 +152,8 @@ class BucketExchange:
 
     Args:
         names: Of the parameters, for messages.
-        parameters: In registration order.
+        parameters: Those with dense gradients in registration order, then those with sparse ones.
+        num_dense: How many have dense gradients, and lie in buckets.
         world: Who takes part.
         policy: Sizes of buckets.
         module_buffers: Sent along, or None.
@@ -134,30 +163,39 @@ class BucketExchange:
         self,
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
+        num_dense: int,
         world: World,
         policy: BucketPolicy,
         module_buffers: BufferBroadcast | None,
     ) -> None:
         self._names = names
         self._parameters = parameters
+        self._num_dense = num_dense
         self._world = world
         self._policy = policy
         self._module_buffers = module_buffers
         self._specs = [
             ParameterSpec(name, tuple(parameter.shape), parameter.dtype, parameter.device)
-            for name, parameter in zip(names, parameters, strict=True)
+            for name, parameter in zip(names[:num_dense], parameters[:num_dense], strict=True)
         ]
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
+        self._hooks: HookQueue | None = None
+        self._uneven: Uneven | None = None
+        self._announced: list[Any] = []  # what was told in this window to ranks that have left
+        self._used: list[bool] = []
         # A backward pass reaches the last layers first; the second layout knows better.
-        self._build(plan_layout(self._specs, range(len(parameters) - 1, -1, -1), policy))
+        self._build(plan_layout(self._specs, range(num_dense - 1, -1, -1), policy))
         self._has_half_precision = any(bucket.has_half_precision for bucket in self.buckets)
 
     def _build(self, layout: Layout) -> None:
         self.layout = layout
         self.reducer = Reducer(len(layout.buckets))
+        # A hook may resize the memory that it is given, which a transport's own may not allow.
+        allocator: Transport = self._world.transport if self._hooks is None else LocalTransport()
         self.buckets: Sequence[Bucket] = [
-            Bucket(bucket, self._parameters, self._names, self._world.transport) for bucket in layout.buckets
+            Bucket(bucket, self._parameters, self._names, self._world.transport, allocator=allocator)
+            for bucket in layout.buckets
         ]
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
@@ -168,6 +206,7 @@ class BucketExchange:
         if not self._has_half_precision:
             return 1.0
         if self._half_scale is None:
+            self.announce()
             total = torch.zeros(1, dtype=torch.float64, device=self._header.tensor.device)
             total[0] = weight
             self._world.transport.all_reduce(total).wait()
@@ -189,10 +228,12 @@ class BucketExchange:
             # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
             _zero_where(window.weight == 0, [p.grad for p in self._parameters if p.grad is not None])
         self._execute(self.reducer.finish(), window.kind)
-        used = [parameter.grad is not None for parameter in self._parameters]
-        self._header.fill(window, used)
+        self.announce()
+        self._used = [parameter.grad is not None for parameter in self._parameters]
+        self._header.fill(window, self._used)
         header_work = self._world.transport.all_reduce(self._header.tensor)
-        sent_buffers = self._module_buffers.start() if self._module_buffers is not None else []
+        src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
+        sent_buffers = self._module_buffers.start(src) if self._module_buffers is not None else []
         for index, bucket in enumerate(self.buckets):
             bucket.wait()
             self.reducer.arrived(index)
@@ -200,18 +241,23 @@ class BucketExchange:
         self.reducer.reset()
         if self._header.tensor.device.type == "cpu":
             self._header.check_kinds()
-        self._divide(window)
-        if not all(used):
-            used_anywhere = self._header.used_anywhere()
+        if not all(self._used) or self._num_dense < len(self._parameters):
+            self._used = self._header.used_anywhere()
             for bucket in self.buckets:
-                bucket.publish(used_anywhere.__getitem__)
+                bucket.publish(self._used.__getitem__)
+            for parameter, is_used in list(zip(self._parameters, self._used, strict=True))[self._num_dense :]:
+                if is_used:
+                    parameter.grad = sum_over_ranks(parameter.grad, parameter, self._world)
+        self._divide(window)
         if self._module_buffers is not None:
             self._module_buffers.finish(sent_buffers)
+        while self._announced:
+            self._announced.pop().wait()
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """See `Exchange.learn_order`."""
-        seen = set(ready_order)
-        order = [*ready_order, *(i for i in range(len(self._parameters) - 1, -1, -1) if i not in seen)]
+        seen = [index for index in ready_order if index < self._num_dense]
+        order = [*seen, *sorted(set(range(self._num_dense)) - set(seen), reverse=True)]
         agreed = torch.tensor(order)
         self._world.control.broadcast(agreed, 0).wait()
         layout = plan_layout(self._specs, agreed.tolist(), self._policy)
@@ -226,6 +272,19 @@ class BucketExchange:
                     view.copy_(grad)
                     parameter.grad = view
 
+    def set_hook(self, hook: CommHook) -> None:
+        """See `Exchange.set_hook`."""
+        self._hooks = HookQueue(hook)
+        self._build(self.layout)
+
+    def set_uneven(self, uneven: Uneven | None) -> None:
+        """See `Exchange.set_uneven`."""
+        self._uneven = uneven
+
+    def unused(self) -> list[int]:
+        """See `Exchange.unused`."""
+        return [index for index, used in enumerate(self._used) if not used]
+
     def in_flight(self) -> list[int]:
         """See `Exchange.in_flight`."""
         return [i for i in range(len(self.buckets)) if self.reducer.state(i) is BucketState.REDUCING]
@@ -233,28 +292,48 @@ class BucketExchange:
     def reset(self) -> None:
         """See `Exchange.reset`."""
         self.reducer = Reducer(len(self.buckets))
+        self._announced = []
+
+    def announce(self) -> None:
+        """See `Exchange.announce`: before the first collective of a window."""
+        if self._uneven is not None and not self._uneven.has_joined and not self._announced:
+            told = self._uneven.announce()
+            if told is not None:
+                self._announced.append(told)
 
     def _execute(self, actions: Iterable[LaunchReduce], kind: Kind | None) -> None:
         for action in actions:
+            self.announce()
             bucket = self.buckets[action.bucket]
             bucket.pack()
-            if kind is not Kind.WEIGHTED and bucket.has_half_precision:
+            if self._hooks is None and kind is not Kind.WEIGHTED and bucket.has_half_precision:
                 bucket.flat.div_(self._world.world_size)  # before the sum, which could overflow
-            bucket.launch()
+            bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)
 
     def _divide(self, window: Window) -> None:
         # A rank whose share was empty knows only from the header which kind the others had.
         weighted = window.kind is Kind.WEIGHTED
         if window.kind is None:
             weighted = bool(self._header.tensor[1] > 0)
+        num_ranks = float(self._world.world_size)
+        scale = self._half_scale or 1.0
+        divisor: float | Tensor = num_ranks
         if weighted:
-            divisor = self._header.divisor(self._half_scale or 1.0)
-            for bucket in self.buckets:
-                bucket.flat.div_(divisor.to(bucket.flat.device))
-        else:
-            for bucket in self.buckets:
-                if not bucket.has_half_precision:
-                    bucket.flat.div_(self._world.world_size)
+            divisor = self._header.divisor(scale)
+        elif self._uneven is not None and not self._uneven.divide_by_initial_world_size:
+            divisor = self._header.num_plain()
+        # A hook has divided by the number of ranks already, and so has `_execute` where sums may overflow.
+        remaining = divisor / num_ranks
+        for bucket in self.buckets:
+            is_averaged = self._hooks is not None or (bucket.has_half_precision and not weighted)
+            by = remaining if is_averaged else divisor
+            if isinstance(by, Tensor):
+                bucket.flat.div_(by.to(bucket.flat.device))
+            elif by != 1.0:
+                bucket.flat.div_(by)
+        for parameter in self._parameters[self._num_dense :]:
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
 
     def __repr__(self) -> str:
         return f"<BucketExchange of {len(self._parameters)} parameters, {self.reducer!r}>"
@@ -262,4 +341,5 @@ class BucketExchange:
 
 def _zero_where(condition: Tensor, grads: Iterable[Tensor]) -> None:
     for grad in grads:
-        grad.masked_fill_(condition.to(grad.device), 0)
+        values = grad._values() if grad.is_sparse else grad
+        values.masked_fill_(condition.to(grad.device), 0)

@@ -35,18 +35,19 @@ class BucketPolicy:
     """How large buckets are.
 
     Attributes:
-        first_bucket_bytes: Cap of the first bucket of each device and dtype.
-        bucket_bytes: Cap of the others. A larger parameter has a bucket to itself.
+        caps_bytes: Cap of the first bucket of each device and dtype, of the second, and so on; the last holds for all
+            that follow. A larger parameter has a bucket to itself.
     """
 
-    first_bucket_bytes: int = DEFAULT_FIRST_BUCKET_BYTES
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    caps_bytes: tuple[int, ...] = (DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_BYTES)
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes <= 0 or self.first_bucket_bytes <= 0:
-            raise ConfigurationError(
-                f"a bucket of {min(self.bucket_bytes, self.first_bucket_bytes)} bytes: caps are greater than 0."
-            )
+        if not self.caps_bytes or min(self.caps_bytes) <= 0:
+            raise ConfigurationError(f"buckets of {self.caps_bytes} bytes: caps are greater than 0.")
+
+    def cap_bytes(self, turn: int) -> int:
+        """Cap of a bucket, by its turn among those of its device and dtype."""
+        return self.caps_bytes[min(turn, len(self.caps_bytes) - 1)]
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ def plan_layout(specs: Sequence[ParameterSpec], order: Sequence[int], policy: Bu
         padded = _padded_numel(spec)
         if bucket is not None and bucket.slots and (bucket.numel + padded) * spec.dtype.itemsize > bucket.cap_bytes:
             closed.append(bucket)
-            bucket = open_buckets[key] = _OpenBucket(policy.bucket_bytes)
+            bucket = open_buckets[key] = _OpenBucket(policy, bucket.turn + 1)
         elif bucket is None:
-            bucket = open_buckets[key] = _OpenBucket(policy.first_bucket_bytes)
+            bucket = open_buckets[key] = _OpenBucket(policy, 0)
         bucket.slots.append(Slot(index, bucket.numel, spec.numel))
         bucket.numel += padded
         bucket.last_turn = turn
@@ -128,8 +129,9 @@ def plan_layout(specs: Sequence[ParameterSpec], order: Sequence[int], policy: Bu
 
 
 class _OpenBucket:
-    def __init__(self, cap_bytes: int) -> None:
-        self.cap_bytes = cap_bytes
+    def __init__(self, policy: BucketPolicy, turn: int) -> None:
+        self.turn = turn
+        self.cap_bytes = policy.cap_bytes(turn)
         self.slots: list[Slot] = []
         self.numel = 0
         self.last_turn = 0

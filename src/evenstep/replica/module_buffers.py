@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from evenstep.transport.base import Transport, Work
 
 
-def start_broadcast(tensors: Iterable[Tensor], transport: Transport) -> list[tuple[Work, Tensor, Tensor]]:
-    """Collective: begin to make tensors equal to rank 0's. `finish_broadcast` ends it."""
+def start_broadcast(
+    tensors: Iterable[Tensor], transport: Transport, *, src: int = 0
+) -> list[tuple[Work, Tensor, Tensor]]:
+    """Collective: begin to make tensors equal to rank `src`'s. `finish_broadcast` ends it."""
     started = []
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
         flat = tensor.detach().contiguous().reshape(-1)
         raw = flat.view(torch.uint8)  # bytes: whatever the dtype, every backend carries them
-        started.append((transport.broadcast(raw, 0), flat, tensor))
+        started.append((transport.broadcast(raw, src), flat, tensor))
     return started
 
 
@@ -39,14 +41,22 @@ class BufferBroadcast:
     Args:
         module: Whose buffers; they may be replaced later, not added.
         transport: Carries them, in order with the gradients.
+        ignored: Names of those that every rank keeps for itself.
     """
 
-    def __init__(self, module: nn.Module, transport: Transport) -> None:
+    def __init__(self, module: nn.Module, transport: Transport, ignored: Collection[str] = ()) -> None:
         self._transport = transport
-        self._places = [(owner, name) for owner in module.modules() for name in owner._buffers]
+        self._places = [
+            (owner, name)
+            for prefix, owner in module.named_modules()
+            for name in owner._buffers
+            if (f"{prefix}.{name}" if prefix else name) not in ignored
+        ]
+        self._src = 0
 
-    def start(self) -> list[tuple[Work, Tensor, list[Tensor]]]:
-        """Collective: pack the buffers and send rank 0's."""
+    def start(self, src: int = 0) -> list[tuple[Work, Tensor, list[Tensor]]]:
+        """Collective: pack the buffers and send rank `src`'s."""
+        self._src = src
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for owner, name in self._places:
             buffer = owner._buffers.get(name)
@@ -55,14 +65,14 @@ class BufferBroadcast:
         started = []
         for tensors in groups.values():
             packed = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-            started.append((self._transport.broadcast(packed.view(torch.uint8), 0), packed, tensors))
+            started.append((self._transport.broadcast(packed.view(torch.uint8), src), packed, tensors))
         return started
 
     def finish(self, started: Sequence[tuple[Work, Tensor, list[Tensor]]]) -> None:
-        """Wait, and write rank 0's values into the module."""
+        """Wait, and write what was sent into the module."""
         for work, packed, tensors in started:
             work.wait()
-            if self._transport.rank == 0:
+            if self._transport.rank == self._src:
                 continue
             offset = 0
             for tensor in tensors:

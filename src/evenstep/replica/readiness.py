@@ -58,6 +58,7 @@ class Readiness:
         self._listener = weakref.ref(listener)
         self._handles: dict[int, RemovableHandle] = {}  # by parameter: hooks that stay
         self._temporary: dict[int, RemovableHandle] = {}  # by parameter: hooks of this pass
+        self._unhooked: set[int] = set()  # frozen parameters that are to be hooked when they are trained again
         weakref.finalize(self, _remove_all, self._handles, self._temporary)
         self._sentinels: list[int | None] = []  # by bucket; None: patient
         self._unused_before: set[int] = set()
@@ -102,6 +103,8 @@ class Readiness:
 
     def begin(self) -> None:
         """A pass begins: remember which gradients there are, and in which version."""
+        if self._unhooked:
+            self._set_hooks(self._unhooked | self._handles.keys())
         self._before = [None if g is None else (g, g._version) for g in [p.grad for p in self._parameters]]
 
     def outputs_reached(self) -> None:
@@ -181,7 +184,11 @@ class Readiness:
 
     def _await(self, bucket: int, but: int = -1) -> bool:
         """Hook what a bucket still waits for. Returns whether there is anything."""
-        pending = {p for p in self._buckets[bucket] if p != but and p not in self._absent and not self.has_come(p)}
+        pending = {
+            p
+            for p in self._buckets[bucket]
+            if p != but and p not in self._absent and self._parameters[p].requires_grad and not self.has_come(p)
+        }
         if pending:
             self._awaited[bucket] = pending
             for parameter in pending - self._handles.keys():
@@ -212,6 +219,8 @@ class Readiness:
 
     def _set_hooks(self, wanted: Iterable[int]) -> None:
         keep = set(wanted)
+        self._unhooked = {parameter for parameter in keep if not self._parameters[parameter].requires_grad}
+        keep -= self._unhooked
         for parameter in self._handles.keys() - keep:
             self._handles.pop(parameter).remove()
         for parameter in keep - self._handles.keys():

@@ -125,6 +125,10 @@ class Header:
         """After the sum: for each parameter, whether any rank has a gradient. Reads the tensor."""
         return [count > 0 for count in self.tensor[3:].tolist()]
 
+    def num_plain(self) -> Tensor:
+        """After the sum: on how many ranks the window was PLAIN. 0-dim, on the device, without waiting for it."""
+        return self.tensor[2]
+
     def divisor(self, scale: float) -> Tensor:
         """After the sum: the total weight over `scale`; infinite where there was no weight, so that gradients become 0.
 

@@ -31,8 +31,10 @@ class Transports:
     why_gloo: str | None = None
 
 
-def open_transports(name: str | None, device: torch.device, *, timeout_s: float) -> Transports:
-    """Open the transports of all ranks of the default process group.
+def open_transports(
+    name: str | None, device: torch.device, *, timeout_s: float, group: dist.ProcessGroup | None = None
+) -> Transports:
+    """Open the transports of all ranks of a process group.
 
     Collective: every rank calls this, in the same order.
 
@@ -41,26 +43,32 @@ def open_transports(name: str | None, device: torch.device, *, timeout_s: float)
             between the CPU ranks of one host, else Gloo.
         device: Where this rank's gradients are.
         timeout_s: Deadline of a collective.
+        group: The group; None: the default one.
 
     Raises:
         ConfigurationError: The transport that was asked for can't be had. Raised on every rank.
     """
     if (name == "nccl" and device.type != "cuda") or (name == "shared memory" and device.type != "cpu"):
         raise ConfigurationError(f"transport={name!r} can't carry gradients on {device}. Leave the argument out.")
-    control = _open("gloo", timeout_s)
+    control = _open("gloo", timeout_s, group)
     if device.type == "cuda" and name is None:
-        name = "nccl" if "nccl" in str(dist.get_backend_config()) else "gloo"
+        name = "nccl" if "nccl" in str(dist.get_backend_config(group)) else "gloo"
     if name in ("gloo", "nccl"):
-        return Transports(_open(name, timeout_s), control)
+        return Transports(_open(name, timeout_s, group), control)
     shared = connect_shared_memory(control, timeout_s=timeout_s)
     if isinstance(shared, str):
         if name is not None:
             raise ConfigurationError(f"transport={name!r}: {shared}. Leave the argument out, and Gloo is used.")
-        return Transports(_open("gloo", timeout_s), control, why_gloo=shared)
+        return Transports(_open("gloo", timeout_s, group), control, why_gloo=shared)
     control.close()
     return Transports(shared, shared.split())
 
 
-def _open(name: str, timeout_s: float) -> Transport:
-    group = dist.new_group(backend=name, timeout=timedelta(seconds=timeout_s))
+def _open(name: str, timeout_s: float, of: dist.ProcessGroup | None) -> Transport:
+    timeout = timedelta(seconds=timeout_s)
+    if of is None:
+        group = dist.new_group(backend=name, timeout=timeout)
+    else:  # made by its members alone: the other ranks know nothing of it
+        ranks = dist.get_process_group_ranks(of)
+        group = dist.new_group(ranks, backend=name, timeout=timeout, use_local_synchronization=True)
     return ProcessGroupTransport(group, name=name, timeout_s=timeout_s, owns_group=True)

@@ -1,8 +1,8 @@
 """Objects to bytes and back, without pickle: JSON for the structure, safetensors for the tensors.
 
 8 bytes   length of the JSON part, little-endian
-JSON      the structure; a tensor is {"~tensor": "3"}, a tuple {"~tuple": [...]}, a dictionary {"~dict": {...}}
-          where one of its keys begins with "~"
+JSON      the structure; a tensor is {"~tensor": "3"}, a complex one {"~complex": "3"}, a tuple {"~tuple": [...]},
+          a dictionary {"~dict": {...}} where one of its keys begins with "~"
 rest      safetensors, one entry per tensor
 """
 
@@ -29,8 +29,15 @@ def encode(value: Any) -> bytes:
         ConfigurationError: Something else is in it; the message has its path and type.
     """
     tensors: dict[str, Tensor] = {}
-    structure = json.dumps(_flatten(value, "object", tensors)).encode()
-    payload = save(tensors) if tensors else b""
+    try:
+        structure = json.dumps(_flatten(value, "object", tensors)).encode()
+    except RecursionError:
+        raise ConfigurationError("object holds itself, or is nested too deeply to be sent.") from None
+    try:
+        payload = save(tensors) if tensors else b""
+    except Exception as error:
+        found = ", ".join(sorted({str(tensor.dtype) for tensor in tensors.values()}))
+        raise ConfigurationError(f"the object's tensors ({found}) can't be sent: {error!r}.") from None
     return len(structure).to_bytes(8, "little") + structure + payload
 
 
@@ -62,8 +69,9 @@ def _flatten(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             raise ConfigurationError(f"{path} is a {value.layout} tensor; only dense tensors can be sent.")
         key = str(len(tensors))
         # A clone: safetensors refuses tensors that share memory, and the receiver shares none anyway.
-        tensors[key] = value.detach().to("cpu", copy=True).contiguous()
-        return {"~tensor": key}
+        copied = value.detach().to("cpu", copy=True).contiguous()
+        tensors[key] = torch.view_as_real(copied).contiguous() if value.is_complex() else copied
+        return {"~complex" if value.is_complex() else "~tensor": key}
     if isinstance(value, tuple):
         return {"~tuple": [_flatten(item, f"{path}[{i}]", tensors) for i, item in enumerate(value)]}
     if isinstance(value, list):
@@ -86,6 +94,8 @@ def _rebuild(structure: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(structure, dict):
         if structure.keys() == {"~tensor"}:
             return tensors[structure["~tensor"]]
+        if structure.keys() == {"~complex"}:
+            return torch.view_as_complex(tensors[structure["~complex"]])
         if structure.keys() == {"~tuple"}:
             return tuple(_rebuild(item, tensors) for item in structure["~tuple"])
         if structure.keys() == {"~dict"}:

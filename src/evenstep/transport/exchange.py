@@ -1,11 +1,13 @@
-"""Small messages between all ranks, over any transport."""
+"""What ranks tell each other beside gradients: values, tensors of unknown sizes, means. Over any transport."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.transport.base import Transport
 from evenstep.transport.codec import decode, encode, to_bytes, to_tensor
 
@@ -18,15 +20,137 @@ def exchange(transport: Transport, value: Any) -> list[Any]:
     Args:
         transport: Carries the messages, on the CPU.
         value: What `encode` takes.
+
+    Raises:
+        ConfigurationError: `encode` doesn't take some rank's value. Raised on all ranks.
     """
-    data = encode(value)
-    lengths = torch.empty(transport.world_size, dtype=torch.int64)
-    transport.all_gather(lengths, torch.tensor([len(data)])).wait()
+    data, is_problem = _encode_or_explain(value)
+    numbers = torch.empty(2 * transport.world_size, dtype=torch.int64)
+    transport.all_gather(numbers, torch.tensor([len(data), is_problem])).wait()
+    lengths, problems = numbers.view(transport.world_size, 2).unbind(1)
     longest = int(lengths.max())
     padded = to_tensor(data.ljust(longest, b"\0"))
     out = torch.empty(transport.world_size * longest, dtype=torch.uint8)
     transport.all_gather(out, padded).wait()
-    return [
-        decode(to_bytes(row[: int(length)]))
+    told = [
+        to_bytes(row[: int(length)])
         for row, length in zip(out.view(transport.world_size, longest), lengths, strict=True)
     ]
+    for rank, problem in enumerate(problems.tolist()):
+        if problem:
+            raise ConfigurationError(f"exchange: on rank {rank} {told[rank].decode()}")
+    return [decode(each) for each in told]
+
+
+def broadcast_value(transport: Transport, value: Any, src: int) -> Any:
+    """Rank `src`'s value, on every rank.
+
+    Collective: every rank calls this, in the same order.
+
+    Args:
+        transport: Carries the message, on the CPU.
+        value: On rank `src`: what `encode` takes. Ignored elsewhere.
+        src: The rank whose value counts.
+
+    Raises:
+        ConfigurationError: `encode` doesn't take the value. Raised on all ranks.
+    """
+    data, is_problem = _encode_or_explain(value) if transport.rank == src else (b"", False)
+    header = torch.tensor([len(data), is_problem])
+    transport.broadcast(header, src).wait()
+    payload = to_tensor(data) if transport.rank == src else torch.empty(int(header[0]), dtype=torch.uint8)
+    if payload.numel():
+        transport.broadcast(payload, src).wait()
+    if header[1]:
+        raise ConfigurationError(f"broadcast_object on rank {src}: {to_bytes(payload).decode()}")
+    return decode(to_bytes(payload))
+
+
+def gather_rows(transport: Transport, control: Transport, tensor: Tensor) -> Tensor:
+    """All ranks' tensors, one after the other along the first dimension, in order of rank.
+
+    Collective: every rank calls this, in the same order.
+
+    Args:
+        transport: Carries the tensors, on their device.
+        control: Carries their sizes, on the CPU.
+        tensor: [n, ...]; n may differ between ranks and be 0. A 0-dim tensor counts as [1].
+
+    Returns:
+        [sum of n, ...], on every rank, on `tensor`'s device.
+
+    Raises:
+        MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.
+    """
+    tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
+    seen = exchange(control, {"shape": list(tensor.shape), "dtype": str(tensor.dtype)})
+    for rank, other in enumerate(seen):
+        if other["shape"][1:] != seen[0]["shape"][1:] or other["dtype"] != seen[0]["dtype"]:
+            raise MismatchError(
+                f"world.gather: rank 0 has {seen[0]['dtype']} {seen[0]['shape']}, rank {rank} has "
+                f"{other['dtype']} {other['shape']}; only the first dimension may differ."
+            )
+    rows = [other["shape"][0] for other in seen]
+    mine = torch.zeros((max(rows), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    mine[: len(tensor)] = tensor
+    if mine.numel() == 0:
+        return tensor.new_empty((sum(rows), *tensor.shape[1:]))
+    raw = mine.reshape(-1).view(torch.uint8)  # bytes: whatever the dtype, every backend carries them
+    out = torch.empty(transport.world_size * raw.numel(), dtype=torch.uint8, device=raw.device)
+    transport.all_gather(out, raw).wait()
+    parts = out.view(tensor.dtype).reshape(transport.world_size, *mine.shape)
+    return torch.cat([part[:count] for part, count in zip(parts, rows, strict=True)])
+
+
+def check_mean(value: Any, weight: Any, *, rank: int) -> tuple[Tensor, float | Tensor]:
+    """The arguments of a weighted mean as tensor and number. Pure; a weight on a GPU is not read.
+
+    Raises:
+        ConfigurationError: No real number or tensor, or a weight that is negative, infinite or no number.
+    """
+    where = f"world.mean on rank {rank}"
+    if not isinstance(value, Tensor):
+        try:
+            value = torch.tensor(float(value), dtype=torch.float64)
+        except (TypeError, ValueError):
+            raise ConfigurationError(f"{where}: value={value!r} is neither a real number nor a tensor.") from None
+    if value.is_complex():
+        raise ConfigurationError(f"{where}: the value is complex; take the mean of its real and imaginary parts.")
+    if isinstance(weight, Tensor) and weight.numel() == 1 and weight.device.type != "cpu":
+        return value.detach(), weight.detach().reshape(())
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(f"{where}: weight={weight!r} is no number.") from None
+    if isinstance(weight, str) or not 0 <= number < float("inf"):
+        raise ConfigurationError(f"{where}: weight={weight!r}; a weight is a finite number of at least 0.")
+    return value.detach(), number
+
+
+def weighted_mean(transport: Transport, value: Tensor, weight: float | Tensor) -> Tensor:
+    """The sum of `weight * value` over ranks divided by the sum of `weight`; NaN if all weights are 0.
+
+    Collective: every rank calls this, in the same order.
+
+    Args:
+        transport: Carries tensors on the value's device.
+        value: Any shape, the same on all ranks. Ignored, even if it is NaN, where the weight is 0.
+        weight: A number or a 0-dim tensor.
+
+    Returns:
+        `value`'s shape and dtype; float32 for integers.
+    """
+    total = torch.empty(value.numel() + 1, dtype=torch.float64, device=value.device)
+    total[-1] = weight
+    total[:-1] = torch.where(total[-1] == 0, 0.0, value.reshape(-1).double() * total[-1])
+    transport.all_reduce(total).wait()
+    mean = total[:-1] / total[-1]
+    return mean.reshape(value.shape).to(value.dtype if value.is_floating_point() else torch.float32)
+
+
+def _encode_or_explain(value: Any) -> tuple[bytes, bool]:
+    """The encoded value, or why it can't be sent: an error on one rank alone would leave the others waiting."""
+    try:
+        return encode(value), False
+    except ConfigurationError as error:
+        return str(error).encode(), True

@@ -127,6 +127,7 @@ class ProcessGroupTransport:
             ranks=dist.get_process_group_ranks(self._open_group()),
             backend=self.name,
             timeout=timedelta(seconds=self._timeout_s),
+            use_local_synchronization=True,
         )
         return ProcessGroupTransport(group, name=self.name, timeout_s=self._timeout_s, owns_group=True)
 

@@ -1,0 +1,153 @@
+"""Communication hooks: torch's protocol for doing something else with a bucket than adding it over ranks.
+
+torch's `GradBucket` can't be made outside its own reducer, so `HookBucket` answers to the same methods.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from evenstep.replica.bucket import Bucket
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """A hook and the state that it is called with.
+
+    Attributes:
+        state: Whatever the hook keeps between buckets; often a process group, or None for the default one.
+        function: Called with the state and a bucket; returns a future of the averaged tensor.
+    """
+
+    state: object
+    function: Callable[[Any, Any], torch.futures.Future[Tensor]]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ConfigurationError(f"register_comm_hook: {self.function!r} can't be called.")
+        try:
+            inspect.signature(self.function).bind(None, None)
+        except TypeError:
+            raise ConfigurationError(
+                f"register_comm_hook: {getattr(self.function, '__name__', self.function)!s} can't be called with "
+                f"(state, bucket)."
+            ) from None
+        except ValueError:
+            pass  # a builtin without a signature
+
+    def start(self, bucket: Bucket, *, is_last: bool) -> torch.futures.Future[Tensor]:
+        """Call the hook on a bucket that is complete."""
+        future = self.function(self.state, HookBucket(bucket, is_last=is_last))
+        if not isinstance(future, torch._C.Future):  # what c10d makes; torch.futures.Future derives from it
+            raise ConfigurationError(
+                f"the communication hook returned a {type(future).__name__}; it returns a torch.futures.Future of the "
+                f"averaged tensor."
+            )
+        return future
+
+
+class HookQueue:
+    """Runs a hook on one bucket after another.
+
+    A hook such as PowerSGD goes on in the callbacks of its own collectives. On a CPU these run in the backend's
+    threads, and with two buckets under way two ranks may begin the next collectives of the two in a different order,
+    and wait for each other for ever. So the next bucket's turn comes when the one before has its result. On a GPU
+    callbacks are queued in order by the stream, and all buckets are begun at once.
+    """
+
+    def __init__(self, hook: CommHook) -> None:
+        self._hook = hook
+        self._waiting: deque[HookWork] = deque()
+        self._running: HookWork | None = None
+
+    def submit(self, bucket: Bucket, *, is_last: bool) -> HookWork:
+        """Run the hook on a bucket when its turn comes."""
+        work = HookWork(self, self._hook, bucket, is_last=is_last)
+        self._waiting.append(work)
+        self.advance()
+        return work
+
+    def advance(self) -> None:
+        """Begin what may begin now."""
+        while self._waiting:
+            on_cpu = self._waiting[0].bucket.flat.device.type == "cpu"
+            if on_cpu and self._running is not None and not self._running.is_completed():
+                return
+            self._running = self._waiting.popleft()
+            self._running.begin()
+
+
+class HookWork:
+    """A hook on one bucket, under way or waiting for its turn (see `transport.base.Work`)."""
+
+    def __init__(self, queue: HookQueue, hook: CommHook, bucket: Bucket, *, is_last: bool) -> None:
+        self.bucket = bucket
+        self._queue = queue
+        self._hook = hook
+        self._is_last = is_last
+        self._future: torch.futures.Future[Tensor] | None = None
+
+    def begin(self) -> None:
+        """Call the hook."""
+        self._future = self._hook.start(self.bucket, is_last=self._is_last)
+
+    def wait(self) -> None:
+        """Return when the bucket's memory holds what the hook gave."""
+        self._queue.advance()  # those before this one have been waited for, so now it has begun
+        assert self._future is not None
+        result: Any = self._future.wait()
+        if isinstance(result, list | tuple):
+            result = result[0]
+        flat = self.bucket.flat
+        if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
+            flat.copy_(result.reshape(flat.shape))
+
+    def is_completed(self) -> bool:
+        """Whether the hook has given its result."""
+        return self._future is not None and bool(self._future.done())
+
+
+class HookBucket:
+    """A bucket as torch's hooks see it: the duck-typed equal of `torch.distributed.GradBucket`."""
+
+    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
+        self._bucket = bucket
+        self._buffer = bucket.flat
+        self._is_last = is_last
+
+    def index(self) -> int:
+        """Number of the bucket, in the order of sending."""
+        return self._bucket.layout.index
+
+    def buffer(self) -> Tensor:
+        """All gradients of the bucket: [numel], padding included."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Go on with another tensor of the same length, such as a compressed one."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """One view of the buffer per parameter."""
+        return [
+            self._buffer.as_strided(view.shape, view.stride(), self._buffer.storage_offset() + slot.offset_numel)
+            for slot, view in zip(self._bucket.layout.slots, self._bucket.views, strict=True)
+        ]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, in the order of `gradients`."""
+        return list(self._bucket.parameters)
+
+    def is_last(self) -> bool:
+        """Whether no bucket comes after this one in this backward pass."""
+        return self._is_last

@@ -1,0 +1,204 @@
+"""torch's constructor arguments, checked, in the words that the engine uses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from evenstep.errors import ConfigurationError
+from evenstep.replica.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a wrapped module was wrapped with.
+
+    Attributes:
+        policy: Sizes of buckets.
+        ignored: Names of parameters and module buffers that every rank keeps for itself.
+        sparse: Names of parameters whose gradients are sparse.
+        inputs_to: Where inputs are moved before the module sees them; None: they are where they have to be.
+        dim: The batch dimension of inputs.
+        init_sync: Compare the models of all ranks and make them equal at the start.
+        init_sync_buffers: Make module buffers equal at the start, too.
+        sync_buffers: Make module buffers equal at the end of every synchronised backward pass.
+    """
+
+    policy: BucketPolicy
+    ignored: frozenset[str]
+    sparse: frozenset[str]
+    inputs_to: torch.device | None
+    dim: int
+    init_sync: bool
+    init_sync_buffers: bool
+    sync_buffers: bool
+
+    def trained(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are kept in step, in registration order."""
+        return [(name, p) for name, p in self.kept(module) if p.requires_grad]
+
+    def kept(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that are not ignored, in registration order."""
+        return [(name, p) for name, p in module.named_parameters() if name not in self.ignored]
+
+    def kept_buffers(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """The module buffers that are not ignored, in registration order."""
+        return [(name, buffer) for name, buffer in module.named_buffers() if name not in self.ignored]
+
+
+def check_module(module: nn.Module, ignored: Iterable[str] = ()) -> None:
+    """Refuse what can't be wrapped.
+
+    Raises:
+        ConfigurationError: No module, nothing that is trained, uninitialised parameters, several kinds of device.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(f"DistributedDataParallel wraps a torch.nn.Module, not a {type(module).__name__}.")
+    kept = [(name, p) for name, p in module.named_parameters() if name not in set(ignored)]
+    for name, parameter in kept:
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigurationError(
+                f"parameter {name!r} has no shape yet. Run the module once on a sample, so that its lazy layers know "
+                f"their sizes, and wrap it then."
+            )
+    if not any(parameter.requires_grad for _, parameter in kept):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to keep in step; "
+            f"use the module as it is."
+        )
+    kinds = sorted({parameter.device.type for _, parameter in kept})
+    if len(kinds) > 1:
+        where = {kind: next(name for name, p in kept if p.device.type == kind) for kind in kinds}
+        found = ", ".join(f"{name!r} on {kind}" for kind, name in where.items())
+        raise ConfigurationError(f"parameters are on several kinds of device ({found}). Move the module to one.")
+
+
+def sparse_parameters(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters that receive sparse gradients: those of embeddings built with `sparse=True`. Pure."""
+    owners = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    ]
+    return frozenset(f"{owner}.weight" if owner else "weight" for owner in owners)
+
+
+def ignored_names(module: nn.Module) -> frozenset[str]:
+    """What the module's own `_ddp_params_and_buffers_to_ignore` names, as torch reads it."""
+    return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def bucket_policy(
+    bucket_cap_mb: float | None, first_bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+) -> BucketPolicy:
+    """Sizes of buckets from sizes in MiB. Pure.
+
+    Raises:
+        ConfigurationError: A size is no number greater than 0.
+    """
+    given = [bucket_cap_mb, first_bucket_cap_mb, *(bucket_cap_mb_list or ())]
+    for size in given:
+        if size is not None and not (isinstance(size, int | float) and size > 0):
+            raise ConfigurationError(f"a bucket of {size!r} MiB: a number greater than 0.")
+    if bucket_cap_mb_list:
+        return BucketPolicy(tuple(int(size * _MIB) for size in bucket_cap_mb_list))
+    cap = DEFAULT_BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * _MIB)
+    first = min(cap, DEFAULT_FIRST_BUCKET_BYTES) if first_bucket_cap_mb is None else int(first_bucket_cap_mb * _MIB)
+    return BucketPolicy((first, cap))
+
+
+def where_inputs_go(
+    module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+) -> torch.device | None:
+    """The one device that `device_ids` and `output_device` name, where the module must be. Pure.
+
+    Raises:
+        ConfigurationError: More than one device, or the module is elsewhere.
+    """
+    if device_ids is not None and len(device_ids) > 1:
+        raise ConfigurationError(f"device_ids={list(device_ids)}: one process drives one device; pass at most one.")
+    if not device_ids and output_device is None:
+        return None
+    devices = {parameter.device for parameter in module.parameters()}
+    named = [_index_of(each) for each in (*(device_ids or ()), output_device) if each is not None]
+    if any(device.type == "cpu" or device.index != index for device in devices for index in named):
+        found = ", ".join(sorted(map(str, devices)))
+        raise ConfigurationError(
+            f"device_ids={device_ids}, output_device={output_device}, but the module is on {found}. Move it there "
+            f"first, or leave both out."
+        )
+    return devices.pop()
+
+
+def _index_of(device: int | str | torch.device) -> int | None:
+    return device if isinstance(device, int) else torch.device(device).index
+
+
+def resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """(at the start, after every step): whether module buffers are made equal. As torch 2.13 means its arguments."""
+    if forward_sync_buffers is not None:
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "broadcast_buffers is ignored where forward_sync_buffers is given.", FutureWarning, stacklevel=3
+            )
+        return True, forward_sync_buffers
+    both = True if broadcast_buffers is None else bool(broadcast_buffers)
+    return both, both
+
+
+def check_delayed(module: nn.Module, named: Iterable[tuple[str, Any]] | None, hooked: Any) -> None:
+    """`delay_all_reduce_named_params` and `param_to_hook_all_reduce` come together and name parameters of the module.
+
+    Nothing else follows from them: a bucket is sent when its last gradient is there, whatever the order.
+
+    Raises:
+        ConfigurationError: Only one of them, or a parameter that isn't the module's.
+    """
+    if (named is None) != (hooked is None):
+        raise ConfigurationError("delay_all_reduce_named_params and param_to_hook_all_reduce are given together.")
+    if named is None:
+        return
+    own = {id(parameter) for parameter in module.parameters()}
+    for name, parameter in named:
+        if id(parameter) not in own:
+            raise ConfigurationError(f"delay_all_reduce_named_params: {name!r} is no parameter of the module.")
+    if id(hooked) not in own:
+        raise ConfigurationError("param_to_hook_all_reduce is no parameter of the module.")
+
+
+def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup | None:
+    """The process group that is meant; None for all ranks.
+
+    With a slice of a larger mesh, parameters that tensor parallelism has divided (`DTensor`) are replaced by their
+    local parts, as torch's class does it.
+
+    Raises:
+        ConfigurationError: Both are given, the group is none, or the mesh has more than one dimension.
+    """
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        hint = " This rank is not in the group." if process_group == dist.GroupMember.NON_GROUP_MEMBER else ""
+        raise ConfigurationError(f"process_group={process_group!r} is no torch.distributed.ProcessGroup.{hint}")
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
+        raise ConfigurationError("process_group and device_mesh: pass one of them.")
+    if device_mesh.ndim != 1:
+        raise ConfigurationError(
+            f"device_mesh has {device_mesh.ndim} dimensions. Pass the one along which the model is replicated: "
+            f"device_mesh=mesh['dp']."
+        )
+    if device_mesh._get_root_mesh() != device_mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+    return group

@@ -1,0 +1,33 @@
+"""Sparse gradients: rows of an embedding that were looked up, added over ranks without becoming dense."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evenstep.transport.exchange import gather_rows
+from evenstep.world import World
+
+
+def sum_over_ranks(grad: Tensor | None, like: Tensor, world: World) -> Tensor:
+    """Add a sparse gradient over ranks; what travels are the rows that some rank has.
+
+    Collective: every rank calls this for the same parameters, in the same order.
+
+    Args:
+        grad: This rank's gradient, sparse or dense; None if it has none.
+        like: The parameter: [num_rows, ...].
+        world: Who takes part.
+
+    Returns:
+        The sum, sparse and coalesced, equal on all ranks: rows are added in order of rank.
+    """
+    if grad is None:
+        indices = torch.empty(1, 0, dtype=torch.int64, device=like.device)
+        grad = torch.sparse_coo_tensor(indices, like.new_empty(0, *like.shape[1:]), like.shape, check_invariants=False)
+    elif not grad.is_sparse:
+        grad = grad.to_sparse(1)
+    grad = grad.detach().coalesce()
+    rows = gather_rows(world.transport, world.control, grad.indices().t())
+    values = gather_rows(world.transport, world.control, grad.values())
+    return torch.sparse_coo_tensor(rows.t(), values, like.shape, check_invariants=False).coalesce()

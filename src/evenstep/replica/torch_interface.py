@@ -1,0 +1,255 @@
+"""What programs ask of torch's class beyond forward and backward: hooks, uneven inputs, pickling, private names.
+
+It derives from torch's class, because torch asks `isinstance` in its checkpoint, compile and pipeline code; none of
+that class's machinery is set up. docs/ddp-compatibility.md has a line per name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from evenstep import world as worlds
+from evenstep.errors import UsageError
+from evenstep.replica.comm_hook import CommHook
+from evenstep.replica.engine import Engine
+from evenstep.replica.settings import Settings
+from evenstep.replica.sync_layers import SyncLayers
+from evenstep.replica.uneven import Uneven, UnevenJoinHook
+from evenstep.world import World
+
+_MIN_COMPILED_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+_is_known_to_dynamo = False
+
+
+def keep_out_of_graphs() -> None:
+    """Have torch.compile trace the wrapped module and not evenstep: what isn't imported yet is told later."""
+    global _is_known_to_dynamo
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and not _is_known_to_dynamo:
+        _is_known_to_dynamo = True
+        rules.add("evenstep")
+
+
+Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+
+_BUILTIN_HOOKS: dict[str, Hook] = {
+    "ALLREDUCE": default_hooks.allreduce_hook,
+    "FP16_COMPRESS": default_hooks.fp16_compress_hook,
+}
+
+
+class TorchInterface(TorchDistributedDataParallel):
+    """The part of torch's interface that isn't training itself.
+
+    Attributes:
+        module: The wrapped module.
+        world: Who takes part.
+        settings: What it was wrapped with.
+        engine: Keeps the gradients in step.
+        sync_layers: The module's SyncBatchNorms.
+    """
+
+    module: nn.Module
+    world: World
+    settings: Settings
+    engine: Engine
+    sync_layers: SyncLayers
+
+    def _set_up(self, world: World, settings: Settings) -> None:
+        """Everything but the module and what the constructor agreed on with the other ranks."""
+        Joinable.__init__(self)
+        self.world = world
+        self.settings = settings
+        self.process_group: dist.ProcessGroup | None = world.process_group  # type: ignore[assignment]
+        self.engine = Engine(self.module, world, settings)
+        self.sync_layers = SyncLayers(self.module, world, self.engine)
+        self.engine.shares_statistics = bool(self.sync_layers)
+        self._hook: CommHook | None = None
+        self._frozen = [(name, p) for name, p in settings.kept(self.module) if not p.requires_grad]
+        # What torch's class has, for those who read it.
+        self.forward_sync_buffers = settings.sync_buffers
+        self.parameters_to_ignore = set(settings.ignored)
+        # torch.compile splits graphs at buckets of this size, and insists on a minimum.
+        self.bucket_bytes_cap = max(*settings.policy.caps_bytes, _MIN_COMPILED_BUCKET_BYTES)
+        self.bucket_bytes_cap_default = settings.policy.cap_bytes(0) < self.bucket_bytes_cap
+        self._module_parameters = [parameter for _, parameter in settings.kept(self.module)]
+        self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1
+        # What has been registered since is noticed by counting: that costs microseconds where a comparison costs many.
+        parts = list(self.module.modules())
+        self._registries: list[dict[str, Any]] = [part._parameters for part in parts]
+        self._registries += [part._modules for part in parts]
+        self._num_registered = sum(map(len, self._registries))
+        self._names = [name for name, _ in self.module.named_parameters()]
+
+    # ------------------------------------------------------------------ what torch calls it
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass averages; accelerate and Lightning set it."""
+        return self.engine.synchronise
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        """Set by programs that hold synchronisation back themselves."""
+        self.engine.synchronise = bool(value)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        return not self.engine.readiness.is_counting
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether module buffers are made equal at the end of the next backward pass."""
+        return self.settings.sync_buffers and self.engine.synchronise and any(True for _ in self.module.buffers())
+
+    def unused_parameters(self) -> list[str]:
+        """Names of the parameters that had no gradient on any rank when gradients were last averaged."""
+        return self.engine.unused_parameters()
+
+    def train(self, mode: bool = True) -> TorchInterface:
+        """As `nn.Module.train`."""
+        nn.Module.train(self, mode)
+        return self
+
+    def _set_static_graph(self) -> None:
+        """Nothing: no graph is assumed to stay as it is, and none has to."""
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing: outputs pass through no node of their own."""
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Nothing: what is measured is measured in every step."""
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in self.engine.buckets]
+        return {
+            "world_size": self.world.world_size,
+            "rank": self.world.rank,
+            "module_name": type(self.module).__name__,
+            "backend_name": self.world.transport_name,
+            "iteration": self.engine.num_reductions,
+            "num_parameter_tensors": len(self.engine.parameters),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in self.engine.parameters),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_sizes": ", ".join(map(str, sizes)),
+            "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
+            "broadcast_buffers": int(self.broadcast_buffers),
+            "comm_hook": "" if self._hook is None else getattr(self._hook.function, "__qualname__", "hook"),
+        }
+
+    # ------------------------------------------------------------------ communication hooks
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Have a hook average buckets over ranks instead of the transport: compression, for example.
+
+        torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. A hook averages; with
+        `backward(loss, weight=)` what it gives is then multiplied by the number of ranks over the sum of weights, so
+        that weights stay exact. In a world of one nothing travels and the hook is not called.
+
+        Args:
+            state: Passed to every call; often a process group, or None for the default one.
+            hook: Called with the state and a `GradBucket`-like bucket whose gradients are complete.
+
+        Raises:
+            ConfigurationError: The hook can't be called so.
+            UsageError: There is one already.
+        """
+        if self._hook is not None:
+            raise UsageError("register_comm_hook: there is one already, and a model has at most one.")
+        made = CommHook(state, hook)
+        self.engine.exchange.set_hook(made)
+        self._hook = made
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        name = str(comm_hook_type).rpartition(".")[2]
+        if name not in _BUILTIN_HOOKS:
+            raise UsageError(f"_register_builtin_comm_hook: {comm_hook_type!r}; one of {', '.join(_BUILTIN_HOOKS)}.")
+        self.register_comm_hook(self.process_group, _BUILTIN_HOOKS[name])
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around a loop that ends earlier on some ranks: those take part in the others' steps with weight zero.
+
+            with model.join():
+                for x, y in loader:
+                    ...
+
+        Collective: every rank enters and leaves. When the last rank has left its loop, parameters and module buffers
+        are made equal to its own.
+
+        Args:
+            divide_by_initial_world_size: `loss.backward()` averages over all ranks; False: over those that still have
+                data. `model.backward(loss, weight=)` is the exact mean in either case.
+            enable: False: the context does nothing.
+            throw_on_early_termination: Raise a RuntimeError on every rank as soon as one has left its loop.
+        """
+        if self.world.world_size == 1:
+            return contextlib.nullcontext()
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join`: takes the keyword `divide_by_initial_world_size`."""
+        by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        return UnevenJoinHook(self, Uneven(lambda: Join.notify_join_context(self), by_all))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` keeps its counters."""
+        device: torch.device = self._module_parameters[0].device
+        return device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        """The group in which ranks are counted."""
+        return self.process_group
+
+    def _take_part_without_data(self) -> None:
+        """Another window's end; a rank that has left its loop neither gives nor keeps a gradient."""
+        self._drop_grads()
+        self.sync_layers.shadow()
+        self.engine.reduce_without_backward()
+        self._drop_grads()
+
+    def _drop_grads(self) -> None:
+        for parameter in self.engine.parameters:
+            parameter.grad = None
+
+    def _set_uneven(self, uneven: Uneven | None) -> None:
+        self.engine.exchange.set_uneven(uneven)
+
+    def _kept_tensors(self) -> list[Tensor]:
+        buffers = [buffer for _, buffer in self.settings.kept_buffers(self.module)]
+        return [*(parameter.data for parameter in self._module_parameters), *buffers]
+
+    # ------------------------------------------------------------------ pickling
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The module and the settings; the world is found again where it is loaded."""
+        if self.process_group is not None and self.process_group is not dist.group.WORLD:
+            raise UsageError(
+                "only a module that is replicated over all ranks can be pickled or copied; save "
+                "its state_dict, or `.module`."
+            )
+        without = {"world", "engine", "sync_layers", "process_group", "_hook", "_frozen", "_join_config", "_registries"}
+        return {name: value for name, value in self.__dict__.items() if name not in without}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        self._set_up(worlds.current(), state["settings"])

@@ -1,0 +1,652 @@
+"""torch's interface around forward and backward, on 2, 3 and 4 ranks, compared with one process or torch's class."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+import evenstep
+from evenstep.errors import ConfigurationError, UsageError
+
+SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
+
+
+def make(seed=0, dtype=torch.float64):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+
+
+def batch(seed, rows=4, dtype=torch.float64):
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def grads(model):
+    return [None if p.grad is None else p.grad.detach().clone() for p in model.parameters()]
+
+
+def assert_same(got, expected, **tolerance):
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert (a is None) == (b is None), f"{index}: {a} and {b}"
+        if a is not None:
+            a, b = (each.to_dense() if each.is_sparse else each for each in (a, b))
+            torch.testing.assert_close(a, b, msg=lambda m, i=index: f"{i}: {m}", **tolerance)
+
+
+def averaged(module, batches, loss_of=lambda out: out.square().mean()):
+    """Gradients of the mean of the batches' losses, in one process."""
+    module.zero_grad()
+    torch.stack([loss_of(module(x)) for x in batches]).mean().backward()
+    return grads(module)
+
+
+# ---------------------------------------------------------------------- groups and meshes
+
+
+def pairs(seed):
+    world = evenstep.init(quiet=True)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = world.rank // 2
+    model = evenstep.DistributedDataParallel(make(mine), process_group=groups[mine])
+    again = evenstep.DistributedDataParallel(make(mine), process_group=groups[mine])
+    assert again.world is model.world
+    assert (model.world.rank, model.world.world_size) == (world.rank % 2, 2)
+    model(batch(seed + world.rank)).square().mean().backward()
+    assert_same(grads(model), averaged(make(mine), [batch(seed + 2 * mine + r) for r in range(2)]))
+    with pytest.raises(UsageError, match=f"rank {world.rank} is not in the process group"):
+        world.of_group(groups[1 - mine])
+    with pytest.raises(ConfigurationError, match="is no torch"):
+        evenstep.DistributedDataParallel(make(), process_group=dist.new_group([1 - world.rank % 2]))
+    with pytest.raises(UsageError, match="over all ranks"):
+        pickle.dumps(model)
+    whole = evenstep.DistributedDataParallel(make(), process_group=dist.group.WORLD)
+    assert whole.world is world
+
+
+def test_a_sub_group_averages_among_its_ranks(ranks, fresh_seed):
+    ranks.run(pairs, 4, fresh_seed)
+
+
+def two_dimensional(seed):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    world = evenstep.init(quiet=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = make()
+    parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with pytest.raises(ConfigurationError, match="2 dimensions"):
+        evenstep.DistributedDataParallel(module, device_mesh=mesh)
+    with pytest.raises(ConfigurationError, match="pass one of them"):
+        evenstep.DistributedDataParallel(module, device_mesh=mesh["dp"], process_group=dist.group.WORLD)
+    model = evenstep.DistributedDataParallel(module, device_mesh=mesh["dp"])
+    replica = world.rank // 2
+    model(batch(seed + replica)).square().mean().backward()
+    names = [name for name, _ in make().named_parameters()]
+    whole = dict(zip(names, averaged(make(), [batch(seed), batch(seed + 1)]), strict=True))
+    local = {name: p.grad for name, p in zip(model.engine.names, model.engine.parameters, strict=True)}
+    tp = world.rank % 2
+    torch.testing.assert_close(local["0.weight"], whole["0.weight"].chunk(2)[tp])
+    torch.testing.assert_close(local["2.weight"], whole["2.weight"].chunk(2, dim=1)[tp])
+
+
+def test_tensor_parallelism_inside_a_mesh(ranks, fresh_seed):
+    ranks.run(two_dimensional, 4, fresh_seed)
+
+
+# ---------------------------------------------------------------------- ranks that run out of data
+
+
+def uneven(seed, kind):
+    """Rank r has r + 1 batches. Compares every step that a rank takes with the mean that it should have been given."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(make(), bucket_cap_mb=2e-4)
+    module = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    by_all = kind == "by all"
+    with model.join(divide_by_initial_world_size=by_all):
+        for step in range(world.rank + 1):
+            loss = model(batch(seed + 10 * step + world.rank, rows=2 + world.rank)).square().mean()
+            if kind == "weighted":
+                model.backward(loss, weight=2 + world.rank)
+            else:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for step in range(world.world_size):
+        active = range(step, world.world_size)
+        losses = [module(batch(seed + 10 * step + r, rows=2 + r)).square().mean() for r in active]
+        weights = [2.0 + r if kind == "weighted" else 1.0 for r in active]
+        total = world.world_size if by_all else sum(weights)
+        (sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / total).backward()
+        reference.step()
+        reference.zero_grad()
+    assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
+    # Afterwards all is as before.
+    model(batch(seed + world.rank)).square().mean().backward()
+    assert_same(grads(model), averaged(module, [batch(seed + r) for r in range(world.world_size)]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["by all", "by those left", "weighted"])
+@SIZES
+def test_join_makes_uneven_ranks_exact(ranks, fresh_seed, nproc, kind):
+    ranks.run(uneven, nproc, fresh_seed, kind)
+
+
+def uneven_accumulation(seed):
+    """Passes that don't synchronise need no counterpart; the first to leave never had any data."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(nn.Sequential(make(), nn.BatchNorm1d(3).double()))
+    with Join([model], divide_by_initial_world_size=False):
+        for step in range(2 * world.rank):
+            x = batch(seed + 10 * step + world.rank)
+            with model.no_sync():
+                model(x).square().mean().backward()
+            with torch.no_grad():
+                model(x)
+            model(x).square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+    mine = torch.cat([t.detach().reshape(-1).double() for t in (*model.parameters(), *model.buffers())])
+    everybody = world.gather(mine[None])
+    assert torch.isfinite(everybody).all()
+    assert all(torch.equal(everybody[0], other) for other in everybody)
+    counts = [int(b) for name, b in model.named_buffers() if name.endswith("num_batches_tracked")]
+    assert counts == [3 * 2 * (world.world_size - 1)], "module buffers are those of the rank that left last"
+
+
+def test_join_with_accumulation_and_batch_norm(ranks, fresh_seed):
+    ranks.run(uneven_accumulation, 3, fresh_seed)
+
+
+def early_end():
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(make())
+    steps = 0
+    with pytest.raises(RuntimeError, match="exhausted"), model.join(throw_on_early_termination=True):  # noqa: PT012
+        for step in range(2 + world.rank):
+            model(batch(step)).sum().backward()
+            steps += 1
+    assert steps == 2
+
+
+def test_join_can_end_all_loops_with_the_first(ranks):
+    ranks.run(early_end, 3)
+
+
+def test_join_in_a_world_of_one_does_nothing():
+    model = evenstep.DistributedDataParallel(make(), world=evenstep.World.alone())
+    with model.join():
+        model(batch(0)).sum().backward()
+    with model.join(enable=False):
+        model(batch(0)).sum().backward()
+
+
+# ---------------------------------------------------------------------- kinds of parameters and outputs
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 4, sparse=True)
+        self.tags = nn.EmbeddingBag(10, 4, sparse=True, mode="sum")
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, words, tags):
+        out = self.words(words).mean(1)
+        return self.out(out + self.tags(tags) if tags is not None else out)
+
+
+def sparse(seed, weighted):
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    module = Bag().double()
+    model = evenstep.DistributedDataParallel(copy.deepcopy(module))
+    optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, module))
+    for step in range(3):
+        generator = torch.Generator().manual_seed(seed + step)
+        words = torch.randint(0, 20, (world.world_size, 3, 5), generator=generator)
+        tags = torch.randint(0, 10, (world.world_size, 3, 2), generator=generator)
+        uses_tags = [step == 1 and r > 0 for r in range(world.world_size)]
+        weights = [float(r + 1) if weighted else 1.0 for r in range(world.world_size)]
+        r = world.rank
+        loss = model(words[r], tags[r] if uses_tags[r] else None).square().mean()
+        if weighted:
+            model.backward(loss, weight=weights[r])
+        else:
+            loss.backward()
+        assert model.module.words.weight.grad.is_sparse
+        losses = [
+            module(words[i], tags[i] if uses_tags[i] else None).square().mean() * w for i, w in enumerate(weights)
+        ]
+        (torch.stack(losses).sum() / sum(weights)).backward()
+        assert_same(grads(model), grads(module), rtol=0, atol=1e-12)
+        assert model.unused_parameters() == ([] if step == 1 else ["tags.weight"])
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@SIZES
+def test_sparse_gradients_travel_sparse(ranks, fresh_seed, nproc, weighted):
+    ranks.run(sparse, nproc, fresh_seed, weighted)
+
+
+def of_dtype(seed, dtype, tolerance):
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(6, 8, dtype=dtype), nn.Linear(8, 3, dtype=dtype))
+    model = evenstep.DistributedDataParallel(copy.deepcopy(module))
+    loss_of = lambda out: (out * out.conj()).real.mean()  # noqa: E731
+    loss_of(model(batch(seed + world.rank, dtype=dtype))).backward()
+    expected = averaged(module, [batch(seed + r, dtype=dtype) for r in range(world.world_size)], loss_of)
+    assert_same(grads(model), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float64, 1e-12),
+        (torch.float32, 1e-5),
+        (torch.bfloat16, 4e-2),
+        (torch.float16, 1e-2),
+        (torch.complex64, 1e-5),
+        (torch.complex128, 1e-12),
+    ],
+)
+def test_parameters_of_any_dtype(ranks, fresh_seed, dtype, tolerance):
+    ranks.run(of_dtype, 2, fresh_seed, dtype, tolerance)
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    hidden: Tensor
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+class Nested(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = make(1), make(2)
+
+    def forward(self, x, *, scale=1.0):
+        a, b = self.first(x) * scale, self.second(x)
+        return {
+            "dict": {"a": a, "deep": [b, None, "text"]},
+            "tuple": (a, (b, 3)),
+            "namedtuple": Pair(a, {"b": b}),
+            "dataclass": Output(a, b),
+        }[self.kind]
+
+
+def tensors_of(kind, out):
+    return {
+        "dict": lambda: (out["a"], out["deep"][0]),
+        "tuple": lambda: (out[0], out[1][0]),
+        "namedtuple": lambda: (out.first, out.second["b"]),
+        "dataclass": lambda: (out.logits, out.hidden),
+    }[kind]()
+
+
+def nested(seed):
+    world = evenstep.init(quiet=True)
+    for kind in ("dict", "tuple", "namedtuple", "dataclass"):
+        model = evenstep.DistributedDataParallel(Nested(kind))
+        out = model(batch(seed + world.rank), scale=2.0)
+        a, b = tensors_of(kind, out)
+        model.backward((a * b).mean(), weight=1)
+        module = Nested(kind)
+        loss_of = lambda out, kind=kind: 2 * torch.mul(*tensors_of(kind, out)).mean()  # noqa: E731
+        assert_same(grads(model), averaged(module, [batch(seed + r) for r in range(2)], loss_of), rtol=0, atol=1e-12)
+
+
+def test_outputs_may_be_nested(ranks, fresh_seed):
+    ranks.run(nested, 2, fresh_seed)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Linear(6, 6, bias=False).double()
+        self.again = nn.Linear(6, 6).double()
+        self.again.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.again(torch.tanh(self.embed(x)))
+
+
+def many_uses(seed):
+    """Shared parameters, several modules at once, two forwards before backward, backward twice, hooks, GANs."""
+    world = evenstep.init(quiet=True)
+    batches = [batch(seed + r) for r in range(world.world_size)]
+    x = batches[world.rank]
+
+    model, module = evenstep.DistributedDataParallel(Tied()), Tied()
+    model(x).square().mean().backward()
+    assert_same(grads(model), averaged(module, batches), rtol=0, atol=1e-12)
+
+    one, two = (evenstep.DistributedDataParallel(make(s), bucket_cap_mb=1e-4) for s in (1, 2))
+    (one(x) * two(x)).mean().backward()
+    both = nn.ModuleList([make(1), make(2)])
+    torch.stack([(both[0](b) * both[1](b)).mean() for b in batches]).mean().backward()
+    assert_same([*grads(one), *grads(two)], grads(both), rtol=0, atol=1e-12)
+
+    model, module = evenstep.DistributedDataParallel(make()), make()
+    (model(x) + model(2 * x)).square().mean().backward()
+    losses = [(module(b) + module(2 * b)).square().mean() for b in batches]
+    torch.stack(losses).mean().backward()
+    assert_same(grads(model), grads(module), rtol=0, atol=1e-12)
+    model.zero_grad()
+
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    once = grads(model)
+    loss.backward()
+    assert_same(grads(model), [2 * g for g in once], rtol=0, atol=1e-12)
+    model.zero_grad()
+
+    seen = []
+    handle = model.module[0].weight.register_hook(lambda grad: seen.append(grad.clone()) or grad * 3)
+    model(x).square().mean().backward()
+    assert len(seen) == 1
+    assert_same([model.module[0].weight.grad], [3 * once[0]], rtol=0, atol=1e-12)
+    handle.remove()
+
+
+@SIZES
+def test_modules_are_used_in_many_ways(ranks, fresh_seed, nproc):
+    ranks.run(many_uses, nproc, fresh_seed)
+
+
+def frozen_between_steps(seed):
+    world = evenstep.init(quiet=True)
+    model, module = evenstep.DistributedDataParallel(make()), make()
+    batches = [batch(seed + r) for r in range(world.world_size)]
+    for trains in (True, False, False, True, True):
+        for each in (model.module, module):
+            each[0].weight.requires_grad_(trains)
+        model.zero_grad()
+        model(batches[world.rank]).square().mean().backward()
+        assert_same(grads(model), averaged(module, batches), rtol=0, atol=1e-12)
+        assert model.unused_parameters() == ([] if trains else ["0.weight"])
+
+
+def test_parameters_may_be_frozen_and_unfrozen_again(ranks, fresh_seed):
+    ranks.run(frozen_between_steps, 2, fresh_seed)
+
+
+# ---------------------------------------------------------------------- arguments and attributes
+
+
+class Ignoring(nn.Module):
+    def __init__(self, rank):
+        super().__init__()
+        self.shared, self.own = make(5), nn.Linear(6, 1 + rank).double()
+        self.register_buffer("mine", torch.tensor([float(rank)]))
+        self.register_buffer("ours", torch.tensor([float(rank)]))
+        TorchDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            self, ["own.weight", "own.bias", "mine"]
+        )
+
+    def forward(self, x):
+        return self.shared(x).mean() + self.own(x).mean()
+
+
+def ignoring(seed):
+    world = evenstep.init(quiet=True)
+    module = Ignoring(world.rank)
+    model = evenstep.DistributedDataParallel(module)
+    assert model.parameters_to_ignore == {"own.weight", "own.bias", "mine"}
+    assert (module.mine.item(), module.ours.item()) == (world.rank, 0.0)
+    x = batch(seed + world.rank)
+    model(x).square().backward()
+    alone = Ignoring(world.rank)
+    alone.load_state_dict(module.state_dict())
+    alone(x).square().backward()
+    assert_same(grads(module.own), grads(alone.own), rtol=0, atol=1e-12)
+    assert not torch.equal(module.shared[0].weight.grad, alone.shared[0].weight.grad)
+    module.mine.fill_(7 + world.rank)
+    model(x).backward()
+    assert module.mine.item() == 7 + world.rank
+
+
+def test_what_is_ignored_stays_each_ranks_own(ranks, fresh_seed):
+    ranks.run(ignoring, 2, fresh_seed)
+
+
+def arguments(seed):
+    world = evenstep.init(quiet=True)
+    x, batches = batch(seed + world.rank), [batch(seed + r) for r in range(world.world_size)]
+    expected = averaged(make(), batches)
+    module = make()
+    named = dict(module.named_parameters())
+    everything = {
+        "find_unused_parameters": True,
+        "check_reduction": True,
+        "gradient_as_bucket_view": True,
+        "static_graph": True,
+        "skip_all_reduce_unused_params": True,
+        "batched_grad_copy": True,
+        "bucket_cap_mb_list": [1e-4, 5e-4],
+        "delay_all_reduce_named_params": [("2.weight", named["2.weight"])],
+        "param_to_hook_all_reduce": named["0.weight"],
+    }
+    model = evenstep.DistributedDataParallel(module, **everything)
+    for _ in range(3):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        assert_same(grads(model), expected, rtol=0, atol=1e-12)
+    assert len(model.engine.buckets) > 1
+    assert model.bucket_bytes_cap == int(5e-4 * 2**20)
+    with pytest.raises(ConfigurationError, match="'x' is no parameter of the module"):
+        evenstep.DistributedDataParallel(
+            make(), delay_all_reduce_named_params=[("x", named["2.weight"])], param_to_hook_all_reduce=named["0.bias"]
+        )
+
+    model.require_backward_grad_sync = False
+    before = model.engine.num_reductions
+    model(x).square().mean().backward()
+    assert model.engine.num_reductions == before
+    assert not model.will_sync_module_buffers()
+    model.require_backward_grad_sync = True
+    told = model._get_ddp_logging_data()
+    assert told["world_size"] == world.world_size
+    assert told["iteration"] == before
+    assert len(told["bucket_sizes"].split(",")) == len(model.engine.buckets)
+    model._set_static_graph()
+    assert model._has_rebuilt_buckets
+    assert not model.is_multi_device_module
+
+
+def test_torchs_arguments_and_attributes(ranks, fresh_seed):
+    ranks.run(arguments, 2, fresh_seed)
+
+
+def buffers():
+    """(buffers equal after construction, after a step) for each setting, compared with torch's own class."""
+    world = evenstep.init(quiet=True)
+    settings = [
+        {},
+        {"broadcast_buffers": True},
+        {"broadcast_buffers": False},
+        {"forward_sync_buffers": False},
+        {"forward_sync_buffers": True, "broadcast_buffers": False},
+    ]
+    outcomes = []
+    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
+        for arguments in settings:
+            module = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+            module[1].running_mean.fill_(world.rank)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                model = wrap(module, **arguments)
+            means = [module[1].running_mean.clone()]
+            model(batch(world.rank, dtype=torch.float32)).sum().backward()
+            with torch.no_grad():
+                model(batch(0, dtype=torch.float32))  # torch's class makes buffers equal at forward
+            means.append(module[1].running_mean.clone())
+            everybody = [world.gather(mean[None]) for mean in means]
+            outcomes.append([bool((each == each[0]).all()) for each in everybody])
+    return outcomes[: len(settings)], outcomes[len(settings) :]
+
+
+def test_arguments_about_buffers_mean_what_torch_means(ranks):
+    ours, torchs = ranks.run(buffers, 2)[0]
+    assert ours == torchs
+    assert ours == [[True, True], [True, True], [False, False], [True, False], [True, True]]
+
+
+def copies(seed):
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(make(), bucket_cap_mb=1e-4)
+    batches = [batch(seed + r) for r in range(world.world_size)]
+    model(batches[world.rank]).square().mean().backward()
+    expected = averaged(make(), batches)
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert twin.state_dict().keys() == {f"module.{name}" for name in make().state_dict()}
+        twin.zero_grad()
+        twin(batches[world.rank]).square().mean().backward()
+        assert_same(grads(twin), expected, rtol=0, atol=1e-12)
+        assert twin.engine.num_reductions == 1
+    assert set(get_model_state_dict(model)) == set(make().state_dict())
+    model.load_state_dict({f"module.{name}": torch.zeros_like(value) for name, value in make().state_dict().items()})
+    assert not model.module[0].weight.any()
+
+
+def test_it_can_be_pickled_copied_and_saved(ranks, fresh_seed):
+    ranks.run(copies, 2, fresh_seed)
+
+
+def low_precision(seed, config):
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(make(dtype=torch.float32), mixed_precision=_MixedPrecision(**config))
+    batches = [batch(seed + r, dtype=torch.float32) for r in range(world.world_size)]
+    out = model(batches[world.rank])
+    assert out.dtype == config.get("param_dtype", torch.float32)
+    out.float().square().mean().backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert_same(grads(model), averaged(make(dtype=torch.float32), batches), rtol=5e-2, atol=1e-2)
+
+
+def test_mixed_precision_keeps_parameters_and_gradients(ranks, fresh_seed):
+    ranks.run(low_precision, 2, fresh_seed, {"param_dtype": torch.bfloat16})
+    ranks.run(low_precision, 2, fresh_seed, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16})
+    ranks.run(low_precision, 2, fresh_seed, {"reduce_dtype": torch.float16})
+
+
+def fused_optimizer(seed):
+    world = evenstep.init(quiet=True)
+    batches = [batch(seed + r) for r in range(world.world_size)]
+    model, module = evenstep.DistributedDataParallel(make(), bucket_cap_mb=1e-4), make()
+    model._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
+    reference = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        model(batches[world.rank]).square().mean().backward()
+        model.zero_grad()
+        averaged(module, batches)
+        reference.step()
+    assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
+
+    for kind, tolerance in (
+        (dist.BuiltinCommHookType.ALLREDUCE, 1e-12),
+        (dist.BuiltinCommHookType.FP16_COMPRESS, 1e-2),
+    ):
+        model = evenstep.DistributedDataParallel(make())
+        model._register_builtin_comm_hook(kind)
+        model(batches[world.rank]).square().mean().backward()
+        assert_same(grads(model), averaged(make(), batches), rtol=tolerance, atol=tolerance)
+    with pytest.raises(UsageError, match="there is one already"):
+        model.register_comm_hook(None, lambda state, bucket: None)
+
+
+def test_optimizers_in_hooks_and_builtin_hooks(ranks, fresh_seed):
+    ranks.run(fused_optimizer, 2, fresh_seed)
+
+
+def transposed(seed):
+    """dim=1: the batch is the second dimension of inputs and outputs."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(1)
+    module = nn.GRU(6, 5).double()
+    model = evenstep.DistributedDataParallel(copy.deepcopy(module), dim=1)
+    sequences = [
+        torch.randn(7, r, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + r))
+        for r in range(world.world_size)
+    ]  # rank 0's share is empty
+    out, _ = model(sequences[world.rank])
+    assert out.shape == (7, world.rank, 5)
+    model.backward(out.square().mean(), weight=world.rank)
+    whole, _ = module(torch.cat(sequences, dim=1))
+    whole.square().mean().backward()
+    assert_same(grads(model), grads(module), rtol=0, atol=1e-12)
+
+
+def test_the_batch_may_be_another_dimension(ranks, fresh_seed):
+    ranks.run(transposed, 3, fresh_seed)
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        self.double()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def compiled(seed):
+    """Number of graphs for each class and way of compiling; the gradients are compared here."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    world = evenstep.init(quiet=True)
+    batches = [
+        torch.randn(4, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + r))
+        for r in range(world.world_size)
+    ]
+    expected = averaged(Deep(), batches)
+    num_graphs = []
+    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
+        for whole in (True, False):
+            torch._dynamo.reset()
+            counter = CompileCounterWithBackend("eager")
+            model = wrap(Deep(), bucket_cap_mb=1)
+            if not whole:
+                model.module.compile(backend=counter)
+            run = torch.compile(model, backend=counter) if whole else model
+            for _ in range(3):
+                model.zero_grad()
+                run(batches[world.rank]).square().mean().backward()
+                assert_same(grads(model), expected, rtol=0, atol=1e-12)
+            num_graphs.append(counter.frame_count)
+    return num_graphs
+
+
+def test_a_compiled_module_is_split_at_buckets_as_torch_does_it(ranks, fresh_seed):
+    for ours, ours_inside, torchs, torchs_inside in ranks.run(compiled, 2, fresh_seed, timeout_s=120):
+        assert ours == torchs > 1
+        assert ours_inside == torchs_inside > 1

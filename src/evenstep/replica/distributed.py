@@ -38,6 +38,7 @@ from evenstep.replica.weighting import validate_weight
 from evenstep.world import World
 
 Batch = TypeVar("Batch")
+_NOTHING = contextlib.nullcontext()
 
 
 class DistributedDataParallel(TorchInterface):
@@ -176,8 +177,6 @@ class DistributedDataParallel(TorchInterface):
                 frozen when the model was wrapped is trained now.
         """
         keep_out_of_graphs()
-        if self.sync_layers and self.training:
-            self._announce_statistics()
         if torch.is_grad_enabled():
             self.engine.begin_forward()
             self._validate_parameters()
@@ -205,22 +204,16 @@ class DistributedDataParallel(TorchInterface):
             self.engine.watch_outputs(outputs, over_stand_in=is_empty)
         return outputs
 
-    def _run_module(self, inputs: Any, kwargs: Any) -> Any:
-        if self.sync_layers and not self.sync_layers.is_running:
-            with self.sync_layers.forward_pass(over_stand_in=False):
-                return self._run_module(inputs, kwargs)
-        if self._low_precision is not None:
-            return self._low_precision.run(self.module, inputs, kwargs)
-        return self.module(*inputs, **kwargs)
+    def _run_module(self, inputs: Any, kwargs: Any, *, over_stand_in: bool = False) -> Any:
+        with self.sync_layers.forward_pass(over_stand_in=over_stand_in) if self.sync_layers else _NOTHING:
+            if self._low_precision is not None:
+                return self._low_precision.run(self.module, inputs, kwargs)
+            return self.module(*inputs, **kwargs)
 
     def _forward_stand_in(self, inputs: Any, kwargs: Any) -> Any:
         inputs, kwargs = self._stand_in.build((inputs, kwargs))
-        with (
-            randomness.preserved(),
-            untouched(self.module, but=self.sync_layers.buffers()),
-            self.sync_layers.forward_pass(over_stand_in=True),
-        ):
-            outputs = self._run_module(inputs, kwargs)
+        with randomness.preserved(), untouched(self.module, but=self.sync_layers.buffers()):
+            outputs = self._run_module(inputs, kwargs, over_stand_in=True)
         return self._stand_in.empty_outputs(outputs)
 
     def _moved(self, tensor: Tensor) -> Tensor:

@@ -160,6 +160,10 @@ class Engine:
             return 0.0
         return self._pass.weight if isinstance(self._pass.weight, Tensor) else 1.0
 
+    def announce(self) -> None:
+        """Collective with ranks that have left their loop: a window has begun in which they are needed."""
+        self.exchange.announce()
+
     @contextlib.contextmanager
     def weighted_pass(self, weight: float | Tensor) -> Iterator[float]:
         """Around one `loss.backward` of `model.backward`. Yields the scale by which the weight is to be divided.

@@ -55,11 +55,11 @@ class Exchange(Protocol):
     def set_hook(self, hook: CommHook) -> None:
         """Hand complete buckets to a communication hook, which averages them over ranks."""
 
+    def announce(self) -> None:
+        """Tell the ranks that have left, once per window, to take part in it."""
+
     def set_uneven(self, uneven: Uneven | None) -> None:
         """From now on ranks may leave one by one; None: no longer."""
-
-    def announce(self) -> None:
-        """Tell ranks that have left to take part in the end of this window; once, before its first collective."""
 
     def unused(self) -> list[int]:
         """The parameters that had no gradient on any rank when the last window ended."""
@@ -129,11 +129,11 @@ class NoExchange:
     def set_hook(self, hook: CommHook) -> None:
         """See `Exchange.set_hook`; there is no bucket to hand over."""
 
+    def announce(self) -> None:
+        """See `Exchange.announce`; there is nobody."""
+
     def set_uneven(self, uneven: Uneven | None) -> None:
         """See `Exchange.set_uneven`; there is nobody who could leave."""
-
-    def announce(self) -> None:
-        """See `Exchange.announce`; there is nobody to tell."""
 
     def unused(self) -> list[int]:
         """See `Exchange.unused`."""
@@ -295,7 +295,7 @@ class BucketExchange:
         self._announced = []
 
     def announce(self) -> None:
-        """See `Exchange.announce`."""
+        """See `Exchange.announce`: before the first collective of a window."""
         if self._uneven is not None and not self._uneven.has_joined and not self._announced:
             told = self._uneven.announce()
             if told is not None:

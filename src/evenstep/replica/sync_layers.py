@@ -2,23 +2,23 @@
 
 [Note: the recorded sequence]
 
-A rank that has no more batches takes part in the others' exchanges with count 0. What they will be is what they were
-in the last *round*: the forward passes since the last backward pass, and the backward passes that follow. Every
-exchange carries a code of the layer and the direction, so a rank that replays what the others no longer do is told so,
-with the layers' names, instead of adding one layer's sums to another's.
+A rank that has left its loop takes part in the others' exchanges with count 0. What they will be is what they were in
+the last *window*: all forward and backward passes since gradients were last averaged. The active ranks announce a
+window before its first exchange. Every exchange carries a code of the layer and the direction, so a rank that replays
+what the others no longer do is told so, with the layers' names, instead of adding one layer's sums to another's.
 
     forward   forward   backward   backward   forward   ...
     norm 1    norm 2    norm 2     norm 1     norm 1
-    |---------------- a round --------------| |- the next
+    |--------------- a window --------------| |- the next
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from evenstep.world import World
 Batch = TypeVar("Batch")
 
 _MAX_LAYERS = 1 << 16
+_PARTS = _MAX_LAYERS - 1  # instead of a layer: an agreement on the number of micro-batches
 _MAX_MODELS = 1 << 6
 _num_models: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
 
@@ -41,12 +42,28 @@ class Exchanged:
     """One exchange of one layer.
 
     Attributes:
-        layer: Its index, in the order of `named_modules`.
+        layer: Its index, in the order of `named_modules`; `_PARTS` for no layer.
         is_backward: Its gradients, and not its statistics.
     """
 
     layer: int
     is_backward: bool
+
+
+class Windows(Protocol):
+    """What is asked of the engine.
+
+    Attributes:
+        num_reductions: How many windows have ended.
+    """
+
+    num_reductions: int
+
+    def contribution(self) -> float | Tensor:
+        """See `Overseer`."""
+
+    def announce(self) -> None:
+        """Collective with ranks that have left their loop, once per window."""
 
 
 class SyncLayers:
@@ -57,25 +74,23 @@ class SyncLayers:
     Args:
         module: The model.
         world: Who takes part.
-        contribution: What the running backward pass counts for (see `Overseer`); None: 1. A bound method is held
-            weakly.
+        engine: Knows of passes and windows; held weakly. None: a window ends where a forward pass follows a backward
+            pass, and everything counts.
 
     Attributes:
         layers: By name.
         world: Who takes part.
-        is_running: The module's forward pass is under way.
     """
 
-    def __init__(
-        self, module: nn.Module, world: World, contribution: Callable[[], float | Tensor] | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, world: World, engine: Windows | None = None) -> None:
         self.layers = {name: each for name, each in module.named_modules() if isinstance(each, SyncBatchNorm)}
         self.world = world
         self._names = list(self.layers)
         self._index = {layer: index for index, layer in enumerate(self.layers.values())}
-        self._contribution = None if contribution is None else weakref.WeakMethod(contribution)
+        self._engine = None if engine is None else weakref.ref(engine)
+        self._window = -1  # to which the record belongs
         self._over_stand_in = False
-        self.is_running = False
+        self._running = False
         self._recorded: list[Exchanged] = []
         self._replaying = False
         if len(self.layers) >= _MAX_LAYERS:
@@ -107,11 +122,11 @@ class SyncLayers:
         """
         for layer in self.layers.values():
             layer.overseer = self  # a module may have been wrapped twice
-        self._over_stand_in, self.is_running = over_stand_in, True
+        self._over_stand_in, self._running = over_stand_in, True
         try:
             yield
         finally:
-            self.is_running = False
+            self._running = False
 
     def buffers(self) -> list[Tensor]:
         """The running statistics, which are the same on all ranks, also on those whose share was empty."""
@@ -127,21 +142,27 @@ class SyncLayers:
             batch: The share, for its structure.
             dim: The batch dimension.
         """
-        most = torch.tensor([len(parts)])
+        self._record(_PARTS, False)
+        most = self._most_parts(len(parts))
+
+        def emptied(tensor: Tensor) -> Tensor:
+            return tensor.narrow(dim, 0, 0) if tensor.dim() > dim else tensor
+
+        empty = pytree.tree_map_only(Tensor, emptied, batch)
+        return [empty] * (most - len(parts)) + list(parts)
+
+    def _most_parts(self, num_parts: int) -> int:
         device = _device_of(next(iter(self.layers.values())), self.world)
         carried = channel(self.world, "batch normalisation", device)
-        most = most.to(device) if carried.name == "nccl" else most
+        most = torch.tensor([num_parts], device=device if carried.name == "nccl" else None)
         carried.all_reduce(most, "max").wait()
-        empty = pytree.tree_map_only(
-            Tensor, lambda tensor: tensor.narrow(dim, 0, 0) if tensor.dim() > dim else tensor, batch
-        )
-        return [empty] * (int(most) - len(parts)) + list(parts)
+        return int(most)
 
     # ------------------------------------------------------------------ called by layers, see `Overseer`
 
     def counts_rows(self) -> bool:
         """See `Overseer`. Outside the wrapper's forward pass, and so also inside `model.module(x)`, rows count."""
-        if self.is_running:
+        if self._running:
             return not self._over_stand_in
         # An activation checkpoint runs the layer again inside the backward pass: as in the forward pass before it.
         recomputed = torch._C._current_graph_task_id() != -1
@@ -151,18 +172,27 @@ class SyncLayers:
 
     def contribution(self) -> float | Tensor:
         """See `Overseer`."""
-        ask = None if self._contribution is None else self._contribution()
-        return 1.0 if ask is None else ask()
+        engine = None if self._engine is None else self._engine()
+        return 1.0 if engine is None else engine.contribution()
 
     def report(self, layer: SyncBatchNorm, *, is_backward: bool) -> float:
         """See `Overseer`."""
-        exchanged = Exchanged(self._index[layer], is_backward)
+        return self._record(self._index[layer], is_backward)
+
+    def _record(self, index: int, is_backward: bool) -> float:
         if not self._replaying:
-            begins_round = not is_backward and torch._C._current_graph_task_id() == -1
-            if begins_round and any(each.is_backward for each in self._recorded):
+            engine = None if self._engine is None else self._engine()
+            if engine is not None:
+                begins_window = engine.num_reductions != self._window
+                self._window = engine.num_reductions
+                engine.announce()
+            else:
+                outside = torch._C._current_graph_task_id() == -1
+                begins_window = not is_backward and outside and any(each.is_backward for each in self._recorded)
+            if begins_window:
                 self._recorded = []
-            self._recorded.append(exchanged)
-        return float((self._model % _MAX_MODELS) * 2 * _MAX_LAYERS + 2 * exchanged.layer + is_backward)
+            self._recorded.append(Exchanged(index, is_backward))
+        return float((self._model % _MAX_MODELS) * 2 * _MAX_LAYERS + 2 * index + is_backward)
 
     def describe(self, code: float) -> str:
         """See `Overseer`."""
@@ -176,7 +206,7 @@ class SyncLayers:
 
     @property
     def recorded(self) -> list[tuple[int, bool]]:
-        """The exchanges of the last round, each (layer, is_backward): what `world.exchange` can carry."""
+        """The exchanges of the last window, each (layer, is_backward): what `world.exchange` can carry."""
         return [(each.layer, each.is_backward) for each in self._recorded]
 
     def adopt(self, recorded: Sequence[Sequence[int]]) -> None:
@@ -185,40 +215,39 @@ class SyncLayers:
         Raises:
             UsageError: The model has no such layers.
         """
-        if any(not 0 <= int(layer) < len(self._names) for layer, _ in recorded):
+        if any(not 0 <= int(layer) < len(self._names) and layer != _PARTS for layer, _ in recorded):
             raise UsageError(
                 f"rank {self.world.rank}: the recorded exchanges are not those of these layers: {recorded}."
             )
         self._recorded = [Exchanged(int(layer), bool(is_backward)) for layer, is_backward in recorded]
 
     def shadow_forward(self) -> None:
-        """Collective: take part in the forward exchanges of a round with count 0. Running statistics follow.
+        """Collective: take part with count 0 in a window's exchanges before the first backward one.
+
+        Running statistics follow. Without a record: every layer once, in the order of `named_modules`, and back.
 
         Raises:
-            MismatchError: The other ranks do something else than in the recorded round.
-            UsageError: Nothing has been recorded or adopted.
+            MismatchError: The other ranks do something else than in the recorded window.
         """
         self._replay(self._sequence()[: self._num_forward()])
 
     def shadow_backward(self) -> None:
-        """Collective: the rest of the round, after `shadow_forward`. Raises the same."""
+        """Collective: the rest of the window, after `shadow_forward`. Raises the same."""
         self._replay(self._sequence()[self._num_forward() :])
 
     def shadow(self) -> None:
-        """Collective: one whole round with count 0. Raises the same."""
+        """Collective: a whole window with count 0. Raises the same."""
         self.shadow_forward()
         self.shadow_backward()
 
     def _sequence(self) -> list[Exchanged]:
-        if self.layers and not self._recorded:
-            raise UsageError(
-                f"rank {self.world.rank}: no forward pass has been recorded that could be replayed with count 0; "
-                f"adopt another rank's."
-            )
+        if not self._recorded:
+            order = range(len(self._names))
+            self._recorded = [Exchanged(i, False) for i in order] + [Exchanged(i, True) for i in reversed(order)]
         return self._recorded
 
     def _num_forward(self) -> int:
-        for index, each in enumerate(self._recorded):
+        for index, each in enumerate(self._sequence()):
             if each.is_backward:
                 return index
         return len(self._recorded)
@@ -228,6 +257,9 @@ class SyncLayers:
         self._replaying = True
         try:
             for each in sequence:
+                if each.layer == _PARTS:
+                    self._most_parts(0)
+                    continue
                 layer = layers[each.layer]
                 layer.overseer = self
                 device = _device_of(layer, self.world)

@@ -56,13 +56,14 @@ class TorchInterface(TorchDistributedDataParallel):
         world: Who takes part.
         settings: What it was wrapped with.
         engine: Keeps the gradients in step.
-        sync_layers: The module's SyncBatchNorms; false where there are none.
+        sync_layers: The module's SyncBatchNorms.
     """
 
     module: nn.Module
     world: World
     settings: Settings
     engine: Engine
+    sync_layers: SyncLayers
 
     def _set_up(self, world: World, settings: Settings) -> None:
         """Everything but the module and what the constructor agreed on with the other ranks."""
@@ -71,9 +72,8 @@ class TorchInterface(TorchDistributedDataParallel):
         self.settings = settings
         self.process_group: dist.ProcessGroup | None = world.process_group  # type: ignore[assignment]
         self.engine = Engine(self.module, world, settings)
-        self.sync_layers = SyncLayers(self.module, world, self.engine.contribution)
+        self.sync_layers = SyncLayers(self.module, world, self.engine)
         self.engine.shares_statistics = bool(self.sync_layers)
-        self._uneven: Uneven | None = None
         self._hook: CommHook | None = None
         self._frozen = [(name, p) for name, p in settings.kept(self.module) if not p.requires_grad]
         # What torch's class has, for those who read it.
@@ -221,26 +221,10 @@ class TorchInterface(TorchDistributedDataParallel):
         """The group in which ranks are counted."""
         return self.process_group
 
-    def _announce_statistics(self) -> None:
-        """While ranks may leave: a forward pass that exchanges statistics has to be answered by those that have left.
-
-        Raises:
-            UsageError: The pass would not be followed by a reduction, which is what they answer with.
-        """
-        if self._uneven is None or self.world.world_size == 1:
-            return
-        if not (self.engine.synchronise and torch.is_grad_enabled()):
-            raise UsageError(
-                f"rank {self.world.rank}: inside join, a model with SyncBatchNorm in training mode runs only passes "
-                f"that end with a synchronised backward: no accumulation, and evaluation after model.eval()."
-            )
-        self.engine.exchange.announce()
-
     def _take_part_without_data(self) -> None:
         """Another window's end; a rank that has left its loop neither gives nor keeps a gradient."""
-        if self.sync_layers and self.training:
-            self.sync_layers.shadow()
         self._drop_grads()
+        self.sync_layers.shadow()
         self.engine.reduce_without_backward()
         self._drop_grads()
 
@@ -249,7 +233,6 @@ class TorchInterface(TorchDistributedDataParallel):
             parameter.grad = None
 
     def _set_uneven(self, uneven: Uneven | None) -> None:
-        self._uneven = uneven
         self.engine.exchange.set_uneven(uneven)
 
     def _kept_tensors(self) -> list[Tensor]:
@@ -265,7 +248,7 @@ class TorchInterface(TorchDistributedDataParallel):
                 "only a module that is replicated over all ranks can be pickled or copied; save "
                 "its state_dict, or `.module`."
             )
-        without = {"world", "engine", "process_group", "_hook", "_frozen", "_join_config", "_registries", "sync_layers"}
+        without = {"world", "engine", "sync_layers", "process_group", "_hook", "_frozen", "_join_config", "_registries"}
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

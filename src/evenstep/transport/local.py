@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,11 +11,14 @@ from evenstep.transport.base import Op, Transport, Work
 
 
 class _Done:
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         return
 
     def is_completed(self) -> bool:
         return True
+
+    def when_done(self, told: Callable[[None], object]) -> None:
+        told(None)
 
 
 _DONE = _Done()

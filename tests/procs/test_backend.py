@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import subprocess
 import sys
 import threading
@@ -236,6 +237,16 @@ def disagreements() -> list[str]:
         assert isinstance(work.exception(), MismatchError)
         dist.destroy_process_group(group)
     group = dist.new_group(backend="evenstep")
+    replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
+    try:
+        if group.rank() == 0:
+            replica(torch.ones(1, 3)).sum().backward()
+        else:
+            dist.all_reduce(torch.ones(5), group=group)
+    except RuntimeError as error:  # MismatchError is one, too
+        told.append(str(error))
+    dist.destroy_process_group(group)
+    group = dist.new_group(backend="evenstep")
     try:
         rank = group.rank()
         dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [2 - rank, 2 + rank], [2, 2], group=group)
@@ -254,14 +265,16 @@ def disagreements() -> list[str]:
 
 def test_mismatches_are_the_transports_own_errors(ranks: RankPool) -> None:
     told = ranks.run(disagreements, 2)
-    assert told[0] == told[1]
+    assert told[0][:2] + told[0][3:] == told[1][:2] + told[1][3:]
     sizes = "rank 0: all_reduce(sum) of float32 [3]; rank 1: all_reduce(sum) of float32 [4]"
     assert told[0][0].startswith("MismatchError: the ranks disagree in collective number 1 over shared memory")
     assert sizes in told[0][0]
     assert told[0][1].startswith("RuntimeError")
     assert sizes in told[0][1]
-    assert "rank 0 sends 2 elements to rank 1, which expects 1" in told[0][2]
-    assert "bitwise operations are for integers and bool" in told[0][3]
+    for each in told:
+        assert "rank 0: all_reduce(sum) of float32 [12]; rank 1: all_reduce(sum) of float32 [5]" in each[2]
+    assert "rank 0 sends 2 elements to rank 1, which expects 1" in told[0][3]
+    assert "bitwise operations are for integers and bool" in told[0][4]
 
 
 def close_world() -> None:
@@ -288,6 +301,8 @@ def as_the_default(backend: str, file: str) -> tuple[list[str], dict[str, int]]:
         assert scatter(torch.ones(4 * size), "sum", 0, world).eq(size).all()
         assert functional.all_to_all_single(torch.ones(size), None, None, world).eq(1).all()
         assert functional.broadcast(torch.full((2,), float(dist.get_rank())), 1, world).eq(1).all()
+        # C++ calls Gloo where it doesn't find a method, and nobody counts that.
+        assert world._shared._num_calls == 6, repr(world)  # two for the all_to_all, whose splits are told
         mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))
         inner = mesh.get_group("inner")
         assert functional.all_reduce(ones, "avg", inner).eq(1).all()
@@ -398,15 +413,16 @@ END = """
 counts = evenstep.transport.fall_through.counts()
 assert type(dist.group.WORLD).__name__ == "EvenstepGroup", dist.group.WORLD
 assert counts == {}, counts
-print("rank", dist.get_rank(), "has trained", flush=True)
+print(f"rank {dist.get_rank()} has trained\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
 ACCELERATE = """
 import torch, torch.distributed as dist, evenstep
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator
 
-accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="evenstep")])
+dist.init_process_group("evenstep")  # accelerate takes the group that is there; it refuses names that it doesn't know
+accelerator = Accelerator(cpu=True)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -444,9 +460,10 @@ fabric.barrier()
 
 @pytest.mark.parametrize(("peer", "script"), [("accelerate", ACCELERATE), ("lightning_fabric", FABRIC)])
 def test_other_libraries(tmp_path: Path, peer: str, script: str) -> None:
-    pytest.importorskip(peer, reason=f"{peer} is not installed")
+    if importlib.util.find_spec(peer) is None:  # not importorskip: importing them changes this process
+        pytest.skip(f"{peer} is not installed")
     (tmp_path / "train.py").write_text(script + END)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["rank 0 has trained", "rank 1 has trained"]
+    assert all(f"rank {rank} has trained" in done.stdout for rank in range(2)), done.stdout

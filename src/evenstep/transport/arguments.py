@@ -16,7 +16,7 @@ _CARRIED = frozenset(DTYPES)
 
 def is_carried(tensor: Tensor) -> bool:
     """Whether it is a dense CPU tensor of a dtype that has a number in headers. Pure."""
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.dtype in _CARRIED
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
 
 
 @dataclass(frozen=True)

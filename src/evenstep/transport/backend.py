@@ -24,11 +24,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, ReduceOp, Store
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    Store,
+)
 
 from evenstep.transport.arguments import is_carried
-from evenstep.transport.base import Op
 from evenstep.transport.fall_through import fall_through
+from evenstep.transport.group_arguments import (
+    inner_list,
+    joined_input,
+    joined_outputs,
+    listed,
+    op_of,
+    root_of,
+    unless_none,
+)
 from evenstep.transport.group_work import GroupWork, merge
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.local import LocalTransport
@@ -38,16 +51,7 @@ from evenstep.transport.process_group import ProcessGroupTransport
 _ProcessGroup: Any = ProcessGroup
 
 NAME = "evenstep"
-_OPS: dict[Any, Op] = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "mean",
-    ReduceOp.MAX: "max",
-    ReduceOp.MIN: "min",
-    ReduceOp.PRODUCT: "product",
-    ReduceOp.BAND: "band",
-    ReduceOp.BOR: "bor",
-    ReduceOp.BXOR: "bxor",
-}
+_NO_TIME = timedelta()
 
 
 def register_backend() -> None:
@@ -101,6 +105,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._timeout = timeout
         self._coalescing = threading.local()
+        self._is_coalescing = False  # whether any thread ever has
         # The same backends once more, without this class's methods: through it calls fall.
         self._inner = ProcessGroup(store, rank, size)
         gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
@@ -194,52 +199,52 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
         """Combine over the ranks, in place."""
-        given, how = _listed(tensors), _op_of(opts, op)
-        if how is None or len(given) != 1 or not self._carries(*given):
-            return self._fall("allreduce", given, tensors, *_unless_none(opts, timeout))
+        given, how = listed(tensors), op_of(opts, op)
+        if how is None or len(given) != 1 or self._shared is None or not is_carried(given[0]):
+            return self._fall("allreduce", given, tensors, *unless_none(opts, timeout))
         return self._made([self._shared.all_reduce(given[0], how)], given, opts, timeout=timeout)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Combine several tensors, in one work."""
-        how = _op_of(opts, None)
+        how = op_of(opts, None)
         if how is None or not self._carries(*tensors):
-            return self._fall("allreduce_coalesced", tensors, tensors, *_unless_none(opts))
+            return self._fall("allreduce_coalesced", tensors, tensors, *unless_none(opts))
         return self._made([self._shared.all_reduce(each, how) for each in tensors], tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None) -> Any:
         """Make equal to the root's."""
-        given, src = _listed(tensors), _root_of(opts, root)
+        given, src = listed(tensors), root_of(opts, root)
         if len(given) != 1 or not self._carries(*given):
-            return self._fall("broadcast", given, tensors, *_unless_none(opts if root is None else root, timeout))
+            return self._fall("broadcast", given, tensors, *unless_none(opts if root is None else root, timeout))
         return self._made([self._shared.broadcast(given[0], src)], given, opts, timeout=timeout)
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, *, root: Any = None
     ) -> Any:
         """Combine on the root."""
-        given, dst, how = _listed(tensors), _root_of(opts, root), _op_of(opts, op)
+        given, dst, how = listed(tensors), root_of(opts, root), op_of(opts, op)
         if how is None or len(given) != 1 or not self._carries(*given):
-            return self._fall("reduce", given, tensors, *_unless_none(opts if root is None else root, op, timeout))
+            return self._fall("reduce", given, tensors, *unless_none(opts if root is None else root, op, timeout))
         return self._made([self._shared.reduce(given[0], dst, how)], given, opts, timeout=timeout)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Put every rank's tensor into one tensor per rank."""
-        given, outs = _listed(inputs), _inner_list(outputs)
+        given, outs = listed(inputs), inner_list(outputs)
         if len(given) != 1 or not self._carries(*given, *outs):
-            return self._fall("allgather", given, outputs, inputs, *_unless_none(opts, timeout))
-        joined, copies = _joined(outs)
+            return self._fall("allgather", given, outputs, inputs, *unless_none(opts, timeout))
+        joined, copies = joined_outputs(outs)
         return self._made([self._shared.all_gather(joined, given[0])], outs, opts, copies, timeout)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Put every rank's tensor one after the other into one."""
         if not self._carries(output, input):
-            return self._fall(_ALL_GATHER_SINGLE, [input], output, input, *_unless_none(opts))
+            return self._fall(_ALL_GATHER_SINGLE, [input], output, input, *unless_none(opts))
         return self._made([self._shared.all_gather(output, input)], [output], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several times `all_gather_single`, in one work."""
         if not self._carries(*outputs, *inputs):
-            return self._fall(_ALL_GATHER_COALESCED, inputs, outputs, inputs, *_unless_none(opts))
+            return self._fall(_ALL_GATHER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
         works = [self._shared.all_gather(out, each) for out, each in zip(outputs, inputs, strict=True)]
         return self._made(works, outputs, opts)
 
@@ -247,23 +252,23 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Any:
         """Combine lists of one tensor per rank; each rank gets its own."""
-        outs, given, how = _listed(outputs), _inner_list(inputs), _op_of(opts, op)
+        outs, given, how = listed(outputs), inner_list(inputs), op_of(opts, op)
         if how is None or len(outs) != 1 or not self._carries(*outs, *given):
-            return self._fall("reduce_scatter", given, outputs, inputs, *_unless_none(opts, timeout))
-        return self._made([self._shared.reduce_scatter(outs[0], _cat(given), how)], outs, opts, timeout=timeout)
+            return self._fall("reduce_scatter", given, outputs, inputs, *unless_none(opts, timeout))
+        return self._made([self._shared.reduce_scatter(outs[0], joined_input(given), how)], outs, opts, timeout=timeout)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Combine tensors that hold a part per rank; each rank gets its own."""
-        how = _op_of(opts, None)
+        how = op_of(opts, None)
         if how is None or not self._carries(output, input):
-            return self._fall(_REDUCE_SCATTER_SINGLE, [input], output, input, *_unless_none(opts))
+            return self._fall(_REDUCE_SCATTER_SINGLE, [input], output, input, *unless_none(opts))
         return self._made([self._shared.reduce_scatter(output, input, how)], [output], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several times `reduce_scatter_single`, in one work."""
-        how = _op_of(opts, None)
+        how = op_of(opts, None)
         if how is None or not self._carries(*outputs, *inputs):
-            return self._fall(_REDUCE_SCATTER_COALESCED, inputs, outputs, inputs, *_unless_none(opts))
+            return self._fall(_REDUCE_SCATTER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
         works = [self._shared.reduce_scatter(out, each, how) for out, each in zip(outputs, inputs, strict=True)]
         return self._made(works, outputs, opts)
 
@@ -271,20 +276,20 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
     ) -> Any:
         """Put every rank's tensor into one tensor per rank, on the root."""
-        given, outs, dst = _listed(inputs), _inner_list(outputs), _root_of(opts, root)
+        given, outs, dst = listed(inputs), inner_list(outputs), root_of(opts, root)
         if len(given) != 1 or not self._carries(*given, *outs):
-            return self._fall("gather", given, outputs, inputs, *_unless_none(opts if root is None else root, timeout))
-        joined, copies = _joined(outs) if outs else (None, [])
+            return self._fall("gather", given, outputs, inputs, *unless_none(opts if root is None else root, timeout))
+        joined, copies = joined_outputs(outs) if outs else (None, [])
         return self._made([self._shared.gather(joined, given[0], dst)], outs, opts, copies, timeout)
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
     ) -> Any:
         """Give every rank one of the root's tensors."""
-        outs, given, src = _listed(outputs), _inner_list(inputs), _root_of(opts, root)
+        outs, given, src = listed(outputs), inner_list(inputs), root_of(opts, root)
         if len(outs) != 1 or not self._carries(*outs, *given):
-            return self._fall("scatter", outs, outputs, inputs, *_unless_none(opts if root is None else root, timeout))
-        tensor = _cat(given) if given else None
+            return self._fall("scatter", outs, outputs, inputs, *unless_none(opts if root is None else root, timeout))
+        tensor = joined_input(given) if given else None
         return self._made([self._shared.scatter(outs[0], tensor, src)], outs, opts, timeout=timeout)
 
     def all_to_all_single(
@@ -293,7 +298,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         """Send a part of a tensor to every rank; splits count rows, and empty ones mean equal parts."""
         if not self._carries(output, input):
             given = (output, input, output_splits, input_splits)
-            return self._fall(_ALL_TO_ALL_SINGLE, [input], *given, *_unless_none(opts))
+            return self._fall(_ALL_TO_ALL_SINGLE, [input], *given, *unless_none(opts))
         splits: tuple[list[int] | None, list[int] | None] = (None, None)
         if output_splits or input_splits:
             splits = self._elements(output, output_splits), self._elements(input, input_splits)
@@ -302,16 +307,16 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Send a tensor to every rank."""
         if not self._carries(*outputs, *inputs):
-            return self._fall("alltoall", inputs, outputs, inputs, *_unless_none(opts))
-        joined, copies = _joined(outputs)
+            return self._fall("alltoall", inputs, outputs, inputs, *unless_none(opts))
+        joined, copies = joined_outputs(outputs)
         sizes = [each.numel() for each in outputs], [each.numel() for each in inputs]
-        return self._made([self._shared.all_to_all(joined, _cat(inputs), *sizes)], outputs, opts, copies)
+        return self._made([self._shared.all_to_all(joined, joined_input(inputs), *sizes)], outputs, opts, copies)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Done when every rank has called it."""
         device = getattr(opts, "device", None)
         if self._shared is None or (self._has_nccl and device is not None and device.type == "cuda"):
-            return self._fall("barrier", [torch.empty(0, device=device or "cpu")], *_unless_none(opts, timeout))
+            return self._fall("barrier", [torch.empty(0, device=device or "cpu")], *unless_none(opts, timeout))
         return self._made([self._shared.barrier()], [], opts, timeout=timeout)
 
     # The names of torch 2.11: see [Note: two generations of names].
@@ -351,6 +356,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
             self._inner._start_coalescing(device)
         else:
             self._coalescing.works = []
+            self._is_coalescing = True
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if device.type == "cuda" and self._has_nccl:
@@ -376,11 +382,11 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         copies: Sequence[tuple[Tensor, Tensor]] = (),
         timeout: timedelta | None = None,
     ) -> GroupWork:
-        timeout = timeout or getattr(opts, "timeout", None)
-        timeout_s = timeout.total_seconds() if timeout is not None else 0.0
-        work = GroupWork(works, result, copies, timeout_s if timeout_s > 0 else None)
-        coalesced = getattr(self._coalescing, "works", None)
-        if coalesced is not None:
+        if timeout is None:
+            timeout = getattr(opts, "timeout", None)
+        timeout_s = timeout.total_seconds() if timeout is not None and timeout > _NO_TIME else None
+        work = GroupWork(works, result, copies, timeout_s)
+        if self._is_coalescing and (coalesced := getattr(self._coalescing, "works", None)) is not None:
             coalesced.append(work)
         return work
 
@@ -409,42 +415,3 @@ _ALL_GATHER_COALESCED = _first_name("all_gather_single_coalesced", "allgather_in
 _REDUCE_SCATTER_SINGLE = _first_name("reduce_scatter_single", "_reduce_scatter_base")
 _REDUCE_SCATTER_COALESCED = _first_name("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 _ALL_TO_ALL_SINGLE = _first_name("all_to_all_single", "alltoall_base")
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _inner_list(tensors: Any) -> list[Tensor]:
-    """The tensors of [[...]], [...] or []."""
-    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
-        return list(tensors[0])
-    return list(tensors)
-
-
-def _op_of(opts: Any, op: Any) -> Op | None:
-    """How to combine; None: not over shared memory."""
-    given = op if op is not None else getattr(opts, "reduceOp", opts if not hasattr(opts, "timeout") else None)
-    if given is None or isinstance(given, int):  # nothing, or a root
-        given = ReduceOp.SUM
-    return _OPS.get(getattr(given, "op", given))
-
-
-def _root_of(opts: Any, root: Any) -> int:
-    given = root if root is not None else getattr(opts, "rootRank", opts)
-    return int(given or 0)
-
-
-def _unless_none(*values: Any) -> list[Any]:
-    return [value for value in values if value is not None]
-
-
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([each.detach().reshape(-1) for each in tensors])
-
-
-def _joined(outputs: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """One tensor for all outputs, and what has to be copied in the end."""
-    joined = torch.empty(sum(each.numel() for each in outputs), dtype=outputs[0].dtype)
-    parts = torch.split(joined, [each.numel() for each in outputs])
-    return joined, [(out.detach(), part.view(out.shape)) for out, part in zip(outputs, parts, strict=True)]

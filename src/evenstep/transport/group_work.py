@@ -27,6 +27,9 @@ class ToldWork(Protocol):
         """Call `told` once, with the error if there was one, from whichever thread."""
 
 
+_copying = threading.Lock()  # one for all: making one costs as much as the rest of a work
+
+
 class _Failed:
     def __init__(self, error: EvenstepError) -> None:
         self.error = error
@@ -54,7 +57,6 @@ class GroupWork(dist.Work):
         self._result = result
         self._copies = copies
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
         self._is_done = False
         self._error: EvenstepError | None = None
         self._future: Future[Any] | None = None
@@ -127,12 +129,12 @@ class GroupWork(dist.Work):
             future.set_result(_Failed(error))
 
     def _conclude(self) -> None:
-        with self._lock:
-            if not self._is_done:
+        if self._copies:
+            with _copying:
                 for to, source in self._copies:
                     to.copy_(source)
                 self._copies = ()
-                self._is_done = True
+        self._is_done = True
 
 
 def _value_of(future: Future[Any]) -> Any:

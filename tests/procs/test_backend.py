@@ -409,7 +409,7 @@ def test_torchs_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------------- peers
 
-END = """
+END = r"""
 counts = evenstep.transport.fall_through.counts()
 assert type(dist.group.WORLD).__name__ == "EvenstepGroup", dist.group.WORLD
 assert counts == {}, counts

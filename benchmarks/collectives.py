@@ -2,11 +2,13 @@
 
     python benchmarks/collectives.py                         # 2 and 4 ranks, 64 B to 256 MiB
     python benchmarks/collectives.py --ranks 2 --max-bytes 65536 --json result.json
+    make bench-collectives                                   # the first, into build/collectives.json
 
 Blocks of calls over shared memory and over Gloo take turns, so that whatever else the machine does meets both. A
 block is timed from barrier to barrier on the slowest rank. The ratio of each pair of neighbouring blocks is one
 observation; the table has their median, with the quartiles. "bucket" is a tensor that the transport allocated, as the
-engine's are; "tensor" is any other. "bytes moved" is how long plain copies take to read and write what an all-reduce
+engine's are; "tensor" is any other; "dist" is the same tensor through `torch.distributed.all_reduce` on the backend
+"evenstep", as torch programs call it. "bytes moved" is how long plain copies take to read and write what an all-reduce
 in place has to: each rank its slice of all vectors, all ranks at once.
 """
 
@@ -26,6 +28,7 @@ import torch.distributed as dist
 from measuring import describe_machine, ratios, spread
 
 import evenstep
+from evenstep.transport import fall_through
 from evenstep.transport.base import Transport
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.process_group import ProcessGroupTransport
@@ -42,9 +45,12 @@ class Row:
     gloo_us: float
     tensor_us: float
     bucket_us: float
+    dist_us: float
     moved_us: float
     tensor_ratio: list[float]  # Gloo over ours: lower quartile, median, upper quartile
     bucket_ratio: list[float]
+    dist_ratio: list[float]
+    moved_ratio: list[float]  # "bucket" over "bytes moved": 1 is as fast as it can be
 
 
 def sizes_up_to(max_bytes: int) -> list[int]:
@@ -69,13 +75,18 @@ def measure(sizes: list[int], num_blocks: int) -> list[Row]:
     gloo = ProcessGroupTransport(group, name="gloo", timeout_s=120, owns_group=True)
     shared = connect_shared_memory(world.control, timeout_s=120)
     assert not isinstance(shared, str), shared
-    rows = [measure_size(size, gloo, shared, num_blocks) for size in sizes]
+    backend = dist.new_group(backend="evenstep")
+    rows = [measure_size(size, gloo, shared, backend, num_blocks) for size in sizes]
+    assert fall_through.total == 0, fall_through
+    dist.destroy_process_group(backend)
     gloo.close()
     shared.close()
     return rows
 
 
-def measure_size(num_bytes: int, gloo: Transport, shared: Transport, num_blocks: int) -> Row:
+def measure_size(
+    num_bytes: int, gloo: Transport, shared: Transport, backend: dist.ProcessGroup, num_blocks: int
+) -> Row:
     """One size: blocks take turns."""
     numel = num_bytes // 4
     plain = torch.zeros(numel)
@@ -91,6 +102,7 @@ def measure_size(num_bytes: int, gloo: Transport, shared: Transport, num_blocks:
         "gloo": lambda: gloo.all_reduce(plain).wait(),
         "tensor": lambda: shared.all_reduce(plain).wait(),
         "bucket": lambda: shared.all_reduce(bucket).wait(),
+        "dist": lambda: dist.all_reduce(plain, group=backend),
         "moved": move,
     }
     num_calls = calls_per_block(num_bytes)
@@ -107,9 +119,12 @@ def measure_size(num_bytes: int, gloo: Transport, shared: Transport, num_blocks:
         gloo_us=medians["gloo"],
         tensor_us=medians["tensor"],
         bucket_us=medians["bucket"],
+        dist_us=medians["dist"],
         moved_us=medians["moved"],
         tensor_ratio=ratios(seconds["gloo"], seconds["tensor"]),
         bucket_ratio=ratios(seconds["gloo"], seconds["bucket"]),
+        dist_ratio=ratios(seconds["gloo"], seconds["dist"]),
+        moved_ratio=ratios(seconds["bucket"], seconds["moved"]),
     )
 
 
@@ -135,15 +150,16 @@ def human(num_bytes: int) -> str:
 def table(rows: list[Row]) -> str:
     """For people, and for the documentation. Pure."""
     lines = [
-        "| ranks | size | Gloo, us | tensor, us | bucket, us | bytes moved, us | Gloo/tensor | Gloo/bucket |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| ranks | size | Gloo, us | tensor, us | bucket, us | dist, us | bytes moved, us "
+        "| Gloo/tensor | Gloo/bucket | Gloo/dist | bucket/moved |",
+        "| ---: " * 11 + "|",
     ]
     for row in rows:
-        lines.append(
-            f"| {row.num_ranks} | {human(row.num_bytes)} | {row.gloo_us:,.1f} | {row.tensor_us:,.1f} | "
-            f"{row.bucket_us:,.1f} | {row.moved_us:,.1f} | {spread(row.tensor_ratio, 1)} | "
-            f"{spread(row.bucket_ratio, 1)} |"
-        )
+        times = (row.gloo_us, row.tensor_us, row.bucket_us, row.dist_us, row.moved_us)
+        quotients = (row.tensor_ratio, row.bucket_ratio, row.dist_ratio, row.moved_ratio)
+        cells = [str(row.num_ranks), human(row.num_bytes), *(f"{each:,.1f}" for each in times)]
+        cells += [spread(each, 1) for each in quotients]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -162,6 +178,7 @@ def main() -> None:
         rows += evenstep.launch(measure, nproc=num_ranks, args=(sizes, arguments.blocks), device="cpu")
     print(f"{machine}\n\n{table(rows)}")
     if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1))
 
 

@@ -8,6 +8,7 @@ from evenstep.launcher.launch import launch
 from evenstep.replica.data_parallel import DataParallel
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.sync_batchnorm import SyncBatchNorm
+from evenstep.transport.backend import register_backend
 from evenstep.world import World
 
 __all__ = [
@@ -22,3 +23,5 @@ __all__ = [
     "launch",
 ]
 __version__ = "0.1.0"
+
+register_backend()  # for torch.distributed.init_process_group("evenstep")

@@ -17,7 +17,7 @@ from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement
 from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.health import last_words
-from evenstep.transport.choice import TRANSPORTS, Transports, open_transports
+from evenstep.transport.choice import TRANSPORTS, Transports, open_transports, validate_transport
 from evenstep.transport.local import LocalTransport
 from evenstep.world import DEFAULT_TIMEOUT_S, World
 
@@ -107,6 +107,8 @@ def _join(
     if placement.world_size == 1:
         transports = Transports(LocalTransport(), LocalTransport())
         return World(placement, device=chosen, transports=transports, store=None, seed=seed, on_close=[restore_hook])
+    # Before the ranks meet: one that leaves a meeting at once lets go of a socket to which others still connect.
+    validate_transport(transport, chosen)
     shares_a_gpu = chosen.type == "cuda" and asked is not None and torch.device(asked).index is not None
     speaks_nccl = chosen.type == "cuda" and (transport == "nccl" or (transport is None and not shares_a_gpu))
     try:

@@ -23,6 +23,7 @@ from evenstep.transport.reduction import Scratch, plan_arithmetic, reduce_into
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, 5, 300, 20_000, 70_000, 300_000)
+KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
@@ -40,16 +41,32 @@ def start_one(transport: Transport, shared: random.Random, own: random.Random, s
     """Launch a collective that all ranks draw alike. Returns the work and what checks it."""
     generator = torch.Generator().manual_seed(seed)
     dtype, numel = shared.choice(DTYPES), shared.choices(SIZES, weights=(1, 5, 9, 9, 5, 2, 1))[0]
-    kind, op = shared.choice(["all_reduce", "broadcast", "all_gather", "reduce_scatter"]), shared.choice(ops_of(dtype))
+    kind, op = shared.choice(KINDS), shared.choice(ops_of(dtype))
     src = shared.randrange(transport.world_size)
     rank, size = transport.rank, transport.world_size
-    values = draw(generator, dtype, numel * size if kind == "reduce_scatter" else numel, size)
+    has_parts = kind in ("reduce_scatter", "scatter", "all_to_all")
+    values = draw(generator, dtype, numel * size if has_parts else numel, size)
+    own_part = slice(rank * numel, (rank + 1) * numel)
     mine = values[rank].clone()
     if own.random() < 0.5:  # each rank decides for itself where its tensor lies
         mine = transport.allocate(mine.numel(), dtype=dtype, device=CPU).copy_(mine)
     work: Work
     if kind == "all_reduce":
         work, got, expected = transport.all_reduce(mine, op), mine, expected_sum(values, op)
+    elif kind == "reduce":
+        work, got, expected = transport.reduce(mine, src, op), mine, expected_sum(values, op)
+        if rank != src:
+            got, expected = mine[:0], mine[:0]
+    elif kind == "gather":
+        got = torch.empty(numel * size if rank == src else 0, dtype=dtype)
+        work, expected = transport.gather(got, mine, src), torch.cat(values)[: got.numel()]
+    elif kind == "scatter":
+        got = torch.empty(numel, dtype=dtype)
+        work, expected = transport.scatter(got, mine if rank == src else None, src), values[src][own_part]
+    elif kind == "all_to_all":
+        got = torch.empty(numel * size, dtype=dtype)
+        splits = [numel] * size if seed % 2 else None  # told, or known
+        work, expected = transport.all_to_all(got, mine, splits, splits), torch.cat([each[own_part] for each in values])
     elif kind == "broadcast":
         work, got, expected = transport.broadcast(mine, src), mine, values[src]
     elif kind == "all_gather":
@@ -58,7 +75,7 @@ def start_one(transport: Transport, shared: random.Random, own: random.Random, s
     else:
         got = torch.empty(numel, dtype=dtype)
         work = transport.reduce_scatter(got, mine, op)
-        expected = expected_sum(values, op)[rank * numel : (rank + 1) * numel]
+        expected = expected_sum(values, op)[own_part]
     return work, got, expected, f"{kind}({op}) of {dtype} {numel} on rank {rank}, seed {seed}"
 
 

@@ -43,6 +43,7 @@ class Coverage:
     Attributes:
         dtypes: Of the tensors.
         shapes: Of the tensors.
+        shapes_of_all_ops: Those with which every op is tried; with others they take turns.
         carries: Whether a transport claims to combine values of a dtype with an op; what it doesn't is left out.
         bits_are_equal: The result has the same bits on every rank, also where rounding is involved.
         seed: Of the values.
@@ -50,6 +51,7 @@ class Coverage:
 
     dtypes: Sequence[torch.dtype] = DTYPES
     shapes: Sequence[tuple[int, ...]] = SHAPES
+    shapes_of_all_ops: Sequence[tuple[int, ...]] = ((3, 5),)
     carries: Callable[[Op, torch.dtype], bool] = lambda op, dtype: True
     bits_are_equal: bool = True
     seed: int = 0
@@ -80,14 +82,16 @@ def check_transport(factory: Callable[[], Transport], coverage: Coverage | None 
     transport = factory()
     try:
         checker = _Checker(transport, coverage)
-        for dtype in coverage.dtypes:
+        for index, dtype in enumerate(coverage.dtypes):
+            ops = [op for op in ops_of(dtype) if coverage.carries(op, dtype)]
             for shape in coverage.shapes:
-                checker.check_moves(dtype, shape)
-                ops = [op for op in ops_of(dtype) if coverage.carries(op, dtype)]
-                # How many elements there are and how they are combined are separate matters: not all pairs.
-                for op in ops if math.prod(shape) < _MANY else ops[:1]:
-                    checker.check_all_reduce(dtype, shape, op)
-                    checker.check_reduce_scatter(dtype, shape, op)
+                # How many elements there are and how they are combined are separate matters: not all pairs. Nor does
+                # it matter to what is only moved which dtype its bytes are.
+                turn = checker.num_turns % max(1, len(ops))
+                some = ops if shape in coverage.shapes_of_all_ops else (ops[turn:] + ops[:turn])[:2]
+                is_small = math.prod(shape) < _MANY
+                checker.check_shape(dtype, shape, some if is_small else some[:1], moves=is_small or index % 4 == 0)
+        checker.check_barrier()
         checker.check_allocate()
         checker.check_many_in_flight()
         checker.check_split()
@@ -140,43 +144,103 @@ class _Checker:
         self._coverage = coverage
         self._cpu = torch.device("cpu")
         self._generator = torch.Generator().manual_seed(coverage.seed)
+        self._seen: list[tuple[str, int]] = []
         self.num_checked = 0
+        self.num_turns = 0
 
-    def check_moves(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        t = self._transport
+    def check_shape(self, dtype: torch.dtype, shape: tuple[int, ...], ops: Sequence[Op], *, moves: bool) -> None:
+        """Every collective, with values that are drawn once."""
+        numel = math.prod(shape)
         values = self._draw(dtype, shape)
+        share = numel // self._transport.world_size if numel >= _MANY else numel
+        wide = self._draw(dtype, (self._transport.world_size * share,))
+        if moves:
+            self.check_moves(values)
+            self.check_parts(wide, share)
+            self.check_uneven(wide)
+            for op in ops[:1]:
+                self.check_reduce(values, op)
+        for op in ops:
+            self.check_all_reduce(values, op)
+            self.check_reduce_scatter(wide, op)
+            self.num_turns += 1
+        self._compare_seen()
+
+    def check_moves(self, values: Sequence[Tensor]) -> None:
+        t, told = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
         src = self.num_checked % t.world_size
         got = values[t.rank].clone()
         t.broadcast(got, src).wait()
-        self._same(got, values[src], f"broadcast of {dtype} {shape} from {src}")
-        numel = values[0].numel()
-        out = torch.zeros(t.world_size * numel, dtype=dtype)
+        self._same(got, values[src], f"broadcast {told} from {src}")
+        everybodys = torch.cat([value.reshape(-1) for value in values])
+        out = torch.zeros_like(everybodys)
         t.all_gather(out, values[t.rank].reshape(-1)).wait()
-        self._same(out, torch.cat([value.reshape(-1) for value in values]), f"all_gather of {dtype} {shape}")
+        self._same(out, everybodys, f"all_gather {told}")
+        dst = self.num_checked % t.world_size
+        out = torch.zeros_like(everybodys)
+        mine = self._mine(values)
+        t.gather(out if t.rank == dst else None, mine.view(-1), dst).wait()
+        self._same(out, everybodys if t.rank == dst else torch.zeros_like(out), f"gather {told} to {dst}")
 
-    def check_all_reduce(self, dtype: torch.dtype, shape: tuple[int, ...], op: Op) -> None:
+    def check_parts(self, values: Sequence[Tensor], share: int) -> None:
+        """Collectives that cut a rank's tensor into one part per rank."""
+        t, told = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
+        begin, end = t.rank * share, (t.rank + 1) * share
+        src = self.num_checked % t.world_size
+        out = torch.zeros(share, dtype=values[0].dtype)
+        t.scatter(out, self._mine(values) if t.rank == src else None, src).wait()
+        self._same(out, values[src][begin:end], f"scatter {told} from {src}")
+        out = torch.zeros_like(values[0])
+        t.all_to_all(out, self._mine(values)).wait()
+        self._same(out, torch.cat([value[begin:end] for value in values]), f"all_to_all {told}")
+
+    def check_uneven(self, values: Sequence[Tensor]) -> None:
+        """Each rank sends another amount to each."""
+        t, told = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
+        shared = random.Random(self._coverage.seed + self.num_checked)
+        splits = [_cut(values[0].numel(), t.world_size, shared) for _ in values]
+        received = [
+            value[sum(each[: t.rank]) : sum(each[: t.rank + 1])] for value, each in zip(values, splits, strict=True)
+        ]
+        expected = torch.cat(received)
+        out = torch.zeros_like(expected)
+        t.all_to_all(out, values[t.rank].clone(), [each.numel() for each in received], splits[t.rank]).wait()
+        self._same(out, expected, f"uneven all_to_all {told} with {splits}")
+
+    def check_barrier(self) -> None:
+        work = self._transport.barrier()
+        work.wait()
+        assert work.is_completed(), "a barrier is not completed after wait"
+
+    def check_all_reduce(self, values: Sequence[Tensor], op: Op) -> None:
         t = self._transport
-        values = self._draw(dtype, shape)
         expected = reference(values, op)
         for is_allocated in (False, True):
-            mine = torch.empty(shape, dtype=dtype)
+            mine = values[t.rank].clone()
             if is_allocated:
-                mine = t.allocate(mine.numel(), dtype=dtype, device=self._cpu).view(shape)
-            mine.copy_(values[t.rank])
+                mine = t.allocate(mine.numel(), dtype=mine.dtype, device=self._cpu).view(mine.shape).copy_(mine)
             t.all_reduce(mine, op).wait()
-            what = f"all_reduce({op}) of {'allocated ' if is_allocated else ''}{dtype} {shape}"
-            self._close(mine, expected, what)
-            if self._coverage.bits_are_equal:
-                self._equal_on_all_ranks(mine, what)
+            told = f"{'allocated ' if is_allocated else ''}{mine.dtype} {list(mine.shape)}"
+            self._close(mine, expected, f"all_reduce({op}) of {told}")
+            self._seen.append((f"all_reduce({op}) of {told}", zlib.crc32(to_bytes(_bits(mine)))))
 
-    def check_reduce_scatter(self, dtype: torch.dtype, shape: tuple[int, ...], op: Op) -> None:
+    def check_reduce(self, values: Sequence[Tensor], op: Op) -> None:
         t = self._transport
-        numel = math.prod(shape) // t.world_size if math.prod(shape) >= _MANY else math.prod(shape)
-        values = self._draw(dtype, (t.world_size * numel,))
-        expected = reference(values, op)[t.rank * numel : (t.rank + 1) * numel]
-        out = torch.zeros(numel, dtype=dtype)
-        t.reduce_scatter(out, values[t.rank].clone(), op).wait()
-        self._close(out, expected, f"reduce_scatter({op}) of {dtype} {shape}")
+        dst = self.num_checked % t.world_size
+        mine = self._mine(values)
+        t.reduce(mine, dst, op).wait()
+        if t.rank == dst:
+            self._close(mine, reference(values, op), f"reduce({op}) of {mine.dtype} {list(mine.shape)} to {dst}")
+        else:
+            self.num_checked += 1
+
+    def check_reduce_scatter(self, values: Sequence[Tensor], op: Op) -> None:
+        t = self._transport
+        share = values[0].numel() // t.world_size
+        expected = reference(values, op)[t.rank * share : (t.rank + 1) * share]
+        out = torch.zeros(share, dtype=values[0].dtype)
+        t.reduce_scatter(out, self._mine(values), op).wait()
+        self._close(out, expected, f"reduce_scatter({op}) of {out.dtype} {share} per rank")
 
     def check_allocate(self) -> None:
         for numel in (0, 1, 100_000, 1_000_000):
@@ -247,17 +311,34 @@ class _Checker:
         self.num_checked += 1
         # Rounded once per combination in the dtype itself at worst, or once at the end.
         tolerance = torch.finfo(got.dtype).eps * 2 * self._transport.world_size
-        torch.testing.assert_close(
-            got.to(expected.dtype),
-            expected,
-            rtol=tolerance,
-            atol=tolerance * 4,
-            msg=lambda text: f"{what} on rank {self._transport.rank}: {text}",
+        got = got.to(expected.dtype)
+        # Not `torch.testing.assert_close`, which imports DTensor: seconds, in every rank process.
+        assert got.shape == expected.shape, f"{what} on rank {self._transport.rank} has shape {list(got.shape)}"
+        assert torch.allclose(got, expected, rtol=tolerance, atol=tolerance * 4), (
+            f"{what} on rank {self._transport.rank} is off by {(got - expected).abs().max()}: {got}, not {expected}"
         )
 
-    def _equal_on_all_ranks(self, tensor: Tensor, what: str) -> None:
-        seen = exchange(self._transport, zlib.crc32(to_bytes(_bits(tensor))))
-        assert len(set(seen)) == 1, f"{what}: the ranks' results differ in their bits"
+    def _mine(self, values: Sequence[Tensor]) -> Tensor:
+        """A copy of this rank's tensor; of every other call in memory from `allocate`, on every other rank."""
+        t, value = self._transport, values[self._transport.rank]
+        if (self.num_checked + t.rank) % 3 == 0 or self.num_checked % 3 == 1:
+            return t.allocate(value.numel(), dtype=value.dtype, device=self._cpu).view(value.shape).copy_(value)
+        return value.clone()
+
+    def _compare_seen(self) -> None:
+        """Results of all_reduce have the same bits on every rank."""
+        seen, self._seen = self._seen, []
+        if not self._coverage.bits_are_equal:
+            return
+        everybodys = exchange(self._transport, [crc for _, crc in seen])
+        for (what, _), crcs in zip(seen, zip(*everybodys, strict=True), strict=True):
+            assert len(set(crcs)) == 1, f"{what}: the ranks' results differ in their bits"
+
+
+def _cut(numel: int, num_parts: int, shared: random.Random) -> list[int]:
+    """Parts of random lengths, some empty, that add up to `numel`. Pure but for the draws."""
+    cuts = sorted(shared.choice((0, numel, shared.randint(0, numel))) for _ in range(num_parts - 1))
+    return [end - begin for begin, end in zip([0, *cuts], [*cuts, numel], strict=True)]
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -111,6 +111,7 @@ class Arrivals:
 
         self._outgoing = [[place(phase, rank, peer) for peer in others] for phase in Phase]
         self._incoming = [[(peer, place(phase, peer, rank)) for peer in others] for phase in Phase]
+        self._peer_of = {semaphore: peer for incoming in self._incoming for peer, semaphore in incoming}
         self._seen = [[0] * world_size for _ in Phase]
         self._announced = [0] * len(Phase)
         self._spin_s = policy.spin_s
@@ -138,13 +139,14 @@ class Arrivals:
                 seen[peer] += 1
         return everybody
 
-    def wait(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
+    def wait(self, phase: Phase, count: int, what: Callable[[], str], timeout_s: float | None = None) -> None:
         """Return when every other rank has passed `phase` at least `count` times.
 
         Args:
             phase: What is waited for.
             count: How often.
             what: Describes the call, for errors.
+            timeout_s: Deadline; None: the policy's.
 
         Raises:
             PeerLostError: A missing rank has died or left.
@@ -163,28 +165,48 @@ class Arrivals:
                 break
             now = time.monotonic()
         else:
-            self._sleep(phase, count, what, started)
+            self._sleep(phase, count, what, started, timeout_s)
             now = time.monotonic()
         self._spin_s = adapt_spin(self._spin_s, now - started, self.policy)
 
-    def _sleep(self, phase: Phase, count: int, what: Callable[[], str], started: float) -> None:
+    def missing_semaphore(self, phase: Phase, count: int) -> int | None:
+        """The semaphore that a rank which has not yet passed `phase` so often will post; None if all have."""
+        if self.all_here(phase, count):
+            return None
+        return next(semaphore for peer, semaphore in self._incoming[phase] if self._seen[phase][peer] < count)
+
+    def check_missing(
+        self, phase: Phase, count: int, what: Callable[[], str], waited_s: float, timeout_s: float | None = None
+    ) -> None:
+        """Raise if a rank that has not yet passed `phase` so often is lost, or has been waited for too long.
+
+        Raises:
+            PeerLostError: A missing rank has died or left.
+            CollectiveTimeoutError: The deadline passed.
+        """
+        timeout_s = self.policy.timeout_s if timeout_s is None else timeout_s
+        missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
+        lost = self._lost(missing)
+        # It may have announced its part just before it ended: then nothing is lost yet.
+        if lost and not self.all_here(phase, count):
+            raise PeerLostError(
+                f"rank {self._rank} lost {lost} in {what()}. Its own error, if it had one, is elsewhere."
+            )
+        if waited_s > timeout_s and not self.all_here(phase, count):
+            raise CollectiveTimeoutError(self._too_late(missing, what(), waited_s, timeout_s))
+
+    def _sleep(
+        self, phase: Phase, count: int, what: Callable[[], str], started: float, timeout_s: float | None
+    ) -> None:
         reported = False
-        while not self.all_here(phase, count):
-            peer, semaphore = next(p for p in self._incoming[phase] if self._seen[phase][p[0]] < count)
+        while (semaphore := self.missing_semaphore(phase, count)) is not None:
             if take(semaphore, self.policy.look_every_s):
-                self._seen[phase][peer] += 1
+                self._seen[phase][self._peer_of[semaphore]] += 1
                 continue
-            missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
-            lost = self._lost(missing)
-            # It may have announced its part just before it ended: then nothing is lost yet.
-            if lost and not self.all_here(phase, count):
-                raise PeerLostError(
-                    f"rank {self._rank} lost {lost} in {what()}. Its own error, if it had one, is elsewhere."
-                )
             waited_s = time.monotonic() - started
-            if waited_s > self.policy.timeout_s:
-                raise CollectiveTimeoutError(self._too_late(missing, what(), waited_s))
+            self.check_missing(phase, count, what, waited_s, timeout_s)
             if not reported and waited_s > self.policy.report_stopped_after_s:
+                missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
                 reported = self._report_stopped(missing, what, waited_s)
 
     def _lost(self, ranks: list[int]) -> str:
@@ -194,13 +216,13 @@ class Arrivals:
         left = [f"rank {r} (pid {self._watch.pid(r)}), which has closed its end" for r in ranks if self._has_left(r)]
         return ", and ".join(dead or left)
 
-    def _too_late(self, missing: list[int], what: str, waited_s: float) -> str:
+    def _too_late(self, missing: list[int], what: str, waited_s: float, timeout_s: float) -> str:
         names = ", ".join(
             f"rank {r} (pid {self._watch.pid(r)}{', stopped' if self._watch.is_stopped(r) else ''})" for r in missing
         )
         return (
             f"rank {self._rank} waited {waited_s:.1f} s in {what}. Missing: {names}. "
-            f"Look what they are doing, or allow more than timeout_s={self.policy.timeout_s:g}."
+            f"Look what they are doing, or allow more than timeout_s={timeout_s:g}."
         )
 
     def _report_stopped(self, missing: list[int], what: Callable[[], str], waited_s: float) -> bool:

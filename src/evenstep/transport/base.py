@@ -8,6 +8,7 @@ implementation passes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -63,6 +64,34 @@ class Transport(Protocol):
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """Combine `tensor` ([world_size * n]) over the ranks, and put part number `rank` of it into `out` ([n])."""
+
+    def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
+        """As `all_reduce`, on rank `dst` only. What the others' `tensor` holds afterwards is undefined."""
+
+    def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
+        """As `all_gather`, on rank `dst` only; the others give no `out`."""
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
+        """Put part number `rank` of rank `src`'s `tensor` ([world_size * n]) into `out` ([n]); others give none."""
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        out_splits: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> Work:
+        """Send part number r of `tensor` to rank r; put what rank r sent into part number r of `out`.
+
+        Args:
+            out: [sum(out_splits)], or as long as `tensor`.
+            tensor: [sum(splits)], or of a length divisible by the number of ranks.
+            out_splits: [world_size], how many elements come from each rank; None, on all ranks: equal parts.
+            splits: [world_size], how many elements go to each rank.
+        """
+
+    def barrier(self) -> Work:
+        """Done when every rank has called it."""
 
     def split(self) -> Transport:
         """Collective: a second transport over the same ranks, whose calls can't mix with this one's."""

@@ -31,6 +31,12 @@ class Transports:
     why_gloo: str | None = None
 
 
+def validate_transport(name: str | None, device: torch.device) -> None:
+    """Raise ConfigurationError if a transport can't carry what is on a device, whatever the other ranks do. Pure."""
+    if (name == "nccl" and device.type != "cuda") or (name == "shared memory" and device.type != "cpu"):
+        raise ConfigurationError(f"transport={name!r} can't carry gradients on {device}. Leave the argument out.")
+
+
 def open_transports(
     name: str | None, device: torch.device, *, timeout_s: float, group: dist.ProcessGroup | None = None
 ) -> Transports:
@@ -48,8 +54,7 @@ def open_transports(
     Raises:
         ConfigurationError: The transport that was asked for can't be had. Raised on every rank.
     """
-    if (name == "nccl" and device.type != "cuda") or (name == "shared memory" and device.type != "cpu"):
-        raise ConfigurationError(f"transport={name!r} can't carry gradients on {device}. Leave the argument out.")
+    validate_transport(name, device)
     control = _open("gloo", timeout_s, group)
     if device.type == "cuda" and name is None:
         name = "nccl" if "nccl" in str(dist.get_backend_config(group)) else "gloo"

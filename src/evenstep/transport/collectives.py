@@ -23,7 +23,7 @@ t % 3 any more. With two slots a fast rank would overwrite what a slow one still
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -37,6 +37,7 @@ from evenstep.transport.reduction import Arithmetic, Scratch, plan_arithmetic, p
 from evenstep.transport.segment import NUM_PIECES, NUM_SLOTS, PIECE_BYTES, SMALL_BYTES, Segment
 
 Program = Generator[tuple[Phase, int], None, None]
+Programs = Mapping[str, tuple[Callable[["Exchange", "Call"], Program], Callable[["Exchange", "Call"], Program]]]
 
 _memmove = ctypes.memmove
 
@@ -49,21 +50,27 @@ class Call:
         number: From 0, counting the calls of one transport.
         collective: Its name.
         op: How values are combined; None where they aren't.
-        root: The rank whose data counts; -1 where there is none.
-        flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets.
+        source: The only rank whose data counts; -1: everybody's does.
+        flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets. Of a scatter,
+            on other ranks than the source, only its length counts.
         out: [...], contiguous, flat: what this rank gets.
         packed: The fingerprint.
         place: Where `flat` lies in this rank's zone; None if elsewhere.
+        receiver: The only rank that gets the result; -1: all do.
+        splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to
+            and expects from each; None where all are the same.
     """
 
     number: int
     collective: str
     op: Op | None
-    root: int
+    source: int
     flat: Tensor
     out: Tensor
     packed: bytes
     place: int | None
+    receiver: int = -1
+    splits: Tensor | None = None
     places: list[int | None] = field(default_factory=list)
 
     @property
@@ -74,7 +81,7 @@ class Call:
     @property
     def is_small(self) -> bool:
         """Whether the data travels with the announcement."""
-        return self.flat.nbytes <= SMALL_BYTES
+        return self.flat.nbytes <= SMALL_BYTES and self.splits is None
 
     def __str__(self) -> str:
         return f"number {self.number + 1}, {Fingerprint.unpack(self.packed)}"
@@ -87,11 +94,14 @@ class Exchange:
         segment: The shared memory.
         arrivals: Announcements and meetings.
         arena: This rank's zone.
+        programs: By collective, what is done of a small and of a large tensor.
         rank: This rank.
         world_size: Number of ranks.
     """
 
-    def __init__(self, segment: Segment, arrivals: Arrivals, *, rank: int, world_size: int, name: str) -> None:
+    def __init__(
+        self, segment: Segment, arrivals: Arrivals, programs: Programs, *, rank: int, world_size: int, name: str
+    ) -> None:
         self.segment = segment
         self.arrivals = arrivals
         self.arena = Arena(segment, rank)
@@ -99,6 +109,7 @@ class Exchange:
         self.world_size = world_size
         self.ranks = range(world_size)
         self._name = name
+        self._programs = programs
         self._views = Views(segment)
         self._scratch = Scratch()
         self._num_pieces = 0
@@ -117,14 +128,14 @@ class Exchange:
         """Show the others what is called, with the data if there is little."""
         layout, slot = self.segment.layout, call.slot
         num_bytes = call.flat.nbytes
-        if num_bytes and call.is_small and call.root in (-1, self.rank):
+        if num_bytes and call.is_small and call.source in (-1, self.rank):
             _memmove(self.segment.common.address + layout.small_slot(self.rank, slot), call.flat.data_ptr(), num_bytes)
         self.segment.write(layout.header(self.rank, slot), pack_place(call.place) + call.packed)
         self.arrivals.announce(Phase.ARRIVED)
 
     def program(self, call: Call) -> Program:
         """What remains to be done."""
-        run = _PROGRAMS[call.collective][0 if call.is_small else 1]
+        run = self._programs[call.collective][0 if call.is_small else 1]
         yield Phase.ARRIVED, call.number + 1
         self._read_headers(call)
         yield from run(self, call)
@@ -166,15 +177,15 @@ class Exchange:
 
     def piece_numel(self, call: Call) -> int:
         """Elements of one piece: all of the tensor if nobody's has to be copied."""
-        if call.root >= 0:
-            in_place = call.places[call.root] is not None
+        if call.source >= 0:
+            in_place = call.places[call.source] is not None
         else:
             in_place = None not in call.places
         return call.flat.numel() if in_place else PIECE_BYTES // call.flat.dtype.itemsize
 
     def put(self, call: Call, piece: int) -> int:
         """Copy a piece of this rank's tensor to where the others read it, and announce it. Returns the count."""
-        if call.places[self.rank] is None and call.root in (-1, self.rank):
+        if call.places[self.rank] is None and call.source in (-1, self.rank):
             begin, end = self.piece_bounds(call, piece)
             self.home(call, self.rank, piece, 0, end - begin).copy_(call.flat[begin:end])
         return self.arrivals.announce(Phase.FILLED)
@@ -215,15 +226,15 @@ def _small_all_reduce(at: Exchange, call: Call) -> Program:
 
 
 def _small_broadcast(at: Exchange, call: Call) -> Program:
-    if call.root != at.rank and call.out.numel():
-        call.out.copy_(at.small(call, call.root))
+    if call.source != at.rank and call.out.numel():
+        call.out.copy_(at.small(call, call.source))
     yield from ()
 
 
 def _small_all_gather(at: Exchange, call: Call) -> Program:
     numel = call.flat.numel()
-    for rank in at.ranks:
-        if numel:
+    if numel and call.receiver in (-1, at.rank):
+        for rank in at.ranks:
             call.out[rank * numel : (rank + 1) * numel].copy_(at.small(call, rank))
     yield from ()
 
@@ -242,7 +253,8 @@ def _barrier(at: Exchange, call: Call) -> Program:
 # ---------------------------------------------------------------------- large
 
 
-def _all_reduce(at: Exchange, call: Call) -> Program:
+def all_reduce_program(at: Exchange, call: Call) -> Program:
+    """Each rank reduces its slice, in place or piece by piece."""
     how = at.arithmetic(call)
     num_pieces = at.count_pieces(call)
     # In place, the meeting at the beginning has shown that everything is there.
@@ -261,7 +273,7 @@ def _all_reduce(at: Exchange, call: Call) -> Program:
         has_next = piece + 1 < num_pieces
         filled = at.put(call, piece + 1) if has_next else 0
         yield Phase.REDUCED, reduced
-        if call.place is None:
+        if call.place is None and call.receiver in (-1, at.rank):
             for owner, (begin, end) in enumerate(slices):
                 if begin < end:
                     call.out[first + begin : first + end].copy_(at.home(call, owner, piece, begin, end))
@@ -275,7 +287,7 @@ def _all_reduce(at: Exchange, call: Call) -> Program:
 
 def _broadcast(at: Exchange, call: Call) -> Program:
     num_pieces = at.count_pieces(call)
-    is_copied = call.places[call.root] is None
+    is_copied = call.places[call.source] is None
     if is_copied:
         filled = at.put(call, 0)
     for piece in range(num_pieces):
@@ -283,9 +295,9 @@ def _broadcast(at: Exchange, call: Call) -> Program:
             yield Phase.FILLED, filled
             if piece + 1 < num_pieces:
                 filled = at.put(call, piece + 1)
-        if at.rank != call.root:
+        if at.rank != call.source:
             begin, end = at.piece_bounds(call, piece)
-            call.out[begin:end].copy_(at.home(call, call.root, piece, 0, end - begin))
+            call.out[begin:end].copy_(at.home(call, call.source, piece, 0, end - begin))
     if is_copied:
         at.pieces_done(num_pieces)
     else:
@@ -302,9 +314,10 @@ def _all_gather(at: Exchange, call: Call) -> Program:
             yield Phase.FILLED, filled
             if piece + 1 < num_pieces:
                 filled = at.put(call, piece + 1)
-        begin, end = at.piece_bounds(call, piece)
-        for rank in at.ranks:
-            call.out[rank * numel + begin : rank * numel + end].copy_(at.home(call, rank, piece, 0, end - begin))
+        if call.receiver in (-1, at.rank):
+            begin, end = at.piece_bounds(call, piece)
+            for rank in at.ranks:
+                call.out[rank * numel + begin : rank * numel + end].copy_(at.home(call, rank, piece, 0, end - begin))
     if is_copied:
         at.pieces_done(num_pieces)
     if any(place is not None for place in call.places):
@@ -341,10 +354,12 @@ def _reduce_scatter(at: Exchange, call: Call) -> Program:
     at.pieces_done(num_pieces)
 
 
-_PROGRAMS: dict[str, tuple[Callable[[Exchange, Call], Program], Callable[[Exchange, Call], Program]]] = {
-    "all_reduce": (_small_all_reduce, _all_reduce),
+# The first is for tensors whose data travels with the announcement.
+PROGRAMS: Programs = {
+    "all_reduce": (_small_all_reduce, all_reduce_program),
     "broadcast": (_small_broadcast, _broadcast),
     "all_gather": (_small_all_gather, _all_gather),
     "reduce_scatter": (_small_reduce_scatter, _reduce_scatter),
     "barrier": (_barrier, _barrier),
+    "gather": (_small_all_gather, _all_gather),
 }

@@ -21,9 +21,19 @@ _PLACE = struct.Struct("<Q")
 HEADER_USED_BYTES = _PLACE.size + _FINGERPRINT.size
 _MAX_DIMS = 8
 
-COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
+# The position in these is what travels: append, never insert.
+COLLECTIVES = (
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "barrier",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+)
 OPS: tuple[Op, ...] = ("sum", "max", "min", "mean", "product", "band", "bor", "bxor")
-# The position is what travels: append, never insert.
 DTYPES: tuple[torch.dtype, ...] = (
     torch.float32,
     torch.float64,
@@ -55,7 +65,7 @@ class Fingerprint:
         op: How values are combined; None where they aren't.
         dtype: Of the tensor.
         shape: Of the tensor.
-        root: The rank whose data counts; -1 where there is none.
+        root: The rank that gives or gets what no other does; -1 where there is none.
     """
 
     collective: str
@@ -84,7 +94,8 @@ class Fingerprint:
 
     def __str__(self) -> str:
         how = f"({self.op})" if self.op is not None else ""
-        root = f" from rank {self.root}" if self.root >= 0 else ""
+        way = "to" if self.collective in ("reduce", "gather") else "from"
+        root = f" {way} rank {self.root}" if self.root >= 0 else ""
         return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,11 +11,14 @@ from evenstep.transport.base import Op, Transport, Work
 
 
 class _Done:
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         return
 
     def is_completed(self) -> bool:
         return True
+
+    def when_done(self, told: Callable[[None], object]) -> None:
+        told(None)
 
 
 _DONE = _Done()
@@ -46,6 +51,37 @@ class LocalTransport:
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`: of one rank, a copy."""
         out.copy_(tensor.view(out.shape))
+        return _DONE
+
+    def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
+        """See `Transport.reduce`: of one rank, the tensor as it is."""
+        return _DONE
+
+    def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
+        """See `Transport.gather`: of one rank, a copy."""
+        assert out is not None
+        out.copy_(tensor.view(out.shape))
+        return _DONE
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
+        """See `Transport.scatter`: of one rank, a copy."""
+        assert tensor is not None
+        out.copy_(tensor.view(out.shape))
+        return _DONE
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        out_splits: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> Work:
+        """See `Transport.all_to_all`: of one rank, a copy."""
+        out.copy_(tensor.view(out.shape))
+        return _DONE
+
+    def barrier(self) -> Work:
+        """See `Transport.barrier`."""
         return _DONE
 
     def split(self) -> Transport:

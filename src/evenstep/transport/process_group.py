@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -87,39 +88,58 @@ class ProcessGroupTransport:
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.all_reduce`."""
         what = self._next_call("all_reduce", tensor)
-        try:
-            work = dist.all_reduce(tensor, _REDUCE_OPS[op], group=self._open_group(), async_op=True)
-        except RuntimeError as error:
-            raise self._explained(error, what) from error
-        return _GroupWork(work, self, what, divide=_mean_of(tensor, op))
+        return self._start(what, dist.all_reduce, tensor, _REDUCE_OPS[op], divide=_mean_of(tensor, op))
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """See `Transport.broadcast`."""
         what = self._next_call("broadcast", tensor)
-        try:
-            work = dist.broadcast(_movable(tensor), group=self._open_group(), group_src=src, async_op=True)
-        except RuntimeError as error:
-            raise self._explained(error, what) from error
-        return _GroupWork(work, self, what)
+        return self._start(what, dist.broadcast, _movable(tensor), group_src=src)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """See `Transport.all_gather`."""
         what = self._next_call("all_gather", tensor)
-        try:
-            work = _all_gather_single(_movable(out), _movable(tensor), group=self._open_group(), async_op=True)
-        except RuntimeError as error:
-            raise self._explained(error, what) from error
-        return _GroupWork(work, self, what)
+        return self._start(what, _all_gather_single, _movable(out), _movable(tensor))
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`."""
         what = self._next_call("reduce_scatter", tensor)
-        try:
-            group = self._open_group()
-            work = _reduce_scatter_single(out, tensor, op=_REDUCE_OPS[op], group=group, async_op=True)
-        except RuntimeError as error:
-            raise self._explained(error, what) from error
-        return _GroupWork(work, self, what, divide=_mean_of(out, op))
+        return self._start(what, _reduce_scatter_single, out, tensor, op=_REDUCE_OPS[op], divide=_mean_of(out, op))
+
+    def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
+        """See `Transport.reduce`."""
+        what = self._next_call("reduce", tensor)
+        divide = _mean_of(tensor, op) if dst == self.rank else None
+        return self._start(what, dist.reduce, tensor, op=_REDUCE_OPS[op], group_dst=dst, divide=divide)
+
+    def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
+        """See `Transport.gather`."""
+        what = self._next_call("gather", tensor)
+        parts = None if out is None or dst != self.rank else self._parts(out)
+        return self._start(what, dist.gather, _as_bytes(tensor), parts, group_dst=dst)
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
+        """See `Transport.scatter`."""
+        what = self._next_call("scatter", out)
+        parts = None if tensor is None or src != self.rank else self._parts(tensor)
+        return self._start(what, dist.scatter, _as_bytes(out), parts, group_src=src)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        out_splits: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> Work:
+        """See `Transport.all_to_all`."""
+        what = self._next_call("all_to_all", tensor)
+        sizes = [None if each is None else [n * tensor.itemsize for n in each] for each in (out_splits, splits)]
+        return self._start(what, dist.all_to_all_single, _as_bytes(out), _as_bytes(tensor), *sizes)
+
+    def barrier(self) -> Work:
+        """See `Transport.barrier`."""
+        self._num_calls += 1
+        devices = [torch.cuda.current_device()] if self.name == "nccl" else None
+        return self._start(f"barrier number {self._num_calls}", dist.barrier, device_ids=devices)
 
     def split(self) -> Transport:
         """See `Transport.split`: a new process group over the same ranks."""
@@ -141,6 +161,19 @@ class ProcessGroupTransport:
         if self._group is None:
             raise PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed.")
         return self._group
+
+    def _start(
+        self, what: str, collective: Callable[..., Any], *args: Any, divide: Tensor | None = None, **kwargs: Any
+    ) -> Work:
+        try:
+            work = collective(*args, **kwargs, group=self._open_group(), async_op=True)
+        except RuntimeError as error:
+            raise self._explained(error, what) from error
+        return _GroupWork(work, self, what, divide=divide)
+
+    def _parts(self, tensor: Tensor) -> list[Tensor]:
+        """A share per rank."""
+        return list(_as_bytes(tensor).view(self.world_size, -1 if tensor.numel() else 0).unbind())
 
     def _next_call(self, collective: str, tensor: Tensor) -> str:
         self._num_calls += 1
@@ -165,4 +198,8 @@ def _mean_of(total: Tensor, op: Op) -> Tensor | None:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in _MOVED else tensor.detach().view(-1).view(torch.uint8)
+    return tensor if tensor.dtype in _MOVED else _as_bytes(tensor)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)

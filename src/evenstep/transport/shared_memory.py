@@ -6,53 +6,65 @@ The ranks themselves, in the thread that waits. A call announces itself when it 
 `Work.wait()`, or earlier when a later call is launched and everybody has arrived. A thread of its own would compete
 with the backward pass for the same core. So that a rank which waits for something else first can't hold the others
 up for ever, a helper (`helper.py`) takes over calls that nobody has waited for within some hundredths of a second.
+Who asks to be told of the end of a call (`when_done`) needn't wait at all: then a thread of this transport
+(`progress.py`) sees to it at once.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import functools
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError, EvenstepError, PeerLostError
+from evenstep.transport.arguments import Arguments
 from evenstep.transport.arrivals import Arrivals, Phase, plan_waiting
 from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.collectives import Call, Exchange, Program
-from evenstep.transport.header import DTYPES, Fingerprint
+from evenstep.transport.header import Fingerprint
 from evenstep.transport.helper import helper
 from evenstep.transport.peers import PeerProcess, PeerWatch
+from evenstep.transport.personal import ALL_PROGRAMS
+from evenstep.transport.progress import LOOK_AGAIN, Progress
 from evenstep.transport.reduction import plan_arithmetic
 from evenstep.transport.segment import NUM_SLOTS, SMALL_BYTES, Segment
 
-_CARRIED = frozenset(DTYPES)
 _MAX_FINGERPRINTS = 4096
 
 
 class _SharedWork:
     """One call, from its launch to its end."""
 
-    __slots__ = ("_back", "_call", "_program", "_transport", "_waits_for", "has_arrived", "is_done")
+    __slots__ = ("_back", "_call", "_program", "_told", "_transport", "_waits_for", "has_arrived", "is_done")
 
     def __init__(self, transport: SharedMemoryTransport, call: Call, back: tuple[Tensor, Tensor] | None) -> None:
         self._transport = transport
         self._call = call
         self._back = back
         self._program: Program | None = None
+        self._told: Callable[[EvenstepError | None], object] | None = None
         self._waits_for = (Phase.ARRIVED, call.number + 1)
         self.has_arrived = False
         self.is_done = False
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         if not self.is_done:
-            self._transport._finish(self)
+            self._transport._finish(self, timeout_s)
 
     def is_completed(self) -> bool:
         return self.is_done or self._transport._look(self)
+
+    def when_done(self, told: Callable[[EvenstepError | None], object]) -> None:
+        """Call `told` once, with the error if there was one: at once, or in the thread that ends the call."""
+        self._transport._tell(self, told)
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "arrived" if self.has_arrived else "queued"
@@ -76,6 +88,7 @@ class SharedMemoryTransport:
         self.world_size = len(processes)
         self.timeout_s = timeout_s
         self._segment = segment
+        self._arguments = Arguments(self.name, rank, self.world_size)
         self._watch = PeerWatch([each for each in processes if each.rank != rank])
         arrivals = Arrivals(
             segment.common.address + segment.layout.semaphores,
@@ -85,9 +98,15 @@ class SharedMemoryTransport:
             policy=plan_waiting(num_ranks=self.world_size, num_cores=len(os.sched_getaffinity(0)), timeout_s=timeout_s),
             has_left=segment.has_left,
         )
-        self._exchange = Exchange(segment, arrivals, rank=rank, world_size=self.world_size, name=self.name)
+        self._exchange = Exchange(
+            segment, arrivals, ALL_PROGRAMS, rank=rank, world_size=self.world_size, name=self.name
+        )
         self._lock = threading.RLock()
         self._queue: collections.deque[_SharedWork] = collections.deque()
+        self._to_tell: collections.deque[Callable[[], object]] = collections.deque()
+        self._progress = Progress(self.progress, keep=segment)
+        self._meeting: tuple[int, Phase, int] | None = None  # what the progress thread waits for: call, phase, count
+        self._waiting_since = 0.0
         self._fingerprints: dict[Any, bytes] = {}
         self._num_calls = 0
         self._failure: EvenstepError | None = None
@@ -110,30 +129,85 @@ class SharedMemoryTransport:
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.all_reduce`; also of tensors that aren't contiguous."""
         plan_arithmetic(op, tensor.dtype)  # refuses what has no meaning, before anything is sent
-        flat, back = self._flattened(tensor)
+        flat, back = self._arguments.flatten(tensor)
         return self._launch("all_reduce", tensor, flat, flat, op=op, back=back)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """See `Transport.broadcast`; also of tensors that aren't contiguous."""
-        if not 0 <= src < self.world_size:
-            raise ConfigurationError(f"broadcast: src={src} on rank {self.rank}; ranks are 0 to {self.world_size - 1}.")
-        flat, back = self._flattened(tensor)
-        return self._launch("broadcast", tensor, flat, flat, root=src, back=back)
+        self._arguments.check_rank("broadcast", "src", src)
+        flat, back = self._arguments.flatten(tensor)
+        return self._launch("broadcast", tensor, flat, flat, source=src, back=back)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """See `Transport.all_gather`."""
-        self._check_sizes("all_gather", "out", out, "tensor", tensor)
-        flat, _ = self._flattened(tensor)
-        into, back = self._flattened(out)
+        self._arguments.check_sizes("all_gather", "out", out, "tensor", tensor)
+        flat, _ = self._arguments.flatten(tensor)
+        into, back = self._arguments.flatten(out)
         return self._launch("all_gather", tensor, flat, into, back=back)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`."""
         plan_arithmetic(op, tensor.dtype)
-        self._check_sizes("reduce_scatter", "tensor", tensor, "out", out)
-        flat, _ = self._flattened(tensor)
-        into, back = self._flattened(out)
+        self._arguments.check_sizes("reduce_scatter", "tensor", tensor, "out", out)
+        flat, _ = self._arguments.flatten(tensor)
+        into, back = self._arguments.flatten(out)
         return self._launch("reduce_scatter", tensor, flat, into, op=op, back=back)
+
+    def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
+        """See `Transport.reduce`; also of tensors that aren't contiguous."""
+        plan_arithmetic(op, tensor.dtype)
+        self._arguments.check_rank("reduce", "dst", dst)
+        flat, back = self._arguments.flatten(tensor)
+        back = back if dst == self.rank else None
+        return self._launch("reduce", tensor, flat, flat, op=op, receiver=dst, back=back)
+
+    def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
+        """See `Transport.gather`."""
+        self._arguments.check_rank("gather", "dst", dst)
+        flat, _ = self._arguments.flatten(tensor)
+        if dst != self.rank:
+            return self._launch("gather", tensor, flat, flat, receiver=dst)
+        out = self._arguments.require("gather", "out", out)
+        self._arguments.check_sizes("gather", "out", out, "tensor", tensor)
+        into, back = self._arguments.flatten(out)
+        return self._launch("gather", tensor, flat, into, receiver=dst, back=back)
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
+        """See `Transport.scatter`."""
+        self._arguments.check_rank("scatter", "src", src)
+        into, back = self._arguments.flatten(out)
+        if src == self.rank:
+            tensor = self._arguments.require("scatter", "tensor", tensor)
+            self._arguments.check_sizes("scatter", "tensor", tensor, "out", out)
+            flat, _ = self._arguments.flatten(tensor)
+        else:
+            flat = out.new_empty(1).expand(self.world_size * out.numel())  # nobody reads it
+        return self._launch("scatter", out, flat, into, source=src, back=back)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        out_splits: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> Work:
+        """See `Transport.all_to_all`."""
+        flat, _ = self._arguments.flatten(tensor)
+        into, back = self._arguments.flatten(out)
+        self._arguments.check_all_to_all(out, tensor, out_splits, splits)
+        if out_splits is None or splits is None:
+            return self._launch("all_to_all", tensor, flat, into, back=back)
+        mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64)
+        everybodys = torch.empty((self.world_size, *mine.shape), dtype=torch.int64)
+        with self._lock:  # nothing comes between these two
+            # Calls run one after the other: the second finds what the first has gathered.
+            self._launch("all_gather", mine, mine.view(-1), everybodys.view(-1))
+            return self._launch("all_to_all", flat[:0], flat, into, splits=everybodys, back=back)
+
+    def barrier(self) -> Work:
+        """See `Transport.barrier`."""
+        nothing = torch.empty(0)
+        return self._launch("barrier", nothing, nothing, nothing)
 
     def split(self) -> Transport:
         """See `Transport.split`: a segment of its own."""
@@ -151,40 +225,18 @@ class SharedMemoryTransport:
         self._is_closed = True
         self._segment.leave(self.rank)
         helper.forget(self)
+        self._progress.stop()
         with self._lock:
             self._watch.close()
-            self._queue.clear()
-            self._failure = PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed.")
+            self._fail(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
             del self._exchange, self._segment
+        self._tell_ended()
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "failed" if self._failure else f"{len(self._queue)} in flight"
         return f"<SharedMemoryTransport rank {self.rank}/{self.world_size} {self._num_calls} calls, {state}>"
 
     # ------------------------------------------------------------------ launching
-
-    def _flattened(self, tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """[numel], and where a result has to be copied in the end, if that isn't the tensor itself."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.dtype not in _CARRIED:
-            raise ConfigurationError(
-                f"rank {self.rank}: the {self.name} transport carries dense CPU tensors, and this is a "
-                f"{str(tensor.layout)[6:]} {str(tensor.dtype)[6:]} tensor on {tensor.device}. Move or convert it, or "
-                f"use transport='gloo'."
-            )
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return (tensor if tensor.dim() == 1 else tensor.view(-1)), None
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        return copy.view(-1), (tensor, copy)
-
-    def _check_sizes(self, what: str, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
-        if long.numel() != self.world_size * short.numel() or long.dtype is not short.dtype:
-            raise ConfigurationError(
-                f"{what} on rank {self.rank}: {long_name} is {str(long.dtype)[6:]} {list(long.shape)} and {short_name} "
-                f"{str(short.dtype)[6:]} {list(short.shape)}; {long_name} has {self.world_size} times the elements of "
-                f"{short_name}, and its dtype."
-            )
 
     def _launch(
         self,
@@ -194,13 +246,15 @@ class SharedMemoryTransport:
         out: Tensor,
         *,
         op: Op | None = None,
-        root: int = -1,
+        source: int = -1,
+        receiver: int = -1,
+        splits: Tensor | None = None,
         back: tuple[Tensor, Tensor] | None = None,
-    ) -> Work:
-        key = (collective, op, tensor.dtype, tensor.shape, root)
+    ) -> _SharedWork:
+        key = (collective, op, tensor.dtype, tensor.shape, source, receiver)
         packed = self._fingerprints.get(key)
         if packed is None:
-            packed = Fingerprint(collective, op, tensor.dtype, tuple(tensor.shape), root).pack()
+            packed = Fingerprint(collective, op, tensor.dtype, tuple(tensor.shape), max(source, receiver)).pack()
             if len(self._fingerprints) >= _MAX_FINGERPRINTS:
                 self._fingerprints.clear()
             self._fingerprints[key] = packed
@@ -208,13 +262,15 @@ class SharedMemoryTransport:
             if self._failure is not None:
                 raise self._failure
             place = self._exchange.arena.locate(flat.data_ptr(), flat.nbytes) if flat.nbytes > SMALL_BYTES else None
-            call = Call(self._num_calls, collective, op, root, flat, out, packed, place)
+            call = Call(self._num_calls, collective, op, source, flat, out, packed, place, receiver, splits)
             self._num_calls += 1
             work = _SharedWork(self, call, back)
             self._queue.append(work)
             self._arrive()
             if len(self._queue) > 1:
                 self._advance()
+        if self._to_tell:
+            self._tell_ended()
         if helper.is_asleep:
             helper.wake()
         return work
@@ -230,13 +286,17 @@ class SharedMemoryTransport:
 
     # ------------------------------------------------------------------ going on
 
-    def _finish(self, work: _SharedWork) -> None:
+    def _finish(self, work: _SharedWork, timeout_s: float | None) -> None:
         """Run programs, waiting where they wait, until this call is done."""
-        with self._lock:
-            while not work.is_done:
-                if self._failure is not None:
-                    raise self._failure
-                self._step(self._queue[0], blocking=True)
+        try:
+            with self._lock:
+                while not work.is_done:
+                    if self._failure is not None:
+                        raise self._failure
+                    self._step(self._queue[0], blocking=True, timeout_s=timeout_s)
+        finally:
+            if self._to_tell:
+                self._tell_ended()
 
     def _look(self, work: _SharedWork) -> bool:
         """Go on without waiting; whether the call is done."""
@@ -246,6 +306,8 @@ class SharedMemoryTransport:
                     self._advance()
             finally:
                 self._lock.release()
+        if self._to_tell:
+            self._tell_ended()
         return work.is_done or self._failure is not None
 
     def _advance(self) -> bool:
@@ -264,6 +326,62 @@ class SharedMemoryTransport:
             return bool(self._queue), moved
         finally:
             self._lock.release()
+            self._tell_ended()
+
+    # ------------------------------------------------------------------ telling
+
+    def _tell(self, work: _SharedWork, told: Callable[[EvenstepError | None], object]) -> None:
+        with self._lock:
+            if not work.is_done and self._failure is None:
+                self._advance()
+            is_open = not work.is_done and self._failure is None
+            if is_open:
+                work._told = told
+        self._tell_ended()
+        if is_open:
+            self._progress.wake()
+        else:
+            told(None if work.is_done else self._failure)
+
+    def _tell_ended(self) -> None:
+        """Call back whoever wanted it. Without the lock: they may do anything, also launch and wait."""
+        while self._to_tell:
+            try:
+                tell = self._to_tell.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            tell()
+
+    def progress(self) -> int | None:
+        """What the progress thread calls: see `Progress`."""
+        semaphore = None
+        with self._lock:
+            if not self._is_closed and self._failure is None:
+                with contextlib.suppress(Exception):  # the calls have failed, and whoever waits for them is told
+                    self._advance()
+            if self._failure is None and any(work._told is not None for work in self._queue):
+                semaphore = self._sleep_on(self._queue[0])
+        self._tell_ended()
+        return semaphore
+
+    def _sleep_on(self, work: _SharedWork) -> int | None:
+        """What the first call waits for. Fails it where that can't come any more, as a blocking wait would."""
+        arrivals = self._exchange.arrivals
+        phase, count = work._waits_for
+        if not work.has_arrived:
+            phase, count = Phase.FINISHED, work._call.number - NUM_SLOTS + 1
+        now = time.monotonic()
+        meeting = (work._call.number, phase, count)
+        if self._meeting != meeting:
+            self._meeting, self._waiting_since = meeting, now
+        elif now - self._waiting_since > arrivals.policy.look_every_s:
+            waited_s = now - self._waiting_since
+            try:
+                arrivals.check_missing(phase, count, lambda: f"{self.name} collective {work._call}", waited_s)
+            except EvenstepError as error:
+                self._fail(error)
+                return None
+        return arrivals.missing_semaphore(phase, count) or LOOK_AGAIN
 
     def _fail(self, error: BaseException) -> None:
         """No call can be trusted any more: ranks may have come to different points."""
@@ -274,9 +392,12 @@ class SharedMemoryTransport:
                 f"rank {self.rank}: a collective over {self.name} was interrupted by {type(error).__name__}, so the "
                 f"ranks are no longer in step. Start again."
             )
+        for work in self._queue:
+            if work._told is not None:
+                self._to_tell.append(functools.partial(work._told, self._failure))
         self._queue.clear()
 
-    def _step(self, work: _SharedWork, *, blocking: bool) -> bool:
+    def _step(self, work: _SharedWork, *, blocking: bool, timeout_s: float | None = None) -> bool:
         """Run the program of the first call to its next meeting; whether that was possible."""
         exchange = self._exchange
         phase, count = work._waits_for
@@ -284,12 +405,14 @@ class SharedMemoryTransport:
             if not work.has_arrived:
                 if blocking:
                     earlier = work._call.number - NUM_SLOTS + 1
-                    exchange.arrivals.wait(Phase.FINISHED, earlier, lambda: f"{self.name} collective {work._call}")
+                    exchange.arrivals.wait(
+                        Phase.FINISHED, earlier, lambda: f"{self.name} collective {work._call}", timeout_s
+                    )
                 self._arrive()
                 if not work.has_arrived:
                     return False
             if blocking:
-                exchange.arrivals.wait(phase, count, lambda: f"{self.name} collective {work._call}")
+                exchange.arrivals.wait(phase, count, lambda: f"{self.name} collective {work._call}", timeout_s)
             elif not exchange.arrivals.all_here(phase, count):
                 return False
             if work._program is None:
@@ -309,6 +432,9 @@ class SharedMemoryTransport:
         work.is_done = True
         work._program = None
         self._queue.popleft()
+        if work._told is not None:
+            self._to_tell.append(functools.partial(work._told, None))
+            work._told = None
         if self._queue:
             self._arrive()
         return True

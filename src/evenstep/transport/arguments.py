@@ -1,0 +1,92 @@
+"""What a caller hands to a collective over shared memory: refused with a reason before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import ConfigurationError
+from evenstep.transport.header import DTYPES
+
+_CARRIED = frozenset(DTYPES)
+
+
+def is_carried(tensor: Tensor) -> bool:
+    """Whether it is a dense CPU tensor of a dtype that has a number in headers. Pure."""
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Checks for the calls of one transport.
+
+    Attributes:
+        name: Of the transport.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+
+    def flatten(self, tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """[numel], and where a result has to be copied in the end, if that isn't the tensor itself."""
+        if not is_carried(tensor):
+            raise ConfigurationError(
+                f"rank {self.rank}: the {self.name} transport carries dense CPU tensors, and this is a "
+                f"{str(tensor.layout)[6:]} {str(tensor.dtype)[6:]} tensor on {tensor.device}. Move or convert it, or "
+                f"use transport='gloo'."
+            )
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return (tensor if tensor.dim() == 1 else tensor.view(-1)), None
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        return copy.view(-1), (tensor, copy)
+
+    def check_sizes(self, what: str, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
+        """One tensor holds a share per rank."""
+        if long.numel() != self.world_size * short.numel() or long.dtype is not short.dtype:
+            raise ConfigurationError(
+                f"{what} on rank {self.rank}: {long_name} is {_told(long)} and {short_name} {_told(short)}; "
+                f"{long_name} has {self.world_size} times the elements of {short_name}, and its dtype."
+            )
+
+    def check_rank(self, what: str, name: str, rank: int) -> None:
+        """There is such a rank."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigurationError(
+                f"{what}: {name}={rank} on rank {self.rank}; ranks are 0 to {self.world_size - 1}."
+            )
+
+    def require(self, what: str, name: str, tensor: Tensor | None) -> Tensor:
+        """This rank has given what only one rank has to give."""
+        if tensor is None:
+            raise ConfigurationError(f"{what}: rank {self.rank} has to give {name}.")
+        return tensor
+
+    def check_all_to_all(
+        self, out: Tensor, tensor: Tensor, out_splits: Sequence[int] | None, splits: Sequence[int] | None
+    ) -> None:
+        """Shares are equal, or add up to what is given."""
+        fits = out.dtype is tensor.dtype
+        if out_splits is None or splits is None:
+            fits = fits and out.numel() == tensor.numel() and tensor.numel() % self.world_size == 0
+            need = f"equal numbers of elements, divisible by {self.world_size}"
+        else:
+            fits = fits and len(splits) == len(out_splits) == self.world_size
+            fits = fits and sum(splits) == tensor.numel() and sum(out_splits) == out.numel()
+            need = f"the elements that out_splits={list(out_splits)} and splits={list(splits)} add up to"
+        if not fits:
+            raise ConfigurationError(
+                f"all_to_all on rank {self.rank}: out is {_told(out)} and tensor {_told(tensor)}; they have one dtype, "
+                f"and {need}."
+            )
+
+
+def _told(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"

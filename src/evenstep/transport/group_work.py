@@ -1,0 +1,153 @@
+"""Calls of the backend "evenstep", as torch wants to hold them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from evenstep.errors import EvenstepError
+
+
+class ToldWork(Protocol):
+    """What a transport's work can do beyond `base.Work`."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `base.Work.wait`; no longer than `timeout_s`."""
+
+    def is_completed(self) -> bool:
+        """See `base.Work.is_completed`."""
+
+    def when_done(self, told: Callable[[EvenstepError | None], object]) -> None:
+        """Call `told` once, with the error if there was one, from whichever thread."""
+
+
+_copying = threading.Lock()  # one for all: making one costs as much as the rest of a work
+
+
+class _Failed:
+    def __init__(self, error: EvenstepError) -> None:
+        self.error = error
+
+
+class GroupWork(dist.Work):
+    """One call of a group: one or several collectives of one transport.
+
+    Args:
+        works: In the order of their launch.
+        result: What the future gives.
+        copies: (to, from): what has to be copied when all are done.
+        timeout_s: Deadline of `wait`; None: the transport's.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[ToldWork],
+        result: list[Tensor],
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._works = works
+        self._result = result
+        self._copies = copies
+        self._timeout_s = timeout_s
+        self._is_done = False
+        self._error: EvenstepError | None = None
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return when the results may be read.
+
+        Raises:
+            MismatchError: The ranks called different things.
+            PeerLostError: A peer died.
+            CollectiveTimeoutError: A peer did not arrive before the deadline.
+        """
+        if not self._is_done:
+            timeout_s = timeout.total_seconds() if timeout else self._timeout_s
+            for work in self._works:
+                work.wait(timeout_s)
+            self._conclude()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise at once."""
+        if not self._is_done and all(work.is_completed() for work in self._works):
+            try:
+                self.wait()
+            except EvenstepError as error:
+                self._error = error
+                return True
+        return self._is_done
+
+    def is_success(self) -> bool:
+        """Whether it is completed, without an error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> EvenstepError | None:
+        """What `wait` would raise; None as long as that isn't known."""
+        self.is_completed()
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """The output tensors."""
+        return self._result
+
+    def synchronize(self) -> None:
+        """The same as `wait`: there are no streams."""
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        """A future of the output tensors. Nobody has to wait for it: a thread sees to its end.
+
+        An error reaches those who wait for the future as a RuntimeError with the same text: C++ stands between.
+        """
+        if self._future is None:
+            inner: Future[Any] = Future()
+            if self._is_done or self.is_success():
+                inner.set_result(self._result)
+                self._future = inner
+            else:
+                # Python's `Future.set_exception` would complete it with the exception as its value, and C++ would
+                # look for tensors in there. What a callback raises is an error to C++, too.
+                self._future = inner.then(_value_of)
+                self._works[-1].when_done(lambda error: self._end(inner, error))  # works end in order
+        return self._future
+
+    def _end(self, future: Future[Any], error: EvenstepError | None) -> None:
+        if error is None:
+            self._conclude()
+            future.set_result(self._result)
+        else:
+            self._error = error
+            future.set_result(_Failed(error))
+
+    def _conclude(self) -> None:
+        if self._copies:
+            with _copying:
+                for to, source in self._copies:
+                    to.copy_(source)
+                self._copies = ()
+        self._is_done = True
+
+
+def _value_of(future: Future[Any]) -> Any:
+    value = future.value()
+    if isinstance(value, _Failed):
+        raise value.error
+    return value
+
+
+def merge(works: Sequence[GroupWork]) -> GroupWork:
+    """One work for several calls of one group, in the order of their launch."""
+    return GroupWork(
+        [each for work in works for each in work._works],
+        [each for work in works for each in work._result],
+        [each for work in works for each in work._copies],
+    )

@@ -1,0 +1,469 @@
+"""The torch.distributed backend "evenstep": the same results as Gloo's, and torch's own wrappers on it unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import evenstep
+from evenstep.environment import current_placement
+from evenstep.errors import ConfigurationError, MismatchError
+from evenstep.testing import RankPool
+from evenstep.transport import fall_through
+from evenstep.transport.backend import EvenstepGroup
+from evenstep.transport.shared_memory import SharedMemoryTransport
+
+# torch 2.13 warns of the names that torch 2.11 knows.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8)
+SHAPES = ((), (6,), (3, 4), (30_000,), (300, 500))
+
+
+@contextlib.contextmanager
+def both_groups() -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
+    """(Gloo, evenstep)"""
+    evenstep.init(quiet=True)
+    groups = dist.new_group(backend="gloo"), dist.new_group(backend="evenstep")
+    assert isinstance(groups[1]._shared, SharedMemoryTransport), groups[1].why_gloo
+    fall_through.reset()
+    try:
+        yield groups
+        groups[1].barrier().wait()
+    finally:
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def draw(dtype: torch.dtype, shape: tuple[int, ...], seed: int, rank: int) -> Tensor:
+    """Whole numbers, so that every order of summation gives the same."""
+    return torch.randint(1, 9, shape, generator=torch.Generator().manual_seed(seed * 97 + rank)).to(dtype)
+
+
+def scattered(tensor: Tensor) -> Tensor:
+    """The same values, in memory with gaps."""
+    wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+def collectives(
+    group: dist.ProcessGroup, dtype: torch.dtype, shape: tuple[int, ...], with_gaps: bool
+) -> dict[str, Any]:
+    """Every collective once; what this rank got."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    mine = draw(dtype, shape, 1, rank)
+    wide = draw(dtype, (size, *shape), 2, rank)
+    if with_gaps:
+        mine, wide = scattered(mine), scattered(wide)
+    got: dict[str, Any] = {}
+    for name in ("SUM", "MAX", "MIN", "PRODUCT"):
+        got[name] = mine.clone()
+        dist.all_reduce(got[name], getattr(dist.ReduceOp, name), group=group)
+    tensor = mine.clone()
+    dist.reduce(tensor, group_dst=1, group=group)
+    got["reduce"] = tensor if rank == 1 else None
+    got["broadcast"] = mine.clone()
+    dist.broadcast(got["broadcast"], group_src=1, group=group)
+    got["all_gather"] = [torch.zeros_like(mine) for _ in range(size)]
+    dist.all_gather(got["all_gather"], mine, group=group)
+    got["all_gather_single"] = torch.zeros(size * mine.numel(), dtype=dtype)
+    all_gather_single(got["all_gather_single"], mine.reshape(-1), group=group)
+    parts = [part.clone() for part in wide]
+    got["reduce_scatter"] = torch.zeros_like(mine)
+    dist.reduce_scatter(got["reduce_scatter"], parts, group=group)
+    got["reduce_scatter_single"] = torch.zeros(mine.numel(), dtype=dtype)
+    reduce_scatter_single(got["reduce_scatter_single"], wide.reshape(-1), group=group)
+    got["gather"] = [torch.zeros_like(mine) for _ in range(size)] if rank == 1 else None
+    dist.gather(mine, got["gather"], group_dst=1, group=group)
+    got["scatter"] = torch.zeros_like(mine)
+    dist.scatter(got["scatter"], parts if rank == 1 else None, group_src=1, group=group)
+    got["all_to_all"] = torch.zeros(wide.shape, dtype=dtype)
+    dist.all_to_all_single(got["all_to_all"], wide.contiguous(), group=group)
+    to, given = [rank + k for k in range(size)], [k + rank for k in range(size)]  # rank r sends r + k rows to rank k
+    rows = torch.arange(sum(given) * 3).view(-1, 3).to(dtype)
+    got["uneven"] = torch.zeros(sum(to), 3, dtype=dtype)
+    dist.all_to_all_single(got["uneven"], rows, to, given, group=group)
+    got["objects"] = [None] * size
+    dist.all_gather_object(got["objects"], {"rank": rank, "shape": shape}, group=group)
+    return got
+
+
+def check_equal(got: Any, expected: Any, what: str) -> None:
+    if isinstance(expected, Tensor):
+        assert got.dtype is expected.dtype, what
+        assert torch.equal(got, expected), f"{what}: {got} instead of {expected}"
+    elif isinstance(expected, list | tuple):
+        for number, (one, other) in enumerate(zip(got, expected, strict=True)):
+            check_equal(one, other, f"{what}[{number}]")
+    else:
+        assert got == expected, what
+
+
+def same_as_gloo() -> dict[str, int]:
+    with both_groups() as (gloo, ours):
+        for index, dtype in enumerate(DTYPES):
+            for shape in SHAPES:
+                expected = collectives(gloo, dtype, shape, with_gaps=False)
+                got = collectives(ours, dtype, shape, with_gaps=index % 2 == 1)
+                for name, value in expected.items():
+                    check_equal(got[name], value, f"{name} of {dtype} {shape}")
+        return fall_through.counts()
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_every_collective_gives_what_gloo_gives(ranks: RankPool, nproc: int) -> None:
+    assert ranks.run(same_as_gloo, nproc, timeout_s=120) == [{}] * nproc
+
+
+def several_in_one() -> dict[str, int]:
+    from torch.distributed.distributed_c10d import _coalescing_manager
+
+    with both_groups() as (_, ours):
+        rank, size = ours.rank(), ours.size()
+        for device in (None, torch.device("cpu")):  # collected by torch, or one after the other
+            sums = [torch.full((n,), float(rank)) for n in (1, 5, 40_000)]
+            with _coalescing_manager(group=ours, device=device, async_ops=True) as manager:
+                for each in sums:
+                    dist.all_reduce(each, group=ours)
+            manager.wait()
+            for each in sums:
+                assert each.eq(sum(range(size))).all()
+            outs = [torch.zeros(size * 3), torch.zeros(size * 20_000)]
+            with _coalescing_manager(group=ours, device=device):
+                for out in outs:
+                    all_gather_single(out, torch.full((out.numel() // size,), float(rank)), group=ours)
+            for out in outs:
+                assert out.view(size, -1).eq(torch.arange(size).view(-1, 1)).all()
+            shares = [torch.zeros(3), torch.zeros(20_000)]
+            with _coalescing_manager(group=ours, device=device):
+                for share in shares:
+                    reduce_scatter_single(share, torch.ones(share.numel() * size), group=ours)
+            for share in shares:
+                assert share.eq(size).all()
+        return fall_through.counts()
+
+
+def test_coalesced_calls(ranks: RankPool) -> None:
+    assert ranks.run(several_in_one, 2) == [{}] * 2
+
+
+def futures_and_threads() -> list[Any]:
+    with both_groups() as (_, ours):
+        works = [dist.all_reduce(torch.full((n,), 1.0), group=ours, async_op=True) for n in (1, 300_000, 2)]
+        doubled = [work.get_future().then(lambda done: done.value()[0] * 2) for work in works]
+        for each in doubled:
+            assert each.wait().eq(2 * ours.size()).all()
+        assert all(work.is_completed() and work.is_success() for work in works)
+
+        def chained(done: torch.futures.Future[list[Tensor]]) -> Tensor:
+            """As PowerSGD does: another collective in the callback of the first."""
+            tensor = done.value()[0]
+            dist.all_reduce(tensor, group=ours)
+            return tensor
+
+        future = dist.all_reduce(torch.ones(200_000), group=ours, async_op=True).get_future().then(chained)
+        assert future.wait().eq(ours.size() ** 2).all()
+
+        groups = [dist.new_group(backend="evenstep") for _ in range(3)]
+        sums: list[float] = []
+
+        def run(group: dist.ProcessGroup) -> None:
+            for _ in range(50):
+                tensor = torch.ones(100)
+                dist.all_reduce(tensor, group=group)
+                sums.append(float(tensor[0]))
+
+        threads = [threading.Thread(target=run, args=(group,)) for group in groups]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sums == [ours.size()] * 150
+        half = dist.new_group([1], backend="evenstep")
+        if ours.rank() == 1:
+            alone = torch.ones(3)
+            dist.all_reduce(alone, group=half)
+            assert alone.eq(1).all()
+        split = ours.split_group([1, 0], group_name="turned")
+        assert split is not None
+        assert (split.rank(), split.group_name, split.name()) == (1 - ours.rank(), "turned", "evenstep")
+        first = torch.tensor([float(ours.rank())])
+        split.broadcast(first, 0).wait()
+        assert first.item() == 1.0
+        split.barrier().wait()
+        split.shutdown()
+        for group in groups:
+            dist.destroy_process_group(group)
+        counts = fall_through.counts()
+        if ours.rank() == 0:
+            dist.send(torch.ones(3), group_dst=1, group=ours)
+        else:
+            dist.recv(torch.zeros(3), group_src=0, group=ours)
+        return [counts, fall_through.counts()]
+
+
+def test_futures_threads_and_groups(ranks: RankPool) -> None:
+    assert ranks.run(futures_and_threads, 2) == [[{}, {"send": 1}], [{}, {"recv": 1}]]
+
+
+def disagreements() -> list[str]:
+    """What a rank is told when the ranks call different things, by `wait` and by a future."""
+    evenstep.init(quiet=True)
+    told = []
+    for by_future in (False, True):
+        group = dist.new_group(backend="evenstep")
+        work = dist.all_reduce(torch.ones(3 + group.rank()), group=group, async_op=True)
+        try:
+            if by_future:
+                work.get_future().wait()
+            else:
+                work.wait()
+        except (MismatchError, RuntimeError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        assert not work.is_success()
+        assert isinstance(work.exception(), MismatchError)
+        dist.destroy_process_group(group)
+    group = dist.new_group(backend="evenstep")
+    replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
+    try:
+        if group.rank() == 0:
+            replica(torch.ones(1, 3)).sum().backward()
+        else:
+            dist.all_reduce(torch.ones(5), group=group)
+    except RuntimeError as error:  # MismatchError is one, too
+        told.append(str(error))
+    dist.destroy_process_group(group)
+    group = dist.new_group(backend="evenstep")
+    try:
+        rank = group.rank()
+        dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [2 - rank, 2 + rank], [2, 2], group=group)
+    except MismatchError as error:
+        told.append(str(error))
+    dist.destroy_process_group(group)
+    group = dist.new_group(backend="evenstep")
+    try:
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND, group=group)
+    except ConfigurationError as error:
+        told.append(str(error))
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
+    return told
+
+
+def test_mismatches_are_the_transports_own_errors(ranks: RankPool) -> None:
+    told = ranks.run(disagreements, 2)
+    assert told[0][:2] + told[0][3:] == told[1][:2] + told[1][3:]
+    sizes = "rank 0: all_reduce(sum) of float32 [3]; rank 1: all_reduce(sum) of float32 [4]"
+    assert told[0][0].startswith("MismatchError: the ranks disagree in collective number 1 over shared memory")
+    assert sizes in told[0][0]
+    assert told[0][1].startswith("RuntimeError")
+    assert sizes in told[0][1]
+    for each in told:
+        assert "rank 0: all_reduce(sum) of float32 [12]; rank 1: all_reduce(sum) of float32 [5]" in each[2]
+    assert "rank 0 sends 2 elements to rank 1, which expects 1" in told[0][3]
+    assert "bitwise operations are for integers and bool" in told[0][4]
+
+
+def close_world() -> None:
+    evenstep.init(quiet=True).close()
+
+
+def as_the_default(backend: str, file: str) -> tuple[list[str], dict[str, int]]:
+    """A program that knows nothing of evenstep but the name of the backend."""
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+
+    placement = current_placement()
+    store = dist.FileStore(file, placement.world_size)
+    dist.init_process_group(backend, store=store, rank=placement.rank, world_size=placement.world_size)
+    try:
+        fall_through.reset()
+        world, size = dist.group.WORLD, dist.get_world_size()
+        assert isinstance(world, EvenstepGroup)
+        ones = torch.ones(4)
+        assert functional.all_reduce(ones, "sum", world).eq(size).all()
+        gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+        assert gather(ones, 0, world).shape == (4 * size,)
+        scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+        assert scatter(torch.ones(4 * size), "sum", 0, world).eq(size).all()
+        assert functional.all_to_all_single(torch.ones(size), None, None, world).eq(1).all()
+        assert functional.broadcast(torch.full((2,), float(dist.get_rank())), 1, world).eq(1).all()
+        # C++ calls Gloo where it doesn't find a method, and nobody counts that.
+        assert world._shared._num_calls == 6, repr(world)  # two for the all_to_all, whose splits are told
+        mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))
+        inner = mesh.get_group("inner")
+        assert functional.all_reduce(ones, "avg", inner).eq(1).all()
+        dist.barrier()
+        return [dist.get_backend(), world.name(), type(inner).__name__], fall_through.counts()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", ["evenstep", "cpu:evenstep,cuda:nccl"])
+def test_as_the_default_group(ranks: RankPool, tmp_path: Path, backend: str) -> None:
+    ranks.run(close_world, 2)
+    for names, counts in ranks.run(as_the_default, 2, backend, str(tmp_path / "store")):
+        assert names == [backend, "evenstep", "EvenstepGroup"]
+        assert counts == {}
+
+
+# ---------------------------------------------------------------------- torch's own wrappers
+
+
+def build_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU(), torch.nn.Linear(64, 300), torch.nn.ReLU()
+    ).double()
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        model(torch.randn(8, 20, generator=generator, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_ddp(group: dist.ProcessGroup, hook: str | None) -> list[Tensor]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model = torch.nn.parallel.DistributedDataParallel(build_model(), process_group=group, bucket_cap_mb=0.05)
+    if hook is not None:
+        model.register_comm_hook(group, getattr(default_hooks, hook))
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), group.rank())
+    return [each.detach() for each in model.state_dict().values()]
+
+
+def with_zero(group: dist.ProcessGroup, hook: str | None) -> list[Tensor]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = torch.nn.parallel.DistributedDataParallel(build_model(), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, process_group=group, lr=0.01)
+    train(model, optimizer, group.rank())
+    optimizer.consolidate_state_dict(to=0)
+    return [each.detach() for each in model.state_dict().values()]
+
+
+def with_fsdp(group: dist.ProcessGroup, hook: str | None) -> list[Tensor]:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = build_model()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(model, torch.optim.AdamW(model.parameters(), lr=0.01), group.rank())
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.state_dict().values()]
+
+
+WAYS = {"ddp": with_ddp, "zero": with_zero, "fsdp": with_fsdp}
+
+
+def trained_alike(way: str, hook: str | None) -> dict[str, int]:
+    with both_groups() as (gloo, ours):
+        expected = WAYS[way](gloo, hook)
+        assert fall_through.counts() == {}
+        check_equal(WAYS[way](ours, hook), expected, way)
+        return fall_through.counts()
+
+
+@pytest.mark.parametrize(
+    ("way", "hook"),
+    [("ddp", None), ("ddp", "allreduce_hook"), ("ddp", "fp16_compress_hook"), ("zero", None), ("fsdp", None)],
+)
+def test_torchs_wrappers_give_what_they_give_on_gloo(ranks: RankPool, way: str, hook: str | None) -> None:
+    assert ranks.run(trained_alike, 2, way, hook, timeout_s=120) == [{}] * 2
+
+
+def checkpointed(directory: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with both_groups() as (_, ours):
+        state = {f"own {ours.rank()}": torch.full((5,), float(ours.rank())), "common": torch.arange(1000.0)}
+        dcp.save(state, checkpoint_id=directory, process_group=ours)
+        loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+        dcp.load(loaded, checkpoint_id=directory, process_group=ours)
+        for name, value in state.items():
+            check_equal(loaded[name], value, name)
+
+
+def test_torchs_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(checkpointed, 2, str(tmp_path / "checkpoint"))
+
+
+# ---------------------------------------------------------------------- peers
+
+END = r"""
+counts = evenstep.transport.fall_through.counts()
+assert type(dist.group.WORLD).__name__ == "EvenstepGroup", dist.group.WORLD
+assert counts == {}, counts
+print(f"rank {dist.get_rank()} has trained\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+ACCELERATE = """
+import torch, torch.distributed as dist, evenstep
+from accelerate import Accelerator
+
+dist.init_process_group("evenstep")  # accelerate takes the group that is there; it refuses names that it doesn't know
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=4)
+model, optimizer, data = accelerator.prepare(model, optimizer, data)
+for x in data:
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+weights = accelerator.gather(next(model.parameters()).detach().view(1, -1))
+assert weights.shape[0] == 2 and torch.equal(weights[0], weights[1])
+accelerator.wait_for_everyone()
+"""
+
+FABRIC = """
+import torch, torch.distributed as dist, evenstep
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="evenstep"))
+fabric.launch()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = fabric.setup_dataloaders(torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=4))
+for x in data:
+    fabric.backward(model(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+weights = fabric.all_gather(next(model.parameters()).detach().view(1, -1)).view(2, -1)
+assert torch.equal(weights[0], weights[1])
+fabric.barrier()
+"""
+
+
+@pytest.mark.parametrize(("peer", "script"), [("accelerate", ACCELERATE), ("lightning_fabric", FABRIC)])
+def test_other_libraries(tmp_path: Path, peer: str, script: str) -> None:
+    if importlib.util.find_spec(peer) is None:  # not importorskip: importing them changes this process
+        pytest.skip(f"{peer} is not installed")
+    (tmp_path / "train.py").write_text(script + END)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(f"rank {rank} has trained" in done.stdout for rank in range(2)), done.stdout

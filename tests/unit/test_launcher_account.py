@@ -29,6 +29,17 @@ def test_a_users_mistake_is_said_once_and_without_traceback() -> None:
     assert tell(failure) == "evenstep: rank 1 (pid 101) failed: ConfigurationError: bad\n  at train.py, line 3"
 
 
+def test_a_syntax_error_has_no_traceback_and_still_its_lines() -> None:
+    shown = '  File "train.py", line 1\n    x = (\n        ^\nSyntaxError: never closed'
+    report = CrashReport(0, 100, 5, False, 1, "SyntaxError: never closed (train.py, line 1)", shown)
+    failure = judge([Exit(0, 100, 1)], [report], attempt=0)
+    assert failure is not None
+    assert tell(failure).splitlines() == [
+        *shown.splitlines(),
+        "evenstep: rank 0 (pid 100) failed: SyntaxError: never closed (train.py, line 1)",
+    ]
+
+
 def test_who_died_without_a_word_leaves_the_end_of_its_log() -> None:
     failure = judge([Exit(0, 100, 76), Exit(1, 101, -11)], [WITNESS], attempt=0)
     assert failure is not None

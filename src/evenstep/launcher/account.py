@@ -56,10 +56,10 @@ def tell(failure: Failure, *, log: str = "", log_tail: str = "", other_logs: Pat
         if log_tail:
             lines += [f"evenstep: the last lines of rank {culprit.rank} ({log}):", log_tail]
         lines.append(f"evenstep: {who} {describe_exit(culprit.exit_code)}")
-    elif report.traceback.startswith("Traceback"):
-        summary = (report.summary.splitlines() or [""])[0]
-        lines += [report.traceback, f"evenstep: {who} failed: {summary}"]
-    else:
+    elif not report.traceback or report.traceback.startswith(report.summary):
         # A user's mistake: its message says it all, and must not be said twice.
         lines.append(f"evenstep: {who} failed: {report.traceback or report.summary}")
+    else:
+        summary = (report.summary.splitlines() or [""])[0]
+        lines += [report.traceback, f"evenstep: {who} failed: {summary}"]
     return "\n".join(lines)

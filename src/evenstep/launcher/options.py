@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from argparse import SUPPRESS, ArgumentParser, Namespace
+from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
@@ -131,14 +132,14 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
 
 
 def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespace:
-    """The same arguments, with our worker as the module to run and the user's target as its first arguments. Pure."""
+    """The same arguments, with our worker as the script to run and the user's target as its first arguments. Pure."""
     kind = "module" if args.module else "program" if args.no_python else "script"
     changed = {
         "nproc_per_node": str(num_ranks),
-        "module": True,
+        "module": False,
         "no_python": False,
         "run_path": False,
-        "training_script": "evenstep.launcher.worker",
+        "training_script": str(Path(__file__).with_name("start_worker.py")),
         "training_script_args": [str(parent_pid), kind, args.training_script, *args.training_script_args],
         # torchelastic's own log files are not used, and must not be made.
         "redirects": "0",

@@ -41,3 +41,21 @@ def test_a_syntax_error_of_a_module_is_shown_with_the_line_that_imports_it(
     assert lines[:2] == ["Traceback (most recent call last):", f'  File "{tmp_path}/script.py", line 1, in <module>']
     assert f'  File "{tmp_path}/with_a_mistake.py", line 1' in lines
     assert "launcher" not in "\n".join(lines)
+
+
+def test_who_lost_a_peer_is_shown_where_it_waited_and_not_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames are of the transport, where nothing is wrong."""
+    script = """
+from pathlib import Path
+import evenstep, evenstep.errors
+code = compile("def wait(): raise evenstep.errors.PeerLostError('gone')", evenstep.__file__, "exec")
+exec(code)
+wait()
+"""
+    lines = describe(raised_by_running(tmp_path, script, monkeypatch)).splitlines()
+    assert lines == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/script.py", line 6, in <module>',
+        "    wait()",
+        "evenstep.errors.PeerLostError: gone",
+    ]

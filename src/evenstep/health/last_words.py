@@ -36,7 +36,14 @@ def describe(error: BaseException) -> str:
     tb = _without_machinery(error.__traceback__)
     if isinstance(error, SyntaxError) and all(_is_machinery(frame) for frame in _frames(tb)):
         tb = None  # of the script itself, whose line the error shows; python shows no frames either
-    return "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+    told = traceback.TracebackException(type(error), error, tb)
+    if isinstance(error, EvenstepError) and error.is_consequence:
+        # It is somebody else who failed: what is of interest is where this one waited, and not how.
+        inner = [f.filename.startswith(str(_PACKAGE)) or f.filename == contextlib.__file__ for f in told.stack]
+        if not all(inner):
+            num_outer = len(inner) - inner[::-1].index(False)
+            told.stack = traceback.StackSummary.from_list(told.stack[:num_outer])
+    return "".join(told.format()).rstrip()
 
 
 def install(placement: Placement) -> _Hook:

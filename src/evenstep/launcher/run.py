@@ -80,6 +80,7 @@ class _Run:
         self._args = args
         self._run_directory = run_directory
         self._num_ranks = plan.num_ranks
+        self._num_hosts = num_hosts
         self._num_attempts = args.max_restarts + 1
         self._failure: Failure | None = None
         self._logs, self._log_directory = logs, Path(logs.root_log_dir)
@@ -144,6 +145,7 @@ class _Run:
         log = "" if destination is None else destination.stderr or destination.stdout
         text = tell(
             failure,
+            num_hosts=self._num_hosts,
             log=log,
             log_tail=tail(log) if log else "",
             other_logs=self._log_directory if restarts_left == 0 and self._has_logs() else None,

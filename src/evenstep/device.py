@@ -35,10 +35,11 @@ def choose_device(asked: str | torch.device | None, placement: Placement, *, num
             raise ConfigurationError(f"device={str(asked)!r}, but this host has {_gpus(num_gpus)}.")
         return device
     if placement.local_world_size > num_gpus:
+        ranks = "1 rank" if num_gpus == 1 else f"{num_gpus} ranks"
+        remedy = f"Start at most {ranks}, or pass device='cpu', or name one to be shared: device='cuda:0'."
         raise ConfigurationError(
             f"{placement.local_world_size} ranks on this host, but it has {_gpus(num_gpus)}: each rank needs one of "
-            f"its own. Start at most {num_gpus} ranks, or pass device='cpu'"
-            + (", or name one to be shared: device='cuda:0'." if num_gpus else ".")
+            f"its own. " + (remedy if num_gpus else "Pass device='cpu'.")
         )
     return torch.device("cuda", placement.local_rank)
 

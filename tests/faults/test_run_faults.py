@@ -51,6 +51,24 @@ def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path
     assert command.leaves_no_process()
 
 
+def test_a_rank_whose_loop_is_shorter_is_named_and_the_others_shown_where_they_waited(tmp_path: Path) -> None:
+    script = """
+        import evenstep, torch
+
+        with evenstep.init() as world:
+            model = evenstep.DistributedDataParallel(torch.nn.Linear(1, 1))
+            for step in range(5 - world.rank):
+                model.backward(model(torch.ones(1, 1)).sum())
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
+    assert code == 76
+    _, traceback, where, _, lost, verdict = command.stderr.splitlines()
+    assert (traceback, where) == ("Traceback (most recent call last):", '  File "script.py", line 7, in <module>')
+    assert lost.startswith("evenstep.errors.PeerLostError: rank 0 lost rank 1 (pid ")
+    assert verdict.startswith("evenstep: rank 1 (pid ")
+    assert ") had ended with status 0 while rank 0 still waited: its loop was shorter" in verdict
+
+
 def test_a_rank_that_raises_ends_the_others_within_seconds(tmp_path: Path) -> None:
     script = """
         import os, time

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,15 @@ SAYS_WHO_IT_IS = """
     rank = os.environ["RANK"]
     print("out", rank, sys.argv[1:])
     print("err", rank, file=sys.stderr)
+"""
+
+STANDS_IN_FOR_RANDOM = """
+import os, sys
+open("taken-by-rank-" + os.environ.get("RANK", "none"), "w").close()
+directory = sys.path.pop(0)
+del sys.modules["random"]
+import random  # python's own
+sys.path.insert(0, directory)
 """
 
 
@@ -98,13 +109,21 @@ def test_the_script_is_main_to_the_very_end(tmp_path: Path) -> None:
 
         atexit.register(at_exit)
         print(__name__, os.path.basename(__file__), sys.modules["__main__"].Mine is Mine, sys.argv)
+        print([os.path.relpath(entry) for entry in sys.path[:2]], os.getcwd() in sys.path or "" in sys.path)
         import neighbour
     """
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "neighbour.py").write_text("print('found', __name__)")
-    (tmp_path / "sub" / "main.py").write_text("\n".join(line[8:] for line in script.splitlines()))
-    code, command = call(tmp_path, ["--nproc-per-node", "1", "sub/main.py", "x"])
-    assert (code, command.stdout) == (0, "__main__ main.py True ['sub/main.py', 'x']\nfound neighbour\nTrue\n")
+    (tmp_path / "sub" / "main.py").write_text(textwrap.dedent(script))
+    # Torch imports a module of this name. `python sub/main.py` doesn't look for it here; `python -m evenstep` does.
+    (tmp_path / "random.py").write_text(STANDS_IN_FOR_RANDOM)
+    python_path = os.pathsep.join(filter(None, [str(tmp_path / "lib"), os.environ.get("PYTHONPATH")]))
+    code, command = call(tmp_path, ["--nproc-per-node", "1", "sub/main.py", "x"], PYTHONPATH=python_path)
+    assert (code, command.stdout.splitlines()) == (
+        0,
+        ["__main__ main.py True ['sub/main.py', 'x']", "['sub', 'lib'] False", "found neighbour", "True"],
+    )
+    assert not (tmp_path / "taken-by-rank-0").exists()
 
 
 def test_a_module_and_a_program(tmp_path: Path) -> None:

@@ -54,6 +54,17 @@ def test_a_module_or_a_program_that_is_not_there(capsys: pytest.CaptureFixture[s
         (["--threads-per-rank", "0"], "0 threads per rank"),
         (["--device", "gpu0"], "no device"),
         (["--nnodes", "none"], "--nnodes none"),
+        (["--nnodes", "2", "--node-rank", "5"], "--node-rank 5: with --nnodes 2 it lies between 0 and 1"),
+        (["--nnodes", "1:4", "--node-rank=-1"], "--node-rank -1"),
+        (["--node-rank", "1"], "with --nnodes 1 it is 0"),
+        (["--nproc-per-node", "2", "--local-ranks-filter", "7"], "--local-ranks-filter 7: no such rank on this host"),
+        (["--nproc-per-node", "2", "--local-ranks-filter", "0,2"], "there are 0 and 1"),
+        (["--nproc-per-node", "1", "--tee", "1:3"], "--tee 1:3: no such rank on this host; there is 0"),
+        (["--nproc-per-node", "8", "--redirects", "8:3"], "there are 0 to 7"),
+        (["--log-dir", "/proc/foo"], "--log-dir /proc/foo: No such file or directory"),
+        (["--log-dir", __file__], f"--log-dir {__file__}: Not a directory"),
+        (["--no-such-flag"], "unrecognized arguments: --no-such-flag. See `evenstep run --help`."),
+        (["--node-rank", "first"], "argument --node-rank/--node_rank: invalid int value: 'first'."),
         (["--redirects", "7"], "--redirects 7"),
         (["--rdzv-endpoint", "here"], "HOST:PORT"),
         (["--logs-specs", "x"], "--logs-specs"),
@@ -82,11 +93,14 @@ def test_a_port_in_use_is_named_with_its_owner(capsys: pytest.CaptureFixture[str
     assert f"port {port} is in use by pid {os.getpid()}" in line
 
 
-def test_an_unknown_flag_or_command(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["run", "--no-such-flag", "x.py"], ["run"], ["no-such-command"]):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
+def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys).startswith("evenstep: the following arguments are required: script. See `evenstep run")
+
+
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["no-such-command"])
+    assert caught.value.code == 2
     assert main([]) == 2
     capsys.readouterr()
 

@@ -31,8 +31,8 @@ def test_the_device_of_a_rank(asked, num_gpus, expected):
     ("asked", "num_gpus", "message"),
     [
         ("cuda", 1, "2 ranks on this host, but it has 1 GPU"),
-        ("cuda", 0, "no GPU that torch can use"),
-        (None, 1, "2 ranks on this host, but it has 1 GPU"),
+        ("cuda", 0, r"no GPU that torch can use: each rank needs one of its own\. Pass device='cpu'\.$"),
+        (None, 1, "2 ranks on this host, but it has 1 GPU: .* Start at most 1 rank, or pass device='cpu', or name one"),
         ("cuda:4", 4, "this host has 4 GPUs"),
         ("gpu", 1, "is no device"),
         ("mps", 1, "trains on 'cpu' and 'cuda'"),

@@ -29,6 +29,17 @@ def test_a_users_mistake_is_said_once_and_without_traceback() -> None:
     assert tell(failure) == "evenstep: rank 1 (pid 101) failed: ConfigurationError: bad\n  at train.py, line 3"
 
 
+def test_a_syntax_error_has_no_traceback_and_still_its_lines() -> None:
+    shown = '  File "train.py", line 1\n    x = (\n        ^\nSyntaxError: never closed'
+    report = CrashReport(0, 100, 5, False, 1, "SyntaxError: never closed (train.py, line 1)", shown)
+    failure = judge([Exit(0, 100, 1)], [report], attempt=0)
+    assert failure is not None
+    assert tell(failure).splitlines() == [
+        *shown.splitlines(),
+        "evenstep: rank 0 (pid 100) failed: SyntaxError: never closed (train.py, line 1)",
+    ]
+
+
 def test_who_died_without_a_word_leaves_the_end_of_its_log() -> None:
     failure = judge([Exit(0, 100, 76), Exit(1, 101, -11)], [WITNESS], attempt=0)
     assert failure is not None
@@ -39,10 +50,94 @@ def test_who_died_without_a_word_leaves_the_end_of_its_log() -> None:
     ]
 
 
-def test_only_witnesses_point_at_other_hosts() -> None:
-    failure = judge([Exit(0, 100, 76)], [WITNESS], attempt=0)
+def told(exits: list[Exit], reports: list[CrashReport], *, num_hosts: int = 1) -> list[str]:
+    failure = judge(exits, reports, attempt=0)
     assert failure is not None
-    assert "the other hosts" in tell(failure)
+    return tell(failure, num_hosts=num_hosts).splitlines()
+
+
+def waited(rank: int, missing: str) -> CrashReport:
+    summary = f"CollectiveTimeoutError: rank {rank} waited 6.0 s in all_reduce. Missing: {missing}. Look there."
+    return CrashReport(rank, 100 + rank, 4, True, 71, summary, f"Traceback (most recent call last):\n{summary}")
+
+
+def test_a_rank_that_ended_early_with_status_0_is_named_and_there_is_advice() -> None:
+    *before, verdict = told([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS])
+    assert before == WITNESS.traceback.splitlines()
+    assert verdict.startswith(
+        "evenstep: rank 1 (pid 101) had ended with status 0 while rank 0 still waited: its loop was"
+    )
+    assert "model.join()" in verdict
+    assert "DataLoader(global_batch_size=" in verdict
+
+
+def test_several_that_ended_early_and_several_that_waited() -> None:
+    other = CrashReport(3, 103, 6, True, 76, WITNESS.summary, WITNESS.traceback)
+    exits = [Exit(0, 100, 76), Exit(1, 101, 0), Exit(2, 102, 0), Exit(3, 103, 76)]
+    assert told(exits, [WITNESS, other])[-1].startswith(
+        "evenstep: rank 1 (pid 101) and rank 2 (pid 102) had ended with status 0 while rank 0 and rank 3 still waited: "
+        "their loops were"
+    )
+
+
+def test_the_line_stays_one_line_with_many_ranks() -> None:
+    exits = [Exit(0, 100, 76), *(Exit(rank, 100 + rank, 0) for rank in range(1, 64))]
+    assert "rank 7 (pid 107) and 56 others had ended with status 0" in told(exits, [WITNESS])[-1]
+
+
+def test_who_did_not_arrive_in_time_is_named() -> None:
+    exits = [Exit(0, 100, 71), Exit(1, 101, -15, stopped_by_launcher=True)]
+    missing = "evenstep: rank 1 (pid 101) had not arrived where rank 0 waited; it was "
+    assert told(exits, [waited(0, "rank 1 (pid 101)")])[-1] == missing + "still running, and has been stopped"
+    assert told(exits, [waited(0, "rank 1 (pid 101, stopped)")])[-1] == (
+        missing + "suspended (state T), and has been stopped"
+    )
+
+
+def test_who_waited_too_is_not_blamed_for_being_late() -> None:
+    """Each hears only of its neighbours: rank 0 waits for rank 1, which waits for rank 2."""
+    exits = [Exit(0, 100, 71), Exit(1, 101, 71), Exit(2, 102, -9, stopped_by_launcher=True)]
+    reports = [waited(0, "rank 1 (pid 101)"), waited(1, "rank 2 (pid 102)")]
+    assert told(exits, reports)[-1].startswith(
+        "evenstep: rank 2 (pid 102) had not arrived where rank 0 and rank 1 waited;"
+    )
+    exits = [Exit(0, 100, 71), Exit(1, 101, 71)]
+    reports = [waited(0, "rank 1 (pid 101)"), waited(1, "rank 0 (pid 100)")]
+    verdict = told(exits, reports)[-1]
+    assert verdict == "evenstep: rank 0 and rank 1 waited for each other, in different calls: compare their tracebacks"
+
+
+def test_who_came_too_late_did_not_wait_for_the_one_that_had_given_up() -> None:
+    late = CrashReport(1, 101, 5, True, 76, "PeerLostError: gone", "Traceback (most recent call last):\nPeerLostError")
+    verdict = told([Exit(0, 100, 71), Exit(1, 101, 76)], [waited(0, "rank 1 (pid 101)"), late])[-1]
+    assert verdict == (
+        "evenstep: rank 1 (pid 101) had not arrived where rank 0 waited; it came later, and found nobody"
+    )
+
+
+def test_who_was_missing_and_has_ended_with_status_0_had_left() -> None:
+    verdict = told([Exit(0, 100, 71), Exit(1, 101, 0)], [waited(0, "rank 1 (pid 101)")])[-1]
+    assert "had ended with status 0" in verdict
+
+
+def test_what_cannot_be_known_is_not_said() -> None:
+    """Rank 1 closed its world and ran on: nobody told why."""
+    exits = [Exit(0, 100, 76), Exit(1, 101, -15, stopped_by_launcher=True)]
+    *before, silent, verdict = told(exits, [WITNESS])
+    assert before == WITNESS.traceback.splitlines()
+    assert silent == "evenstep: rank 1 (pid 101) was still running, had told of no error, and has been stopped"
+    assert verdict == "evenstep: rank 0 (pid 100) failed: PeerLostError: gone"
+
+
+def test_only_witnesses_point_at_other_hosts_where_there_are_any() -> None:
+    assert "other hosts" not in "".join(told([Exit(0, 100, 76)], [WITNESS]))
+    assert "other hosts" in told([Exit(0, 100, 76)], [WITNESS], num_hosts=2)[0]
+    text = told([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS], num_hosts=2)
+    assert "other hosts" in text[0]
+    assert "had ended with status 0" in text[-1]
+    missing = told([Exit(0, 100, 71)], [waited(0, "rank 3 (pid 8)")], num_hosts=2)
+    assert "other hosts" in missing[0]
+    assert missing[-1] == "evenstep: rank 3 (pid 8) had not arrived where rank 0 waited; it is on another host"
 
 
 def test_nobody_failed() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -47,11 +48,9 @@ def test_flags_of_torchrun_and_ours_are_understood(flags: str) -> None:
 )
 def test_the_worker_is_run_in_place_of_the_target(flags: list[str], kind: str) -> None:
     args = for_workers(parse(*flags, "target", "-x", "1"), num_ranks=3, parent_pid=77)
-    assert (args.module, args.no_python, args.run_path, args.nproc_per_node) == (True, False, False, "3")
-    assert [args.training_script, *args.training_script_args] == [
-        *("evenstep.launcher.worker", "77", kind),
-        *("target", "-x", "1"),
-    ]
+    assert (args.module, args.no_python, args.run_path, args.nproc_per_node) == (False, False, False, "3")
+    assert Path(args.training_script).name == "start_worker.py"
+    assert args.training_script_args == ["77", kind, "target", "-x", "1"]
 
 
 @pytest.mark.parametrize(

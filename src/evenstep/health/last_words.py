@@ -11,6 +11,7 @@ import contextlib
 import io
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TextIO
@@ -32,7 +33,17 @@ def describe(error: BaseException) -> str:
     if isinstance(error, EvenstepError) and error.is_users_mistake:
         where = _where_the_user_called(error.__traceback__)
         return f"{type(error).__name__}: {error}" + (f"\n  at {where}" if where else "")
-    return "".join(traceback.format_exception(type(error), error, _without_machinery(error.__traceback__))).rstrip()
+    tb = _without_machinery(error.__traceback__)
+    if isinstance(error, SyntaxError) and all(_is_machinery(frame) for frame in _frames(tb)):
+        tb = None  # of the script itself, whose line the error shows; python shows no frames either
+    told = traceback.TracebackException(type(error), error, tb)
+    if isinstance(error, EvenstepError) and error.is_consequence:
+        # It is somebody else who failed: what is of interest is where this one waited, and not how.
+        inner = [f.filename.startswith(str(_PACKAGE)) or f.filename == contextlib.__file__ for f in told.stack]
+        if not all(inner):
+            num_outer = len(inner) - inner[::-1].index(False)
+            told.stack = traceback.StackSummary.from_list(told.stack[:num_outer])
+    return "".join(told.format()).rstrip()
 
 
 def install(placement: Placement) -> _Hook:
@@ -72,9 +83,20 @@ def _real_stderr() -> TextIO:
 
 def _without_machinery(tb: TracebackType | None) -> TracebackType | None:
     first = tb
-    while tb is not None and any(part in tb.tb_frame.f_code.co_filename for part in _MACHINERY):
+    while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb if tb is not None else first
+
+
+def _frames(tb: TracebackType | None) -> Iterator[str]:
+    """The file of each frame."""
+    while tb is not None:
+        yield tb.tb_frame.f_code.co_filename
+        tb = tb.tb_next
+
+
+def _is_machinery(path: str) -> bool:
+    return path.startswith("<frozen importlib") or any(part in path for part in _MACHINERY)
 
 
 def _where_the_user_called(tb: TracebackType | None) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +53,45 @@ class Wishes:
             raise ConfigurationError(f"--local-ranks-filter {local_ranks_filter}: use ranks, as in 0,2.") from None
         return cls(redirects=streams("--redirects", redirects), tee=streams("--tee", tee), shown=shown)
 
+    def validate_ranks(self, num_ranks: int) -> None:
+        """See that every rank that is named exists: output that nobody writes would be missed without a word.
+
+        Args:
+            num_ranks: Ranks of this host.
+
+        Raises:
+            ConfigurationError: One of them doesn't.
+        """
+        there_are = {1: "is 0", 2: "are 0 and 1"}.get(num_ranks, f"are 0 to {num_ranks - 1}")
+        wished: Mapping[str, dict[int, str]] = {
+            "--local-ranks-filter": {rank: str(rank) for rank in sorted(self.shown or ())},
+            "--tee": {rank: f"{rank}:{std.value}" for rank, std in _by_rank(self.tee).items()},
+            "--redirects": {rank: f"{rank}:{std.value}" for rank, std in _by_rank(self.redirects).items()},
+        }
+        for flag, by_rank in wished.items():
+            missing = [text for rank, text in by_rank.items() if not 0 <= rank < num_ranks]
+            if missing:
+                raise ConfigurationError(f"{flag} {','.join(missing)}: no such rank on this host; there {there_are}.")
+
+
+def make_log_directory(log_dir: str | None) -> Path:
+    """Make the directory of one run's logs: in `log_dir` under a name of its own, or, for None, a temporary one.
+
+    Raises:
+        ConfigurationError: It can't be made, or not be written to.
+    """
+    try:
+        if log_dir is None:
+            return Path(tempfile.mkdtemp(prefix="evenstep-logs-"))
+        directory = Path(log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = "no directory for the logs of the ranks" if log_dir is None else f"--log-dir {log_dir}"
+        raise ConfigurationError(
+            f"{where}: {error.strerror}. Name a directory that can be made, or written to, with --log-dir."
+        ) from None
+    return directory
+
 
 @dataclass(frozen=True)
 class Destination:
@@ -88,7 +131,7 @@ class RankLogs(LogsSpecs):
 
     Args:
         wishes: What the command line says.
-        log_directory: Of this run; made when the ranks start.
+        log_directory: Of this run.
         run_directory: Private; torchelastic's own error files go there.
     """
 
@@ -137,6 +180,10 @@ def tail(path: str, *, num_lines: int = 20) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-num_lines:])
+
+
+def _by_rank(choice: Std | dict[int, Std]) -> dict[int, Std]:
+    return choice if isinstance(choice, dict) else {}
 
 
 def _of(choice: Std | dict[int, Std], local_rank: int) -> Std:

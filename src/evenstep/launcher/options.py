@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from argparse import SUPPRESS, ArgumentParser, Namespace
+from pathlib import Path
+from typing import NoReturn
 
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
@@ -70,6 +72,8 @@ def make_parser() -> ArgumentParser:
     parser.description = _DESCRIPTION
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    # argparse would print the usage and exit with 2: what is wrong in a command is said in one way, whoever finds it.
+    parser.error = _refuse  # type: ignore[method-assign]
     ours = parser.add_argument_group("evenstep")
     ours.add_argument(
         "--threads-per-rank",
@@ -93,6 +97,9 @@ def make_parser() -> ArgumentParser:
         action.help = _HELP.get(action.dest, action.help)
         if action.dest == "training_script":
             action.metavar = "script"
+        elif action.dest == "training_script_args":
+            # Before python 3.13 argparse asks for it too, by a name that the help doesn't know.
+            action.required = False
     if not is_set("PET_NPROC_PER_NODE"):
         parser.set_defaults(nproc_per_node="auto")
     if not (is_set("PET_SHUTDOWN_TIMEOUT") or is_set("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
@@ -100,11 +107,15 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
+def _refuse(message: str) -> NoReturn:
+    raise ConfigurationError(f"{message}. See `evenstep run --help`.")
+
+
 def num_nodes(args: Namespace) -> tuple[int, int]:
     """The fewest and the most hosts.
 
     Raises:
-        ConfigurationError: `--nnodes` is neither a number nor MIN:MAX.
+        ConfigurationError: `--nnodes` is neither a number nor MIN:MAX, or `--node-rank` is none of theirs.
     """
     try:
         fewest, most = parse_min_max_nnodes(args.nnodes)
@@ -112,18 +123,23 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
         fewest, most = 0, 0
     if not 0 < fewest <= most:
         raise ConfigurationError(f"--nnodes {args.nnodes}: use a number of hosts, or MIN:MAX with 1 <= MIN <= MAX.")
+    if not 0 <= args.node_rank < most and not args.standalone:
+        # It would wait for the others for ever, and they for it.
+        choice = "is 0" if most == 1 else f"lies between 0 and {most - 1}"
+        hosts = str(most) if fewest == most else args.nnodes
+        raise ConfigurationError(f"--node-rank {args.node_rank}: with --nnodes {hosts} it {choice}.")
     return int(fewest), int(most)
 
 
 def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespace:
-    """The same arguments, with our worker as the module to run and the user's target as its first arguments. Pure."""
+    """The same arguments, with our worker as the script to run and the user's target as its first arguments. Pure."""
     kind = "module" if args.module else "program" if args.no_python else "script"
     changed = {
         "nproc_per_node": str(num_ranks),
-        "module": True,
+        "module": False,
         "no_python": False,
         "run_path": False,
-        "training_script": "evenstep.launcher.worker",
+        "training_script": str(Path(__file__).with_name("start_worker.py")),
         "training_script_args": [str(parent_pid), kind, args.training_script, *args.training_script_args],
         # torchelastic's own log files are not used, and must not be made.
         "redirects": "0",

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from evenstep.launcher import ports, rendezvous
 from evenstep.launcher.account import Failure, tell
 from evenstep.launcher.agent import RankAgent
 from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
-from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, tail
+from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, make_log_directory, tail
 from evenstep.launcher.options import fixed_port, for_workers, make_parser, num_nodes, on_one_host
 from evenstep.launcher.verdict import StopPolicy, exit_status
 
@@ -55,11 +54,14 @@ def run(arguments: Sequence[str]) -> int:
     wishes = Wishes.parse(
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
     )
+    wishes.validate_ranks(plan.num_ranks)
     _check_port(args)
+    log_directory = make_log_directory(args.log_dir)
     line = _announcement(plan, host, num_hosts=most, device=args.device)
     print(line, file=sys.stderr, flush=True)  # noqa: T201
     with tempfile.TemporaryDirectory(prefix="evenstep-", ignore_cleanup_errors=True) as directory:  # mode 0700
-        return _Run(args, plan, wishes, Path(directory), num_hosts=most, announced=line).execute()
+        logs = RankLogs(wishes, log_directory, Path(directory))
+        return _Run(args, plan, logs, Path(directory), num_hosts=most, announced=line).execute()
 
 
 class _Run:
@@ -69,7 +71,7 @@ class _Run:
         self,
         args: Namespace,
         plan: RankPlan,
-        wishes: Wishes,
+        logs: RankLogs,
         run_directory: Path,
         *,
         num_hosts: int,
@@ -78,15 +80,11 @@ class _Run:
         self._args = args
         self._run_directory = run_directory
         self._num_ranks = plan.num_ranks
+        self._num_hosts = num_hosts
         self._num_attempts = args.max_restarts + 1
         self._failure: Failure | None = None
-        if args.log_dir is None:
-            self._log_directory = Path(tempfile.mkdtemp(prefix="evenstep-logs-"))
-        else:
-            name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-            self._log_directory = Path(args.log_dir).absolute() / name
+        self._logs, self._log_directory = logs, Path(logs.root_log_dir)
         self._logs_are_temporary = args.log_dir is None
-        self._logs = RankLogs(wishes, self._log_directory, run_directory)
         self._variables = environment.run_variables(
             "run", run_directory=run_directory, num_nodes=num_hosts, device=args.device, announced=announced
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
@@ -147,6 +145,7 @@ class _Run:
         log = "" if destination is None else destination.stderr or destination.stdout
         text = tell(
             failure,
+            num_hosts=self._num_hosts,
             log=log,
             log_tail=tail(log) if log else "",
             other_logs=self._log_directory if restarts_left == 0 and self._has_logs() else None,

@@ -1,6 +1,6 @@
 """One rank of `evenstep run`: prepares the process, then becomes the user's script.
 
-Called by the launcher as `python -u -m evenstep.launcher.worker PARENT_PID script|module|program TARGET ARGS...`.
+`start_worker.py` calls `main`, with no directory of the script's or the user's on the path yet.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def _share_one_file() -> None:
 
 def _become_script(path: str, arguments: list[str]) -> None:
     sys.argv = [path, *arguments]
-    if not getattr(sys.flags, "safe_path", False):  # python -P, 3.11 and later
-        sys.path[0] = str(Path(path).resolve().parent)
+    _put_first(Path(path).resolve().parent)
     with io.open_code(str(Path(path).absolute())) as file:
         code = compile(file.read(), path, "exec")
     _run_as_main(code, __file__=path)
 
 
 def _become_module(name: str, arguments: list[str]) -> None:
+    _put_first(Path.cwd())
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
@@ -76,6 +76,12 @@ def _become_module(name: str, arguments: list[str]) -> None:
     _run_as_main(code, __file__=spec.origin, __spec__=spec, __loader__=spec.loader, __package__=spec.parent)
 
 
+def _put_first(directory: Path) -> None:
+    """The directory that python itself would have searched first, from the start."""
+    if not getattr(sys.flags, "safe_path", False):  # python -P, 3.11 and later
+        sys.path.insert(0, str(directory))
+
+
 def _run_as_main(code: types.CodeType, **names: object) -> None:
     # A module that stays `__main__` to the end of the process, unlike runpy's: threads and exit handlers of the
     # script may still pickle what it defines.
@@ -83,7 +89,3 @@ def _run_as_main(code: types.CodeType, **names: object) -> None:
     module.__dict__.update(names)
     sys.modules["__main__"] = module
     exec(code, module.__dict__)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

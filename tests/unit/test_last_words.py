@@ -1,0 +1,61 @@
+"""What is said of an exception that ends a process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenstep.health.last_words import describe
+from evenstep.launcher import worker
+
+
+def raised_by_running(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> BaseException:
+    """What a rank whose script is this text ends with."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    with pytest.raises(BaseException) as caught:
+        worker._become_script(str(script), [])
+    error = caught.value
+    assert error.__traceback__ is not None
+    return error.with_traceback(error.__traceback__.tb_next)  # without this function
+
+
+def test_a_syntax_error_of_the_script_is_shown_without_what_compiled_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = describe(raised_by_running(tmp_path, "x = (\n", monkeypatch))
+    assert text.splitlines()[0] == f'  File "{tmp_path}/script.py", line 1'
+    assert text.splitlines()[-1] == "SyntaxError: '(' was never closed"
+
+
+def test_a_syntax_error_of_a_module_is_shown_with_the_line_that_imports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "with_a_mistake.py").write_text("x = (\n")
+    lines = describe(raised_by_running(tmp_path, "import with_a_mistake\n", monkeypatch)).splitlines()
+    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{tmp_path}/script.py", line 1, in <module>']
+    assert f'  File "{tmp_path}/with_a_mistake.py", line 1' in lines
+    assert "launcher" not in "\n".join(lines)
+
+
+def test_who_lost_a_peer_is_shown_where_it_waited_and_not_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames are of the transport, where nothing is wrong."""
+    script = """
+from pathlib import Path
+import evenstep, evenstep.errors
+code = compile("def wait(): raise evenstep.errors.PeerLostError('gone')", evenstep.__file__, "exec")
+exec(code)
+wait()
+"""
+    lines = describe(raised_by_running(tmp_path, script, monkeypatch)).splitlines()
+    assert lines == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/script.py", line 6, in <module>',
+        "    wait()",
+        "evenstep.errors.PeerLostError: gone",
+    ]

@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench-collectives clean
+.PHONY: help install demo test lint format bench-collectives bench-step bench-data-parallel clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -16,8 +16,8 @@ install: ## make .venv with everything the other targets need; they do it themse
 demo: install ## train on handwritten digits with two replicas, and compare with one process
 	$(RUN) evenstep run --nproc-per-node 2 examples/digits.py
 
-test: lint ## lint, types and all tests
-	$(RUN) pytest
+test: lint ## lint, types and all tests, a file at a time in each of two processes
+	$(RUN) pytest --numprocesses 2 --dist loadfile
 
 lint: install ## ruff (format and rules) and mypy --strict
 	$(RUN) ruff format --check .
@@ -30,6 +30,12 @@ format: install ## let ruff format the code and sort the imports
 
 bench-collectives: install ## shared memory against Gloo, 64 B to 256 MiB on 2 and 4 ranks; some minutes, on a quiet machine
 	$(RUN:-m=) benchmarks/collectives.py --json build/collectives.json
+
+bench-step: install ## what replication adds to a training step, beside torch's DDP; some minutes, on a quiet machine
+	$(RUN:-m=) benchmarks/step.py --json build/step.json
+
+bench-data-parallel: install ## two CPU replicas in one process against one; a minute, on a quiet machine
+	$(RUN:-m=) benchmarks/data_parallel.py --json build/data_parallel.json
 
 clean: ## remove .venv, caches and what the examples wrote
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build runs src/evenstep.egg-info

@@ -138,6 +138,7 @@ def main() -> None:
     print(f"{machine}\n\n{table(setting, result)}")
     if path is not None:
         whole = {"machine": machine, "setting": asdict(setting), "targets": TARGETS, **asdict(result)}
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(whole, indent=1))
 
 

@@ -158,6 +158,7 @@ def main() -> None:
         print(f"\n{table(num_ranks, results)}", flush=True)
         whole[f"{num_ranks} ranks"] = {"sides": results, "share_of_best": share_of_best(results)}
     if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(whole, indent=1))
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from evenstep.testing import RankPool
 
 _POOL = pytest.StashKey[RankPool]()
+_TOLD = pytest.StashKey[tuple[int, int]]()
 _SETTLE_S = 3.0
 _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the latter when it first needs dynamo
 
@@ -130,11 +132,31 @@ def _used_by_strangers(name: str) -> bool:
     return False
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells its account; `pytest_testnodedown` hears it."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["pool"] = _account(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add up what the workers tell."""
+    told = getattr(node, "workeroutput", {}).get("pool", (0, 0))
+    before = _account(node.config)
+    node.config.stash[_TOLD] = (before[0] + told[0], before[1] + told[1])
+
+
+def _account(config: pytest.Config) -> tuple[int, int]:
+    """(multi-rank cases, groups of ranks), in this process or told by its workers."""
+    pool = config.stash.get(_POOL, None)
+    return config.stash.get(_TOLD, (0, 0)) if pool is None else (pool.num_cases, pool.num_groups)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """How many multi-rank cases ran, and what was skipped and why, with counts."""
-    pool = config.stash.get(_POOL, None)
-    if pool is not None:
-        terminalreporter.write_line(f"{pool.num_cases} multi-rank cases ran on {pool.num_groups} groups of ranks")
+    num_cases, num_groups = _account(config)
+    terminalreporter.write_line(f"{num_cases} multi-rank cases ran on {num_groups} groups of ranks")
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)

@@ -66,3 +66,48 @@ def test_batches_arrive_on_the_gpu():
     batches = list(loader)
     assert all(x.is_cuda and y.is_cuda for x, y in batches)
     assert torch.cat([y for _, y in batches]).tolist() == list(range(10))
+
+
+def normalise_over_ranks(transport):
+    world = evenstep.init(device="cuda:0", transport=transport, quiet=True)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().cuda()
+    plain.load_state_dict(net.state_dict())
+    model = evenstep.DistributedDataParallel(evenstep.SyncBatchNorm.convert_sync_batchnorm(net), world=world)
+    whole = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).cuda()
+    for cuts in ([0, 2, 5], [0, 0, 5]):
+        mine = whole if world.world_size == 1 else whole[cuts[world.rank] : cuts[world.rank + 1]]
+        model.backward(model(mine).square().mean(), weight=len(mine))
+        plain(whole).square().mean().backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
+        for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        model.zero_grad()
+        plain.zero_grad()
+    world.close()
+
+
+def test_ranks_that_share_a_gpu_normalise_together():
+    evenstep.launch(normalise_over_ranks, nproc=2, args=("gloo",), device="cuda:0")
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], [0], ["cuda:0"] * 3])
+def test_replicas_on_a_gpu_equal_the_bare_module(devices):
+    """Their graphs are differentiated by autograd's own thread of the device, from within a node that runs there."""
+    plain = make_model().cuda()
+    model = evenstep.DataParallel(make_model(), device_ids=devices)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    x, target = torch.randn(7, 8, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    for step in range(3):
+        nn.functional.mse_loss(plain(x.cuda()), target.cuda()).backward()
+        if step % 2:
+            nn.functional.mse_loss(model(x), target.cuda()).backward()
+        else:
+            model.loss(nn.MSELoss(), x, target).backward()
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

@@ -342,6 +342,7 @@ class Network(nn.Module):
 
 def empty_share(first_batch_is_empty, plain):
     world = evenstep.init(quiet=True)
+    world.diverge_random_streams()  # which the first training forward would do
     torch.manual_seed(0)
     model = evenstep.DistributedDataParallel(Network(), world=world)
     if not first_batch_is_empty:
@@ -561,6 +562,33 @@ def late_gradient(path):
 def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error_with_its_name(ranks, path):
     """Backward runs a path from its end. "bba": seen by the sentinel's hook; "aba": by the versions of the views."""
     ranks.run(late_gradient, 2, path)
+
+
+def begins_without_rows(seed):
+    """A rank whose first shares are empty has seen no order yet, and must not take a second gradient for a late one."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Path(), bucket_cap_mb=1.3e-4, world=world)
+    module = Path()
+    for step in range(6):
+        shares = [
+            torch.randn(
+                0 if r == step % 2 == 0 or step == 1 else 1 + r, 2, generator=torch.Generator().manual_seed(seed + r)
+            )
+            for r in range(world.world_size)
+        ]
+        x = shares[world.rank]
+        model.backward(model(x, "bbab").square().mean(), weight=len(x))
+        everything = torch.cat(shares)
+        if len(everything):
+            module(everything, "bbab").square().mean().backward()
+        for a, b in zip(grads(model), grads(module), strict=True):
+            torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
+        model.zero_grad()
+        module.zero_grad()
+
+
+def test_a_rank_may_begin_with_empty_shares(ranks, fresh_seed):
+    ranks.run(begins_without_rows, 2, fresh_seed)
 
 
 # ---------------------------------------------------------------------- mistakes

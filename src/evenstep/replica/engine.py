@@ -99,6 +99,7 @@ class Engine:
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
         self.num_reductions = 0
+        self.has_learned_order = False
         self._world = world
         self._window: Window | None = None
         self._pass: _Pass | None = None
@@ -310,8 +311,10 @@ class Engine:
         self._add_carried()
         self._window = None
         self.num_reductions += 1
-        if self.readiness.is_counting:
+        if not self.has_learned_order:
+            self.has_learned_order = True  # on all ranks in the same window, whatever each of them has seen
             self.exchange.learn_order(self.readiness.order)
+        if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
 
     # ------------------------------------------------------------------ errors

@@ -83,8 +83,14 @@ class Readiness:
         return len(self._handles)
 
     def watch(self, layout: Layout) -> None:
-        """From the next pass on watch the buckets of a layout through their sentinels."""
+        """From the next pass on watch the buckets of a layout through their sentinels.
+
+        A rank whose passes so far were over empty shares goes on counting: it has seen no gradient come.
+        """
         self._follow(layout)
+        if not self.order:
+            self._clear_pass()
+            return
         turn = {parameter: index for index, parameter in enumerate(self.order)}
         self._sentinels = []
         for bucket in self._buckets:
@@ -93,8 +99,7 @@ class Readiness:
             else:
                 used = [parameter for parameter in bucket if parameter in turn]
                 self._sentinels.append(max(used, key=turn.__getitem__) if used else bucket[-1])
-        if self.order:
-            self._unused_before = {p for p in range(len(self._parameters)) if p not in turn}
+        self._unused_before = {p for p in range(len(self._parameters)) if p not in turn}
         self.is_counting = False
         self._set_hooks(sentinel for sentinel in self._sentinels if sentinel is not None)
         self._clear_pass()

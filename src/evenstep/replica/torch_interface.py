@@ -106,7 +106,7 @@ class TorchInterface(TorchDistributedDataParallel):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
-        return not self.engine.readiness.is_counting
+        return self.engine.has_learned_order
 
     def will_sync_module_buffers(self) -> bool:
         """Whether module buffers are made equal at the end of the next backward pass."""

@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import evenstep
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError
+from evenstep.launcher.ranks import RankGroup
 from tests.commands import is_running
 
 
@@ -71,8 +74,10 @@ def plain_torch() -> float:
     return x.item()
 
 
-def start_method() -> str | None:
-    return multiprocessing.get_start_method(allow_none=True)
+def start_method_and_interrupts() -> tuple[str | None, bool, bool]:
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    is_blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    return multiprocessing.get_start_method(allow_none=True), is_ignored, is_blocked
 
 
 def test_rank_0s_result_comes_back() -> None:
@@ -83,8 +88,8 @@ def test_one_rank_goes_the_same_way_and_takes_the_threads() -> None:
     assert evenstep.launch(threads, 1, threads_per_rank=2) == (2, "2")
 
 
-def test_processes_of_a_rank_start_as_they_would_in_a_script() -> None:
-    assert evenstep.launch(start_method, 1) is None
+def test_processes_of_a_rank_start_as_they_would_in_a_script_and_a_task_may_hear_ctrl_c() -> None:
+    assert evenstep.launch(start_method_and_interrupts, 1) == (None, True, False)
 
 
 def test_a_function_for_torchs_own_process_group_runs() -> None:
@@ -156,7 +161,9 @@ def test_a_missing_main_guard_is_one_clear_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_no_rank_outlives_a_parent_that_is_killed_or_interrupted(tmp_path: Path, sent: signal.Signals) -> None:
-    program = f"import evenstep, tests.procs.test_launch as t; evenstep.launch(t.leave_pids, 2, ({str(tmp_path)!r},))"
+    # In the background of a shell, interrupts are ignored by whoever doesn't ask for them.
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    program += f"import evenstep, tests.procs.test_launch as t; evenstep.launch(t.leave_pids, 2, ({str(tmp_path)!r},))"
     parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     files = [tmp_path / "0", tmp_path / "1"]
     deadline = time.monotonic() + 90
@@ -171,6 +178,52 @@ def test_no_rank_outlives_a_parent_that_is_killed_or_interrupted(tmp_path: Path,
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not any(map(is_running, pids))
+
+
+def test_an_interrupt_that_does_not_wake_the_parent_is_noticed_all_the_same(tmp_path: Path) -> None:
+    """As one that comes just before the parent sleeps: python has noted it, and the sleep isn't cut short by it."""
+
+    def interrupt_from_here() -> None:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "0").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        sent_at.append(time.monotonic())
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # it is this thread that wakes
+
+    sent_at: list[float] = []
+    thread = threading.Thread(target=interrupt_from_here)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            evenstep.launch(leave_pids, 1, (str(tmp_path),))
+    finally:
+        signal.signal(signal.SIGINT, before)
+        thread.join()
+    assert time.monotonic() - sent_at[0] < 20
+    assert not is_running(int((tmp_path / "0").read_text()))
+
+
+def test_an_interrupt_while_the_ranks_are_started_counts_once_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks inherit that Ctrl-C is ignored, so it is ignored while they are started; it must not be lost."""
+    start = RankGroup._start
+    started = []
+
+    def start_and_interrupt(group: RankGroup, *args: Any) -> Any:
+        started.append(start(group, *args))
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(RankGroup, "_start", start_and_interrupt)
+    monkeypatch.setattr(RankGroup, "run", lambda *_, **__: pytest.fail("the interrupt was lost"))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            evenstep.launch(threads, 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(started) == 1
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,52 @@ def test_make_explains_a_python_that_is_too_old(tmp_path: Path):
     assert not (tmp_path / ".venv").exists()
 
 
+FAKE_PYTHON = """\
+#!/bin/sh
+# Stands for python: makes an environment that holds nothing but itself, and notes what is installed and run.
+echo "$OMP_NUM_THREADS: $*" >>"$LOG"
+case "$*" in
+-c*version_info\\[*) echo 3.12.1 ;;
+"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("threads", ["", "3"])
+def test_a_second_call_installs_nothing_also_in_a_folder_with_a_space(tmp_path: Path, threads: str):
+    """With a python that only notes how it is called: installing torch takes minutes."""
+    checkout = tmp_path / "my projects" / "evenstep"
+    (checkout / "requirements").mkdir(parents=True)
+    for name in ("requirements/install.sh", "requirements/test.txt", "pyproject.toml", "Makefile"):
+        shutil.copy(ROOT / name, checkout / name)
+    fake = tmp_path / "fake python"
+    fake.write_text(FAKE_PYTHON)
+    fake.chmod(0o755)
+    log = tmp_path / "log"
+    env = environment(tmp_path) | {"LOG": str(log)} | ({"OMP_NUM_THREADS": threads} if threads else {})
+
+    def make_demo(directory: Path) -> list[str]:
+        """What was run, without looks at what there is."""
+        log.unlink(missing_ok=True)
+        done = subprocess.run(
+            ["make", "demo", f"PYTHON={fake}"], cwd=directory, env=env, capture_output=True, text=True, timeout=30
+        )
+        assert done.returncode == 0, done.stderr
+        return [line.removeprefix(f"{threads}: ") for line in log.read_text().splitlines() if ": -m " in line]
+
+    install = ["-m venv .venv", "-m pip install --quiet -r requirements/test.txt"]
+    install.append("-m pip install --quiet --no-deps --no-build-isolation -e .")
+    demo = ["-m evenstep run --nproc-per-node 2 examples/digits.py"]
+    assert make_demo(checkout) == install + demo
+    assert make_demo(checkout) == demo
+    with (checkout / "requirements" / "test.txt").open("a") as pins:
+        pins.write("another==1\n")
+    assert make_demo(checkout) == install + demo
+    assert make_demo(checkout.rename(checkout.with_name("moved"))) == install + demo
+    (checkout.with_name("moved") / ".venv" / "installed").unlink()  # as after an install that was interrupted
+    assert make_demo(checkout.with_name("moved")) == install + demo
+
+
 def test_pip_install_gives_a_working_command(tmp_path: Path):
     """In an environment that has nothing of evenstep but what `pip install .` puts there; its needs are lent to it."""
     source = tmp_path / "a copy"

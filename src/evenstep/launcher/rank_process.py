@@ -59,6 +59,8 @@ class Failed:
 def serve(connection: Connection, setup: Setup) -> None:
     """Run one task after the other until the parent closes the pipe, or one fails."""
     die_with_parent(setup.parent_pid)
+    # Ignored from the start, and no longer blocked: a task may choose to hear it.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A spawned process would spawn in its turn, and a loader's workers take seconds to start instead of milliseconds.
     multiprocessing.set_start_method(None, force=True)
     faulthandler.enable()

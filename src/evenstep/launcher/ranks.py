@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -37,6 +38,10 @@ from evenstep.launcher.ports import Reservation
 from evenstep.launcher.rank_process import STACK_SIGNAL, Failed, Setup, Succeeded, Task, serve
 from evenstep.launcher.remote import pack_call
 from evenstep.launcher.verdict import StopPolicy, describe_exit, is_evident
+
+# A signal that comes just before the parent sleeps is noted and doesn't wake it: an interrupt would count only when a
+# rank answers. So it sleeps in short stretches.
+_LOOK_EVERY_S = 0.5
 
 
 class RemoteTraceback(Exception):
@@ -103,7 +108,7 @@ class RankGroup:
                 for rank in range(num_ranks):
                     self._ranks.append(self._start(rank, num_threads, device))
         except BaseException:
-            self.close()
+            self._stop()  # they import torch, and would hear of the closed pipe only then
             raise
 
     def __repr__(self) -> str:
@@ -222,9 +227,10 @@ class RankGroup:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return answers
+            look_s = _LOOK_EVERY_S if left is None else min(left, _LOOK_EVERY_S)
             sources = {rank.connection: index for index, rank in pending.items()}
             sentinels = {rank.process.sentinel: index for index, rank in pending.items()}
-            ready = multiprocessing.connection.wait([*sources, *sentinels], timeout=left)
+            ready = multiprocessing.connection.wait([*sources, *sentinels], timeout=look_s)
             for source in ready:
                 index = sentinels[source] if isinstance(source, int) else sources[source]  # type: ignore[index]
                 self._receive(index, answers)
@@ -338,12 +344,20 @@ def _refuse_while_importing() -> None:
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ranks started inside ignore Ctrl-C: the parent hears it, and stops them."""
+    """Ranks started inside ignore Ctrl-C: the parent hears it, and stops them.
+
+    One that comes meanwhile is heard at the end: Linux keeps a signal that is blocked, even while it is ignored. The
+    ranks unblock it themselves.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
+    # The first rank would start it, which ends with interrupts unblocked.
+    resource_tracker.ensure_running()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -569,6 +569,7 @@ def begins_without_rows(seed):
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Path(), bucket_cap_mb=1.3e-4, world=world)
     module = Path()
+    module.load_state_dict(model.module.state_dict())
     for step in range(6):
         shares = [
             torch.randn(

@@ -583,7 +583,8 @@ def begins_without_rows(seed):
         if len(everything):
             module(everything, "bbab").square().mean().backward()
         for a, b in zip(grads(model), grads(module), strict=True):
-            torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b)
+            nothing = torch.zeros(1)  # all shares were empty
+            torch.testing.assert_close(nothing if a is None else a, nothing if b is None else b, check_stride=False)
         model.zero_grad()
         module.zero_grad()
 

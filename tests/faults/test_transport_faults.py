@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import io
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -174,6 +176,25 @@ def test_a_stopped_peer_is_waited_for_and_reported_once(ranks: RankPool) -> None
     assert told.count("stopped (state T)") == 1
     assert "rank 1 (pid" in told
     assert "SIGCONT" in told
+
+
+def wait_for_a_late_peer() -> str:
+    transport = connect()
+    arrivals = transport._exchange.arrivals
+    arrivals.policy = dataclasses.replace(arrivals.policy, report_stopped_after_s=0.1, report_missing_after_s=0.3)
+    if transport.rank == 1:
+        time.sleep(1.5)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        transport.all_reduce(torch.zeros(3)).wait()
+    transport.close()
+    return told.getvalue()
+
+
+def test_who_is_late_is_named_once_while_the_others_wait(ranks: RankPool) -> None:
+    told = ranks.run(wait_for_a_late_peer, 2)[0]
+    assert told.count("\n") == 1
+    assert re.match(r"evenstep: rank 0 has waited 0\.\d s in .*all_reduce.*: rank 1 \(pid \d+\) is not there\.", told)
 
 
 def held() -> tuple[set[str], int, int]:

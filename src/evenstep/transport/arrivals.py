@@ -41,6 +41,7 @@ class WaitPolicy:
         num_eager_tries: How often to look before the core is offered to others between two looks.
         look_every_s: Asleep, how often to look at the missing ranks.
         report_stopped_after_s: When to tell that a missing rank is stopped.
+        report_missing_after_s: When to tell who is missing, whatever it does.
     """
 
     timeout_s: float
@@ -49,6 +50,7 @@ class WaitPolicy:
     num_eager_tries: int = 20
     look_every_s: float = 0.05
     report_stopped_after_s: float = 2.0
+    report_missing_after_s: float = 30.0
 
 
 def plan_waiting(*, num_ranks: int, num_cores: int, timeout_s: float) -> WaitPolicy:
@@ -207,7 +209,7 @@ class Arrivals:
             self.check_missing(phase, count, what, waited_s, timeout_s)
             if not reported and waited_s > self.policy.report_stopped_after_s:
                 missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
-                reported = self._report_stopped(missing, what, waited_s)
+                reported = self._report(missing, what, waited_s)
 
     def _lost(self, ranks: list[int]) -> str:
         dead = [
@@ -225,15 +227,18 @@ class Arrivals:
             f"Look what they are doing, or allow more than timeout_s={timeout_s:g}."
         )
 
-    def _report_stopped(self, missing: list[int], what: Callable[[], str], waited_s: float) -> bool:
-        stopped = [r for r in missing if self._watch.is_stopped(r)]
-        if stopped:
-            names = ", ".join(f"rank {r} (pid {self._watch.pid(r)})" for r in stopped)
-            verb = "is" if len(stopped) == 1 else "are"
-            print(  # noqa: T201
-                f"evenstep: rank {self._rank} has waited {waited_s:.1f} s in {what()}: {names} {verb} stopped "
-                f"(state T). Continue with SIGCONT; waiting up to {self.policy.timeout_s:g} s.",
-                file=sys.stderr,
-                flush=True,
-            )
-        return bool(stopped)
+    def _report(self, missing: list[int], what: Callable[[], str], waited_s: float) -> bool:
+        """Say who is missing, if that is worth saying by now; returns whether it was."""
+        stopped = [rank for rank in missing if self._watch.is_stopped(rank)]
+        if not stopped and waited_s <= self.policy.report_missing_after_s:
+            return False
+        names = ", ".join(f"rank {rank} (pid {self._watch.pid(rank)})" for rank in stopped or missing)
+        verb = "is" if len(stopped or missing) == 1 else "are"
+        state = "stopped (state T). Continue with SIGCONT" if stopped else "not there. Look what they are doing"
+        print(  # noqa: T201
+            f"evenstep: rank {self._rank} has waited {waited_s:.1f} s in {what()}: {names} {verb} {state}; waiting up "
+            f"to {self.policy.timeout_s:g} s.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return True

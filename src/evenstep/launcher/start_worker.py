@@ -14,6 +14,16 @@ import importlib.util
 from pathlib import Path
 
 
+def die_with_the_launcher() -> None:
+    """Before torch is imported: a launcher that is interrupted right now may not know of this process yet."""
+    spec = importlib.util.spec_from_file_location("lifeline", Path(__file__).with_name("lifeline.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    lifeline = importlib.util.module_from_spec(spec)  # not through the package, which imports torch
+    spec.loader.exec_module(lifeline)
+    lifeline.die_with_parent(int(sys.argv[1]))
+
+
 def import_what_the_launcher_did() -> None:
     """Have `evenstep` be the package that this file belongs to.
 
@@ -26,7 +36,8 @@ def import_what_the_launcher_did() -> None:
 
 
 if __name__ == "__main__":
+    die_with_the_launcher()
     import_what_the_launcher_did()
     from evenstep.launcher.worker import main
 
-    main(sys.argv[1:])
+    main(sys.argv[2:])

@@ -1,6 +1,7 @@
 """One rank of `evenstep run`: prepares the process, then becomes the user's script.
 
-`start_worker.py` calls `main`, with no directory of the script's or the user's on the path yet.
+`start_worker.py` calls `main`, in a process that dies with the launcher and has no directory of the script's or the
+user's on its path yet.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from pathlib import Path
 from evenstep.environment import current_placement
 from evenstep.errors import ConfigurationError
 from evenstep.health import last_words
-from evenstep.launcher.lifeline import die_with_parent
 
 
 def ready_file(run_directory: Path, rank: int, attempt: int) -> Path:
@@ -28,8 +28,7 @@ def ready_file(run_directory: Path, rank: int, attempt: int) -> Path:
 
 def main(arguments: list[str]) -> None:
     """Prepare this process and run the target in it."""
-    parent_pid, kind, target, *rest = arguments
-    die_with_parent(int(parent_pid))
+    kind, target, *rest = arguments
     _share_one_file()
     placement = current_placement()
     if placement.run_directory is not None and placement.run_directory.is_dir():

@@ -216,6 +216,7 @@ def test_an_interrupt_while_the_ranks_are_started_counts_once_they_are(monkeypat
 
     monkeypatch.setattr(RankGroup, "_start", start_and_interrupt)
     monkeypatch.setattr(RankGroup, "run", lambda *_, **__: pytest.fail("the interrupt was lost"))
+    others = set(multiprocessing.active_children())  # the ranks of other tests
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -223,7 +224,7 @@ def test_an_interrupt_while_the_ranks_are_started_counts_once_they_are(monkeypat
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(started) == 1
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """Ranks of several hosts: played by ranks of one that say they are on different ones."""
 
 import contextlib
+import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 import evenstep
 from evenstep.errors import EvenstepError, MismatchError
-from evenstep.testing import RankPool
+from evenstep.testing import RankPool, namespaces
 from evenstep.testing.transport import DTYPES, Coverage, check_transport
 from evenstep.transport import hosts
 from evenstep.transport.choice import open_transports
@@ -123,3 +126,36 @@ def test_a_model_learns_the_same_as_on_one_host(ranks: RankPool, fresh_seed: int
         assert fallen == {}
         for one, other in zip(expected, got, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+SCRIPT = """
+import sys
+import torch
+import evenstep
+
+with evenstep.init(quiet=True, device="cpu") as world:
+    vector = torch.arange(100_000, dtype=torch.float32) + world.rank
+    world.transport.all_reduce(vector).wait()
+    expected = world.world_size * torch.arange(100_000, dtype=torch.float32) + sum(range(world.world_size))
+    node_ranks = world.gather(torch.tensor([world.node_rank])).tolist()
+    if world.is_main:
+        with open(sys.argv[1], "w") as told:
+            told.write(f"{world.transport_name} {node_ranks} {torch.equal(vector, expected)}")
+"""
+
+
+@pytest.mark.skipif(namespaces.why_not() is not None, reason=f"no network namespaces: {namespaces.why_not()}")
+def test_real_addresses_and_process_numbers(tmp_path: Path) -> None:
+    """Two namespaces, which share neither: what the ranks say of themselves keeps the hosts apart."""
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(SCRIPT)
+    with namespaces.Namespaces(2) as hosts:
+        started = [
+            subprocess.Popen(
+                hosts.evenstep_run(host, ["--nproc-per-node", "2", "--log-dir", str(tmp_path), str(script), str(told)]),
+                env={**os.environ, **hosts.environment(host)},
+            )
+            for host in range(2)
+        ]
+        assert [process.wait(timeout=120) for process in started] == [0, 0]
+    assert told.read_text() == "shared memory + gloo [0, 0, 1, 1] True"

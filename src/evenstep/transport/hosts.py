@@ -93,8 +93,10 @@ def connect_ranks(
     host, number = plan.place_of(control.rank)
     ranks = plan.hosts[host]
     meeting = subgroup(ranks) if len(ranks) > 1 else None
-    inside = LocalTransport() if meeting is None else connect_shared_memory(meeting, timeout_s=timeout_s)
+    inside: Transport | str = LocalTransport()
     if meeting is not None:
+        # Who waits in here must leave the cores to Gloo's threads.
+        inside = connect_shared_memory(meeting, timeout_s=timeout_s, threads_per_rank=2)
         meeting.close()
     problems = exchange(control, inside if isinstance(inside, str) else None)
     for rank, problem in enumerate(problems):

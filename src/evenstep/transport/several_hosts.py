@@ -13,8 +13,9 @@ An all-reduce over two hosts of two ranks, of a vector of two slices:
 
 There are as many lanes as the smallest host has ranks; a rank beyond that carries nothing. Within a lane of h hosts
 each rank receives a part of the slice from every other, adds the parts in tree order and tells the others the sum:
-2 (h - 1) / h of the vector leaves each host, the least there can be, and the order of summation is fixed. Two hosts of
-two ranks let the vector cross once in each direction; in a ring over the four ranks it crosses 1.5 times.
+2 (h - 1) / h of the vector leaves each host, the least there can be, and the order of summation is fixed. Of two hosts
+each sends its slice to the other, which is as much. Two hosts of two ranks let the vector cross once in each direction;
+in a ring over the four ranks it crosses 1.5 times.
 
 All of it runs in a thread of the transport, one call after the other, so that the calls of a host's ranks can't mix.
 A long vector goes piece by piece: while one piece is on the wire, the next is added inside the host.
@@ -27,7 +28,7 @@ that holds the call's fingerprint, and a short vector along with it; a long one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,10 +42,13 @@ from evenstep.transport.fall_through import fall_through
 from evenstep.transport.header import HEADER_USED_BYTES, Fingerprint, explain_mismatch
 from evenstep.transport.hosts import HostPlan
 from evenstep.transport.reduction import Scratch, plan_arithmetic, plan_slices, reduce_into
+from evenstep.transport.segment import PAGE_BYTES, round_up
 
 _MESSAGE_BYTES = 4096  # the first of every call
 _SMALL_BYTES = _MESSAGE_BYTES - HEADER_USED_BYTES
-_PIECE_BYTES = 8 << 20
+_MIN_PIECE_BYTES = 256 << 10
+_MAX_PIECE_BYTES = 4 << 20
+_PIECES_IN_FLIGHT = 4
 
 Steps = Callable[[], None]
 
@@ -113,7 +117,7 @@ class SeveralHostsTransport:
                 if begin < end:
                     self._lane.broadcast(raw[begin:end], source_host).wait()
             if self._host != source_host:
-                self._wait(self._spread(raw, slices))
+                _wait(self._spread(raw, slices))
 
         return self._launch("broadcast", tensor, steps, root=src, back=back)
 
@@ -308,52 +312,48 @@ class SeveralHostsTransport:
             self._inside.broadcast(flat, 0).wait()
 
     def _all_reduce_large(self, flat: Tensor, op: Op) -> None:
-        length = _PIECE_BYTES // flat.itemsize
-        pieces = [flat[begin : begin + length] for begin in range(0, flat.numel(), length)]
-        # Order inside the host, the same on all its ranks: add 0, add 1, spread 0, add 2, spread 1, ...
-        self._inside.all_reduce(pieces[0], _undivided(op)).wait()
-        spreading: list[Work] = []
-        for index, piece in enumerate(pieces):
-            slices = plan_slices(piece.numel(), self._plan.num_lanes, piece.itemsize)
-            slice_ = None
-            if self._lane is not None:
-                begin, end = slices[self._local_rank]
-                slice_ = piece[begin:end]
-            parts, exchanged = self._start_exchange(slice_)
-            if index + 1 < len(pieces):
-                self._inside.all_reduce(pieces[index + 1], _undivided(op)).wait()
-            self._wait(spreading)
-            if slice_ is not None and exchanged is not None:
-                exchanged.wait()
-                self._finish_exchange(slice_, parts, op)
-            spreading = self._spread(piece, slices)
-        self._wait(spreading)
+        length = plan_piece_bytes(flat.nbytes) // flat.itemsize
+        _in_turns(self._reduce_piece(flat[begin : begin + length], op) for begin in range(0, flat.numel(), length))
 
-    def _start_exchange(self, slice_: Tensor | None) -> tuple[list[Tensor], Work | None]:
-        """Send every host its part of this lane's slice, and receive this host's from all."""
-        if slice_ is None or slice_.numel() == 0 or self._lane is None:
-            return [], None
-        sent = [end - begin for begin, end in self._parts(slice_)]
-        mine = sent[self._host]
-        received = torch.empty(len(sent) * mine, dtype=slice_.dtype)
-        work = self._lane.all_to_all(received, slice_, [mine] * len(sent), sent)
-        return list(received.view(len(sent), mine).unbind()) if mine else [], work
+    def _reduce_piece(self, piece: Tensor, op: Op) -> Iterator[Sequence[Work]]:
+        self._inside.all_reduce(piece, _undivided(op)).wait()
+        slices = plan_slices(piece.numel(), self._plan.num_lanes, piece.itemsize)
+        mine = piece[:0]
+        if self._lane is not None:
+            begin, end = slices[self._local_rank]
+            mine = piece[begin:end]
+        if len(self._plan.hosts) == 2:
+            yield from self._swap(mine, op)
+        else:
+            yield from self._share_out(mine, op)
+        yield self._spread(piece, slices)
 
-    def _finish_exchange(self, slice_: Tensor, received: list[Tensor], op: Op) -> None:
-        """Add this host's part, and tell the other hosts."""
-        assert self._lane is not None
-        parts = self._parts(slice_)
+    def _swap(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
+        """Between two hosts: each sends its whole slice. The same bytes as in parts, in one step."""
+        both = torch.empty(2 * mine.numel(), dtype=mine.dtype)
+        yield [self._lane.all_gather(both, mine)] if self._lane is not None and mine.numel() else []
+        if mine.numel():
+            self._add(mine, list(both.view(2, -1).unbind()), op)
+
+    def _share_out(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
+        """Between more hosts: each adds a part of the slice, and tells the others."""
+        parts = plan_slices(mine.numel(), len(self._plan.hosts), mine.itemsize)
         begin, end = parts[self._host]
-        length = parts[0][1]
-        padded = torch.empty(length, dtype=slice_.dtype)
-        if received:
-            self._add(padded[: end - begin], received, op)
-        everything = torch.empty(len(parts) * length, dtype=slice_.dtype)
-        self._lane.all_gather(everything, padded).wait()
-        slice_.copy_(everything[: slice_.numel()])
-
-    def _parts(self, slice_: Tensor) -> list[tuple[int, int]]:
-        return plan_slices(slice_.numel(), len(self._plan.hosts), slice_.itemsize)
+        sizes = [stop - start for start, stop in parts]
+        received = torch.empty(len(parts) * (end - begin), dtype=mine.dtype)
+        works: list[Work] = []
+        if self._lane is not None and mine.numel():
+            works.append(self._lane.all_to_all(received, mine, [end - begin] * len(parts), sizes))
+        yield works
+        padded = torch.empty(parts[0][1], dtype=mine.dtype)
+        if begin < end:
+            self._add(padded[: end - begin], list(received.view(len(parts), -1).unbind()), op)
+        added = torch.empty(len(parts) * padded.numel(), dtype=mine.dtype)
+        works = []
+        if self._lane is not None and mine.numel():
+            works.append(self._lane.all_gather(added, padded))
+        yield works
+        mine.copy_(added[: mine.numel()])
 
     def _add(self, into: Tensor, parts: list[Tensor], op: Op) -> None:
         reduce_into([into], parts, plan_arithmetic(_undivided(op), into.dtype), self._scratch)
@@ -368,9 +368,35 @@ class SeveralHostsTransport:
             if begin < end
         ]
 
-    def _wait(self, works: Sequence[Work]) -> None:
-        for work in works:
-            work.wait()
+
+def plan_piece_bytes(num_bytes: int) -> int:
+    """How long the pieces of a vector are: some are in flight at once, and none is too short to be worth it. Pure."""
+    return min(max(round_up(num_bytes // _PIECES_IN_FLIGHT, PAGE_BYTES), _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
+
+
+def _in_turns(pieces: Iterable[Iterator[Sequence[Work]]]) -> None:
+    """Go through the steps of every piece, one step behind the piece before it.
+
+    A step yields what has to be awaited before the piece's next one. All ranks take the same steps in the same order.
+    """
+    under_way: list[tuple[Iterator[Sequence[Work]], Sequence[Work]]] = []
+    waiting = iter(pieces)
+    while True:
+        new = next(waiting, None)
+        turns = [*([] if new is None else [(new, ())]), *under_way]
+        if not turns:
+            return
+        under_way = []
+        for piece, works in turns:
+            _wait(works)
+            next_works = next(piece, None)
+            if next_works is not None:
+                under_way.append((piece, next_works))
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 def _undivided(op: Op) -> Op:

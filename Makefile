@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format stress bench-collectives bench-hosts bench-step bench-data-parallel clean
+.PHONY: help install demo test test-peers lint format stress bench-collectives bench-hosts bench-step bench-data-parallel clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -18,6 +18,10 @@ demo: install ## train on handwritten digits with two replicas, and compare with
 
 test: lint ## lint, types and all tests, a file at a time in each of two processes
 	$(RUN) pytest --numprocesses 2 --dist loadfile
+
+test-peers: install ## install accelerate and Lightning Fabric into .venv, and train with them on evenstep's backend
+	$(RUN) pip install --quiet --requirement requirements/peers.txt --constraint requirements/test.txt
+	$(RUN) pytest tests/procs/test_backend.py -k other_libraries
 
 lint: install ## ruff (format and rules) and mypy --strict
 	$(RUN) ruff format --check .

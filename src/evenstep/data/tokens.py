@@ -55,6 +55,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         for name, value in (("context", context), ("stride", stride)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(f"TokenDataset: {name}={value!r}: a whole number, at least 1.")
+        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+            raise ConfigurationError(f"TokenDataset: dtype={dtype}: tokens are whole numbers.")
         self.context, self.stride, self.padding = context, stride, padding
         self._file: FixedFile | None = None
         self._dtype = dtype
@@ -151,8 +153,6 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 def _open(path: Path, dtype: torch.dtype) -> FixedFile:
     if not path.is_file():
         raise ConfigurationError(f"TokenDataset: {path} is {'no file' if path.exists() else 'not there'}.")
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-        raise ConfigurationError(f"TokenDataset: dtype={dtype}: tokens are whole numbers.")
     file = FixedFile(path, dtype.itemsize, 0)
     if file.rest:
         raise DataError(

@@ -298,7 +298,7 @@ def test_large_and_small_batches_in_turn() -> None:
             return 12
 
         def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.full((10_000 if index // 4 == 1 else 10,), index)
+            return torch.full((40_000 if index // 4 == 1 else 10,), index)
 
     batches = list(DataLoader(Growing(), 4, num_workers=1, world=_world()))
     assert [batch[:, 0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]

@@ -5,7 +5,8 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-peers lint format stress bench-collectives bench-hosts bench-step bench-data-parallel clean
+.PHONY: help install demo test test-peers lint format stress bench-collectives bench-hosts bench-step \
+	bench-data-parallel bench-sampler bench-records clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -47,6 +48,12 @@ bench-step: install ## what replication adds to a training step, beside torch's 
 
 bench-data-parallel: install ## two CPU replicas in one process against one; a minute, on a quiet machine
 	$(RUN:-m=) benchmarks/data_parallel.py --json build/data_parallel.json
+
+bench-sampler: install ## orders and loaders against torch's, 10^5 to 10^9 samples; some minutes, on a quiet machine
+	$(RUN:-m=) benchmarks/sampler.py --json build/sampler.json
+
+bench-records: install ## 2 GiB of records read shuffled, against in order, and in how much memory; needs 4 GiB of disk
+	$(RUN:-m=) benchmarks/records.py --json build/records.json
 
 clean: ## remove .venv, caches and what the examples wrote
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build runs src/evenstep.egg-info

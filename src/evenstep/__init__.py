@@ -1,7 +1,10 @@
 """Data-parallel training for PyTorch in which every replica takes the same step."""
 
 from evenstep.data.loader import DataLoader
+from evenstep.data.records import Records
 from evenstep.data.sampler import DistributedSampler
+from evenstep.data.tokens import TokenDataset
+from evenstep.data.weighted import WeightedSampler
 from evenstep.errors import EvenstepError
 from evenstep.joining import init
 from evenstep.launcher.launch import launch
@@ -17,7 +20,10 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "EvenstepError",
+    "Records",
     "SyncBatchNorm",
+    "TokenDataset",
+    "WeightedSampler",
     "World",
     "init",
     "launch",

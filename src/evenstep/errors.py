@@ -3,13 +3,14 @@
     EvenstepError                     everything that evenstep raises on purpose
     ├── ConfigurationError            an argument, a flag or a variable is wrong (also a ValueError)   exit 78
     ├── UsageError                    calls that don't fit together, found while running               exit 1
+    ├── DataError                     a sample can't be had: a damaged file, a worker that died        exit 1
     ├── MismatchError                 the ranks disagree: parameters, shapes, lengths                  exit 72
     ├── PeerLostError                 another rank died or left while this one needed it               exit 76
     ├── CollectiveTimeoutError        the others did not arrive in time                                exit 71
     └── RankFailedError               a rank of `evenstep.launch` died without an exception of its own
 
 `PeerLostError` and `CollectiveTimeoutError` are *consequences*: whoever raises them is a witness, not the culprit.
-A `ConfigurationError`, `UsageError` or `MismatchError` is a user's mistake that its message explains, so it is
+A `ConfigurationError`, `UsageError`, `DataError` or `MismatchError` is something that its message explains, so it is
 shown without a traceback.
 """
 
@@ -41,6 +42,13 @@ class ConfigurationError(EvenstepError, ValueError):
 
 class UsageError(EvenstepError, RuntimeError):
     """Calls that don't fit together, found while running: what, where, and what to write instead."""
+
+    exit_code = 1
+    is_users_mistake = True
+
+
+class DataError(EvenstepError, RuntimeError):
+    """A sample can't be had: its file is damaged, or the worker that loaded it died. Data sets may raise it, too."""
 
     exit_code = 1
     is_users_mistake = True

@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench-collectives bench-step bench-data-parallel clean
+.PHONY: help install demo test test-launchers lint format bench-collectives bench-step bench-data-parallel clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -18,6 +18,10 @@ demo: install ## train on handwritten digits with two replicas, and compare with
 
 test: lint ## lint, types and all tests, a file at a time in each of two processes
 	$(RUN) pytest --numprocesses 2 --dist loadfile
+
+test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root on Debian it installs them first
+	@sh requirements/launchers.sh
+	$(RUN) pytest tests/launchers
 
 lint: install ## ruff (format and rules) and mypy --strict
 	$(RUN) ruff format --check .

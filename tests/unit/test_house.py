@@ -22,6 +22,7 @@ ROOMS = [
     "data",
     "replica",
     "joining",
+    "meeting",
     "world",
     "console",
     "transport",
@@ -29,9 +30,10 @@ ROOMS = [
     "randomness",
     "device",
     "environment",
+    "network",
     "errors",
 ]
-LAUNCHER_NEEDS = {"health", "environment", "device", "errors"}  # it starts before there is a world
+LAUNCHER_NEEDS = {"health", "environment", "network", "device", "errors"}  # it starts before there is a world
 MAX_LINES = 450
 
 

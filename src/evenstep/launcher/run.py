@@ -23,9 +23,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import config_from_args
 
-from evenstep import environment
+from evenstep import environment, network
 from evenstep.errors import ConfigurationError
-from evenstep.launcher import ports, rendezvous
+from evenstep.launcher import rendezvous
 from evenstep.launcher.account import Failure, tell
 from evenstep.launcher.agent import RankAgent
 from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
@@ -43,6 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     args = make_parser().parse_args(list(arguments))
     _check_target(args)
     _, most = num_nodes(args)
+    environment.refuse_independent_runs(environment.surroundings(), num_nodes=most, what="evenstep run")
     host = look_at_host()
     plan = plan_ranks(
         args.nproc_per_node,
@@ -226,8 +227,8 @@ def _check_port(args: Namespace) -> None:
     if port is None or args.node_rank != 0:
         return
     host = args.rdzv_endpoint.rpartition(":")[0] or args.master_addr
-    if ports.is_taken(host.strip("[]"), port):
-        owner = ports.owner_of(port)
+    if network.is_taken(host.strip("[]"), port):
+        owner = network.owner_of(port)
         raise ConfigurationError(
             f"port {port} is in use" + (f" by {owner}" if owner else "") + ". Choose another with --master-port, or on "
             "one host leave it out: the system then chooses a free one."

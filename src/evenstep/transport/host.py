@@ -28,7 +28,9 @@ from evenstep.transport.segment import NONCE_BYTES, Segment, SegmentLayout, host
 from evenstep.transport.shared_memory import SharedMemoryTransport
 
 
-def connect_shared_memory(control: Transport, *, timeout_s: float) -> SharedMemoryTransport | str:
+def connect_shared_memory(
+    control: Transport, *, timeout_s: float, threads_per_rank: int = 1
+) -> SharedMemoryTransport | str:
     """Join the ranks of `control` through memory that they share.
 
     Collective: every rank calls this, in the same order.
@@ -36,6 +38,7 @@ def connect_shared_memory(control: Transport, *, timeout_s: float) -> SharedMemo
     Args:
         control: Carries the few messages that this needs.
         timeout_s: Deadline of the new transport's calls.
+        threads_per_rank: See `SharedMemoryTransport`.
 
     Returns:
         The transport on every rank, or on every rank the same reason why there is none.
@@ -66,7 +69,9 @@ def connect_shared_memory(control: Transport, *, timeout_s: float) -> SharedMemo
             return f"rank {rank} could not join: {said}"
     assert segment is not None
     processes = [PeerProcess(**each["process"]) for each in seen]
-    return SharedMemoryTransport(segment, processes, rank=control.rank, timeout_s=timeout_s)
+    return SharedMemoryTransport(
+        segment, processes, rank=control.rank, timeout_s=timeout_s, threads_per_rank=threads_per_rank
+    )
 
 
 def describe_this_process(rank: int) -> dict[str, Any]:

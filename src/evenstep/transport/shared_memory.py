@@ -79,23 +79,34 @@ class SharedMemoryTransport:
         processes: The rank processes, in order of rank.
         rank: This rank.
         timeout_s: Deadline for peers to arrive.
+        threads_per_rank: How many threads of each rank want a core while one of them waits here.
     """
 
     name = "shared memory"
 
-    def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        processes: Sequence[PeerProcess],
+        *,
+        rank: int,
+        timeout_s: float,
+        threads_per_rank: int = 1,
+    ) -> None:
         self.rank = rank
         self.world_size = len(processes)
         self.timeout_s = timeout_s
         self._segment = segment
         self._arguments = Arguments(self.name, rank, self.world_size)
         self._watch = PeerWatch([each for each in processes if each.rank != rank])
+        self._threads_per_rank = threads_per_rank
+        num_threads, num_cores = threads_per_rank * self.world_size, len(os.sched_getaffinity(0))
         arrivals = Arrivals(
             segment.common.address + segment.layout.semaphores,
             rank=rank,
             world_size=self.world_size,
             watch=self._watch,
-            policy=plan_waiting(num_ranks=self.world_size, num_cores=len(os.sched_getaffinity(0)), timeout_s=timeout_s),
+            policy=plan_waiting(num_threads=num_threads, num_cores=num_cores, timeout_s=timeout_s),
             has_left=segment.has_left,
         )
         self._exchange = Exchange(
@@ -213,7 +224,7 @@ class SharedMemoryTransport:
         """See `Transport.split`: a segment of its own."""
         from evenstep.transport.host import connect_shared_memory
 
-        made = connect_shared_memory(self, timeout_s=self.timeout_s)
+        made = connect_shared_memory(self, timeout_s=self.timeout_s, threads_per_rank=self._threads_per_rank)
         if isinstance(made, str):
             raise ConfigurationError(f"rank {self.rank}: no second segment of shared memory could be made: {made}.")
         return made

@@ -132,3 +132,20 @@ def interface_of(address: str) -> str | None:
                     return name
     # Every address of 127.0.0.0/8 is the loopback interface's, which tells only of its first.
     return "lo" if wanted.is_loopback else None
+
+
+def addresses() -> dict[str, list[str]]:
+    """The IPv4 and IPv6 addresses of every interface that has one, link-local ones aside. Linux."""
+    found: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        fields = line.split()
+        address = ipaddress.IPv6Address(int(fields[0], 16))
+        if not address.is_link_local:
+            found.setdefault(fields[5], []).append(str(address))
+    return found

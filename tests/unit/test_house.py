@@ -18,6 +18,7 @@ ROOMS = [
     "testing",
     "__main__",
     "cli",
+    "about",
     "launcher",
     "data",
     "replica",

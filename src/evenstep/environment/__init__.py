@@ -25,7 +25,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from evenstep.environment.detect import detect, refuse_independent_runs
+from evenstep.environment.detect import detect, host_of_task, refuse_independent_runs
 from evenstep.environment.foreign import Surroundings
 from evenstep.environment.placement import Placement, placement_from_hosts
 
@@ -38,6 +38,7 @@ __all__ = [
     "export",
     "exported",
     "host_identity",
+    "host_of_task",
     "is_set",
     "openmp_threads",
     "placement_from_hosts",
@@ -45,6 +46,7 @@ __all__ = [
     "refuse_independent_runs",
     "run_variables",
     "surroundings",
+    "telling_variables",
 ]
 
 
@@ -129,6 +131,28 @@ def openmp_threads() -> int | None:
     """What `OMP_NUM_THREADS` asks for; None when unset or no positive number."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+# Values of other variables might be secrets, and are nobody's business.
+_TELLING = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "NCCL_",
+    "GLOO_",
+    "CUDA_VISIBLE",
+    "CUDA_LAUNCH",
+    "MASTER_",
+    "PET_",
+    "EVENSTEP_",
+)
+_TELLING_TORCH = ("TORCH_", "PYTORCH_", "TORCHELASTIC_RESTART", "TORCHINDUCTOR_", "TP_SOCKET")
+
+
+def telling_variables() -> dict[str, str]:
+    """The variables that torch's and evenstep's behaviour depends on, sorted."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_TELLING + _TELLING_TORCH)}
 
 
 def is_set(name: str) -> bool:

@@ -50,6 +50,22 @@ def detect(variables: Mapping[str, str], *, node_file: Sequence[str] = (), ances
     return Placement(device=variables.get("EVENSTEP_DEVICE"), remark=_remark(given))
 
 
+def host_of_task(given: Surroundings, *, num_nodes: int) -> tuple[int, str, int] | None:
+    """(node rank, address, port) for a launcher of ours that another launcher started once on every host.
+
+    Args:
+        given: Where our launcher runs.
+        num_nodes: Hosts of the run.
+
+    Returns:
+        None if no other launcher did, or another number of times: then the command line has to say.
+    """
+    claim = recognise(given)
+    if claim is None or claim.world_size != num_nodes or num_nodes == 1 or claim.address is None:
+        return None
+    return claim.rank, claim.address, port_of_job(claim.job)
+
+
 def refuse_independent_runs(given: Surroundings, *, num_nodes: int, what: str) -> None:
     """See that a launcher of ours, started by another launcher, doesn't start one world per task of that one.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ _EPILOG = """\
 examples:
   evenstep run train.py --epochs 10                       as many ranks as this host has GPUs, or fit its cores
   evenstep run --nproc-per-node 2 --all-ranks train.py    two ranks, both on the terminal
+  evenstep run --check                                    no script: is everything in order, and how fast?
   evenstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 train.py    on each host its own rank
 
 exit status: the failed rank's own; 128 + n if signal n ended it; 130 after Ctrl-C; 78 if something in the command is
@@ -62,6 +64,7 @@ _HELP = {
 }
 
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 5
+_CHECK = "evenstep.about.check"
 
 
 def make_parser() -> ArgumentParser:
@@ -91,6 +94,11 @@ def make_parser() -> ArgumentParser:
     ours.add_argument(
         "--all-ranks", "--all_ranks", action="store_true", help="Show every rank's output on the terminal: --tee 3."
     )
+    ours.add_argument(
+        "--check",
+        action="store_true",
+        help="Run no script: add up, take a step, and measure latency and bandwidth of every pair of ranks.",
+    )
     if not any(action.dest == "shutdown_timeout" for action in parser._actions):  # older torch
         parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
     for action in parser._actions:
@@ -105,6 +113,22 @@ def make_parser() -> ArgumentParser:
     if not (is_set("PET_SHUTDOWN_TIMEOUT") or is_set("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
         parser.set_defaults(shutdown_timeout=_DEFAULT_SHUTDOWN_TIMEOUT_S)
     return parser
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    """A command line; with `--check` before the script, or without one, the check stands for the script.
+
+    Raises:
+        ConfigurationError: It can't be understood.
+    """
+    parser = make_parser()
+    if "--check" in arguments:
+        args = parser.parse_args([*arguments, _CHECK])
+        if args.check and (args.training_script != _CHECK or args.training_script_args):
+            raise ConfigurationError(f"--check runs no script, but {args.training_script} was given. Leave one out.")
+        if args.check:
+            return Namespace(**{**vars(args), "module": True})
+    return parser.parse_args(list(arguments))
 
 
 def _refuse(message: str) -> NoReturn:
@@ -129,6 +153,25 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
         hosts = str(most) if fewest == most else args.nnodes
         raise ConfigurationError(f"--node-rank {args.node_rank}: with --nnodes {hosts} it {choice}.")
     return int(fewest), int(most)
+
+
+def placed_by(task: tuple[int, str, int] | None, args: Namespace, arguments: Sequence[str]) -> Namespace:
+    """The same arguments, with the meeting place that another launcher's variables give, unless the user named one.
+
+    Pure.
+
+    Args:
+        task: Node rank, address and port; None: nothing is known.
+        args: The parsed arguments.
+        arguments: The command line, to see what the user has said.
+    """
+    own = ("--node-rank", "--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-backend", "--standalone")
+    before_script = arguments[: len(arguments) - len(args.training_script_args)]
+    said = any(word.replace("_", "-").startswith(own) for word in before_script)
+    if task is None or said or is_set("PET_NODE_RANK") or is_set("PET_RDZV_ENDPOINT"):
+        return args
+    node_rank, address, port = task
+    return Namespace(**{**vars(args), "node_rank": node_rank, "master_addr": address, "master_port": port})
 
 
 def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespace:

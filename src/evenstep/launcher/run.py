@@ -30,7 +30,7 @@ from evenstep.launcher.account import Failure, tell
 from evenstep.launcher.agent import RankAgent
 from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
 from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, make_log_directory, tail
-from evenstep.launcher.options import fixed_port, for_workers, make_parser, num_nodes, on_one_host
+from evenstep.launcher.options import fixed_port, for_workers, num_nodes, on_one_host, parse, placed_by
 from evenstep.launcher.verdict import StopPolicy, exit_status
 
 
@@ -40,10 +40,12 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         ConfigurationError: Something in the command is wrong; no rank was started.
     """
-    args = make_parser().parse_args(list(arguments))
+    args = parse(arguments)
     _check_target(args)
     _, most = num_nodes(args)
-    environment.refuse_independent_runs(environment.surroundings(), num_nodes=most, what="evenstep run")
+    around = environment.surroundings()
+    environment.refuse_independent_runs(around, num_nodes=most, what="evenstep run")
+    args = placed_by(environment.host_of_task(around, num_nodes=most), args, arguments)
     host = look_at_host()
     plan = plan_ranks(
         args.nproc_per_node,

@@ -15,7 +15,7 @@ from evenstep import world as worlds
 from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, MismatchError
-from evenstep.health import last_words
+from evenstep.health import last_words, page
 from evenstep.meeting import choose_gloo_interface, open_store
 from evenstep.transport.choice import TRANSPORTS, Transports, open_transports, validate_transport
 from evenstep.transport.exchange import exchange
@@ -85,6 +85,7 @@ def init(
     _announce(world, quiet=quiet)
     atexit.register(world.close)
     worlds.set_current(world)
+    page.mark(page.Phase.BETWEEN_STEPS)
     return world
 
 

@@ -23,6 +23,7 @@ from evenstep import console, randomness
 from evenstep.device import choose_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.health import page
 from evenstep.transport.choice import Transports, open_transports
 from evenstep.transport.exchange import broadcast_value, check_mean, exchange, gather_rows, weighted_mean
 from evenstep.transport.local import LocalTransport
@@ -306,6 +307,15 @@ class World:
             UsageError: On the other ranks, when the block raised on rank 0.
         """
         self._num_main_first += 1
+        page.mark(page.Phase.MAIN_FIRST)
+        try:
+            with self._main_first() as is_main:
+                yield is_main
+        finally:
+            page.mark(page.Phase.BETWEEN_STEPS)
+
+    @contextlib.contextmanager
+    def _main_first(self) -> Iterator[bool]:
         key = f"evenstep/main_first/{self._num_main_first}"
         if self._store is None:
             yield True
@@ -353,6 +363,7 @@ class World:
     ) -> None:
         global _current
         if error is None or (isinstance(error, SystemExit) and not error.code):
+            page.mark(page.Phase.ENDED)
             self.close()
         elif _current is self:
             # The sockets stay open until this process has said why it ends: peers see the connection break only

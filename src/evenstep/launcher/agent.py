@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -17,11 +18,15 @@ from torch.distributed.elastic.multiprocessing import RunProcsResult, Subprocess
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from evenstep.health.blame import Exit, read_reports
+from evenstep.health.page import Seen, page_file, read_page
 from evenstep.launcher.account import Failure, judge
 from evenstep.launcher.verdict import StopPolicy, is_evident
-from evenstep.launcher.worker import ready_file
+from evenstep.launcher.watch import Hang, StopWatch, count_memory_kills, observe
+from evenstep.launcher.worker import STACK_SIGNAL, ready_file, stack_file
 
 _POLL_S = 0.02
+_LOOK_EVERY_S = 0.25
+_STACK_S = 0.3
 
 
 class WatchedRanks:
@@ -53,6 +58,9 @@ class WatchedRanks:
         self._policy = policy
         self._on_failure = on_failure
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
+        self._watch = StopWatch(grace_s=policy.stopped_grace_s)
+        self._last_look = 0.0
+        self._num_memory_kills = count_memory_kills()
 
     @property
     def _processes(self) -> dict[int, Popen[bytes]]:
@@ -70,7 +78,8 @@ class WatchedRanks:
         if any(code not in (None, 0) for code in codes) or self._lingers():
             return self._end_failed_attempt()
         if None in codes:
-            return None
+            hang = self._look()
+            return None if hang is None else self._end_failed_attempt(hang)
         self._close_context()
         return RunProcsResult(return_values=dict.fromkeys(range(len(codes))))
 
@@ -80,6 +89,36 @@ class WatchedRanks:
         self._close_context()
 
     # ------------------------------------------------------------------ how it ends
+
+    def _look(self) -> Hang | None:
+        """Say who is stopped; returns a rank that has been for too long."""
+        now = time.monotonic()
+        if now - self._last_look < _LOOK_EVERY_S:
+            return None
+        self._last_look = now
+        observations = {self._ranks[local]: observe(process.pid) for local, process in self._alive().items()}
+        lines, hang = self._watch.look(now, observations, self._pages())
+        for line in lines:
+            print(f"evenstep: {line}", file=sys.stderr, flush=True)  # noqa: T201
+        return hang
+
+    def _pages(self) -> dict[int, Seen | None]:
+        return {rank: read_page(page_file(self._run_directory, rank, self._attempt)) for rank in self._ranks}
+
+    def _ask_for_stacks(self) -> dict[int, str]:
+        """Where those are that still run and have told of no error."""
+        told = {report.rank for report in read_reports(self._run_directory, attempt=self._attempt)}
+        asked = {}
+        for local_rank, process in self._alive().items():
+            rank = self._ranks[local_rank]
+            path = stack_file(self._run_directory, rank, self._attempt)
+            if rank not in told and path.exists():  # it hears the signal: anybody else would die of it
+                process.send_signal(STACK_SIGNAL)
+                asked[rank] = path
+        deadline = time.monotonic() + _STACK_S
+        while time.monotonic() < deadline and not all(path.stat().st_size for path in asked.values()):
+            time.sleep(_POLL_S)
+        return {rank: path.read_text(errors="replace").strip() for rank, path in asked.items()}
 
     def _lingers(self) -> bool:
         """Whether a rank has told of its end and doesn't end: a thread or an exit handler of the script holds it."""
@@ -91,20 +130,36 @@ class WatchedRanks:
         """Everybody has ended, or can't be killed: don't wait again. Writes the rest of what goes to the terminal."""
         self._context.close(signal.SIGKILL, timeout=0)
 
-    def _end_failed_attempt(self) -> RunProcsResult:
+    def _end_failed_attempt(self, hang: Hang | None = None) -> RunProcsResult:
         started = time.monotonic()
+        pages = self._pages()
+        if hang is not None:
+            # It can hear no other signal. Its peers tell that they have lost it, as after any death.
+            _signal_group(self._processes[self._ranks.index(hang.rank)], signal.SIGKILL)
+        evident = False
         while self._alive():
             evident = is_evident(self._exits(), read_reports(self._run_directory, attempt=self._attempt))
             grace_s = self._policy.evident_grace_s if evident else self._policy.grace_s
             if time.monotonic() - started >= grace_s:
                 break
             time.sleep(_POLL_S)
+        stacks = {} if evident else self._ask_for_stacks()
         self._stop(signal.SIGTERM)
         self._close_context()
         exits = self._exits()
         failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
         if failure is not None:
-            self._on_failure(failure)
+            kills, before = count_memory_kills(), self._num_memory_kills
+            self._on_failure(
+                replace(
+                    failure,
+                    hang=hang,
+                    stacks=stacks,
+                    pages={rank: seen for rank, seen in pages.items() if seen is not None},
+                    resident_bytes=self._watch.resident_bytes,
+                    num_memory_kills=None if kills is None or before is None else kills - before,
+                )
+            )
         failures = {
             local_rank: ProcessFailure(
                 local_rank=local_rank,

@@ -95,6 +95,14 @@ def make_parser() -> ArgumentParser:
         "--all-ranks", "--all_ranks", action="store_true", help="Show every rank's output on the terminal: --tee 3."
     )
     ours.add_argument(
+        "--stopped-grace",
+        "--stopped_grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71. Default: 30.",
+    )
+    ours.add_argument(
         "--check",
         action="store_true",
         help="Run no script: add up, take a step, and measure latency and bandwidth of every pair of ranks.",

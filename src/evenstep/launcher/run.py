@@ -26,7 +26,7 @@ from torch.distributed.run import config_from_args
 from evenstep import environment, network
 from evenstep.errors import ConfigurationError
 from evenstep.launcher import rendezvous
-from evenstep.launcher.account import Failure, tell
+from evenstep.launcher.account import Failure, status_of, tell
 from evenstep.launcher.agent import RankAgent
 from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
 from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, make_log_directory, tail
@@ -135,7 +135,7 @@ class _Run:
         agent = functools.partial(
             RankAgent,
             run_directory=self._run_directory,
-            policy=StopPolicy(terminate_s=float(timeout_s or 0)),
+            policy=StopPolicy(terminate_s=float(timeout_s or 0), stopped_grace_s=self._args.stopped_grace),
             on_failure=self._on_failure,
         )
         # launch_agent takes no class for its agent, so the name that it looks up is ours for the while.
@@ -159,7 +159,7 @@ class _Run:
 
     def _status_of(self, error: ChildFailedError) -> int:
         if self._failure is not None:
-            return exit_status(self._failure.culprit.exit_code)
+            return status_of(self._failure)
         _, failure = error.get_first_failure()
         return exit_status(failure.exitcode) or 1
 

@@ -10,6 +10,7 @@ import faulthandler
 import importlib.util
 import io
 import os
+import signal
 import stat
 import sys
 import types
@@ -18,12 +19,21 @@ from pathlib import Path
 
 from evenstep.environment import current_placement
 from evenstep.errors import ConfigurationError
-from evenstep.health import last_words
+from evenstep.health import last_words, page
 
 
 def ready_file(run_directory: Path, rank: int, attempt: int) -> Path:
     """Exists once a rank ends quietly when it is interrupted; before, it would print a traceback of its imports."""
     return run_directory / f"ready-{attempt}-{rank}"
+
+
+def stack_file(run_directory: Path, rank: int, attempt: int) -> Path:
+    """Where a rank writes its stacks when it is sent `STACK_SIGNAL`; exists once it hears that."""
+    return run_directory / f"stacks-{attempt}-{rank}"
+
+
+STACK_SIGNAL = signal.SIGUSR2
+_kept: list[object] = []
 
 
 def main(arguments: list[str]) -> None:
@@ -37,6 +47,12 @@ def main(arguments: list[str]) -> None:
         # The kernel's promise to end this process with its parent survives this.
         os.execvp(target, [target, *rest])
     faulthandler.enable()
+    if placement.run_directory is not None and placement.run_directory.is_dir():
+        page.open_page(page.page_file(placement.run_directory, placement.rank, placement.restart_count))
+        # Kept open to the end of the process: faulthandler writes to its number.
+        stacks = stack_file(placement.run_directory, placement.rank, placement.restart_count).open("w")
+        faulthandler.register(STACK_SIGNAL, file=stacks)
+        _kept.append(stacks)
     last_words.install(placement)
     if kind == "module":
         _become_module(target, rest)

@@ -17,6 +17,7 @@ import torch
 import evenstep
 from evenstep.testing import RankPool
 from evenstep.testing.transport import ops_of
+from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Transport, Work
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.reduction import Scratch, plan_arithmetic, reduce_into
@@ -81,7 +82,7 @@ def start_one(transport: Transport, shared: random.Random, own: random.Random, s
 
 def random_collectives(seed: int, count: int, delay_s: float) -> int:
     world = evenstep.init(quiet=True)
-    first = connect_shared_memory(world.control, timeout_s=60)
+    first = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=60))
     assert not isinstance(first, str), first
     transports: list[Transport] = [first, first.split(), first.split()]
     shared, own = random.Random(seed), random.Random(seed * 100 + world.rank)
@@ -112,7 +113,7 @@ def test_random_collectives(ranks: RankPool, fresh_seed: int, nproc: int) -> Non
 def helped() -> None:
     """Rank 0 launches, and waits for something else first, which rank 1 does only after the call."""
     world = evenstep.init(quiet=True)
-    transport = connect_shared_memory(world.control, timeout_s=30)
+    transport = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
     assert not isinstance(transport, str)
     tensors = [torch.ones(size) for size in (10, 500_000)]
     works = [transport.all_reduce(tensor) for tensor in tensors]
@@ -132,7 +133,7 @@ def test_a_rank_that_waits_elsewhere_holds_nobody_up(ranks: RankPool) -> None:
 
 def from_threads() -> None:
     world = evenstep.init(quiet=True)
-    first = connect_shared_memory(world.control, timeout_s=30)
+    first = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
     assert not isinstance(first, str)
     transports = [first, first.split(), first.split()]
     sums: list[float] = []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Transport
 from evenstep.transport.exchange import exchange
 from evenstep.transport.host import connect_shared_memory, describe_this_process
@@ -86,7 +87,8 @@ def connect_ranks(
     seen = exchange(control, describe_this_process(control.rank))
     plan = plan_hosts(seen)
     if len(plan.hosts) == 1 or max(map(len, plan.hosts)) == 1:
-        return connect_shared_memory(control, timeout_s=timeout_s)  # has words for it, if that can't be
+        policy = plan_waiting(control.world_size, timeout_s=timeout_s)
+        return connect_shared_memory(control, policy)  # has words for it, if that can't be
     # Only here, and so only in a world of several hosts, that module's imports cost time.
     from evenstep.transport.several_hosts import SeveralHostsTransport
 
@@ -95,8 +97,8 @@ def connect_ranks(
     meeting = subgroup(ranks) if len(ranks) > 1 else None
     inside: Transport | str = LocalTransport()
     if meeting is not None:
-        # Who waits in here must leave the cores to Gloo's threads.
-        inside = connect_shared_memory(meeting, timeout_s=timeout_s, threads_per_rank=2)
+        # Gloo's threads need cores as well.
+        inside = connect_shared_memory(meeting, plan_waiting(2 * len(ranks), timeout_s=timeout_s))
         meeting.close()
     problems = exchange(control, inside if isinstance(inside, str) else None)
     for rank, problem in enumerate(problems):

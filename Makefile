@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-launchers lint format
+.PHONY: help install demo test test-launchers test-hosts lint format
 .PHONY: bench-collectives bench-hosts bench-step bench-data-parallel clean
 
 help: ## list these targets
@@ -23,6 +23,9 @@ test: lint ## lint, types and all tests, a file at a time in each of two process
 test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root on Debian it installs them first
 	@sh requirements/launchers.sh
 	$(RUN) pytest tests/launchers
+
+test-hosts: install ## faults of hosts, in network namespaces: late, cut off, failing, fewer; as root
+	$(RUN) pytest tests/hosts
 
 lint: install ## ruff (format and rules) and mypy --strict
 	$(RUN) ruff format --check .

@@ -103,6 +103,15 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_own_address(host: str) -> bool:
+    """Whether a name or an address is this host's, and not only loopback."""
+    try:
+        address = socket.getaddrinfo(host, None)[0][4][0]
+    except OSError:
+        return False
+    return not is_loopback(host) and interface_of(str(address)) is not None
+
+
 def address_towards(host: str, port: int) -> str | None:
     """This host's own address on the way to another one (or to itself); None if there is no way."""
     with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ from pathlib import Path
 from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
 from evenstep.health.blame import CrashReport, Exit, choose_culprit, printable
 from evenstep.health.page import Seen
+from evenstep.launcher.other_hosts import Elsewhere
 from evenstep.launcher.verdict import describe_exit, exit_status
 from evenstep.launcher.watch import Hang
 
@@ -38,6 +39,7 @@ class Failure:
         exits: How the ranks of this host ended.
         reports: What they told.
         hang: Who was stopped for too long, and was killed for it.
+        elsewhere: What another host told, or that it is lost: the cause, then.
         stacks: Of ranks that told nothing and still ran at the end: where they were.
         pages: What the ranks' progress pages said when the failure was noticed.
         resident_bytes: How much memory each rank held when it was last looked at.
@@ -51,6 +53,7 @@ class Failure:
     exits: tuple[Exit, ...] = ()
     reports: tuple[CrashReport, ...] = ()
     hang: Hang | None = None
+    elsewhere: Elsewhere | None = None
     stacks: Mapping[int, str] = field(default_factory=dict)
     pages: Mapping[int, Seen] = field(default_factory=dict)
     resident_bytes: Mapping[int, int] = field(default_factory=dict)
@@ -73,6 +76,8 @@ def status_of(failure: Failure) -> int:
     The culprit's own; 72 if a rank left early and the others only lost it; 71 if one was given up; 76 if all that is
     known is that somebody was lost.
     """
+    if failure.elsewhere is not None:
+        return failure.elsewhere.status
     if failure.hang is not None:
         return CollectiveTimeoutError.exit_code
     if failure.only_witnesses:
@@ -103,7 +108,9 @@ def tell(
     for rank, stack in sorted(failure.stacks.items()):
         if stack and failure.only_witnesses:
             lines += [f"evenstep: rank {rank} was here:", printable(stack)]
-    if failure.hang is not None:
+    if failure.elsewhere is not None:
+        lines.append(f"evenstep: {failure.elsewhere.text}. The ranks of this host were stopped")
+    elif failure.hang is not None:
         lines.append(f"evenstep: {failure.hang}. It was not continued, so the run was ended")
     elif report is None:
         if log_tail:
@@ -124,6 +131,11 @@ def tell(
             verdict = _blame_the_silent(failure) or [*_still_running(failure), *verdict]
         lines += [report.traceback, *(f"evenstep: {line}" for line in verdict)]
     return "\n".join(lines)
+
+
+def in_short(failure: Failure) -> str:
+    """The verdict in one line, for other hosts. Pure."""
+    return tell(failure).splitlines()[-1].removeprefix("evenstep: ")
 
 
 def _blame_the_silent(failure: Failure) -> list[str]:

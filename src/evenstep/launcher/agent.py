@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from evenstep.health.blame import Exit, read_reports
 from evenstep.health.page import Seen, page_file, read_page
-from evenstep.launcher.account import Failure, judge
+from evenstep.launcher.account import Failure, in_short, judge, status_of
+from evenstep.launcher.other_hosts import Elsewhere, OtherHosts
 from evenstep.launcher.verdict import StopPolicy, is_evident
 from evenstep.launcher.watch import Hang, StopWatch, count_memory_kills, observe
 from evenstep.launcher.worker import STACK_SIGNAL, ready_file, stack_file
@@ -39,6 +41,7 @@ class WatchedRanks:
         run_directory: Where ranks leave their reports.
         policy: How ranks are stopped.
         on_failure: Told of a failed attempt once all its ranks have ended and all their output is written.
+        others: The other hosts of the run; None: there are none.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class WatchedRanks:
         run_directory: Path,
         policy: StopPolicy,
         on_failure: Callable[[Failure], None],
+        others: OtherHosts | None = None,
     ) -> None:
         self._context = context
         self._ranks = ranks
@@ -57,6 +61,7 @@ class WatchedRanks:
         self._run_directory = run_directory
         self._policy = policy
         self._on_failure = on_failure
+        self._others = others
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
         self._watch = StopWatch(grace_s=policy.stopped_grace_s)
         self._last_look = 0.0
@@ -78,8 +83,8 @@ class WatchedRanks:
         if any(code not in (None, 0) for code in codes) or self._lingers():
             return self._end_failed_attempt()
         if None in codes:
-            hang = self._look()
-            return None if hang is None else self._end_failed_attempt(hang)
+            hang, elsewhere = self._look(), self._others.look() if self._others is not None else None
+            return self._end_failed_attempt(hang, elsewhere) if hang or elsewhere else None
         self._close_context()
         return RunProcsResult(return_values=dict.fromkeys(range(len(codes))))
 
@@ -129,31 +134,37 @@ class WatchedRanks:
     def _close_context(self) -> None:
         """Everybody has ended, or can't be killed: don't wait again. Writes the rest of what goes to the terminal."""
         self._context.close(signal.SIGKILL, timeout=0)
+        if self._others is not None:
+            self._others.close()
 
-    def _end_failed_attempt(self, hang: Hang | None = None) -> RunProcsResult:
+    def _end_failed_attempt(self, hang: Hang | None = None, elsewhere: Elsewhere | None = None) -> RunProcsResult:
         started = time.monotonic()
         pages = self._pages()
         if hang is not None:
             # It can hear no other signal. Its peers tell that they have lost it, as after any death.
             _signal_group(self._processes[self._ranks.index(hang.rank)], signal.SIGKILL)
         evident = False
-        while self._alive():
+        while self._alive() and elsewhere is None:
             evident = is_evident(self._exits(), read_reports(self._run_directory, attempt=self._attempt))
             grace_s = self._policy.evident_grace_s if evident else self._policy.grace_s
             if time.monotonic() - started >= grace_s:
                 break
             time.sleep(_POLL_S)
-        stacks = {} if evident else self._ask_for_stacks()
+        stacks = {} if evident or elsewhere is not None else self._ask_for_stacks()
         self._stop(signal.SIGTERM)
-        self._close_context()
         exits = self._exits()
         failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
+        elsewhere = elsewhere or self._compare_with_others(failure)
+        self._close_context()
+        if failure is None and elsewhere is not None:
+            failure = Failure(self._attempt, exits[0], None)  # nothing happened here
         if failure is not None:
             kills, before = count_memory_kills(), self._num_memory_kills
             self._on_failure(
                 replace(
                     failure,
                     hang=hang,
+                    elsewhere=elsewhere,
                     stacks=stacks,
                     pages={rank: seen for rank, seen in pages.items() if seen is not None},
                     resident_bytes=self._watch.resident_bytes,
@@ -171,6 +182,18 @@ class WatchedRanks:
             if process.returncode
         }
         return RunProcsResult(failures=failures)
+
+    def _compare_with_others(self, failure: Failure | None) -> Elsewhere | None:
+        """Tell the other hosts who failed here; or, where everybody only lost somebody, hear who failed there."""
+        if self._others is None or failure is None:
+            return None
+        if not failure.only_witnesses:
+            self._others.blame(in_short(failure), status_of(failure))
+            return None
+        deadline = time.monotonic() + self._policy.grace_s
+        while (told := self._others.look()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return told
 
     def _exits(self) -> list[Exit]:
         """How the ranks that have ended did; what one has told counts, even if it was stopped before it had ended."""
@@ -231,10 +254,22 @@ class RankAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        attempt = worker_group.spec.max_restarts - self._remaining_restarts
+        others = None
+        # Hosts count restarts of their own; the store is one of this meeting alone.
+        if worker_group.group_world_size > 1:
+            others = OtherHosts(
+                worker_group.master_addr,
+                worker_group.master_port,
+                talk=worker_group.store.compare_set("evenstep/talk", "", uuid.uuid4().hex).decode(),
+                node_rank=worker_group.group_rank,
+                num_nodes=worker_group.group_world_size,
+            )
         self._pcontext = WatchedRanks(  # type: ignore[assignment]
             self._pcontext,  # type: ignore[arg-type]
             ranks=[worker.global_rank for worker in worker_group.workers],
-            attempt=worker_group.spec.max_restarts - self._remaining_restarts,
+            attempt=attempt,
+            others=others,
             run_directory=self._run_directory,
             policy=self._policy,
             on_failure=lambda failure: self._on_failure(failure, self._remaining_restarts),

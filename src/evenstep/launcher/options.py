@@ -215,6 +215,34 @@ def on_one_host(args: Namespace) -> Namespace:
     return Namespace(**{**vars(args), **changed, "node_rank": 0})
 
 
+def on_several_hosts(args: Namespace, *, own_address: str | None, keeps_store: bool = False) -> Namespace:
+    """The same arguments for a run on several hosts, with our rendezvous where each host was told its number. Pure.
+
+    Args:
+        args: The arguments.
+        own_address: This host's address on the way to the meeting place; None: torch resolves this host's name.
+        keeps_store: The meeting place is an address of this host (and not loopback, where several could have it).
+    """
+    fewest, most = num_nodes(args)
+    changed: dict[str, object] = {} if args.local_addr else {"local_addr": own_address}
+    if fewest == most and args.rdzv_backend == "static":
+        conf = ",".join(filter(None, [args.rdzv_conf, f"rank={args.node_rank}"]))
+        endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+        changed |= {"rdzv_backend": "evenstep-hosts", "rdzv_conf": conf, "rdzv_endpoint": endpoint}
+    elif args.rdzv_backend == "c10d" and keeps_store and "is_host" not in args.rdzv_conf:
+        # torch compares the endpoint with what this host's name means, which is another address where it has several.
+        changed["rdzv_conf"] = ",".join(filter(None, [args.rdzv_conf, "is_host=1"]))
+    return Namespace(**{**vars(args), **changed})
+
+
+def meeting_place(args: Namespace) -> tuple[str, int]:
+    """Host and port at which the hosts meet. Pure."""
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    if host and port.isdigit():
+        return host.strip("[]"), int(port)
+    return (args.rdzv_endpoint or args.master_addr), int(args.master_port or 29500)
+
+
 def fixed_port(args: Namespace) -> int | None:
     """The port at which the ranks of a script are told to meet; None if the system may choose. Pure."""
     if args.standalone or args.rdzv_backend != "static":

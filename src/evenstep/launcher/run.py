@@ -25,12 +25,21 @@ from torch.distributed.run import config_from_args
 
 from evenstep import environment, network
 from evenstep.errors import ConfigurationError
-from evenstep.launcher import rendezvous
+from evenstep.launcher import hosts_rendezvous, rendezvous
 from evenstep.launcher.account import Failure, status_of, tell
 from evenstep.launcher.agent import RankAgent
 from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
 from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, make_log_directory, tail
-from evenstep.launcher.options import fixed_port, for_workers, num_nodes, on_one_host, parse, placed_by
+from evenstep.launcher.options import (
+    fixed_port,
+    for_workers,
+    meeting_place,
+    num_nodes,
+    on_one_host,
+    on_several_hosts,
+    parse,
+    placed_by,
+)
 from evenstep.launcher.verdict import StopPolicy, exit_status
 
 
@@ -123,6 +132,12 @@ class _Run:
         args = on_one_host(for_workers(self._args, num_ranks=self._num_ranks, parent_pid=os.getpid()))
         if args.master_port is None:
             args.master_port = 29500
+        if self._num_hosts > 1:
+            hosts_rendezvous.register()
+            place = meeting_place(args)
+            args = on_several_hosts(
+                args, own_address=network.address_towards(*place), keeps_store=network.is_own_address(place[0])
+            )
         try:
             config, command, command_args = config_from_args(args)
         except (ValueError, AssertionError) as error:

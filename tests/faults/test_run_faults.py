@@ -295,3 +295,40 @@ def test_who_does_not_come_is_shown_where_it_is(tmp_path: Path, holds_the_lock: 
     assert "in deadlock" in command.stderr
     assert "had not arrived where rank 0 waited; it was still running, and has been stopped" in command.stderr
     assert command.leaves_no_process()
+
+
+TRAINS = """
+    import evenstep, torch
+
+    with evenstep.init(seed=0) as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            model.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "verdict"),
+    [
+        ("kill:rank=1,step=5,phase=backward", 137, r"rank 1 .* was killed by SIGKILL.* step 5, collective \d+$"),
+        (
+            "exit:rank=0,step=3,phase=forward",
+            72,
+            r"rank 0 .* had ended with status 0 .* early \((step|collective) \d+; the",
+        ),
+        (
+            "shape:rank=1,step=2,phase=optimizer",
+            72,
+            r"disagree in collective number \d+ .* rank 1: all_reduce\(sum\) of float32 \[3, 5, 7\]",
+        ),
+    ],
+)
+def test_injected_faults_end_with_their_status(tmp_path: Path, fault: str, code: int, verdict: str) -> None:
+    flags = ["--nproc-per-node", "2", "--device", "cpu", "--inject", fault]
+    status, command = call(tmp_path, [*flags, "script.py"], TRAINS)
+    assert status == code, command.stderr
+    assert re.search(verdict, command.stderr, re.MULTILINE), command.stderr
+    assert command.leaves_no_process()

@@ -67,6 +67,7 @@ def test_the_first_blame_wins_and_everybody_else_hears_it() -> None:
     finally:
         for talk in talks:
             talk.close()
+            talk._thread.join(20)
 
 
 def test_a_launcher_that_stops_beating_is_noticed() -> None:
@@ -81,7 +82,9 @@ def test_a_launcher_that_stops_beating_is_noticed() -> None:
         assert lost.status == 76
         assert "host 1 (" in lost.text
     finally:
-        here.close()
+        for talk in (here, there):
+            talk.close()
+            talk._thread.join(20)
 
 
 _kept: list[HostsRendezvous] = []

@@ -14,6 +14,7 @@ Variables that evenstep itself sets for the ranks it starts (nobody else needs t
     EVENSTEP_RUN_DIR     private directory of the run: rendezvous file and first-blame slot
     EVENSTEP_LAUNCHER    "run" or "launch": which of ours started this rank
     EVENSTEP_DEVICE      what `evenstep run --device` said; an argument of `evenstep.init` beats it
+    EVENSTEP_INJECT      faults that `evenstep run --inject` asked for
     EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
 """
 
@@ -37,6 +38,7 @@ __all__ = [
     "detect",
     "export",
     "exported",
+    "faults_to_inject",
     "host_identity",
     "host_of_task",
     "is_set",
@@ -93,6 +95,7 @@ def run_variables(
     num_nodes: int = 1,
     device: str | None = None,
     announced: str | None = None,
+    faults: str | None = None,
 ) -> dict[str, str]:
     """The variables that are the same for all ranks that a launcher of ours ("run", "launch") starts. Pure."""
     variables = {"EVENSTEP_LAUNCHER": launcher, "EVENSTEP_RUN_DIR": str(run_directory)}
@@ -103,6 +106,8 @@ def run_variables(
         variables["EVENSTEP_DEVICE"] = device
     if announced is not None:
         variables["EVENSTEP_ANNOUNCED"] = announced
+    if faults is not None:
+        variables["EVENSTEP_INJECT"] = faults
     return variables
 
 
@@ -125,6 +130,11 @@ def announcement(*, world_size: int, num_nodes: int, device: str, num_threads: i
 
     ranks = f"{counted(world_size, 'rank')} on {counted(num_nodes, 'host')}"
     return f"evenstep: {ranks}, {device}, {counted(num_threads, 'thread')} per rank, {transport}"
+
+
+def faults_to_inject() -> str:
+    """What `evenstep run --inject` said; "" without it."""
+    return os.environ.get("EVENSTEP_INJECT", "")
 
 
 def openmp_threads() -> int | None:

@@ -95,6 +95,12 @@ def make_parser() -> ArgumentParser:
         "--all-ranks", "--all_ranks", action="store_true", help="Show every rank's output on the terminal: --tee 3."
     )
     ours.add_argument(
+        "--inject",
+        metavar="FAULT",
+        help='Have a rank fail on purpose: "kill:rank=1,step=7"; others: stop, raise, exit, segfault, hold, delay, '
+        "allocate, close, nan, corrupt, shape.",
+    )
+    ours.add_argument(
         "--stopped-grace",
         "--stopped_grace",
         type=float,

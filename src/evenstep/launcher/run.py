@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -63,6 +64,9 @@ def run(arguments: Sequence[str]) -> int:
         device=args.device,
         openmp_threads=environment.openmp_threads(),
     )
+    if args.inject is not None:
+        # By name: nothing of evenstep stands on what is meant for tests. What is wrong in it is said here, once.
+        importlib.import_module("evenstep.testing.faults").parse_faults(args.inject)
     wishes = Wishes.parse(
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
     )
@@ -98,7 +102,12 @@ class _Run:
         self._logs, self._log_directory = logs, Path(logs.root_log_dir)
         self._logs_are_temporary = args.log_dir is None
         self._variables = environment.run_variables(
-            "run", run_directory=run_directory, num_nodes=num_hosts, device=args.device, announced=announced
+            "run",
+            run_directory=run_directory,
+            num_nodes=num_hosts,
+            device=args.device,
+            announced=announced,
+            faults=args.inject,
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
 
     def execute(self) -> int:

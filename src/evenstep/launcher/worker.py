@@ -7,6 +7,7 @@ user's on its path yet.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import importlib.util
 import io
 import os
@@ -17,9 +18,10 @@ import types
 from importlib.abc import InspectLoader
 from pathlib import Path
 
-from evenstep.environment import current_placement
+from evenstep.environment import current_placement, faults_to_inject
 from evenstep.errors import ConfigurationError
 from evenstep.health import last_words, page
+from evenstep.health.steps import count_optimizer_steps
 
 
 def ready_file(run_directory: Path, rank: int, attempt: int) -> Path:
@@ -53,6 +55,11 @@ def main(arguments: list[str]) -> None:
         stacks = stack_file(placement.run_directory, placement.rank, placement.restart_count).open("w")
         faulthandler.register(STACK_SIGNAL, file=stacks)
         _kept.append(stacks)
+        count_optimizer_steps()
+    faults = faults_to_inject()
+    if faults:
+        # By name: nothing of evenstep stands on what is meant for tests.
+        importlib.import_module("evenstep.testing.faults").install(faults, rank=placement.rank)
     last_words.install(placement)
     if kind == "module":
         _become_module(target, rest)

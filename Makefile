@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-launchers test-hosts lint format
+.PHONY: help install demo test test-launchers test-hosts lint format stress
 .PHONY: bench-collectives bench-hosts bench-step bench-data-parallel clean
 
 help: ## list these targets
@@ -35,6 +35,10 @@ lint: install ## ruff (format and rules) and mypy --strict
 format: install ## let ruff format the code and sort the imports
 	$(RUN) ruff check --select I --fix .
 	$(RUN) ruff format .
+
+stress: install ## 1,000 random windows of the engine, 100,000 random collectives, also while ranks are stopped; an hour
+	$(RUN) tests.procs.test_engine 1000
+	$(RUN) tests.procs.test_transport_stress 100000
 
 bench-collectives: install ## shared memory against Gloo, 64 B to 256 MiB on 2 and 4 ranks; some minutes, on a quiet machine
 	$(RUN:-m=) benchmarks/collectives.py --json build/collectives.json

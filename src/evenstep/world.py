@@ -24,6 +24,7 @@ from evenstep.device import choose_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.health import page
+from evenstep.health.telemetry import Telemetry
 from evenstep.transport.choice import Transports, open_transports
 from evenstep.transport.exchange import broadcast_value, check_mean, exchange, gather_rows, weighted_mean
 from evenstep.transport.local import LocalTransport
@@ -48,6 +49,7 @@ class World:
         seed: What `init` was given.
         transport: Carries gradients, on `device`.
         control: Carries everything else, on the CPU.
+        telemetry: What the steps of the models wrapped in this world spent their time on.
         why_gloo: Why CPU ranks don't share memory, where they would if they could; else None.
     """
 
@@ -78,6 +80,7 @@ class World:
         self._num_main_first = 0
         self._closed = False
         self._adopted_group: dist.ProcessGroup | None = None
+        self.telemetry = Telemetry()
         self._of_groups: dict[dist.ProcessGroup, World] = {}
         self._init_arguments: dict[str, object] | None = None
         self._has_diverged = False

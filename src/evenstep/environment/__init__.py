@@ -15,6 +15,7 @@ Variables that evenstep itself sets for the ranks it starts (nobody else needs t
     EVENSTEP_LAUNCHER    "run" or "launch": which of ours started this rank
     EVENSTEP_DEVICE      what `evenstep run --device` said; an argument of `evenstep.init` beats it
     EVENSTEP_INJECT      faults that `evenstep run --inject` asked for
+    EVENSTEP_STAMP_LINES set if lines of log files begin with time, rank and step
     EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
 """
 
@@ -96,6 +97,7 @@ def run_variables(
     device: str | None = None,
     announced: str | None = None,
     faults: str | None = None,
+    stamps_lines: bool = False,
 ) -> dict[str, str]:
     """The variables that are the same for all ranks that a launcher of ours ("run", "launch") starts. Pure."""
     variables = {"EVENSTEP_LAUNCHER": launcher, "EVENSTEP_RUN_DIR": str(run_directory)}
@@ -106,6 +108,8 @@ def run_variables(
         variables["EVENSTEP_DEVICE"] = device
     if announced is not None:
         variables["EVENSTEP_ANNOUNCED"] = announced
+    if stamps_lines:
+        variables["EVENSTEP_STAMP_LINES"] = "1"
     if faults is not None:
         variables["EVENSTEP_INJECT"] = faults
     return variables

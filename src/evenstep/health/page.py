@@ -157,6 +157,11 @@ def mark_waiting(is_waiting: bool) -> None:
         cells[6] = time.monotonic_ns()
 
 
+def finished_steps() -> int:
+    """What this rank's page says of its optimizer steps; 0 without a page."""
+    return 0 if _cells is None else int(_cells[3])
+
+
 def read_page(path: Path) -> Seen | None:
     """What a page says now; None if there is none, or none that can be understood."""
     try:

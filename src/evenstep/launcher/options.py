@@ -36,7 +36,7 @@ _HELP = {
     "divided by the threads per rank. Default: auto.",
     "nnodes": "Hosts, or MIN:MAX of them. Default: 1.",
     "log_dir": "Where the output of ranks other than 0 goes: DIR/<time>-<pid>/rank-1.log. Default: a temporary "
-    "directory that is removed when all went well.",
+    "directory that is removed when all went well. With a directory, every line begins with time, rank and step.",
     "redirects": "Send rank 0's streams to a file too: 1 stdout, 2 stderr, 3 both; or 0:3 for one rank. Other ranks "
     "always write to files.",
     "tee": "Show other ranks' streams on the terminal too, each line after [rank 1]: 1 stdout, 2 stderr, 3 both; or "

@@ -108,6 +108,7 @@ class _Run:
             device=args.device,
             announced=announced,
             faults=args.inject,
+            stamps_lines=args.log_dir is not None,
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
 
     def execute(self) -> int:

@@ -18,9 +18,10 @@ import types
 from importlib.abc import InspectLoader
 from pathlib import Path
 
-from evenstep.environment import current_placement, faults_to_inject
+from evenstep.environment import current_placement, faults_to_inject, is_set
 from evenstep.errors import ConfigurationError
 from evenstep.health import last_words, page
+from evenstep.health.log_lines import stamp_lines
 from evenstep.health.steps import count_optimizer_steps
 
 
@@ -49,6 +50,8 @@ def main(arguments: list[str]) -> None:
         # The kernel's promise to end this process with its parent survives this.
         os.execvp(target, [target, *rest])
     faulthandler.enable()
+    if is_set("EVENSTEP_STAMP_LINES") and all(_is_own_log(descriptor, placement.rank) for descriptor in (1, 2)):
+        stamp_lines(placement.rank)
     if placement.run_directory is not None and placement.run_directory.is_dir():
         page.open_page(page.page_file(placement.run_directory, placement.rank, placement.restart_count))
         # Kept open to the end of the process: faulthandler writes to its number.
@@ -65,6 +68,14 @@ def main(arguments: list[str]) -> None:
         _become_module(target, rest)
     else:
         _become_script(target, rest)
+
+
+def _is_own_log(descriptor: int, rank: int) -> bool:
+    """Whether that is a log file of the launcher's; the terminal's stream may be a file, too, and is left alone."""
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.startswith(f"rank-{rank}.")
+    except OSError:
+        return False
 
 
 def _share_one_file() -> None:

@@ -1,5 +1,6 @@
 """Data-parallel training for PyTorch in which every replica takes the same step."""
 
+from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.data.loader import DataLoader
 from evenstep.data.sampler import DistributedSampler
 from evenstep.errors import EvenstepError
@@ -12,6 +13,7 @@ from evenstep.transport.backend import register_backend
 from evenstep.world import World
 
 __all__ = [
+    "Checkpointer",
     "DataLoader",
     "DataParallel",
     "DistributedDataParallel",

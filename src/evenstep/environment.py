@@ -9,6 +9,7 @@ Variables that evenstep itself sets for the ranks it starts (nobody else needs t
     EVENSTEP_LAUNCHER    "run" or "launch": which of ours started this rank
     EVENSTEP_DEVICE      what `evenstep run --device` said; an argument of `evenstep.init` beats it
     EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
+    EVENSTEP_REHEARSAL   file that says how a resume is rehearsed; set by `evenstep verify --resume`
 """
 
 from __future__ import annotations
@@ -201,6 +202,12 @@ def openmp_threads() -> int | None:
     """What `OMP_NUM_THREADS` asks for; None when unset or no positive number."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def rehearsal_file() -> Path | None:
+    """The file that says how this run rehearses a resume; None, as in every other run."""
+    text = os.environ.get("EVENSTEP_REHEARSAL")
+    return Path(text) if text else None
 
 
 def is_set(name: str) -> bool:

@@ -6,16 +6,20 @@
     ├── MismatchError                 the ranks disagree: parameters, shapes, lengths                  exit 72
     ├── PeerLostError                 another rank died or left while this one needed it               exit 76
     ├── CollectiveTimeoutError        the others did not arrive in time                                exit 71
+    ├── CheckpointError               a checkpoint can't be saved, read, or doesn't fit                exit 74
     └── RankFailedError               a rank of `evenstep.launch` died without an exception of its own
 
 `PeerLostError` and `CollectiveTimeoutError` are *consequences*: whoever raises them is a witness, not the culprit.
-A `ConfigurationError`, `UsageError` or `MismatchError` is a user's mistake that its message explains, so it is
-shown without a traceback.
+A `ConfigurationError`, `UsageError`, `MismatchError` or `CheckpointError` is explained by its message, so it is shown
+without a traceback. A run that was asked to stop, and has saved, ends with `SystemExit(75)`, which is no error.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
+
+# Exit status of a rank that was asked to stop and has saved its checkpoint: nothing failed, and start it again later.
+EXIT_PREEMPTED = 75
 
 
 class EvenstepError(Exception):
@@ -65,6 +69,13 @@ class CollectiveTimeoutError(EvenstepError, TimeoutError):
 
     exit_code = 71
     is_consequence = True
+
+
+class CheckpointError(EvenstepError, RuntimeError):
+    """A checkpoint can't be saved or read, is damaged, or isn't one of these objects. Raised on every rank."""
+
+    exit_code = 74
+    is_users_mistake = True
 
 
 class RankFailedError(EvenstepError, RuntimeError):

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep.environment import current_placement
+from evenstep.health.blame import saves_file
 from evenstep.transport.base import Work
 from evenstep.world import World
 
@@ -96,6 +98,9 @@ class StopSignals:
             return
         for which in STOP_SIGNALS:
             self._before[which] = signal.signal(which, self._handle)
+        placement = current_placement()
+        if placement.run_directory is not None and placement.run_directory.is_dir():
+            saves_file(placement.run_directory, placement.rank, placement.restart_count).touch()
 
     def close(self) -> None:
         """Put back what was there before, unless somebody else has taken our place."""

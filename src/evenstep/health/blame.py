@@ -112,6 +112,11 @@ def choose_culprit(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> Exi
     return failed[told[0].rank] if told else None
 
 
+def saves_file(directory: Path, rank: int, attempt: int) -> Path:
+    """Exists once a rank saves when it is asked to stop: it then gets more time to end."""
+    return directory / f"saves-{attempt}-{rank}"
+
+
 def write_report(directory: Path, report: CrashReport, *, attempt: int = 0) -> None:
     """Leave a report where the launcher looks; whole or not at all."""
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".crash-", delete=False) as file:

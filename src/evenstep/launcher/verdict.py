@@ -17,14 +17,16 @@ class StopPolicy:
         grace_s: How long they may end by themselves and tell why, while nobody but witnesses has spoken.
         evident_grace_s: The same once the culprit is known.
         terminate_s: From the first signal to SIGKILL.
+        save_s: The same for ranks that save when somebody asks the run to stop. A second signal ends that at once.
     """
 
     grace_s: float = 1.0
     evident_grace_s: float = 0.2
     terminate_s: float = 5.0
+    save_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if min(self.grace_s, self.evident_grace_s, self.terminate_s) < 0:
+        if min(self.grace_s, self.evident_grace_s, self.terminate_s, self.save_s) < 0:
             raise ValueError(f"{self}: times are at least 0")
 
 

@@ -334,6 +334,7 @@ class Checkpointer:
     def _stop(self) -> None:
         reasons = self.world.exchange(self.world.stop_reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+        self.world.stop_reason = None  # heard: a notebook may go on
         if self._last_saved != self.num_steps:
             self._save(waits=True, raises=True)
         self._finish(raises=True)

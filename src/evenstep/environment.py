@@ -210,6 +210,11 @@ def rehearsal_file() -> Path | None:
     return Path(text) if text else None
 
 
+def with_rehearsal(file: Path) -> dict[str, str]:
+    """This process's environment, for a run that rehearses a resume."""
+    return {**os.environ, "EVENSTEP_REHEARSAL": str(file)}
+
+
 def is_set(name: str) -> bool:
     """Whether a variable has a value that isn't empty."""
     return bool(os.environ.get(name))

@@ -39,7 +39,7 @@ def read_all(storage: Storage, path: str) -> bytes:
 def _writes_and_reads(storage: Storage) -> None:
     assert isinstance(storage.where, str), "where is what messages call it"
     assert storage.where
-    chunks = [b"one", memoryview(b"two"), b"", b"three" * 1000]
+    chunks: list[bytes | memoryview] = [b"one", memoryview(b"two"), b"", b"three" * 1000]
     storage.write("folder/file", iter(chunks))
     content = b"".join(bytes(chunk) for chunk in chunks)
     assert read_all(storage, "folder/file") == content, "what is read is not what was written"

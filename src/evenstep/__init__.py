@@ -2,7 +2,10 @@
 
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.data.loader import DataLoader
+from evenstep.data.records import Records
 from evenstep.data.sampler import DistributedSampler
+from evenstep.data.tokens import TokenDataset
+from evenstep.data.weighted import WeightedSampler
 from evenstep.errors import EvenstepError
 from evenstep.joining import init
 from evenstep.launcher.launch import launch
@@ -19,7 +22,10 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "EvenstepError",
+    "Records",
     "SyncBatchNorm",
+    "TokenDataset",
+    "WeightedSampler",
     "World",
     "init",
     "launch",

@@ -3,6 +3,7 @@
     EvenstepError                     everything that evenstep raises on purpose
     ├── ConfigurationError            an argument, a flag or a variable is wrong (also a ValueError)   exit 78
     ├── UsageError                    calls that don't fit together, found while running               exit 1
+    ├── DataError                     a sample can't be had: a damaged file, a worker that died        exit 1
     ├── MismatchError                 the ranks disagree: parameters, shapes, lengths                  exit 72
     ├── PeerLostError                 another rank died or left while this one needed it               exit 76
     ├── CollectiveTimeoutError        the others did not arrive in time                                exit 71
@@ -10,8 +11,8 @@
     └── RankFailedError               a rank of `evenstep.launch` died without an exception of its own
 
 `PeerLostError` and `CollectiveTimeoutError` are *consequences*: whoever raises them is a witness, not the culprit.
-A `ConfigurationError`, `UsageError`, `MismatchError` or `CheckpointError` is explained by its message, so it is shown
-without a traceback. A run that was asked to stop, and has saved, ends with `SystemExit(75)`, which is no error.
+A `ConfigurationError`, `UsageError`, `DataError`, `MismatchError` or `CheckpointError` is explained by its message, so it
+is shown without a traceback. A run that was asked to stop, and has saved, ends with `SystemExit(75)`, which is no error.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ class ConfigurationError(EvenstepError, ValueError):
 
 class UsageError(EvenstepError, RuntimeError):
     """Calls that don't fit together, found while running: what, where, and what to write instead."""
+
+    exit_code = 1
+    is_users_mistake = True
+
+
+class DataError(EvenstepError, RuntimeError):
+    """A sample can't be had: its file is damaged, or the worker that loaded it died. Data sets may raise it, too."""
 
     exit_code = 1
     is_users_mistake = True

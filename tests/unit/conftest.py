@@ -1,4 +1,4 @@
-"""Fresh random inputs for every run of the tests, as in `tests/procs`."""
+"""Fresh random inputs here too."""
 
 from tests.procs.conftest import fresh_seed
 

@@ -199,6 +199,7 @@ class Checkpointer:
             return
         self._open()
         self._refuse_later_ones()
+        self._commit_samples()
         self.num_steps += 1
         now = time.monotonic()
         is_slow, self._stepped_at = now - self._stepped_at > _SLOW_STEP_S, now
@@ -330,6 +331,12 @@ class Checkpointer:
                 folders.remove_step(self._storage, step)
                 del known[step]
         self._known = known  # a new one: the loop may be looking at the old
+
+    def _commit_samples(self) -> None:
+        """A step that a GradScaler left out has used its samples too; no optimizer has told the loader."""
+        for value in self._objects.values():
+            if type(value).__module__.startswith("evenstep.data.") and hasattr(value, "commit"):
+                value.commit()
 
     def _stop(self) -> None:
         reasons = self.world.exchange(self.world.stop_reason)

@@ -11,8 +11,8 @@
     └── RankFailedError               a rank of `evenstep.launch` died without an exception of its own
 
 `PeerLostError` and `CollectiveTimeoutError` are *consequences*: whoever raises them is a witness, not the culprit.
-A `ConfigurationError`, `UsageError`, `DataError`, `MismatchError` or `CheckpointError` is explained by its message, so it
-is shown without a traceback. A run that was asked to stop, and has saved, ends with `SystemExit(75)`, which is no error.
+A `ConfigurationError`, `UsageError`, `DataError`, `MismatchError` or `CheckpointError` is explained by its message, so
+it is shown without a traceback. A run that was asked to stop, and has saved, ends with `SystemExit(75)`: no error.
 """
 
 from __future__ import annotations

@@ -12,16 +12,16 @@ from typing import Any
 
 from evenstep import world as worlds
 from evenstep.checkpoint import folders, restoring
-from evenstep.checkpoint.manifest import Manifest
-from evenstep.checkpoint.plan import Policy, best_step, is_better, plan_removals
-from evenstep.checkpoint.reader import DamagedError, read_manifest
+from evenstep.checkpoint.directory import RunDirectory
+from evenstep.checkpoint.plan import Policy, is_better
+from evenstep.checkpoint.reader import DamagedError
 from evenstep.checkpoint.rehearsal import Rehearsal
 from evenstep.checkpoint.saving import Saver
 from evenstep.checkpoint.snapshot import unwrapped
 from evenstep.checkpoint.stopping import Agreement, Status, StopSignals
 from evenstep.checkpoint.storage import LocalDirectory, Storage
 from evenstep.checkpoint.streams import NAME as RANDOM
-from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, EvenstepError, UsageError
+from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, UsageError
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.world import World
 
@@ -88,17 +88,16 @@ class Checkpointer:
         self._rehearsal = Rehearsal.of_this_process(self.world, objects)
         if self._rehearsal is not None:
             directory = self._rehearsal.directory
-        self._storage: Storage = LocalDirectory(directory) if isinstance(directory, str | os.PathLike) else directory
+        storage = LocalDirectory(directory) if isinstance(directory, str | os.PathLike) else directory
+        self._directory = RunDirectory(storage, self.world, self.policy)
         self._objects = objects
         self._continues_on_error = on_save_error == "continue"
         self._asynchronous = asynchronous
         self.num_steps = 0
-        self._saver = Saver(self._storage, self.world, objects, self._committed)
+        self._saver = Saver(storage, self.world, objects, self._directory.enter)
         self._agreement = Agreement(self.world)
         self._signals: StopSignals | None = None
-        self._release_lock: Any = None
-        self._is_open = self._is_closed = False
-        self._known: dict[int, Mapping[str, float]] = {}  # steps that have a checkpoint, and its metrics
+        self._is_closed = False
         self._metrics: dict[str, float] = {}
         self._best: float | None = None
         self._last_saved: int | None = None
@@ -124,16 +123,18 @@ class Checkpointer:
         """
         self._open()
         problems = []
-        for step in sorted(self._known, reverse=True):
+        for step in sorted(self._directory.steps, reverse=True):
             try:
                 return self._load(step, strict=strict, told="resumed from")
             except DamagedError as error:
                 problems.append(str(error))
-                self._set_aside(step, str(error))
+                name = self._directory.set_aside(step)
+                aside = "" if name is None else f"; set aside as {self._where}/{name}"
+                self._print(f"damaged: {error}{aside}")
         if problems:
             told = "\n  ".join(problems)
             raise CheckpointError(
-                f"no checkpoint in {self._storage.where} can be read:\n  {told}\nTo start afresh, use another "
+                f"no checkpoint in {self._where} can be read:\n  {told}\nTo start afresh, use another "
                 f"directory, or remove what is in this one."
             )
         return 0
@@ -153,10 +154,10 @@ class Checkpointer:
         Raises:
             CheckpointError: There is none of this step, it is damaged, or it is not of these objects.
         """
-        steps = self.world.broadcast_object(folders.steps_in(self._storage) if self.world.is_main else None)
+        steps = self.world.broadcast_object(folders.steps_in(self._directory.storage) if self.world.is_main else None)
         if step not in steps:
             there = ", ".join(map(str, steps)) or "none at all"
-            raise CheckpointError(f"{self._storage.where} has no checkpoint of step {step!r}; there are: {there}.")
+            raise CheckpointError(f"{self._where} has no checkpoint of step {step!r}; there are: {there}.")
         return self._load(step, strict=strict, told="loaded")
 
     def discard(self, *, after: int = 0) -> None:
@@ -170,15 +171,8 @@ class Checkpointer:
         """
         self._open()
         self._finish()
-        later = [step for step in self._known if step > after]
-
-        def remove() -> None:
-            for step in later:
-                folders.remove_step(self._storage, step)
-
-        self._on_main(remove)
-        self._known = {step: metrics for step, metrics in self._known.items() if step <= after}
-        self._note_best()
+        self._directory.discard(after)
+        self._best = self._directory.best
 
     # ------------------------------------------------------------------ while training
 
@@ -198,7 +192,8 @@ class Checkpointer:
         if any(isinstance(o, DistributedDataParallel) and o.engine.in_window for o in self._objects.values()):
             return
         self._open()
-        self._refuse_later_ones()
+        if self._last_saved is None:
+            self._directory.refuse_later_than(self.num_steps)
         self._commit_samples()
         self.num_steps += 1
         now = time.monotonic()
@@ -234,7 +229,8 @@ class Checkpointer:
                 "optimizer's step."
             )
         self._open()
-        self._refuse_later_ones()
+        if self._last_saved is None:
+            self._directory.refuse_later_than(self.num_steps)
         self._note(metrics)
         self._save(waits=True, raises=True)
 
@@ -259,7 +255,7 @@ class Checkpointer:
             return
         self._is_closed = True
         try:
-            if self._is_open:
+            if self._directory.is_open:
                 self._tell_failure(self._saver.finish_alone())
                 if self.num_steps > 0 and self._last_saved != self.num_steps:
                     self._saver.start(self.num_steps, self._metrics)
@@ -280,9 +276,13 @@ class Checkpointer:
         """How long the last save kept the loop from going on, in seconds, apart from waiting for the one before."""
         return self._saver.blocked_s
 
+    @property
+    def _where(self) -> str:
+        return self._directory.storage.where
+
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "saving" if self._saver.writer.is_busy else "idle"
-        return f"<Checkpointer {self._storage.where} at step {self.num_steps}, {state}: {', '.join(self._objects)}>"
+        return f"<Checkpointer {self._where} at step {self.num_steps}, {state}: {', '.join(self._objects)}>"
 
     # ------------------------------------------------------------------ saving
 
@@ -307,30 +307,20 @@ class Checkpointer:
         was_pending = self._saver.writer.is_pending
         failure = self._saver.finish()
         if failure is None and was_pending and self._last_saved is not None:
-            self._known.setdefault(self._last_saved, {})  # on rank 0 it is known with its metrics already
+            self._directory.note(self._last_saved)
         self._tell_failure(failure, raises=raises)
 
     def _tell_failure(self, failure: str | None, *, raises: bool = False) -> None:
         if failure is None:
             return
         step, self._last_saved = self._last_saved, None
-        newest = (
-            f"the newest checkpoint is {folders.folder_of(max(self._known))}" if self._known else "there is none yet"
-        )
-        where = f"{self._storage.where}: {failure}"
-        text = f"step {step} could not be saved in {where}. What was written of it is removed; {newest}"
+        newest = self._directory.newest
+        kept = "there is none yet" if newest is None else f"the newest checkpoint is {folders.folder_of(newest)}"
+        where = f"{self._where}: {failure}"
+        text = f"step {step} could not be saved in {where}. What was written of it is removed; {kept}"
         if raises or not self._continues_on_error:
             raise CheckpointError(f"{text}.")
         self._print(f"{text}. Training goes on.")
-
-    def _committed(self, manifest: Manifest) -> None:
-        """On rank 0, in the writer's thread: remove what need not be kept."""
-        known = {**self._known, manifest.step: manifest.metrics}
-        for step in plan_removals(known, self.policy):
-            if step != manifest.step:
-                folders.remove_step(self._storage, step)
-                del known[step]
-        self._known = known  # a new one: the loop may be looking at the old
 
     def _commit_samples(self) -> None:
         """A step that a GradScaler left out has used its samples too; no optimizer has told the loader."""
@@ -347,9 +337,7 @@ class Checkpointer:
         self._finish(raises=True)
         self._is_closed = True
         folder = folders.folder_of(self.num_steps)
-        self._print(
-            f"asked to stop ({reason} on rank {rank}); saved {self._storage.where}/{folder}, which resumes there"
-        )
+        self._print(f"asked to stop ({reason} on rank {rank}); saved {self._where}/{folder}, which resumes there")
         self._agreement.finish()
         raise SystemExit(EXIT_PREEMPTED)
 
@@ -376,60 +364,18 @@ class Checkpointer:
         """Collective, once: this job alone writes here, and knows what there is."""
         if self._is_closed:
             raise UsageError("this Checkpointer is closed: its world has ended. Make a new one.")
-        if self._is_open:
-            return
-        self._saver.open()
-        known: dict[int, Mapping[str, float]] = {}
-
-        def look() -> None:
-            self._release_lock = self._storage.lock({"world_size": self.world.world_size})
-            folders.sweep(self._storage)
-            for step in folders.steps_in(self._storage):
-                known[step] = {}
-                try:
-                    known[step] = read_manifest(self._storage, folders.folder_of(step)).metrics
-                except DamagedError:
-                    continue  # told when somebody wants to load it
-
-        self._on_main(look)
-        told = self.world.broadcast_object([[step, dict(metrics)] for step, metrics in known.items()])
-        self._known = dict(told)
-        self._note_best()
-        self._signals = StopSignals(self.world)
-        self._is_open = True
-
-    def _note_best(self) -> None:
-        best = best_step(self._known, self.policy) if self.policy.best is not None else None
-        self._best = None if best is None else self._known[best][self.policy.best or ""]
-
-    def _on_main(self, work: Any) -> None:
-        """Collective: do something on rank 0; its error is raised everywhere."""
-        problem: list[Any] | None = None
-        if self.world.is_main:
-            try:
-                work()
-            except (OSError, EvenstepError) as error:
-                problem = [isinstance(error, EvenstepError), str(error)]
-        problem = self.world.broadcast_object(problem)
-        if problem is not None:
-            is_ours, text = problem
-            raise CheckpointError(text if is_ours else f"{self._storage.where} can't be written: {text} (on rank 0).")
-
-    def _refuse_later_ones(self) -> None:
-        newest = max(self._known, default=0)
-        if self._last_saved is None and newest > self.num_steps:
-            raise UsageError(
-                f"{self._storage.where} has checkpoints up to step {newest}, and this run is at step {self.num_steps}: "
-                f"the next start could not tell which to take. Call checkpoint.resume() before the loop, or "
-                f"checkpoint.discard(after={self.num_steps}) to remove the later ones, or use another directory."
-            )
+        if not self._directory.is_open:
+            self._directory.open()
+            self._saver.open()
+            self._best = self._directory.best
+            self._signals = StopSignals(self.world)
 
     def _load(self, step: int, *, strict: bool, told: str) -> int:
-        found = restoring.find(self._storage, self.world, step, self._objects, strict=strict)
-        where = f"{self._storage.where}/{folders.folder_of(step)}"
+        found = restoring.find(self._directory.storage, self.world, step, self._objects, strict=strict)
+        where = f"{self._where}/{folders.folder_of(step)}"
         restoring.apply(found, self.world, self._objects, where)
         self.num_steps = found.manifest.step
-        self._last_saved = step if self._is_open else None
+        self._last_saved = step if self._directory.is_open else None
         self._metrics = dict(found.manifest.metrics)
         ranks = (
             ""
@@ -443,14 +389,6 @@ class Checkpointer:
             self._print(f"  {where}/{name} is no part of it, and was left alone")
         return step
 
-    def _set_aside(self, step: int, problem: str) -> None:
-        """Collective: out of the way of those that come later."""
-        name: str | None = None
-        if self.world.is_main:
-            name = folders.set_aside(self._storage, step)
-        del self._known[step]
-        self._print(f"damaged: {problem}" + ("" if name is None else f"; set aside as {self._storage.where}/{name}"))
-
     # ------------------------------------------------------------------ the end
 
     def _world_ended(self, error: BaseException | None) -> None:
@@ -461,7 +399,7 @@ class Checkpointer:
         self._is_closed = True
         if isinstance(error, SystemExit):
             if not self._saver.writer.is_busy:
-                self._release()  # signals stay harmless until the process has gone
+                self._directory.close()  # signals stay harmless until the process has gone
             return
         self._saver.abandon()
         if self._signals is not None:
@@ -470,12 +408,7 @@ class Checkpointer:
     def _let_go(self) -> None:
         if self._signals is not None:
             self._signals.close()
-        self._release()
-
-    def _release(self) -> None:
-        if self._release_lock is not None:
-            self._release_lock()
-            self._release_lock = None
+        self._directory.close()
 
     def _print(self, text: str) -> None:
         if self.world.is_main:

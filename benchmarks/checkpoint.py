@@ -7,7 +7,8 @@ The state is a model with the two moments of AdamW, the same on all ranks. In ea
 
     blocked       how long the loop stands still: for evenstep the copy to memory, for the others the whole save
     whole save    until the checkpoint is complete; evenstep and torch.distributed.checkpoint sync their files
-    load          into a model and an optimizer that exist, files in the page cache; evenstep confirms checksums
+    load          into a model and an optimizer, in a process that has just begun, as a resume does; the files are in
+                  the page cache; evenstep confirms every checksum
 
 and in the end a small training loop runs without and with a save behind it. Times are those of the slowest rank.
 """
@@ -59,7 +60,6 @@ class Bench:
         self.checkpoint = evenstep.Checkpointer(
             root / "evenstep", every_minutes=None, keep=1, model=self.model, optimizer=self.optimizer
         )
-        self.checkpoint.resume()
 
     def slowest(self, seconds: float) -> float:
         """Of all ranks; collective."""
@@ -102,7 +102,7 @@ class Bench:
 
     def load_evenstep(self) -> None:
         """On every rank."""
-        self.checkpoint.load(self.checkpoint.num_steps)
+        self.checkpoint.resume()
 
     def rate(self, seconds: float, *, saves: bool) -> float:
         """Steps a second of a small loop, without and with a save behind it for as long as that takes."""
@@ -139,18 +139,15 @@ def measure(megabytes: float, rounds: int, root: Path) -> dict[str, Any] | None:
     with evenstep.init(quiet=True, device="cpu") as world:
         bench = Bench(world, megabytes, root)
         columns: dict[str, list[float]] = {name: [] for name in ("blocked", "whole", "torch.save", "dcp")}
-        columns |= {"load": [], "torch.load": []}
         first_blocked = 0.0
         for number in range(rounds + 1):
             blocked, whole = bench.save_evenstep()
             torch_save = bench.timed(bench.save_torch)
             dcp_save = bench.timed(bench.save_dcp)
-            torch_load = bench.timed(bench.load_torch)
-            load = bench.timed(bench.load_evenstep)
             if number == 0:
                 first_blocked = blocked  # its memory is fresh
                 continue
-            for name, value in zip(columns, (blocked, whole, torch_save, dcp_save, load, torch_load), strict=True):
+            for name, value in zip(columns, (blocked, whole, torch_save, dcp_save), strict=True):
                 columns[name].append(value)
         alone, behind = [], []
         for _ in range(rounds):
@@ -167,10 +164,19 @@ def measure(megabytes: float, rounds: int, root: Path) -> dict[str, Any] | None:
             "first_blocked_s": first_blocked,
             "blocked_over_torch_save": ratios(columns["blocked"], columns["torch.save"]),
             "whole_over_dcp": ratios(columns["whole"], columns["dcp"]),
-            "load_over_torch_load": ratios(columns["load"], columns["torch.load"]),
             "throughput_while_saving": ratios(behind, alone),
             "saving_lasts_s": statistics.median(columns["whole"]),
         }
+
+
+def measure_load(megabytes: float, side: str, root: Path) -> float:
+    """Seconds of one load, in a process that has loaded nothing before."""
+    warnings.filterwarnings("ignore")
+    with evenstep.init(quiet=True, device="cpu") as world:
+        bench = Bench(world, megabytes, root)
+        seconds = bench.timed(bench.load_evenstep if side == "evenstep" else bench.load_torch)
+        bench.checkpoint.close()
+        return seconds
 
 
 def main() -> None:
@@ -185,9 +191,16 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="evenstep-bench-", dir=args.directory))
     try:
         result = evenstep.launch(measure, args.ranks, args=(args.megabytes, args.rounds, root), device="cpu")
+        loads: dict[str, list[float]] = {"evenstep": [], "torch": []}
+        for _ in range(args.rounds):
+            for side, seconds in loads.items():
+                call = (args.megabytes, side, root)
+                seconds.append(evenstep.launch(measure_load, args.ranks, args=call, device="cpu"))
     finally:
         shutil.rmtree(root)
     assert result is not None
+    result["seconds"] |= {"load": quartiles(loads["evenstep"]), "torch.load": quartiles(loads["torch"])}
+    result["load_over_torch_load"] = ratios(loads["evenstep"], loads["torch"])
     print(f"{result['state_mb']:.0f} MB on {args.ranks} ranks; seconds, median with quartiles")
     for name, values in result["seconds"].items():
         print(f"  {name:12} {spread(values, 3)}")

@@ -21,6 +21,21 @@ from evenstep.errors import CheckpointError
 from tests.checkpoint_runs import Training, assert_same
 
 
+class PatientRanks:
+    """The pool, with more time: the first optimizer in a process imports half of torch."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def run(self, fn, nproc: int, *args: Any) -> list[Any]:
+        return self.pool.run(fn, nproc, *args, timeout_s=160.0)
+
+
+@pytest.fixture
+def ranks(ranks):
+    return PatientRanks(ranks)
+
+
 def world_for_this_test() -> evenstep.World:
     world = evenstep.init(quiet=True)
     world.has_diverged = False

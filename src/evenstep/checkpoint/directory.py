@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 from evenstep.checkpoint import folders
@@ -71,7 +72,8 @@ class RunDirectory:
         steps = {**self.steps, manifest.step: manifest.metrics}
         for step in plan_removals(steps, self._policy):
             if step != manifest.step:
-                folders.remove_step(self.storage, step)
+                with contextlib.suppress(OSError):  # it is one too many, and the save has succeeded all the same
+                    folders.remove_step(self.storage, step)
                 del steps[step]
         self.steps = steps  # a new one: the loop may be looking at the old
 

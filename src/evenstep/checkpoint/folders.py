@@ -46,7 +46,8 @@ def put_in_place(storage: Storage, temporary: str, step: int) -> None:
         storage.remove(former)
         storage.rename(final, former)
     storage.rename(temporary, final)
-    storage.remove(former)
+    with contextlib.suppress(OSError):  # what stays of it is swept when the next job begins
+        storage.remove(former)
 
 
 def remove_step(storage: Storage, step: int) -> None:

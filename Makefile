@@ -5,8 +5,8 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench-collectives bench-step bench-data-parallel bench-checkpoint \
-	stress-checkpoint clean
+.PHONY: help install demo test lint format stress bench-collectives bench-hosts bench-step bench-data-parallel \
+	bench-checkpoint stress-checkpoint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -29,8 +29,15 @@ format: install ## let ruff format the code and sort the imports
 	$(RUN) ruff check --select I --fix .
 	$(RUN) ruff format .
 
+stress: install ## 1,000 random windows of the engine, 100,000 random collectives, also while ranks are stopped; an hour
+	$(RUN) tests.procs.test_engine 1000
+	$(RUN) tests.procs.test_transport_stress 100000
+
 bench-collectives: install ## shared memory against Gloo, 64 B to 256 MiB on 2 and 4 ranks; some minutes, on a quiet machine
 	$(RUN:-m=) benchmarks/collectives.py --json build/collectives.json
+
+bench-hosts: install ## all-reduce over two hosts at 1 Gbit/s (network namespaces; needs root), against Gloo
+	$(RUN:-m=) benchmarks/hosts.py --json build/hosts.json
 
 bench-step: install ## what replication adds to a training step, beside torch's DDP; some minutes, on a quiet machine
 	$(RUN:-m=) benchmarks/step.py --json build/step.json

@@ -29,6 +29,7 @@ from measuring import describe_machine, ratios, spread
 
 import evenstep
 from evenstep.transport import fall_through
+from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Transport
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.process_group import ProcessGroupTransport
@@ -73,7 +74,7 @@ def measure(sizes: list[int], num_blocks: int) -> list[Row]:
     world = evenstep.init(quiet=True)
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=120))
     gloo = ProcessGroupTransport(group, name="gloo", timeout_s=120, owns_group=True)
-    shared = connect_shared_memory(world.control, timeout_s=120)
+    shared = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=120))
     assert not isinstance(shared, str), shared
     backend = dist.new_group(backend="evenstep")
     rows = [measure_size(size, gloo, shared, backend, num_blocks) for size in sizes]

@@ -1,8 +1,9 @@
-"""What all tests share: a pool of ranks, a guard against what tests leave behind, an account of what was skipped."""
+"""What all tests share: ranks, fresh random inputs, a guard against what is left behind, an account of skips."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import threading
 import time
@@ -30,6 +31,15 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     with RankPool() as pool:
         pytestconfig.stash[_POOL] = pool
         yield pool
+
+
+@pytest.fixture
+def fresh_seed() -> int:
+    """A new seed each time; printed, and so shown when the test fails. EVENSTEP_TEST_SEED repeats one."""
+    given = os.environ.get("EVENSTEP_TEST_SEED")
+    seed = int(given) if given else secrets.randbits(31)
+    print(f"EVENSTEP_TEST_SEED={seed}")  # noqa: T201
+    return seed
 
 
 @dataclass(frozen=True)

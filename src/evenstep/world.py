@@ -23,6 +23,7 @@ from evenstep import console, randomness
 from evenstep.device import choose_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.health.telemetry import Telemetry
 from evenstep.transport.choice import Transports, open_transports
 from evenstep.transport.exchange import broadcast_value, check_mean, exchange, gather_rows, weighted_mean
 from evenstep.transport.local import LocalTransport
@@ -47,6 +48,7 @@ class World:
         seed: What `init` was given.
         transport: Carries gradients, on `device`.
         control: Carries everything else, on the CPU.
+        telemetry: What the steps of the models wrapped in this world spent their time on.
         why_gloo: Why CPU ranks don't share memory, where they would if they could; else None.
         has_diverged: Whether every rank draws random numbers of its own already.
         stop_reason: Who asked this rank to stop: "SIGTERM", "request_stop()"; None while nobody has.
@@ -79,6 +81,7 @@ class World:
         self._num_main_first = 0
         self._closed = False
         self._adopted_group: dist.ProcessGroup | None = None
+        self.telemetry = Telemetry()
         self._of_groups: dict[dist.ProcessGroup, World] = {}
         self._init_arguments: dict[str, object] | None = None
         self.has_diverged = False
@@ -346,8 +349,7 @@ class World:
         return self._store
 
     def at_end(self, callback: Callable[[BaseException | None], object]) -> None:
-        """Call back once the `with` block has ended, with the exception that ended it, or None: then the ranks have
-        let go of each other, and only the store is left."""
+        """Call back once the `with` block has ended, with its exception or None; only the store is left then."""
         self._at_end.append(callback)
 
     def close(self) -> None:

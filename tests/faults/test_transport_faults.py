@@ -21,6 +21,7 @@ import torch
 import evenstep
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, MismatchError, PeerLostError, RankFailedError
 from evenstep.testing import RankPool
+from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.shared_memory import SharedMemoryTransport
 
@@ -28,7 +29,9 @@ CPU = torch.device("cpu")
 
 
 def connect(timeout_s: float = 30.0) -> SharedMemoryTransport:
-    made = connect_shared_memory(evenstep.init(quiet=True).control, timeout_s=timeout_s)
+    made = connect_shared_memory(
+        evenstep.init(quiet=True).control, plan_waiting(evenstep.init(quiet=True).world_size, timeout_s=timeout_s)
+    )
     assert isinstance(made, SharedMemoryTransport), made
     return made
 

@@ -1,9 +1,13 @@
-"""The engine against the reference engine and torch's own, on 2, 3 and 4 ranks."""
+"""The engine against the reference engine and torch's own, on 2, 3 and 4 ranks.
+
+python -m tests.procs.test_engine 1000        # the long run: that many random windows on each number of ranks
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import time
 
 import pytest
@@ -16,6 +20,7 @@ import evenstep
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
 from evenstep.replica.readiness import Readiness
 from evenstep.replica.reference import ReferenceReplica
+from evenstep.testing import RankPool
 
 SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
 
@@ -714,3 +719,11 @@ def wrapped_twice():
 
 def test_a_module_can_be_wrapped_again(ranks):
     ranks.run(wrapped_twice, 2)
+
+
+if __name__ == "__main__":
+    seed, num_windows = int(time.time()), int(sys.argv[1])
+    with RankPool() as pool:
+        for nproc in (2, 3, 4):
+            checked = pool.run(random_windows, nproc, seed, -(-num_windows // 6), 6, timeout_s=36_000)
+            print(f"{nproc} ranks: {checked[0]} windows equal the reference's, seed {seed}", flush=True)  # noqa: T201

@@ -16,6 +16,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.testing import RankPool
 from evenstep.testing.transport import UNSIGNED, Coverage, check_transport, ops_of
 from evenstep.transport import host
+from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Op
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.local import LocalTransport
@@ -26,7 +27,9 @@ TIMEOUT_S = 60.0
 
 
 def new_shared_memory() -> SharedMemoryTransport:
-    made = connect_shared_memory(evenstep.init(quiet=True).control, timeout_s=TIMEOUT_S)
+    made = connect_shared_memory(
+        evenstep.init(quiet=True).control, plan_waiting(evenstep.init(quiet=True).world_size, timeout_s=TIMEOUT_S)
+    )
     assert isinstance(made, SharedMemoryTransport), made
     return made
 
@@ -88,14 +91,14 @@ def refusals() -> list[str]:
 
     genuine = host.describe_this_process
     with mock.patch.object(host, "describe_this_process", lambda r: genuine(r) | ({"boot": "x"} if r == 1 else {})):
-        reasons.append(host.connect_shared_memory(world.control, timeout_s=5))
+        reasons.append(host.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
     with mock.patch.object(host.Segment, "create", no_room):
-        reasons.append(host.connect_shared_memory(world.control, timeout_s=5))
+        reasons.append(host.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
     if world.rank == 1:
         with mock.patch.object(host.Segment, "attach", refused):
-            reasons.append(host.connect_shared_memory(world.control, timeout_s=5))
+            reasons.append(host.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
     else:
-        reasons.append(host.connect_shared_memory(world.control, timeout_s=5))
+        reasons.append(host.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
     return [str(reason) for reason in reasons]
 
 

@@ -1,15 +1,18 @@
 """Random collectives, in random company, with random delays: every result bit for bit, no hang.
 
-python -m tests.procs.test_transport_stress 100000        # the long run: that many on each number of ranks
+python -m tests.procs.test_transport_stress 100000        # the long run: that many on each number of ranks, twice
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,7 +20,9 @@ import torch
 import evenstep
 from evenstep.testing import RankPool
 from evenstep.testing.transport import ops_of
+from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Transport, Work
+from evenstep.transport.gloo import open_gloo
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.reduction import Scratch, plan_arithmetic, reduce_into
 
@@ -79,15 +84,40 @@ def start_one(transport: Transport, shared: random.Random, own: random.Random, s
     return work, got, expected, f"{kind}({op}) of {dtype} {numel} on rank {rank}, seed {seed}"
 
 
-def random_collectives(seed: int, count: int, delay_s: float) -> int:
+def open_groups(seed: int) -> list[Transport | None]:
+    """Three transports of all ranks and, of more than two ranks, three of some; None: this rank isn't in the group."""
     world = evenstep.init(quiet=True)
-    first = connect_shared_memory(world.control, timeout_s=60)
-    assert not isinstance(first, str), first
-    transports: list[Transport] = [first, first.split(), first.split()]
-    shared, own = random.Random(seed), random.Random(seed * 100 + world.rank)
+    draw_groups = random.Random(seed)
+    everybody = list(range(world.world_size))
+    groups = [everybody] * 3
+    if world.world_size > 2:
+        groups += [sorted(draw_groups.sample(everybody, draw_groups.randint(2, world.world_size - 1))) for _ in "abc"]
+    opened: list[Transport | None] = []
+    for members in groups:
+        opened.append(None)
+        if world.rank in members:
+            meeting = open_gloo(members, timeout_s=60)
+            made = connect_shared_memory(meeting, plan_waiting(len(members), timeout_s=60))
+            meeting.close()
+            assert not isinstance(made, str), made
+            opened[-1] = made
+    return opened
+
+
+def random_collectives(seed: int, count: int, delay_s: float) -> int:
+    """Returns how many of them this rank took part in."""
+    world = evenstep.init(quiet=True)
+    groups = open_groups(seed)
+    own = random.Random(seed * 100 + world.rank)
     in_flight = []
+    num_started = 0
     for number in range(count):
-        in_flight.append(start_one(shared.choice(transports), shared, own, seed + number))
+        shared = random.Random(seed + number)  # ranks that aren't in this call's group draw nothing of it
+        transport = shared.choice(groups)
+        if transport is None:
+            continue
+        num_started += 1
+        in_flight.append(start_one(transport, shared, own, seed + number))
         if own.random() < 0.05:
             time.sleep(own.random() * delay_s)
         while (in_flight and own.random() < 0.6) or len(in_flight) > 40:
@@ -98,21 +128,57 @@ def random_collectives(seed: int, count: int, delay_s: float) -> int:
     for work, got, expected, what in in_flight:
         work.wait()
         assert torch.equal(got, expected), what
-    for transport in transports:
-        transport.all_reduce(torch.zeros(1)).wait()
-        transport.close()
-    return count
+    for transport in groups:
+        if transport is not None:
+            transport.all_reduce(torch.zeros(1)).wait()
+            transport.close()
+    return num_started
+
+
+@contextlib.contextmanager
+def stopping_at_random(pids: Callable[[], set[int]], seed: int, longest_s: float) -> Iterator[list[int]]:
+    """Stop and continue processes, one at a time, until the block ends. Yields a list of those that were stopped."""
+    ended, stopped, draw_times = threading.Event(), list[int](), random.Random(seed)
+
+    def run() -> None:
+        while not ended.wait(draw_times.random() * 2 * longest_s):
+            alive = sorted(pids())
+            if alive:
+                pid = draw_times.choice(alive)
+                os.kill(pid, signal.SIGSTOP)
+                stopped.append(pid)
+                ended.wait(draw_times.random() * longest_s)
+                os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield stopped
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("nproc", [2, 3, 5])
 def test_random_collectives(ranks: RankPool, fresh_seed: int, nproc: int) -> None:
-    assert ranks.run(random_collectives, nproc, fresh_seed, 300, 0.01, timeout_s=150) == [300] * nproc
+    started = ranks.run(random_collectives, nproc, fresh_seed, 300, 0.01, timeout_s=150)
+    assert min(started) > 100
+    assert nproc > 2 or started == [300, 300]
+
+
+def test_random_collectives_while_ranks_are_stopped_and_go_on(fresh_seed: int) -> None:
+    """The transport waits for who is stopped, and kills nobody. (Ranks of its own: no other test is stopped.)"""
+    with RankPool() as pool:
+        pool.run(random_collectives, 3, fresh_seed, 1, 0.0)  # started, and torch imported
+        with stopping_at_random(lambda: pool.pids, fresh_seed, 0.1) as stopped:
+            assert min(pool.run(random_collectives, 3, fresh_seed, 300, 0.01, timeout_s=150)) > 100
+        assert stopped
 
 
 def helped() -> None:
     """Rank 0 launches, and waits for something else first, which rank 1 does only after the call."""
     world = evenstep.init(quiet=True)
-    transport = connect_shared_memory(world.control, timeout_s=30)
+    transport = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
     assert not isinstance(transport, str)
     tensors = [torch.ones(size) for size in (10, 500_000)]
     works = [transport.all_reduce(tensor) for tensor in tensors]
@@ -132,7 +198,7 @@ def test_a_rank_that_waits_elsewhere_holds_nobody_up(ranks: RankPool) -> None:
 
 def from_threads() -> None:
     world = evenstep.init(quiet=True)
-    first = connect_shared_memory(world.control, timeout_s=30)
+    first = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
     assert not isinstance(first, str)
     transports = [first, first.split(), first.split()]
     sums: list[float] = []
@@ -159,8 +225,13 @@ def test_several_threads_with_a_transport_each(ranks: RankPool) -> None:
 
 if __name__ == "__main__":
     total = int(sys.argv[1])
-    with RankPool() as pool:
-        for nproc in (2, 3, 4, 5):
-            started = time.monotonic()
-            pool.run(random_collectives, nproc, int(os.getpid()), total, 0.002, timeout_s=36_000)
-            print(f"{nproc} ranks: {total} collectives in {time.monotonic() - started:.0f} s")  # noqa: T201
+    for nproc in (2, 3, 4, 5):
+        for longest_s in (0.0, 0.2):
+            with RankPool() as pool:
+                pool.run(random_collectives, nproc, os.getpid(), 1, 0.0)
+                started = time.monotonic()
+                disturbed = stopping_at_random(lambda: pool.pids, nproc, longest_s)
+                with disturbed if longest_s else contextlib.nullcontext([]) as stopped:
+                    pool.run(random_collectives, nproc, os.getpid(), total, 0.002, timeout_s=36_000)
+                took = time.monotonic() - started
+                print(f"{nproc} ranks: {total} collectives in {took:.0f} s, {len(stopped)} stops", flush=True)  # noqa: T201

@@ -227,8 +227,8 @@ def test_who_can_share_memory():
 
 
 def test_spinning_adapts_to_the_cores():
-    roomy = plan_waiting(num_ranks=2, num_cores=2, timeout_s=1.0)
-    crowded = plan_waiting(num_ranks=4, num_cores=2, timeout_s=1.0)
+    roomy = plan_waiting(2, num_cores=2, timeout_s=1.0)
+    crowded = plan_waiting(4, num_cores=2, timeout_s=1.0)
     assert crowded.num_eager_tries < roomy.num_eager_tries
     assert crowded.spin_s < roomy.spin_s
 

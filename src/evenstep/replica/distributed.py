@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from time import perf_counter_ns
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from evenstep import randomness
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica import registrations
 from evenstep.replica.agreement import validate_same_model
 from evenstep.replica.batches import StandIn, batch_length, split
 from evenstep.replica.mixed_precision import LowPrecision
@@ -33,12 +35,11 @@ from evenstep.replica.settings import (
     where_inputs_go,
 )
 from evenstep.replica.sync_batchnorm import replace_torchs
-from evenstep.replica.torch_interface import TorchInterface, keep_out_of_graphs
+from evenstep.replica.torch_interface import TorchInterface, dynamo_is_in_use, keep_out_of_graphs
 from evenstep.replica.weighting import validate_weight
 from evenstep.world import World
 
 Batch = TypeVar("Batch")
-_NOTHING = contextlib.nullcontext()
 
 
 class DistributedDataParallel(TorchInterface):
@@ -177,11 +178,14 @@ class DistributedDataParallel(TorchInterface):
                 frozen when the model was wrapped is trained now.
         """
         keep_out_of_graphs()
-        if torch.is_grad_enabled():
+        with_grad = torch.is_grad_enabled()
+        if with_grad:
             self.engine.begin_forward()
-            self._validate_parameters()
+            if self._frozen or registrations.count() != self._num_registrations:
+                self._validate_parameters()
             if self.training:
                 self.world.diverge_random_streams()
+        began_ns = perf_counter_ns()
         if self.settings.inputs_to is not None:
             inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))
         # The usual case is told apart without flattening a nest: a call of 10 microseconds.
@@ -189,26 +193,40 @@ class DistributedDataParallel(TorchInterface):
         first = inputs[0] if inputs else None
         has_rows = isinstance(first, Tensor) and first.dim() > dim >= 0 and first.shape[dim] > 0
         is_empty = not has_rows and batch_length((inputs, kwargs), dim) == 0
-        running = TorchDistributedDataParallel._active_ddp_module  # torch.compile asks, to split graphs at buckets
-        TorchDistributedDataParallel._active_ddp_module = self
-        try:
-            if is_empty:
-                outputs = self._forward_stand_in(inputs, kwargs)
-            else:
-                if not self._stand_in.has_sample:
-                    self._stand_in.remember((inputs, kwargs))
-                outputs = self._run_module(inputs, kwargs)
-        finally:
-            TorchDistributedDataParallel._active_ddp_module = running
-        if torch.is_grad_enabled():
+        if not is_empty and not self._stand_in.has_sample:
+            self._stand_in.remember((inputs, kwargs))
+        run = self._forward_stand_in if is_empty else self._run_module
+        if dynamo_is_in_use():
+            with self._seen_by_dynamo():
+                outputs = run(inputs, kwargs)
+        else:
+            outputs = run(inputs, kwargs)
+        if with_grad:
             self.engine.watch_outputs(outputs, over_stand_in=is_empty)
+        self.engine.recorder.forward(began_ns)
         return outputs
 
+    @contextlib.contextmanager
+    def _seen_by_dynamo(self) -> Iterator[None]:
+        """torch.compile asks which module runs, to split its graph at buckets."""
+        running = TorchDistributedDataParallel._active_ddp_module
+        TorchDistributedDataParallel._active_ddp_module = self
+        try:
+            yield
+        finally:
+            TorchDistributedDataParallel._active_ddp_module = running
+
     def _run_module(self, inputs: Any, kwargs: Any, *, over_stand_in: bool = False) -> Any:
-        with self.sync_layers.forward_pass(over_stand_in=over_stand_in) if self.sync_layers else _NOTHING:
-            if self._low_precision is not None:
-                return self._low_precision.run(self.module, inputs, kwargs)
-            return self.module(*inputs, **kwargs)
+        module = self._modules["module"]  # by the way of nn.Module's `__getattr__` it takes a microsecond
+        assert module is not None
+        if not self.sync_layers:
+            return module(*inputs, **kwargs) if self._low_precision is None else self._run_low(inputs, kwargs)
+        with self.sync_layers.forward_pass(over_stand_in=over_stand_in):
+            return module(*inputs, **kwargs) if self._low_precision is None else self._run_low(inputs, kwargs)
+
+    def _run_low(self, inputs: Any, kwargs: Any) -> Any:
+        assert self._low_precision is not None
+        return self._low_precision.run(self.module, inputs, kwargs)
 
     def _forward_stand_in(self, inputs: Any, kwargs: Any) -> Any:
         inputs, kwargs = self._stand_in.build((inputs, kwargs))
@@ -226,7 +244,8 @@ class DistributedDataParallel(TorchInterface):
                     f"parameter {name!r} was frozen when the model was wrapped and is trained now; its gradient would "
                     f"not be averaged. Unfreeze it before wrapping, or wrap the module again."
                 )
-        if sum(map(len, self._registries)) != self._num_registered:
+        if registrations.count() != self._num_registrations:
+            self._num_registrations = registrations.count()
             known = set(self._names)
             new = [name for name, p in self.module.named_parameters() if name not in known and p.requires_grad]
             if new:

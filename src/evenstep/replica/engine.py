@@ -32,14 +32,17 @@ the module's outputs is replaced by zeros, so only what comes from the others is
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from evenstep.errors import UsageError
+from evenstep.health.telemetry import BACKWARD
 from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.exchange import build_exchange
 from evenstep.replica.module_buffers import BufferBroadcast
@@ -47,6 +50,8 @@ from evenstep.replica.readiness import Readiness
 from evenstep.replica.settings import Settings
 from evenstep.replica.weighting import Kind, Window
 from evenstep.world import World
+
+_OURS = -1  # the key of our hook among those of a tensor; torch counts its own from 0
 
 
 @dataclass
@@ -94,7 +99,10 @@ class Engine:
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
         buffers = BufferBroadcast(module, world.transport, settings.ignored) if settings.sync_buffers else None
-        self.exchange = build_exchange(self.names, self.parameters, len(dense), world, settings.policy, buffers)
+        self.recorder = world.telemetry.open()
+        self.exchange = build_exchange(
+            self.names, self.parameters, len(dense), world, settings.policy, buffers, self.recorder
+        )
         self.readiness = Readiness(self.parameters, self.exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
@@ -104,7 +112,8 @@ class Engine:
         self._window: Window | None = None
         self._pass: _Pass | None = None
         self._carried: list[tuple[nn.Parameter, Tensor]] = []
-        self._num_forwards = [0, 0]  # since the last pass, over samples and over stand-ins
+        self._is_alone = world.world_size == 1
+        self._ran = self._ran_stand_in = False  # since the last pass, over samples and over a stand-in
         self._left_early: str | None = None
         self._broken: str | None = None
 
@@ -139,16 +148,26 @@ class Engine:
             outputs: What the module returned, any nest of tensors.
             over_stand_in: The module ran on a stand-in for an empty share.
         """
-        self._num_forwards[over_stand_in] += 1
+        if over_stand_in:
+            self._ran_stand_in = True
+        else:
+            self._ran = True
         leaves = (outputs,) if isinstance(outputs, Tensor) else pytree.tree_leaves(outputs)
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(self._outputs_reached)  # type: ignore[no-untyped-call]
+            if isinstance(leaf, Tensor) and leaf.requires_grad and (node := leaf.grad_fn) is not None:
+                if leaf._backward_hooks is None:
+                    # What `register_hook` does, without a handle to remove it by: half of its 10 microseconds.
+                    hooks: OrderedDict[int, Any] = OrderedDict()
+                    hooks[_OURS] = self._outputs_reached
+                    leaf._backward_hooks = hooks
+                    node._register_hook_dict(leaf)
+                else:
+                    leaf.register_hook(self._outputs_reached)  # type: ignore[no-untyped-call]
 
     @property
     def only_stand_ins(self) -> bool:
         """Whether all forward passes since the last backward pass ran on stand-ins."""
-        return self._num_forwards[True] > 0 and self._num_forwards[False] == 0
+        return self._ran_stand_in and not self._ran
 
     def contribution(self) -> float | Tensor:
         """What the pass that is running counts for: 0.0 where what it produces is dropped, else not 0.0.
@@ -208,10 +227,11 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
-            if not self.exchange.buckets and self.synchronise and self._window is None and not self.only_stand_ins:
-                # A world of one, and a window of this one pass: what autograd leaves in `p.grad` is the mean.
-                self._num_forwards = [0, 0]
+            if self._is_alone and self.synchronise and self._window is None and (self._ran or not self._ran_stand_in):
+                # A window of this one pass: what autograd leaves in `p.grad` is the mean.
+                self._ran = self._ran_stand_in = False
                 self.num_reductions += 1
+                self.recorder.whole_backward()
                 return None
             self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
             _at_end_of_backward(self._plain_pass_ended)
@@ -258,6 +278,7 @@ class Engine:
     # ------------------------------------------------------------------ passes and windows
 
     def _open_pass(self, kind: Kind, weight: float | Tensor, *, discards: bool, mutes: bool | Tensor = False) -> None:
+        self.recorder.mark(BACKWARD)
         self._pass = _Pass(kind, weight, synchronised=self.synchronise, discards=discards, mutes=mutes)
         if kind is Kind.WEIGHTED and self._window is None:
             self._set_aside()
@@ -271,7 +292,7 @@ class Engine:
         """The pass is a real one: count it in the window."""
         assert self._pass is not None
         self._pass.confirmed = True
-        self._num_forwards = [0, 0]
+        self._ran = self._ran_stand_in = False
         if self._window is None:
             self._window = Window()
         self._window.add(self._pass.kind, self._pass.weight)
@@ -315,6 +336,7 @@ class Engine:
         self.exchange.finish(self._window)
         self._add_carried()
         self._window = None
+        self.recorder.end()
         self.num_reductions += 1
         if not self.has_learned_order:
             self.has_learned_order = True  # on all ranks in the same window, whatever each of them has seen

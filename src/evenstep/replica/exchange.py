@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from evenstep.health.telemetry import REDUCED, WAITING, Recorder
 from evenstep.replica.bucket import Bucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.layout import BucketPolicy, Layout, ParameterSpec, plan_layout
@@ -78,11 +79,12 @@ def build_exchange(
     world: World,
     policy: BucketPolicy,
     module_buffers: BufferBroadcast | None,
+    recorder: Recorder,
 ) -> Exchange:
     """The exchange that suits a world. Its arguments are those of `BucketExchange`."""
     if world.world_size == 1:
         return NoExchange(parameters)
-    return BucketExchange(names, parameters, num_dense, world, policy, module_buffers)
+    return BucketExchange(names, parameters, num_dense, world, policy, module_buffers, recorder)
 
 
 class NoExchange:
@@ -157,6 +159,7 @@ class BucketExchange:
         world: Who takes part.
         policy: Sizes of buckets.
         module_buffers: Sent along, or None.
+        recorder: Of what happens when.
     """
 
     def __init__(
@@ -167,8 +170,10 @@ class BucketExchange:
         world: World,
         policy: BucketPolicy,
         module_buffers: BufferBroadcast | None,
+        recorder: Recorder,
     ) -> None:
         self._names = names
+        self._recorder = recorder
         self._parameters = parameters
         self._num_dense = num_dense
         self._world = world
@@ -197,6 +202,7 @@ class BucketExchange:
             Bucket(bucket, self._parameters, self._names, self._world.transport, allocator=allocator)
             for bucket in layout.buckets
         ]
+        self._recorder.has_buckets(sum(bucket.flat.nbytes for bucket in self.buckets))
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
         """1, or about the sum of the weights where gradients have 16 bits.
@@ -228,6 +234,7 @@ class BucketExchange:
             # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
             _zero_where(window.weight == 0, [p.grad for p in self._parameters if p.grad is not None])
         self._execute(self.reducer.finish(), window.kind)
+        self._recorder.mark(WAITING)
         self.announce()
         self._used = [parameter.grad is not None for parameter in self._parameters]
         self._header.fill(window, self._used)
@@ -238,6 +245,7 @@ class BucketExchange:
             bucket.wait()
             self.reducer.arrived(index)
         header_work.wait()
+        self._recorder.mark(REDUCED)
         self.reducer.reset()
         if self._header.tensor.device.type == "cpu":
             self._header.check_kinds()
@@ -305,6 +313,7 @@ class BucketExchange:
         for action in actions:
             self.announce()
             bucket = self.buckets[action.bucket]
+            self._recorder.mark(action.bucket)
             bucket.pack()
             if self._hooks is None and kind is not Kind.WEIGHTED and bucket.has_half_precision:
                 bucket.flat.div_(self._world.world_size)  # before the sum, which could overflow

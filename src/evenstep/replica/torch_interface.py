@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from evenstep import world as worlds
 from evenstep.errors import UsageError
+from evenstep.replica import registrations
 from evenstep.replica.comm_hook import CommHook
 from evenstep.replica.engine import Engine
 from evenstep.replica.settings import Settings
@@ -29,6 +30,7 @@ from evenstep.world import World
 
 _MIN_COMPILED_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 _is_known_to_dynamo = False
+_dynamo_is_in_use = False
 
 
 def keep_out_of_graphs() -> None:
@@ -38,6 +40,19 @@ def keep_out_of_graphs() -> None:
     if rules is not None and not _is_known_to_dynamo:
         _is_known_to_dynamo = True
         rules.add("evenstep")
+
+
+def dynamo_is_in_use() -> bool:
+    """Whether anything has been compiled, or is to be: then torch.compile has to be told of the module that runs.
+
+    Telling it means to change an attribute of torch's class, which costs 5 microseconds: python forgets what it knew of
+    the attributes of the class and of those that derive from it.
+    """
+    global _dynamo_is_in_use
+    if not _dynamo_is_in_use:
+        compiling = sys.modules.get("torch._dynamo.eval_frame")
+        _dynamo_is_in_use = compiling is not None and any(compiling.cached_backends.values())
+    return _dynamo_is_in_use
 
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
@@ -85,11 +100,7 @@ class TorchInterface(TorchDistributedDataParallel):
         self._module_parameters = [parameter for _, parameter in settings.kept(self.module)]
         self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1
         self.use_side_stream_for_tensor_copies = True
-        # What has been registered since is noticed by counting: that costs microseconds where a comparison costs many.
-        parts = list(self.module.modules())
-        self._registries: list[dict[str, Any]] = [part._parameters for part in parts]
-        self._registries += [part._modules for part in parts]
-        self._num_registered = sum(map(len, self._registries))
+        self._num_registrations = registrations.watch()
         self._names = [name for name, _ in self.module.named_parameters()]
 
     # ------------------------------------------------------------------ what torch calls it
@@ -248,7 +259,7 @@ class TorchInterface(TorchDistributedDataParallel):
                 "only a module that is replicated over all ranks can be pickled or copied; save "
                 "its state_dict, or `.module`."
             )
-        without = {"world", "engine", "sync_layers", "process_group", "_hook", "_frozen", "_join_config", "_registries"}
+        without = {"world", "engine", "sync_layers", "process_group", "_hook", "_frozen", "_join_config"}
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -53,9 +53,15 @@ class WaitPolicy:
     report_missing_after_s: float = 30.0
 
 
-def plan_waiting(*, num_ranks: int, num_cores: int, timeout_s: float) -> WaitPolicy:
-    """Spin where every rank has a core of its own; else let the others run at once, and soon sleep. Pure."""
-    if num_ranks <= num_cores:
+def plan_waiting(num_threads: int, *, timeout_s: float, num_cores: int | None = None) -> WaitPolicy:
+    """Spin where every thread has a core of its own; else let the others run at once, and soon sleep.
+
+    Args:
+        num_threads: Of all ranks together.
+        timeout_s: Deadline for peers to arrive.
+        num_cores: That they share; None: those that this process may use.
+    """
+    if num_threads <= (num_cores or len(os.sched_getaffinity(0))):
         return WaitPolicy(timeout_s=timeout_s)
     return WaitPolicy(timeout_s=timeout_s, spin_s=50e-6, num_eager_tries=0)
 

@@ -32,7 +32,9 @@ from torch._C._distributed_c10d import (
 )
 
 from evenstep.transport.arguments import is_carried
+from evenstep.transport.base import Transport
 from evenstep.transport.fall_through import fall_through
+from evenstep.transport.gloo import connect_gloo
 from evenstep.transport.group_arguments import (
     inner_list,
     joined_input,
@@ -43,7 +45,7 @@ from evenstep.transport.group_arguments import (
     unless_none,
 )
 from evenstep.transport.group_work import GroupWork, merge
-from evenstep.transport.host import connect_shared_memory
+from evenstep.transport.hosts import connect_ranks
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group import ProcessGroupTransport
 
@@ -120,7 +122,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         for group in (self._inner, self):
             group._set_default_backend(ProcessGroup.BackendType.GLOO)
         self.why_gloo: str | None = None
-        self._shared: Any = None  # a LocalTransport or SharedMemoryTransport
+        self._shared: Any = None  # a LocalTransport, SharedMemoryTransport or SeveralHostsTransport
         self._connect(is_default=not global_ranks)
 
     def _register(self, device: str, kind: ProcessGroup.BackendType, backend: Any) -> None:
@@ -132,14 +134,20 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
             self._shared = LocalTransport()
             return
         timeout_s = self._timeout.total_seconds()
-        control = ProcessGroupTransport(self._inner, name="gloo", timeout_s=timeout_s, owns_group=False)
-        made = connect_shared_memory(control, timeout_s=timeout_s)
+        control = ProcessGroupTransport(self._inner, name="gloo", timeout_s=timeout_s)
+        made = connect_ranks(control, self._gloo_among, timeout_s=timeout_s)
         if not isinstance(made, str):
             self._shared = made
             return
         self.why_gloo = made
         if is_default and self.rank() == 0:
             print(f"evenstep: Gloo, for want of shared memory: {made}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def _gloo_among(self, ranks: Sequence[int]) -> Transport:
+        """Gloo between some ranks, who alone call this."""
+        store = PrefixStore(f"among {','.join(map(str, ranks))}/", self._store)
+        timeout_s = self._timeout.total_seconds()
+        return connect_gloo(store, ranks.index(self.rank()), len(ranks), timeout_s=timeout_s)
 
     # ------------------------------------------------------------------ what torch asks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,8 +11,10 @@ import torch.distributed as dist
 
 from evenstep.errors import ConfigurationError
 from evenstep.transport.base import Transport
-from evenstep.transport.host import connect_shared_memory
+from evenstep.transport.gloo import open_gloo
+from evenstep.transport.hosts import connect_ranks
 from evenstep.transport.process_group import ProcessGroupTransport
+from evenstep.transport.shared_memory import SharedMemoryTransport
 
 TRANSPORTS = ("shared memory", "gloo", "nccl")
 
@@ -46,7 +49,7 @@ def open_transports(
 
     Args:
         name: One of `TRANSPORTS`; None: NCCL on a GPU if the process group speaks it, else Gloo there; shared memory
-            between the CPU ranks of one host, else Gloo.
+            between CPU ranks that share a host, and Gloo between hosts.
         device: Where this rank's gradients are.
         timeout_s: Deadline of a collective.
         group: The group; None: the default one.
@@ -60,20 +63,26 @@ def open_transports(
         name = "nccl" if "nccl" in str(dist.get_backend_config(group)) else "gloo"
     if name in ("gloo", "nccl"):
         return Transports(_open(name, timeout_s, group), control)
-    shared = connect_shared_memory(control, timeout_s=timeout_s)
+    members = dist.get_process_group_ranks(group)
+
+    def among(ranks: Sequence[int]) -> Transport:
+        return open_gloo([members[rank] for rank in ranks], timeout_s=timeout_s)
+
+    shared = connect_ranks(control, among, timeout_s=timeout_s)
     if isinstance(shared, str):
         if name is not None:
             raise ConfigurationError(f"transport={name!r}: {shared}. Leave the argument out, and Gloo is used.")
         return Transports(_open("gloo", timeout_s, group), control, why_gloo=shared)
-    control.close()
+    if isinstance(shared, SharedMemoryTransport):
+        control.close()
     return Transports(shared, shared.split())
 
 
 def _open(name: str, timeout_s: float, of: dist.ProcessGroup | None) -> Transport:
+    ranks = dist.get_process_group_ranks(of)
+    if name == "gloo":
+        return open_gloo(ranks, timeout_s=timeout_s)
     timeout = timedelta(seconds=timeout_s)
-    if of is None:
-        group = dist.new_group(backend=name, timeout=timeout)
-    else:  # made by its members alone: the other ranks know nothing of it
-        ranks = dist.get_process_group_ranks(of)
-        group = dist.new_group(ranks, backend=name, timeout=timeout, use_local_synchronization=True)
+    # Of a group that its members alone know the other ranks can't be told.
+    group = dist.new_group(ranks, backend=name, timeout=timeout, use_local_synchronization=of is not None)
     return ProcessGroupTransport(group, name=name, timeout_s=timeout_s, owns_group=True)

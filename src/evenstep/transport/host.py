@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.errors import ConfigurationError
+from evenstep.transport.arrivals import WaitPolicy
 from evenstep.transport.base import Transport
 from evenstep.transport.exchange import exchange
 from evenstep.transport.peers import PeerProcess, this_process
@@ -28,14 +29,14 @@ from evenstep.transport.segment import NONCE_BYTES, Segment, SegmentLayout, host
 from evenstep.transport.shared_memory import SharedMemoryTransport
 
 
-def connect_shared_memory(control: Transport, *, timeout_s: float) -> SharedMemoryTransport | str:
+def connect_shared_memory(control: Transport, policy: WaitPolicy) -> SharedMemoryTransport | str:
     """Join the ranks of `control` through memory that they share.
 
     Collective: every rank calls this, in the same order.
 
     Args:
         control: Carries the few messages that this needs.
-        timeout_s: Deadline of the new transport's calls.
+        policy: How to wait for peers, and until when.
 
     Returns:
         The transport on every rank, or on every rank the same reason why there is none.
@@ -66,7 +67,7 @@ def connect_shared_memory(control: Transport, *, timeout_s: float) -> SharedMemo
             return f"rank {rank} could not join: {said}"
     assert segment is not None
     processes = [PeerProcess(**each["process"]) for each in seen]
-    return SharedMemoryTransport(segment, processes, rank=control.rank, timeout_s=timeout_s)
+    return SharedMemoryTransport(segment, processes, rank=control.rank, policy=policy)
 
 
 def describe_this_process(rank: int) -> dict[str, Any]:

@@ -70,15 +70,28 @@ class ProcessGroupTransport:
         name: "gloo" or "nccl", for people.
         timeout_s: Deadline of a collective, for the groups that `split` makes.
         owns_group: Destroy the group when closed.
+        split_by: Makes what `split` returns; None: with a new group of torch's.
+        close_by: Ends a group that torch doesn't know by name.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, name: str, timeout_s: float, owns_group: bool) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        name: str,
+        timeout_s: float,
+        owns_group: bool = False,
+        split_by: Callable[[], Transport] | None = None,
+        close_by: Callable[[], object] | None = None,
+    ) -> None:
         self.name = name
         self.rank = group.rank()
         self.world_size = group.size()
         self._group: dist.ProcessGroup | None = group
         self._timeout_s = timeout_s
         self._owns_group = owns_group
+        self._split_by = split_by
+        self._close_by = close_by
         self._num_calls = 0
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -143,6 +156,8 @@ class ProcessGroupTransport:
 
     def split(self) -> Transport:
         """See `Transport.split`: a new process group over the same ranks."""
+        if self._split_by is not None:
+            return self._split_by()
         group = dist.new_group(
             ranks=dist.get_process_group_ranks(self._open_group()),
             backend=self.name,
@@ -154,6 +169,8 @@ class ProcessGroupTransport:
     def close(self) -> None:
         """See `Transport.close`."""
         group, self._group = self._group, None
+        if group is not None and self._close_by is not None:
+            self._close_by()
         if group is not None and self._owns_group and dist.is_initialized():
             dist.destroy_process_group(group)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from evenstep.errors import ConfigurationError, EvenstepError, PeerLostError
 from evenstep.transport.arguments import Arguments
-from evenstep.transport.arrivals import Arrivals, Phase, plan_waiting
+from evenstep.transport.arrivals import Arrivals, Phase, WaitPolicy
 from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.collectives import Call, Exchange, Program
 from evenstep.transport.header import Fingerprint
@@ -78,15 +77,16 @@ class SharedMemoryTransport:
         segment: The shared segment, in which all ranks have signed.
         processes: The rank processes, in order of rank.
         rank: This rank.
-        timeout_s: Deadline for peers to arrive.
+        policy: How to wait for peers, and until when.
     """
 
     name = "shared memory"
 
-    def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, timeout_s: float) -> None:
+    def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, policy: WaitPolicy) -> None:
         self.rank = rank
         self.world_size = len(processes)
-        self.timeout_s = timeout_s
+        self.timeout_s = policy.timeout_s
+        self._policy = policy
         self._segment = segment
         self._arguments = Arguments(self.name, rank, self.world_size)
         self._watch = PeerWatch([each for each in processes if each.rank != rank])
@@ -95,7 +95,7 @@ class SharedMemoryTransport:
             rank=rank,
             world_size=self.world_size,
             watch=self._watch,
-            policy=plan_waiting(num_ranks=self.world_size, num_cores=len(os.sched_getaffinity(0)), timeout_s=timeout_s),
+            policy=policy,
             has_left=segment.has_left,
         )
         self._exchange = Exchange(
@@ -213,7 +213,7 @@ class SharedMemoryTransport:
         """See `Transport.split`: a segment of its own."""
         from evenstep.transport.host import connect_shared_memory
 
-        made = connect_shared_memory(self, timeout_s=self.timeout_s)
+        made = connect_shared_memory(self, self._policy)
         if isinstance(made, str):
             raise ConfigurationError(f"rank {self.rank}: no second segment of shared memory could be made: {made}.")
         return made

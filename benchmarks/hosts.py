@@ -1,0 +1,120 @@
+"""All-reduce over two hosts of two ranks: shared memory and Gloo together, against Gloo alone.
+
+    python benchmarks/hosts.py                       # two network namespaces, 1 Gbit/s between them; needs root
+
+The hosts are network namespaces with process numbers of their own, so that ranks of different ones can't share memory;
+`tc tbf` slows what each sends. Both sides take turns in every repetition; a time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from measuring import describe_machine, ratios, spread
+
+from evenstep.testing.namespaces import Namespaces
+from evenstep.transport.base import Transport
+from evenstep.transport.choice import open_transports
+from evenstep.transport.exchange import exchange
+
+SIZES = [64, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26]
+
+
+def measure_on_rank(repeats: int) -> dict[str, dict[str, list[float]]]:
+    """On every rank: seconds of each side and size, repetition by repetition, of the slowest rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cpu = torch.device("cpu")
+    sides: dict[str, Transport] = {
+        "evenstep": open_transports(None, cpu, timeout_s=60).gradients,
+        "gloo": open_transports("gloo", cpu, timeout_s=60).gradients,
+    }
+    assert sides["evenstep"].name == "shared memory + gloo", sides["evenstep"]
+    result: dict[str, dict[str, list[float]]] = {}
+    for size in SIZES:
+        num_calls = max(1, min(50, (4 << 20) // size))
+        tensors = {
+            name: transport.allocate(size // 4, dtype=torch.float32, device=cpu) for name, transport in sides.items()
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for repeat in range(repeats + 1):
+            for name in sides if repeat % 2 else reversed(sides):
+                sides[name].barrier().wait()
+                started = time.perf_counter()
+                for _ in range(num_calls):
+                    sides[name].all_reduce(tensors[name]).wait()
+                took = (time.perf_counter() - started) / num_calls
+                slowest = max(exchange(sides["gloo"], took))
+                if repeat > 0:  # the first one warms up
+                    seconds[name].append(slowest)
+        result[str(size)] = seconds
+    for transport in sides.values():
+        transport.close()
+    dist.destroy_process_group()
+    return result
+
+
+def run_on_hosts(hosts: Namespaces, ranks_per_host: int, repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Start the ranks, and return what rank 0 measured."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "rank0.json"
+        script = [__file__, "--as-rank", str(out), "--repeats", str(repeats)]
+        started = [
+            subprocess.Popen(
+                hosts.evenstep_run(host, ["--nproc-per-node", str(ranks_per_host), *script]),
+                env={**os.environ, **hosts.environment(host), "OMP_NUM_THREADS": "1"},
+            )
+            for host in range(len(hosts.addresses))
+        ]
+        statuses = [process.wait() for process in started]
+        if any(statuses) or not out.exists():
+            raise SystemExit(f"ranks failed: {statuses}")
+        measured: dict[str, dict[str, list[float]]] = json.loads(out.read_text())
+        return measured
+
+
+def table(measured: dict[str, dict[str, list[float]]]) -> str:
+    """For people, and for the documentation. Pure."""
+    lines = ["| bytes | Gloo, us | evenstep, us | times faster |", "| ---: | ---: | ---: | ---: |"]
+    for size, seconds in measured.items():
+        gloo, ours = (statistics.median(seconds[name]) * 1e6 for name in ("gloo", "evenstep"))
+        faster = spread(ratios(seconds["gloo"], seconds["evenstep"]))
+        lines.append(f"| {int(size):,} | {gloo:,.0f} | {ours:,.0f} | {faster} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each host's wire")
+    parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=15, help="of each side and size")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.as_rank is not None:
+        measured = measure_on_rank(arguments.repeats)
+        if os.environ["RANK"] == "0":
+            arguments.as_rank.write_text(json.dumps(measured))
+        return
+    machine = describe_machine()
+    print(machine)
+    with Namespaces(2, rate_mbit=arguments.rate_mbit) as hosts:
+        measured = run_on_hosts(hosts, arguments.ranks_per_host, arguments.repeats)
+    print(f"\n2 hosts of {arguments.ranks_per_host} ranks, {arguments.rate_mbit:g} Mbit/s\n\n{table(measured)}")
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({"machine": machine, "seconds": measured}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

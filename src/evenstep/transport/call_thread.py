@@ -1,0 +1,122 @@
+"""A thread that runs the calls of one transport, one after the other, and the works that their callers hold."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
+
+
+class QueuedWork:
+    """A call that a `CallThread` runs.
+
+    Args:
+        what: The call, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: EvenstepError | None = None
+        self._told: list[Callable[[EvenstepError | None], object]] = []
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `base.Work.wait`; no longer than `timeout_s`."""
+        if not self._ended.wait(timeout_s):
+            raise CollectiveTimeoutError(f"{self._what} did not end within {timeout_s:.1f} s.")
+        if self._error is not None:
+            raise self._error
+
+    def is_completed(self) -> bool:
+        """See `base.Work.is_completed`."""
+        return self._ended.is_set()
+
+    def when_done(self, told: Callable[[EvenstepError | None], object]) -> None:
+        """Call `told` once, with the error if there was one: at once, or in the thread."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._told.append(told)
+                return
+        told(self._error)
+
+    def end(self, error: EvenstepError | None) -> None:
+        """The call is over."""
+        with self._lock:
+            self._error = error
+            self._ended.set()
+        for told in self._told:
+            told(error)
+
+    def __repr__(self) -> str:
+        return f"<Work {self._what} {'done' if self._ended.is_set() else 'queued'}>"
+
+
+class CallThread:
+    """Runs calls in the order in which they were submitted. After one has failed, the others fail in the same way.
+
+    Args:
+        name: Of the thread.
+        on_failure: Called in the thread when a call has failed for the first time.
+    """
+
+    def __init__(self, name: str, on_failure: Callable[[], object]) -> None:
+        self.failure: EvenstepError | None = None
+        self.num_calls = 0
+        self._name = name
+        self._on_failure = on_failure
+        self._lock = threading.Lock()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], object], QueuedWork] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, what: str, prepare: Callable[[int], Callable[[], object]]) -> QueuedWork:
+        """Queue a call.
+
+        Args:
+            what: For messages.
+            prepare: Given the call's number, counted from 1, returns what the thread is to run; called at once, in the
+                caller's thread, in the order of the calls.
+
+        Raises:
+            EvenstepError: A call has failed before, or the thread has been closed.
+        """
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            run = prepare(self.num_calls + 1)
+            self.num_calls += 1
+            work = QueuedWork(f"{what} number {self.num_calls}")
+            self._calls.put((run, work))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return work
+
+    def refuse(self, error: EvenstepError) -> None:
+        """From now on nothing is accepted, and what is queued ends with this error."""
+        with self._lock:
+            self.failure = self.failure or error
+            self._calls.put(None)
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread's end, after `refuse`."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._calls.get()) is not None:
+            run, work = item
+            error = self.failure
+            if error is None:
+                try:
+                    run()
+                except EvenstepError as raised:
+                    error = raised
+                except Exception as raised:  # whatever it is, whoever waits has to be told
+                    error = PeerLostError(f"{work!r} failed: {raised}")
+                if error is not None:
+                    self.failure = self.failure or error
+                    self._on_failure()
+            work.end(error)

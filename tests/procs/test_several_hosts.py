@@ -1,0 +1,161 @@
+"""Ranks of several hosts: played by ranks of one that say they are on different ones."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import evenstep
+from evenstep.errors import EvenstepError, MismatchError
+from evenstep.testing import RankPool, namespaces
+from evenstep.testing.transport import DTYPES, Coverage, check_transport
+from evenstep.transport import hosts
+from evenstep.transport.choice import open_transports
+from evenstep.transport.fall_through import fall_through
+from evenstep.transport.several_hosts import SeveralHostsTransport
+
+SHAPES = ((), (0,), (1,), (3, 5), (1021,), (16_385,))
+SOME_DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.bool)
+
+
+@contextlib.contextmanager
+def on_hosts(names: str) -> Iterator[None]:
+    """Rank r says that it is on host `names[r]`."""
+    genuine = hosts.describe_this_process
+    with mock.patch.object(hosts, "describe_this_process", lambda rank: genuine(rank) | {"boot": names[rank]}):
+        yield
+
+
+def new_transport(names: str) -> SeveralHostsTransport:
+    evenstep.init(quiet=True)
+    with on_hosts(names):
+        both = open_transports(None, torch.device("cpu"), timeout_s=30)
+    both.control.close()
+    assert isinstance(both.gradients, SeveralHostsTransport)
+    return both.gradients
+
+
+def conforms(names: str, seed: int) -> int:
+    dtypes = DTYPES if names == "aabb" else SOME_DTYPES
+    return check_transport(lambda: new_transport(names), Coverage(dtypes=dtypes, shapes=SHAPES, seed=seed))
+
+
+@pytest.mark.parametrize("names", ["aab", "aabb", "abab", "abbab"])
+def test_it_conforms(ranks: RankPool, names: str, fresh_seed: int) -> None:
+    """Equal hosts, hosts of different sizes, and ranks dealt out in turn."""
+    assert min(ranks.run(conforms, len(names), names, fresh_seed, timeout_s=150)) > 200
+
+
+def sums_of_pieces(names: str, seed: int, numel: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    transport = new_transport(names)
+    every = [torch.randn(numel, generator=torch.Generator().manual_seed(seed + r)) for r in range(len(names))]
+    bucket = transport.allocate(numel, dtype=torch.float32, device=torch.device("cpu"))
+    bucket.copy_(every[transport.rank])
+    other = every[transport.rank].clone()
+    works = [transport.all_reduce(bucket), transport.all_reduce(other, "max")]
+    works[1].wait()
+    in_order = works[0].is_completed()
+    is_max = torch.equal(other, torch.stack(every).amax(0))
+    transport.close()
+    # The tree: inside the hosts, then over them.
+    return bucket.clone(), (every[0] + every[1]) + (every[2] + every[3]), is_max and in_order
+
+
+def test_long_vectors_are_added_in_the_order_of_the_tree(ranks: RankPool, fresh_seed: int) -> None:
+    numel = (20 << 20) // 4 + 12_345  # three pieces
+    results = ranks.run(sums_of_pieces, 4, "aabb", fresh_seed, numel)
+    for got, expected, is_right in results:
+        assert torch.equal(got, expected)
+        assert is_right
+
+
+def disagree() -> str:
+    transport = new_transport("aabb")
+    tensor = torch.zeros(3 if transport.rank < 2 else 5)
+    with pytest.raises(EvenstepError) as caught:
+        transport.all_reduce(tensor).wait()
+    with pytest.raises(EvenstepError):
+        transport.barrier().wait()
+    transport.close()
+    assert isinstance(caught.value, MismatchError)
+    return str(caught.value)
+
+
+def test_hosts_that_call_different_things_are_told_so(ranks: RankPool) -> None:
+    told = ranks.run(disagree, 4)
+    assert len(set(told)) == 1
+    assert "ranks 0, 1: all_reduce(sum) of float32 [3]; ranks 2, 3: all_reduce(sum) of float32 [5]" in told[0]
+
+
+def train(names: str, seed: int) -> tuple[str, list[torch.Tensor], dict[str, int]]:
+    """Three steps of a model in which module buffers travel too, in a world of several hosts."""
+    before = evenstep.init(quiet=True)
+    fall_through.reset()
+    torch.manual_seed(seed)
+    with on_hosts(names):
+        world = evenstep.World.from_process_group()
+    model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.BatchNorm1d(60), torch.nn.Linear(60, 3)).double()
+    wrapped = evenstep.DistributedDataParallel(model, world=world)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    data = torch.randn(3, world.world_size, 7, 40, dtype=torch.float64)
+    for step in data:
+        rows = step[world.rank][: 5 + world.rank % 3]
+        wrapped.backward(wrapped(rows).square().mean(), weight=len(rows))
+        optimizer.step()
+        optimizer.zero_grad()
+    name = world.transport_name
+    mean = world.mean(float(world.rank))
+    world.close()
+    assert before.rank == world.rank
+    assert float(mean) == (world.world_size - 1) / 2
+    return name, [p.detach() for p in model.parameters()], fall_through.counts()
+
+
+def test_a_model_learns_the_same_as_on_one_host(ranks: RankPool, fresh_seed: int) -> None:
+    """Nothing the engine does needs more than what has a way of its own."""
+    alone = ranks.run(train, 4, "aaaa", fresh_seed)
+    several = ranks.run(train, 4, "aabb", fresh_seed)
+    assert {name for name, _, _ in alone} == {"shared memory"}
+    assert {name for name, _, _ in several} == {"shared memory + gloo"}
+    for (_, expected, _), (_, got, fallen) in zip(alone, several, strict=True):
+        assert fallen == {}
+        for one, other in zip(expected, got, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+SCRIPT = """
+import sys
+import torch
+import evenstep
+
+with evenstep.init(quiet=True, device="cpu") as world:
+    vector = torch.arange(100_000, dtype=torch.float32) + world.rank
+    world.transport.all_reduce(vector).wait()
+    expected = world.world_size * torch.arange(100_000, dtype=torch.float32) + sum(range(world.world_size))
+    node_ranks = world.gather(torch.tensor([world.node_rank])).tolist()
+    if world.is_main:
+        with open(sys.argv[1], "w") as told:
+            told.write(f"{world.transport_name} {node_ranks} {torch.equal(vector, expected)}")
+"""
+
+
+@pytest.mark.skipif(namespaces.why_not() is not None, reason=f"no network namespaces: {namespaces.why_not()}")
+def test_real_addresses_and_process_numbers(tmp_path: Path) -> None:
+    """Two namespaces, which share neither: what the ranks say of themselves keeps the hosts apart."""
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(SCRIPT)
+    with namespaces.Namespaces(2) as hosts:
+        started = [
+            subprocess.Popen(
+                hosts.evenstep_run(host, ["--nproc-per-node", "2", "--log-dir", str(tmp_path), str(script), str(told)]),
+                env={**os.environ, **hosts.environment(host)},
+            )
+            for host in range(2)
+        ]
+        assert [process.wait(timeout=120) for process in started] == [0, 0]
+    assert told.read_text() == "shared memory + gloo [0, 0, 1, 1] True"

@@ -1,0 +1,131 @@
+"""Marks and what they are turned into; recorders of real steps; what it costs."""
+
+import gc
+import random
+
+import pytest
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+import evenstep
+from evenstep.health.telemetry import (
+    BACKWARD,
+    END,
+    FORWARD,
+    FORWARD_END,
+    NUM_STEPS_KEPT,
+    OPTIMIZER,
+    OPTIMIZER_END,
+    REDUCED,
+    WAITING,
+    Recorder,
+    Telemetry,
+    cost_of_a_mark,
+    explain,
+)
+
+MS = 1_000_000
+
+
+def test_every_part_of_a_step_has_its_time() -> None:
+    backward = [FORWARD, 1 * MS, FORWARD_END, 11 * MS, BACKWARD, 13 * MS, 1, 20 * MS, 0, 30 * MS, WAITING, 33 * MS]
+    after = [REDUCED, 40 * MS, END, 41 * MS, OPTIMIZER, 45 * MS, OPTIMIZER_END, 50 * MS]
+    times = explain([*backward, *after])
+    assert times.began_s == pytest.approx(0.001)
+    assert times.forward_s == pytest.approx(0.010)
+    assert times.backward_s == pytest.approx(0.020)
+    assert times.ready_s == pytest.approx((0.017, 0.007))  # by bucket, not in order of time
+    assert times.wait_s == pytest.approx(0.007)
+    assert times.finish_s == pytest.approx(0.001)
+    assert times.optimizer_s == pytest.approx(0.005)
+
+
+def test_passes_of_one_window_are_added() -> None:
+    one = [FORWARD, 0, FORWARD_END, 2 * MS, BACKWARD, 3 * MS]
+    two = [FORWARD, 10 * MS, FORWARD_END, 13 * MS, BACKWARD, 14 * MS, 0, 15 * MS, WAITING, 18 * MS]
+    times = explain([*one, *two, REDUCED, 20 * MS, END, 20 * MS])
+    assert times.forward_s == pytest.approx(0.005)
+    assert times.backward_s == pytest.approx(0.007 + 0.004)  # the first: until the next forward pass
+    assert times.ready_s == pytest.approx((0.012,))
+    assert times.wait_s == pytest.approx(0.002)
+
+
+def test_alone_the_backward_pass_ends_where_the_optimizer_begins() -> None:
+    marks = [FORWARD, 0, FORWARD_END, MS, BACKWARD, 2 * MS, OPTIMIZER, 7 * MS, OPTIMIZER_END, 8 * MS]
+    times = explain(marks)
+    assert (times.backward_s, times.optimizer_s) == pytest.approx((0.005, 0.001))
+    assert times.ready_s == ()
+
+
+def test_any_marks_have_times_that_are_not_negative_and_fit_in() -> None:
+    """Whatever goes wrong in a step, who asks gets an answer."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")  # noqa: T201
+    draw = random.Random(seed)
+    for _ in range(300):
+        when, marks = 0, []
+        for _ in range(draw.randrange(20)):
+            when += draw.randrange(1, 5 * MS)
+            marks += [draw.randrange(-8, 4), when]
+        times = explain(marks)
+        parts = (times.forward_s, times.backward_s, times.wait_s, times.finish_s, times.optimizer_s, *times.ready_s)
+        assert all(0 <= part <= when / 1e9 for part in parts)
+
+
+def train(model: torch.nn.Module, num_steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_steps):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_world_of_one_records_its_steps() -> None:
+    world = evenstep.World.alone()
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 2), world=world)
+    train(model, 3)
+    steps = world.telemetry.steps()
+    assert len(steps) == 3
+    for times in steps:
+        assert times.forward_s > 0
+        assert times.backward_s > 0
+        assert times.optimizer_s > 0
+        assert times.wait_s == 0
+    assert [times.began_s for times in steps] == sorted(times.began_s for times in steps)
+    assert world.telemetry.steps(model=1) == []
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    recorder = Recorder()
+    for _ in range(NUM_STEPS_KEPT + 50):
+        recorder.forward(0)
+        recorder.end()
+    assert recorder.num_steps == NUM_STEPS_KEPT + 49
+    assert len(recorder.steps()) == NUM_STEPS_KEPT + 1
+    assert recorder.num_marks_per_step() == 3
+
+
+def test_a_model_that_has_gone_is_forgotten_and_hooks_go_with_the_world() -> None:
+    before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+    telemetry = Telemetry()
+    kept, gone = telemetry.open(), telemetry.open()
+    assert telemetry.recorders == [kept, gone]
+    assert len(_global_optimizer_pre_hooks) == before[0] + 1
+    del gone
+    gc.collect()
+    assert telemetry.recorders == [kept]
+    del telemetry
+    gc.collect()
+    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
+
+
+def test_the_most_that_buckets_took_counts_old_and_new_ones() -> None:
+    recorder = Recorder()
+    recorder.has_buckets(100)
+    recorder.has_buckets(80)
+    assert (recorder.bucket_bytes, recorder.peak_bucket_bytes) == (80, 180)
+
+
+def test_a_mark_costs_little() -> None:
+    """No timed test: ten times what it takes on a slow machine."""
+    assert 0 < cost_of_a_mark(2_000) < 1e-5

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Subset
 
 import evenstep
 
@@ -24,30 +24,10 @@ NUM_BYTES = 256
 PADDING = -100  # a target that cross_entropy leaves out
 
 
-class Windows(Dataset):
+def windows_of(texts, context):
     """Windows of one text per file: inputs [context] and the bytes that follow them [context], int64."""
-
-    def __init__(self, texts, context):
-        self.context = context
-        self.text = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
-        self.spans = []  # (first byte, end of its file); a window needs a byte and the one after it
-        start = 0
-        for text in texts:
-            end = start + len(text)
-            self.spans.extend((first, end) for first in range(start, end - 1, context))
-            start = end
-
-    def __len__(self):
-        return len(self.spans)
-
-    def __getitem__(self, index):
-        first, end = self.spans[index]
-        window = self.text[first : min(end, first + self.context + 1)].long()
-        x = torch.zeros(self.context, dtype=torch.int64)
-        y = torch.full((self.context,), PADDING)
-        x[: len(window) - 1] = window[:-1]
-        y[: len(window) - 1] = window[1:]
-        return x, y
+    tokens = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+    return evenstep.TokenDataset(tokens, context, documents=[len(text) for text in texts], padding=PADDING)
 
 
 def read_texts(max_bytes):
@@ -164,9 +144,9 @@ def evaluate(model, loader, world):
 
 def train(world, args):
     texts, held_out = read_texts(args.max_bytes)
-    train_set = Windows(texts, args.context)
-    test_set = Windows(held_out, args.context)
-    test_set.spans = test_set.spans[:: max(1, len(test_set) // 32)]
+    train_set = windows_of(texts, args.context)
+    test_set = windows_of(held_out, args.context)
+    test_set = Subset(test_set, range(0, len(test_set), max(1, len(test_set) // 32)))
     loader = evenstep.DataLoader(train_set, global_batch_size=args.batch, shuffle=True)
     test_loader = evenstep.DataLoader(test_set, global_batch_size=args.batch)
 
@@ -177,7 +157,7 @@ def train(world, args):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, args.steps))
     num_parameters = sum(p.numel() for p in model.parameters())
     world.print(
-        f"{num_parameters / 1e6:.1f} million parameters, {len(train_set.text) / 1e6:.1f} MB of text in "
+        f"{num_parameters / 1e6:.1f} million parameters, {train_set.num_tokens / 1e6:.1f} MB of text in "
         f"{len(train_set):,} windows, {args.batch} windows a step"
     )
 

@@ -1,7 +1,11 @@
 """Data-parallel training for PyTorch in which every replica takes the same step."""
 
+from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.data.loader import DataLoader
+from evenstep.data.records import Records
 from evenstep.data.sampler import DistributedSampler
+from evenstep.data.tokens import TokenDataset
+from evenstep.data.weighted import WeightedSampler
 from evenstep.errors import EvenstepError
 from evenstep.joining import init
 from evenstep.launcher.launch import launch
@@ -12,12 +16,16 @@ from evenstep.transport.backend import register_backend
 from evenstep.world import World
 
 __all__ = [
+    "Checkpointer",
     "DataLoader",
     "DataParallel",
     "DistributedDataParallel",
     "DistributedSampler",
     "EvenstepError",
+    "Records",
     "SyncBatchNorm",
+    "TokenDataset",
+    "WeightedSampler",
     "World",
     "init",
     "launch",

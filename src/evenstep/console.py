@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
@@ -22,7 +23,8 @@ def progress(
         interval_s: Seconds between two plain lines. The last item is always followed by one.
     """
     if total is None and isinstance(items, Sized):
-        total = len(items)
+        with contextlib.suppress(TypeError):  # a loader of a stream has a length only if the stream has
+            total = len(items)
     if sys.stderr.isatty():
         return _bar(items, description, total)
     return _lines(items, description, total, interval_s)

@@ -3,19 +3,24 @@
     EvenstepError                     everything that evenstep raises on purpose
     ├── ConfigurationError            an argument, a flag or a variable is wrong (also a ValueError)   exit 78
     ├── UsageError                    calls that don't fit together, found while running               exit 1
+    ├── DataError                     a sample can't be had: a damaged file, a worker that died        exit 1
     ├── MismatchError                 the ranks disagree: parameters, shapes, lengths                  exit 72
     ├── PeerLostError                 another rank died or left while this one needed it               exit 76
     ├── CollectiveTimeoutError        the others did not arrive in time                                exit 71
+    ├── CheckpointError               a checkpoint can't be saved, read, or doesn't fit                exit 74
     └── RankFailedError               a rank of `evenstep.launch` died without an exception of its own
 
 `PeerLostError` and `CollectiveTimeoutError` are *consequences*: whoever raises them is a witness, not the culprit.
-A `ConfigurationError`, `UsageError` or `MismatchError` is a user's mistake that its message explains, so it is
-shown without a traceback.
+A `ConfigurationError`, `UsageError`, `DataError`, `MismatchError` or `CheckpointError` is explained by its message, so
+it is shown without a traceback. A run that was asked to stop, and has saved, ends with `SystemExit(75)`: no error.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
+
+# Exit status of a rank that was asked to stop and has saved its checkpoint: nothing failed, and start it again later.
+EXIT_PREEMPTED = 75
 
 
 class EvenstepError(Exception):
@@ -46,6 +51,13 @@ class UsageError(EvenstepError, RuntimeError):
     is_users_mistake = True
 
 
+class DataError(EvenstepError, RuntimeError):
+    """A sample can't be had: its file is damaged, or the worker that loaded it died. Data sets may raise it, too."""
+
+    exit_code = 1
+    is_users_mistake = True
+
+
 class MismatchError(EvenstepError, RuntimeError):
     """The ranks disagree about something that must be equal. Raised on every rank with the same text."""
 
@@ -65,6 +77,13 @@ class CollectiveTimeoutError(EvenstepError, TimeoutError):
 
     exit_code = 71
     is_consequence = True
+
+
+class CheckpointError(EvenstepError, RuntimeError):
+    """A checkpoint can't be saved or read, is damaged, or isn't one of these objects. Raised on every rank."""
+
+    exit_code = 74
+    is_users_mistake = True
 
 
 class RankFailedError(EvenstepError, RuntimeError):

@@ -51,6 +51,8 @@ class World:
         control: Carries everything else, on the CPU.
         telemetry: What the steps of the models wrapped in this world spent their time on.
         why_gloo: Why CPU ranks don't share memory, where they would if they could; else None.
+        has_diverged: Whether every rank draws random numbers of its own already.
+        stop_reason: Who asked this rank to stop: "SIGTERM", "request_stop()"; None while nobody has.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class World:
         self.telemetry = Telemetry()
         self._of_groups: dict[dist.ProcessGroup, World] = {}
         self._init_arguments: dict[str, object] | None = None
-        self._has_diverged = False
+        self.has_diverged = False
+        self.stop_reason: str | None = None
+        self._at_end: list[Callable[[BaseException | None], object]] = []
 
     @classmethod
     def alone(cls, *, device: str | torch.device | None = None, seed: int | None = None) -> World:
@@ -192,8 +196,8 @@ class World:
 
     def diverge_random_streams(self) -> None:
         """From now on every rank but 0 draws its own random numbers; once, and only in a world that `init` made."""
-        if not self._has_diverged and self.is_initialised:
-            self._has_diverged = True
+        if not self.has_diverged and self.is_initialised:
+            self.has_diverged = True
             randomness.diverge(self.rank)
 
     # ------------------------------------------------------------------ talking to people
@@ -344,6 +348,20 @@ class World:
 
     # ------------------------------------------------------------------ the end
 
+    def request_stop(self, reason: str = "request_stop()") -> None:
+        """Ask all ranks to stop, from any rank, thread or signal handler. At its next steps a `Checkpointer` saves, and
+        all ranks end with status 75; `reason` is printed then."""
+        self.stop_reason = self.stop_reason or reason
+
+    @property
+    def store(self) -> Store | None:
+        """Where the ranks have met: small texts by key. None in a world of one."""
+        return self._store
+
+    def at_end(self, callback: Callable[[BaseException | None], object]) -> None:
+        """Call back once the `with` block has ended, with its exception or None; only the store is left then."""
+        self._at_end.append(callback)
+
     def close(self) -> None:
         """Let go of sockets and groups. Local: waits for nobody. Twice is once."""
         global _current
@@ -373,6 +391,8 @@ class World:
             # after that, and so nobody takes a witness for the culprit. Closed at exit, or by the next `init`.
             _current = None
             _abandoned.append(self)
+        while self._at_end:
+            self._at_end.pop(0)(error)
 
 
 _abandoned: list[World] = []

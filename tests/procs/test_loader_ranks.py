@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import evenstep
-from evenstep import DataLoader, DistributedSampler
+from evenstep import DataLoader, DistributedSampler, WeightedSampler
 from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.testing import RankPool
 
@@ -115,3 +115,143 @@ def test_the_sampler_finds_its_rank_by_itself(ranks: RankPool, nproc: int) -> No
     assert [rank for rank, _ in shares] == list(range(nproc))
     assert {len(share) for _, share in shares} == {6}
     assert set(chain.from_iterable(share for _, share in shares)) == set(range(6 * nproc - 1))
+
+
+# ---------------------------------------------------------------------- stop and resume
+
+
+def train(state: dict[str, Any] | None, num_steps: int, num_workers: int) -> tuple[list[list[int]], dict[str, Any]]:
+    """Some steps of real training; what this rank saw, and where the loader is then."""
+    evenstep.init(quiet=True)
+    dataset = TensorDataset(torch.randn(53, 2), torch.arange(53))
+    context = "fork" if num_workers else None
+    loader = DataLoader(dataset, 8, shuffle=True, num_workers=num_workers, multiprocessing_context=context, seed=4)
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if state is not None:
+        loader.load_state_dict(state)
+    seen: list[list[int]] = []
+    for _ in loader.epochs(2):
+        for x, y in loader:
+            if len(seen) == num_steps:
+                return seen, loader.state_dict()
+            model.backward(model(x).square().mean(), weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(y.tolist())
+    return seen, loader.state_dict()
+
+
+def test_a_run_goes_on_on_other_ranks_and_workers(ranks: RankPool) -> None:
+    """With empty shares in the last global batch of each epoch, and a stop in the second epoch too."""
+    (whole, _), *_ = ranks.run(train, 1, None, -1, 0)
+    seen: list[list[int]] = []
+    state = None
+    for nproc, num_steps, num_workers in ((2, 3, 1), (3, 6, 0), (1, 1, 0), (2, -1, 0)):
+        of_ranks = ranks.run(train, nproc, state, num_steps, num_workers)
+        states = [state for _, state in of_ranks]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+        seen += [list(chain.from_iterable(shares)) for shares in zip(*(steps for steps, _ in of_ranks), strict=True)]
+    assert seen == whole
+    assert (state["epoch"], state["position"]) == (2, 0)
+
+
+# ---------------------------------------------------------------------- streams
+
+
+class Shards(IterableDataset[int]):
+    """Shard s has 3 * s records, so the ranks' parts end at very different times."""
+
+    num_shards = 6
+
+    def __init__(self, shards: range = range(6)) -> None:
+        self.shards = shards
+
+    def shard(self, *, num_shards: int, index: int) -> Shards:
+        return Shards(self.shards[index::num_shards])
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable([100 * s + i for i in range(3 * s)] for s in self.shards)
+
+
+def train_on_shards(num_workers: int) -> tuple[list[int], int, float]:
+    """Records seen, steps made, and the sum of all weights that took part in them."""
+    world = evenstep.init(quiet=True)
+    context = "fork" if num_workers else None
+    loader = DataLoader(Shards(), 6, num_workers=num_workers, multiprocessing_context=context)
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(1, 1))
+    seen, num_steps, weights = [], 0, 0.0
+    for batch in loader:
+        assert batch.dtype == torch.int64
+        model.backward(model(batch.float().reshape(-1, 1)).mean(), weight=len(batch))
+        total = torch.tensor(float(len(batch)))
+        world.control.all_reduce(total).wait()
+        weights += float(total)
+        seen += batch.tolist()
+        num_steps += 1
+    return seen, num_steps, weights
+
+
+@pytest.mark.parametrize(("nproc", "num_workers"), [(2, 0), (2, 2), (3, 0)])
+def test_parts_of_a_stream_that_end_early_take_part(ranks: RankPool, nproc: int, num_workers: int) -> None:
+    of_ranks = ranks.run(train_on_shards, nproc, num_workers)
+    assert sorted(chain.from_iterable(seen for seen, _, _ in of_ranks)) == sorted(Shards())
+    assert len({(num_steps, weights) for _, num_steps, weights in of_ranks}) == 1
+    assert of_ranks[0][2] == 45.0
+    lengths = [len(seen) for seen, _, _ in of_ranks]
+    assert max(lengths) > min(lengths)
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+def evaluate(size: int, shuffle: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Predictions in the data set's order, those of the batches as they came, and the mean over samples."""
+    world = evenstep.init(quiet=True)
+    dataset = TensorDataset(torch.arange(float(size)), torch.arange(size))
+    loader = DataLoader(dataset, 8, shuffle=shuffle)
+    predictions, batches = [], []
+    total = 0.0
+    for x, _ in loader:
+        predictions.append(torch.stack([x, x.square()], 1))
+        batches.append(world.gather(x))
+        total += float(x.sum())
+    rows = torch.cat(predictions)
+    return loader.gather(rows), torch.cat(batches), world.mean(total / max(1, len(rows)), weight=len(rows))
+
+
+@SIZES
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_evaluation_is_that_of_one_process(ranks: RankPool, nproc: int, shuffle: bool) -> None:
+    size = 8 * 4 + 1
+    ((rows, batches, mean),) = ranks.run(evaluate, 1, size, shuffle)
+    assert rows[:, 0].tolist() == list(range(size))
+    for others in ranks.run(evaluate, nproc, size, shuffle):
+        assert torch.equal(others[0], rows)
+        assert torch.equal(others[1], batches)
+        assert others[2] == pytest.approx(mean, rel=1e-12)
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def sampled_by_weight(rank: int) -> None:
+    DataLoader(range(4), 4, sampler=WeightedSampler([1, 1, 1, 1 + rank]))
+
+
+def with_fewer_rows(rank: int) -> None:
+    loader = DataLoader(range(10), 4)
+    loader.gather(torch.cat(list(loader))[rank:])
+
+
+@SIZES
+def test_ranks_that_differ_later_are_told_too(ranks: RankPool, nproc: int) -> None:
+    for make, told in (
+        (sampled_by_weight, "the digest of weights is"),
+        (with_fewer_rows, "loader.gather: rank 1 has"),
+    ):
+        errors = ranks.run(error_of, nproc, make)
+        assert len(set(errors)) == 1
+        assert errors[0][0] == "MismatchError"
+        assert told in errors[0][1]

@@ -369,7 +369,8 @@ class _BrokenLength(_NoLength):
     ("dataset", "arguments", "told"),
     [
         ([], {"global_batch_size": 4}, r"the data set \(list\) is empty"),
-        (_Stream(), {"global_batch_size": 4}, "_Stream is an IterableDataset"),
+        (_Stream(), {"global_batch_size": 4, "shuffle": True}, "shuffle doesn't go with _Stream, an IterableDataset"),
+        (_Stream(), {"global_batch_size": 2}, "global_batch_size=2 is smaller than the number of ranks"),
         (_NoLength(), {"global_batch_size": 4}, "_NoLength lacks __len__"),
         (_BrokenLength(), {"global_batch_size": 4}, r"len\(\) of the data set \(_BrokenLength\) fails"),
         ({1, 2}, {"global_batch_size": 4}, "set lacks __len__ or __getitem__"),

@@ -35,13 +35,15 @@ def _assert_uniform(cells: Tensor, num_cells: int, *, deviations: float = _NUM_D
 # ---------------------------------------------------------------------- a permutation
 
 
-def test_is_a_permutation_for_every_size_to_600() -> None:
-    for num_samples in range(1, 601):
-        assert torch.equal(_epoch(num_samples, seed=num_samples).sort().values, torch.arange(num_samples)), num_samples
+def test_is_a_permutation_for_every_size_to_5000() -> None:
+    for num_samples in range(1, 5001):
+        seen = _epoch(num_samples, seed=num_samples)
+        assert len(seen) == num_samples
+        assert torch.equal(seen.bincount(minlength=num_samples), torch.ones_like(seen)), num_samples
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(601, 5000), st.integers(0, 2**63 - 1), st.integers(0, 10_000))
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5000), st.integers(0, 2**63 - 1), st.integers(0, 10_000))
 def test_is_a_permutation_for_any_size_seed_and_epoch(num_samples: int, seed: int, epoch: int) -> None:
     assert torch.equal(_epoch(num_samples, seed, epoch).sort().values, torch.arange(num_samples))
 
@@ -91,6 +93,20 @@ def test_the_order_is_pinned() -> None:
     assert EpochOrder(10, seed=1, epoch=2).slice(0, 10).tolist() == [9, 1, 5, 6, 7, 3, 4, 2, 8, 0]
     assert EpochOrder(1000, seed=1, epoch=2).slice(0, 5).tolist() == [362, 206, 389, 875, 438]
     assert EpochOrder(10**12, seed=1, epoch=2).slice(0, 3).tolist() == [825194048969, 528968624121, 402064083804]
+
+
+@pytest.mark.parametrize("num_samples", [257, 1000, 10**6, 2**31 - 1, 2**31, 10**12])
+def test_with_and_without_numpy_the_order_is_the_same(num_samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numpy")
+    positions = torch.cat([torch.arange(200), torch.arange(num_samples - 50, num_samples)])
+    order = EpochOrder(num_samples, seed=num_samples + 1, epoch=3)
+    with_numpy = order.at(positions)
+    monkeypatch.setattr(order_module, "_LARGEST_NARROW", 0)
+    wide = order.at(positions)
+    monkeypatch.setattr(order_module, "numpy", None)
+    assert torch.equal(order.at(positions), with_numpy)
+    assert torch.equal(wide, with_numpy)
+    assert torch.equal(positions[:3], torch.arange(3)), "what is asked stays as it is"
 
 
 def test_positions_outside_of_the_epoch_are_refused() -> None:

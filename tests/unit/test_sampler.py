@@ -70,6 +70,85 @@ def test_the_epoch_belongs_to_the_iteration() -> None:
     assert sorted(first) == sorted(second) == list(range(100))
 
 
+# ---------------------------------------------------------------------- what torch's doesn't have
+
+
+def test_a_forgotten_set_epoch_is_said_once_and_on_one_rank() -> None:
+    samplers = [DistributedSampler(range(20), 2, rank) for rank in range(2)]
+    first = [list(sampler) for sampler in samplers]
+    with pytest.warns(UserWarning, match=r"epoch 0 begins for the second time, in the same order. Call .*auto_epoch"):
+        assert list(samplers[0]) == first[0]
+    assert list(samplers[0]) == first[0], "not twice"
+    assert list(samplers[1]) == first[1], "not on rank 1"
+
+
+def test_who_sets_the_epoch_or_does_not_shuffle_hears_nothing() -> None:
+    sampler = DistributedSampler(range(20), 2, 0)
+    for epoch in (0, 1, 1):
+        sampler.set_epoch(epoch)
+        list(sampler)
+    evaluation = DistributedSampler(range(20), 2, 0, shuffle=False)
+    assert list(evaluation) == list(evaluation)
+
+
+def test_auto_epoch_counts() -> None:
+    by_hand, counting = DistributedSampler(range(50), 2, 1), DistributedSampler(range(50), 2, 1, auto_epoch=True)
+    for epoch in (0, 1, 2, 7, 8):
+        by_hand.set_epoch(epoch)
+        if epoch == 7:
+            counting.set_epoch(7)
+        assert list(counting) == list(by_hand)
+        assert counting.epoch == epoch
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 200), world_sizes, st.booleans())
+def test_without_padding_every_sample_comes_once(size: int, world_size: int, shuffle: bool) -> None:
+    samplers = [DistributedSampler(range(size), world_size, rank, shuffle, pad=False) for rank in range(world_size)]
+    shares = [list(sampler) for sampler in samplers]
+    assert sorted(sample for share in shares for sample in share) == list(range(size))
+    assert [len(sampler) for sampler in samplers] == [len(share) for share in shares]
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 200), world_sizes, world_sizes, st.integers(0, 100), st.booleans())
+def test_a_sampler_resumes_on_any_ranks(size: int, before: int, after: int, stop: int, pad: bool) -> None:
+    firsts = [DistributedSampler(range(size), before, rank, seed=1, pad=pad) for rank in range(before)]
+    stop = min(stop, *map(len, firsts))
+    seen, states = [], []
+    for sampler in firsts:
+        sampler.set_epoch(2)
+        iterator = iter(sampler)
+        seen += [next(iterator) for _ in range(stop)]
+        states.append(sampler.state_dict())
+        assert sampler.state_dict(consumed=stop) == states[-1]
+    assert all(state == states[0] for state in states)
+    seconds = [DistributedSampler(range(size), after, rank, seed=1, pad=pad) for rank in range(after)]
+    shares = []
+    for sampler in seconds:
+        sampler.load_state_dict(states[0])
+        assert sampler.state_dict() == states[0]
+        sampler.set_epoch(2)
+        shares.append(list(sampler))
+    rest = [sample for share in shares for sample in share]
+    assert set(seen) | set(rest) == set(range(size))
+    if pad:
+        assert len({len(share) for share in shares}) == 1
+    else:
+        assert sorted(seen + rest) == list(range(size))
+    for sampler in seconds:
+        sampler.set_epoch(2)
+        assert len(list(sampler)) == len(sampler), "the next iteration is whole again"
+
+
+def test_states_of_other_samplers_are_refused() -> None:
+    state = DistributedSampler(range(20), 2, 0).state_dict()
+    for other in (DistributedSampler(range(21), 2, 0), DistributedSampler(range(20), 2, 0, seed=1)):
+        with pytest.raises(ConfigurationError, match="can't be told from those that were seen"):
+            other.load_state_dict(state)
+
+
 def test_a_huge_data_set_costs_nothing() -> None:
     sampler = DistributedSampler(range(10**12), 8, 3)
     tracemalloc.start()

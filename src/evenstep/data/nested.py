@@ -31,6 +31,34 @@ def move(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
     return rebuild([move(child, device, non_blocking=non_blocking) for child in children])
 
 
+def pinned(batch: Any) -> Any:
+    """The batch with its CPU tensors in pinned memory."""
+    if isinstance(batch, Tensor):
+        return batch.pin_memory() if batch.device.type == "cpu" else batch
+    if hasattr(batch, "pin_memory"):
+        return batch.pin_memory()
+    parts = _take_apart(batch)
+    if parts is None:
+        return batch
+    children, rebuild = parts
+    return rebuild([pinned(child) for child in children])
+
+
+def used_on(batch: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that `stream` reads the batch's CUDA tensors."""
+    if isinstance(batch, Tensor):
+        if batch.device.type == "cuda":
+            batch.record_stream(stream)
+        return
+    parts = _take_apart(batch)
+    if parts is not None:
+        for child in parts[0]:
+            used_on(child, stream)
+    elif hasattr(batch, "__dict__"):
+        for child in vars(batch).values():
+            used_on(child, stream)
+
+
 def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
     """The batch of no samples, found by comparing a batch of one sample with a batch of two. Pure.
 

@@ -13,6 +13,46 @@ The cuts between global batches don't depend on the number of ranks, and every r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from evenstep.data.order import Order
+
+
+class Plan(Protocol):
+    """The global batches of one epoch."""
+
+    @property
+    def num_samples(self) -> int:
+        """Positions of the epoch."""
+
+    @property
+    def num_batches(self) -> int:
+        """Steps of the epoch, on every rank."""
+
+    def global_batch(self, step: int) -> tuple[int, int]:
+        """First position of a global batch, and the position after its last."""
+
+    def step_at(self, position: int) -> int | None:
+        """The step that begins at `position`; None if none does."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """All there is to know about one epoch: which sample is at which position, and where it is cut."""
+
+    number: int
+    plan: Plan
+    order: Order
+
+
+def divide(start: int, stop: int, *, rank: int, world_size: int) -> tuple[int, int]:
+    """The part of one rank: first, and the one after the last; equal if the rank has none.
+
+    Parts are contiguous, in order of rank, and differ by at most one; rank 0 has one if anybody has.
+    """
+    each, rest = divmod(stop - start, world_size)
+    first = start + rank * each + min(rank, rest)
+    return first, first + each + (rank < rest)
 
 
 @dataclass(frozen=True)
@@ -40,12 +80,13 @@ class BatchPlan:
         start = step * self.global_batch_size
         return start, min(start + self.global_batch_size, self.num_samples)
 
-    def share(self, step: int, *, rank: int, world_size: int) -> tuple[int, int]:
-        """The positions of one rank: first, and the one after the last; equal if the rank has none.
+    def step_at(self, position: int) -> int | None:
+        """The step that begins at `position`; None if none does. The end of the epoch is the step after the last."""
+        if position == self.num_samples or position == self.num_batches * self.global_batch_size:
+            return self.num_batches
+        step, rest = divmod(position, self.global_batch_size)
+        return step if rest == 0 and 0 <= step < self.num_batches else None
 
-        Shares are contiguous, in order of rank, and differ by at most one; rank 0 always has a sample.
-        """
-        start, stop = self.global_batch(step)
-        each, rest = divmod(stop - start, world_size)
-        first = start + rank * each + min(rank, rest)
-        return first, first + each + (rank < rest)
+    def share(self, step: int, *, rank: int, world_size: int) -> tuple[int, int]:
+        """The positions of one rank: see `divide`."""
+        return divide(*self.global_batch(step), rank=rank, world_size=world_size)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import operator
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 
 from evenstep import world
 from evenstep.data.order import EpochOrder
+from evenstep.data.requests import to_list
 from evenstep.errors import ConfigurationError
 
 _CHUNK = 16_384  # indices at a time: enough to hide torch's cost per call, few enough to be instant
@@ -25,7 +28,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
     sees every sample exactly once. Unlike torch's, no list of the epoch is made: the first index comes at once and
     memory doesn't grow with the data set.
 
-    Call `set_epoch` before each epoch, or every epoch has the same order.
+    Call `set_epoch` before each epoch, or pass `auto_epoch=True`; forgetting it gives every epoch the same order, which
+    rank 0 says when the second one begins.
 
     Args:
         dataset: Anything with a length.
@@ -34,6 +38,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
         shuffle: A new order each epoch; False: the data set's own.
         seed: The same on all ranks.
         drop_last: Leave out the last samples instead of repeating the first.
+        pad: False: nothing is repeated; some ranks then have one sample less, so use it with
+            `DistributedDataParallel.join`, or as the `sampler` of `evenstep.DataLoader`.
+        auto_epoch: Each iteration is the epoch after the one before.
 
     Raises:
         ConfigurationError: A data set without length, or a rank that is none. Also a `ValueError`, as in torch.
@@ -47,6 +54,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
+        pad: bool = True,
+        auto_epoch: bool = False,
     ) -> None:
         if num_replicas is None or rank is None:
             own_rank, world_size = world.identity()
@@ -54,17 +64,99 @@ class DistributedSampler(TorchDistributedSampler[int]):
             rank = own_rank if rank is None else rank
         _validate(dataset, num_replicas, rank)
         super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.pad = pad
+        self.auto_epoch = auto_epoch
+        if not pad and not drop_last:
+            size = len(dataset)
+            self.total_size = size
+            self.num_samples = len(range(rank, size, num_replicas))
+        self._was_set = False
+        self._has_begun = False
+        self._has_warned = False
+        self._start = 0  # position at which the next iteration begins
+        self._begun_at = 0  # position at which the latest began
+        self._iteration = 0
+        # How many the latest iteration has given is seen without a step of python for each: those up to the end of a
+        # chunk, less those that its list iterator has left.
+        self._asked: tuple[int, Iterator[int]] = (0, iter(()))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; the one in which a resumed run was interrupted goes on there."""
+        if epoch != self.epoch:
+            self._start = 0
+        self._was_set = True
+        super().set_epoch(epoch)
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, int]:
+        """Where training is, the same on all ranks and good for any number of them.
+
+        Args:
+            consumed: Samples that this rank has used of the epoch since its iteration began. None: those that were
+                asked for, which is the same for a loader without workers. Workers ask ahead: say how many there were.
+        """
+        end, chunk = self._asked
+        number = end - operator.length_hint(chunk) if consumed is None else consumed
+        position = self._begun_at + number * self.num_replicas
+        return {"epoch": self.epoch, "position": position, "seed": self.seed, "size": len(self.dataset)}  # type: ignore[arg-type]
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin the next iteration where `state_dict` was taken, on any number of ranks.
+
+        Raises:
+            ConfigurationError: The state is of another data set or seed.
+        """
+        for name, own in (("seed", self.seed), ("size", len(self.dataset))):  # type: ignore[arg-type]
+            if state.get(name) != own:
+                raise ConfigurationError(
+                    f"DistributedSampler.load_state_dict: {name} was {state.get(name)} and is {own}; the samples that "
+                    f"are left can't be told from those that were seen."
+                )
+        self.epoch = state["epoch"]
+        self._start = state["position"]
+        self._begun_at, self._asked = self._start, (0, iter(()))
+        self._has_begun = False
 
     def __iter__(self) -> Iterator[int]:
+        self._choose_epoch()
+        self._begun_at, self._start = self._start, 0
+        self._iteration, self._asked = self._iteration + 1, (0, iter(()))
         order = EpochOrder(len(self.dataset), seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)  # type: ignore[arg-type]
-        return itertools.chain.from_iterable(self._chunks(order))
+        return itertools.chain.from_iterable(self._chunks(order, self._begun_at, self._iteration))
 
-    def _chunks(self, order: EpochOrder) -> Iterator[list[int]]:
-        for first in range(0, self.num_samples, _CHUNK):
-            turns = torch.arange(first, min(first + _CHUNK, self.num_samples))
+    def _choose_epoch(self) -> None:
+        """What begins: after `set_epoch`, what that said; else the next, or the same once more."""
+        forgotten = self._has_begun and not self._was_set
+        self._has_begun, self._was_set = True, False
+        if forgotten and self.auto_epoch:
+            self.epoch += 1
+        elif forgotten and self.shuffle and not self._has_warned and self.rank == 0:
+            self._has_warned = True
+            warnings.warn(
+                f"DistributedSampler: epoch {self.epoch} begins for the second time, in the same order. Call "
+                f"sampler.set_epoch(epoch) before each epoch, or make the sampler with auto_epoch=True.",
+                stacklevel=3,
+            )
+
+    def _chunks(self, order: EpochOrder, start: int, iteration: int) -> Iterator[Iterator[int]]:
+        num_left = self._num_left(start)
+        for first in range(0, num_left, _CHUNK):
+            turns = torch.arange(first, min(first + _CHUNK, num_left))
             # Positions behind the end are the padding: the epoch again from its beginning, as often as needed.
-            positions = (turns * self.num_replicas + self.rank) % order.num_samples
-            yield order.at(positions).tolist()
+            positions = (start + turns * self.num_replicas + self.rank) % order.num_samples
+            chunk = iter(to_list(order.at(positions)))
+            if iteration == self._iteration:
+                self._asked = (first + len(turns), chunk)
+            yield chunk
+
+    def _num_left(self, start: int) -> int:
+        """Samples of this rank from a position on."""
+        if start == 0:
+            return self.num_samples
+        size = len(self.dataset)  # type: ignore[arg-type]
+        left = max(0, (self.total_size if self.drop_last else size) - start)
+        if self.drop_last or not self.pad:
+            return left // self.num_replicas if self.drop_last else len(range(self.rank, left, self.num_replicas))
+        return -(-left // self.num_replicas)
 
     def __repr__(self) -> str:
         return (
@@ -79,13 +171,22 @@ def _validate(dataset: Any, num_replicas: int, rank: int) -> None:
             f"DistributedSampler: {type(dataset).__name__} has no samples that could be numbered (it is an "
             f"IterableDataset or has no __len__). Divide its stream in the data set itself."
         )
+    validate_rank("DistributedSampler", num_replicas, rank)
+
+
+def validate_rank(what: str, num_replicas: Any, rank: Any) -> None:
+    """Raise if there can be no such rank.
+
+    Raises:
+        ConfigurationError: There can't.
+    """
     for name, value in (("num_replicas", num_replicas), ("rank", rank)):
         if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigurationError(f"DistributedSampler: {name}={value!r} is no whole number.")
+            raise ConfigurationError(f"{what}: {name}={value!r} is no whole number.")
     if num_replicas < 1:
-        raise ConfigurationError(f"DistributedSampler: num_replicas={num_replicas}; there is at least one rank.")
+        raise ConfigurationError(f"{what}: num_replicas={num_replicas}; there is at least one rank.")
     if not 0 <= rank < num_replicas:
         raise ConfigurationError(
-            f"DistributedSampler: rank={rank} of num_replicas={num_replicas}; ranks are 0 to {num_replicas - 1}. "
+            f"{what}: rank={rank} of num_replicas={num_replicas}; ranks are 0 to {num_replicas - 1}. "
             f"Leave both out to use the current world's."
         )

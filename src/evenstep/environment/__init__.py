@@ -17,6 +17,7 @@ Variables that evenstep itself sets for the ranks it starts (nobody else needs t
     EVENSTEP_INJECT      faults that `evenstep run --inject` asked for
     EVENSTEP_STAMP_LINES set if lines of log files begin with time, rank and step
     EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
+    EVENSTEP_REHEARSAL   file that says how a resume is rehearsed; set by `evenstep verify --resume`
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ __all__ = [
     "placement_from_hosts",
     "rank_variables",
     "refuse_independent_runs",
+    "rehearsal_file",
     "run_variables",
     "surroundings",
     "telling_variables",
+    "with_rehearsal",
 ]
 
 
@@ -145,6 +148,17 @@ def openmp_threads() -> int | None:
     """What `OMP_NUM_THREADS` asks for; None when unset or no positive number."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def rehearsal_file() -> Path | None:
+    """The file that says how this run rehearses a resume; None, as in every other run."""
+    text = os.environ.get("EVENSTEP_REHEARSAL")
+    return Path(text) if text else None
+
+
+def with_rehearsal(file: Path) -> dict[str, str]:
+    """This process's environment, for a run that rehearses a resume."""
+    return {**os.environ, "EVENSTEP_REHEARSAL": str(file)}
 
 
 # Values of other variables might be secrets, and are nobody's business.

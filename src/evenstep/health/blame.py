@@ -117,6 +117,11 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def saves_file(directory: Path, rank: int, attempt: int) -> Path:
+    """Exists once a rank saves when it is asked to stop: it then gets more time to end."""
+    return directory / f"saves-{attempt}-{rank}"
+
+
 def write_report(directory: Path, report: CrashReport, *, attempt: int = 0) -> None:
     """Leave a report where the launcher looks; whole or not at all."""
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".crash-", delete=False) as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -18,7 +19,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from evenstep.health.blame import Exit, read_reports
+from evenstep.errors import EXIT_PREEMPTED
+from evenstep.health.blame import Exit, read_reports, saves_file
 from evenstep.health.page import Seen, page_file, read_page
 from evenstep.launcher.account import Failure, in_short, judge, status_of
 from evenstep.launcher.other_hosts import Elsewhere, OtherHosts
@@ -41,6 +43,7 @@ class WatchedRanks:
         run_directory: Where ranks leave their reports.
         policy: How ranks are stopped.
         on_failure: Told of a failed attempt once all its ranks have ended and all their output is written.
+        on_preempted: Told when all ranks have ended because they were asked to stop, and have saved.
         others: The other hosts of the run; None: there are none.
     """
 
@@ -53,6 +56,7 @@ class WatchedRanks:
         run_directory: Path,
         policy: StopPolicy,
         on_failure: Callable[[Failure], None],
+        on_preempted: Callable[[], None],
         others: OtherHosts | None = None,
     ) -> None:
         self._context = context
@@ -62,6 +66,8 @@ class WatchedRanks:
         self._policy = policy
         self._on_failure = on_failure
         self._others = others
+        self._on_preempted = on_preempted
+        self._first_preempted: float | None = None
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
         self._watch = StopWatch(grace_s=policy.stopped_grace_s)
         self._last_look = 0.0
@@ -80,18 +86,26 @@ class WatchedRanks:
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """One look: None while all run; a result once all have succeeded or one has failed and all have ended."""
         codes = [process.poll() for process in self._processes.values()]
-        if any(code not in (None, 0) for code in codes) or self._lingers():
+        if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._lingers():
             return self._end_failed_attempt()
+        if EXIT_PREEMPTED in codes and self._first_preempted is None:
+            self._first_preempted = time.monotonic()
         if None in codes:
+            # They agree on a step before they leave, so the others follow within moments.
+            is_late = time.monotonic() - (self._first_preempted or math.inf) > self._policy.terminate_s
             hang, elsewhere = self._look(), self._others.look() if self._others is not None else None
-            return self._end_failed_attempt(hang, elsewhere) if hang or elsewhere else None
+            return self._end_failed_attempt(hang, elsewhere) if is_late or hang or elsewhere else None
+        if self._first_preempted is not None and set(codes) != {EXIT_PREEMPTED}:
+            return self._end_failed_attempt()
         self._close_context()
+        self._tell_preempted()
         return RunProcsResult(return_values=dict.fromkeys(range(len(codes))))
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop whoever is left; `timeout` is torchelastic's, the policy's counts."""
-        self._stop(death_sig)
+        self._stop(death_sig, patience_s=self._policy.save_s if self._saves() else self._policy.terminate_s)
         self._close_context()
+        self._tell_preempted()
 
     # ------------------------------------------------------------------ how it ends
 
@@ -124,6 +138,14 @@ class WatchedRanks:
         while time.monotonic() < deadline and not all(path.stat().st_size for path in asked.values()):
             time.sleep(_POLL_S)
         return {rank: path.read_text(errors="replace").strip() for rank, path in asked.items()}
+
+    def _tell_preempted(self) -> None:
+        if {process.returncode for process in self._processes.values()} == {EXIT_PREEMPTED}:
+            self._on_preempted()
+
+    def _saves(self) -> bool:
+        """Whether the ranks save when they are asked to stop, which may take its time."""
+        return any(saves_file(self._run_directory, rank, self._attempt).exists() for rank in self._ranks)
 
     def _lingers(self) -> bool:
         """Whether a rank has told of its end and doesn't end: a thread or an exit handler of the script holds it."""
@@ -212,14 +234,14 @@ class WatchedRanks:
     def _alive(self) -> dict[int, Popen[bytes]]:
         return {local_rank: process for local_rank, process in self._processes.items() if process.poll() is None}
 
-    def _stop(self, first: signal.Signals) -> None:
+    def _stop(self, first: signal.Signals, patience_s: float | None = None) -> None:
         """`first`, then SIGKILL, to the ranks and to what they started. A signal to us meanwhile means SIGKILL now."""
         self._stopped |= self._alive().keys()
         try:
             for local_rank, process in self._alive().items():
                 ready = ready_file(self._run_directory, self._ranks[local_rank], self._attempt).exists()
                 _signal_group(process, signal.SIGTERM if first == signal.SIGINT and not ready else first)
-            deadline = time.monotonic() + self._policy.terminate_s
+            deadline = time.monotonic() + (self._policy.terminate_s if patience_s is None else patience_s)
             while self._alive() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         finally:
@@ -245,12 +267,14 @@ class RankAgent(LocalElasticAgent):
         run_directory: Path,
         policy: StopPolicy,
         on_failure: Callable[[Failure, int], None],
+        on_preempted: Callable[[], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._run_directory = run_directory
         self._policy = policy
         self._on_failure = on_failure
+        self._on_preempted = on_preempted
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
@@ -273,6 +297,7 @@ class RankAgent(LocalElasticAgent):
             run_directory=self._run_directory,
             policy=self._policy,
             on_failure=lambda failure: self._on_failure(failure, self._remaining_restarts),
+            on_preempted=self._on_preempted,
         )
         return pids
 

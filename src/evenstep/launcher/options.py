@@ -27,8 +27,8 @@ examples:
   evenstep run --check                                    no script: is everything in order, and how fast?
   evenstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 train.py    on each host its own rank
 
-exit status: the failed rank's own; 128 + n if signal n ended it; 130 after Ctrl-C; 78 if something in the command is
-wrong."""
+exit status: the failed rank's own; 128 + n if signal n ended it; 130 after Ctrl-C; 75 if the run was asked to stop and
+has saved a checkpoint; 78 if something in the command is wrong."""
 
 # torchrun's words where ours differ, or are shorter. SUPPRESS: understood, but of no use here.
 _HELP = {
@@ -46,7 +46,7 @@ _HELP = {
     "monitor_interval": "Seconds between two looks at the ranks. Default: 0.1.",
     "standalone": "This host alone. Without --nnodes that is so anyway.",
     "shutdown_timeout": "Seconds a rank gets to end after the first signal, before SIGKILL. Default: 5.",
-    "signals_to_handle": "Signals on which the ranks are stopped. Default: SIGTERM,SIGINT,SIGHUP,SIGQUIT.",
+    "signals_to_handle": "Signals on which the ranks are stopped. Default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1.",
     "module": "script is the name of a module, as with python -m.",
     "no_python": "script is a program, and not python.",
     "master_port": "Port on which the hosts, or a script with torch's own init_process_group, meet. Default: a free "
@@ -124,6 +124,8 @@ def make_parser() -> ArgumentParser:
             action.required = False
     if not is_set("PET_NPROC_PER_NODE"):
         parser.set_defaults(nproc_per_node="auto")
+    if not is_set("PET_SIGNALS_TO_HANDLE"):
+        parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     if not (is_set("PET_SHUTDOWN_TIMEOUT") or is_set("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
         parser.set_defaults(shutdown_timeout=_DEFAULT_SHUTDOWN_TIMEOUT_S)
     return parser

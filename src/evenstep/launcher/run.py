@@ -25,7 +25,7 @@ from torch.distributed.launcher import api
 from torch.distributed.run import config_from_args
 
 from evenstep import environment, network
-from evenstep.errors import ConfigurationError
+from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
 from evenstep.launcher import hosts_rendezvous, rendezvous
 from evenstep.launcher.account import Failure, status_of, tell
 from evenstep.launcher.agent import RankAgent
@@ -99,6 +99,7 @@ class _Run:
         self._num_hosts = num_hosts
         self._num_attempts = args.max_restarts + 1
         self._failure: Failure | None = None
+        self._was_preempted = False
         self._logs, self._log_directory = logs, Path(logs.root_log_dir)
         self._logs_are_temporary = args.log_dir is None
         self._variables = environment.run_variables(
@@ -119,6 +120,8 @@ class _Run:
         except ChildFailedError as error:
             return self._status_of(error)
         except (SignalException, KeyboardInterrupt) as error:
+            if self._was_preempted:
+                return EXIT_PREEMPTED
             stopped_by = error.sigval if isinstance(error, SignalException) else signal.SIGINT
             what = "interrupted" if stopped_by == signal.SIGINT else f"stopped by {stopped_by.name}"
             print(f"evenstep: {what}; all ranks were stopped", file=sys.stderr, flush=True)  # noqa: T201
@@ -132,7 +135,7 @@ class _Run:
         finally:
             if self._logs_are_temporary and (self._failure is None or not self._has_logs()):
                 shutil.rmtree(self._log_directory, ignore_errors=True)
-        return 0
+        return EXIT_PREEMPTED if self._was_preempted else 0
 
     def _has_logs(self) -> bool:
         return any(path.stat().st_size > 0 for path in self._log_directory.glob("rank-*.log"))
@@ -162,6 +165,7 @@ class _Run:
             run_directory=self._run_directory,
             policy=StopPolicy(terminate_s=float(timeout_s or 0), stopped_grace_s=self._args.stopped_grace),
             on_failure=self._on_failure,
+            on_preempted=self._on_preempted,
         )
         # launch_agent takes no class for its agent, so the name that it looks up is ours for the while.
         with mock.patch.object(api, "LocalElasticAgent", agent):
@@ -181,6 +185,9 @@ class _Run:
         if restarts_left > 0:
             text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {self._num_attempts}"
         print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+    def _on_preempted(self) -> None:
+        self._was_preempted = True
 
     def _status_of(self, error: ChildFailedError) -> int:
         if self._failure is not None:

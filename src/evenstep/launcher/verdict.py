@@ -18,15 +18,17 @@ class StopPolicy:
         evident_grace_s: The same once the culprit is known.
         terminate_s: From the first signal to SIGKILL.
         stopped_grace_s: How long a rank may be stopped (state T) before it is given up.
+        save_s: The same for ranks that save when somebody asks the run to stop. A second signal ends that at once.
     """
 
     grace_s: float = 1.0
     evident_grace_s: float = 0.2
     terminate_s: float = 5.0
+    save_s: float = 600.0
     stopped_grace_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if min(self.grace_s, self.evident_grace_s, self.terminate_s, self.stopped_grace_s) < 0:
+        if min(self.grace_s, self.evident_grace_s, self.terminate_s, self.save_s, self.stopped_grace_s) < 0:
             raise ValueError(f"{self}: times are at least 0")
 
 

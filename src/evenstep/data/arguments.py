@@ -1,0 +1,199 @@
+"""What a `DataLoader` was given: checked, and agreed on by the ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from evenstep.data.division import Division, plan_division
+from evenstep.data.locality import Weights
+from evenstep.data.position import Mark
+from evenstep.data.records import Records
+from evenstep.data.sampler import DistributedSampler
+from evenstep.data.weighted import WeightedSampler
+from evenstep.errors import ConfigurationError, MismatchError
+from evenstep.world import World
+
+_VERSION = 1
+
+
+class OrderAsked(NamedTuple):
+    """What decides the order, from arguments and sampler."""
+
+    shuffle: bool
+    seed: Any
+    weights: Weights | None = None
+    num_draws: int | None = None
+
+
+def validate_refused(batch_size: Any, batch_sampler: Any, generator: Any, in_order: Any) -> None:
+    """Raise for torch's arguments that this loader doesn't take."""
+    if batch_size is not None:
+        raise ConfigurationError(
+            f"batch_size={batch_size!r}: torch counts it per rank, so the answer would depend on the number of ranks. "
+            f"Write global_batch_size={batch_size!r} for that many samples a step on all ranks together, or "
+            f"global_batch_size={batch_size!r} * world.world_size for torch's meaning."
+        )
+    if batch_sampler is not None:
+        raise ConfigurationError(_refused("batch_sampler", batch_sampler))
+    if generator is not None:
+        raise ConfigurationError("generator: order and workers take their random numbers from seed=; pass a number.")
+    if in_order is not True:
+        raise ConfigurationError(f"in_order={in_order!r}: the order of batches is part of the answer here.")
+
+
+def _refused(name: str, value: Any) -> str:
+    return (
+        f"{name}={type(value).__name__}: this loader decides itself which rank sees which sample. Leave it out "
+        f"(shuffle=True shuffles, max_tokens= makes batches by length, WeightedSampler draws by weight), or use "
+        f"torch.utils.data.DataLoader, with evenstep.DistributedSampler to divide the samples."
+    )
+
+
+def order_of(sampler: Any, shuffle: bool | None, seed: Any, world_seed: int | None) -> OrderAsked:
+    """Shuffle, seed and weights, from the arguments or from the sampler that stands for them."""
+    if sampler is None:
+        return OrderAsked(bool(shuffle), (world_seed or 0) if seed is None else seed)
+    if not isinstance(sampler, WeightedSampler | DistributedSampler):
+        raise ConfigurationError(_refused("sampler", sampler))
+    if shuffle is not None or seed is not None:
+        raise ConfigurationError(f"sampler={type(sampler).__name__} has shuffle and seed of its own; leave these out.")
+    if isinstance(sampler, WeightedSampler):
+        return OrderAsked(True, sampler.seed, sampler.weights, sampler.num_draws)
+    if sampler.pad or sampler.drop_last:
+        raise ConfigurationError(
+            "sampler=DistributedSampler: this loader divides every batch exactly and repeats and drops nothing. Make "
+            "the sampler with pad=False and without drop_last, or leave it out and pass shuffle=True."
+        )
+    return OrderAsked(sampler.shuffle, sampler.seed)
+
+
+def choose_dataset(dataset: Any, shards: Any, on_error: str | None) -> Any:
+    """The data set, which `shards` may stand for."""
+    if shards is None:
+        return dataset
+    if dataset is not None:
+        raise ConfigurationError(
+            "dataset and shards exclude each other: shards are files, from which records are read."
+        )
+    return shards if isinstance(shards, Records) else Records(shards, on_error=on_error or "raise")
+
+
+def choose_skips(dataset: Any, on_error: str | None) -> bool:
+    """Whether samples that can't be loaded are left out."""
+    chosen = getattr(dataset, "on_error", "raise") if on_error is None else on_error
+    if chosen not in ("raise", "skip"):
+        raise ConfigurationError(f"on_error={chosen!r}: 'raise' or 'skip'.")
+    return bool(chosen == "skip")
+
+
+def validate_stream(
+    dataset: Any, order: OrderAsked, global_batch_size: Any, world_size: int, others: dict[str, Any]
+) -> None:
+    """Raise for arguments that a stream can't have."""
+    kind = type(dataset).__name__
+    for name, value in {"sampler": order.weights, "shuffle": order.shuffle, **others}.items():
+        if value:
+            raise ConfigurationError(
+                f"{name} doesn't go with {kind}, an IterableDataset: its records come as they come. Shuffle in the "
+                f"data set (its set_epoch is called), or pass one with __len__ and __getitem__."
+            )
+    plan_division(
+        max(1, world_size),
+        global_batch_size=global_batch_size,
+        drop_last=False,
+        shuffle=False,
+        seed=order.seed,
+        locality=None,
+        max_tokens=None,
+        lengths=None,
+        weights=None,
+        num_draws=None,
+        world_size=world_size,
+    )
+
+
+def divide_dataset(dataset: Any, order: OrderAsked, **given: Any) -> Division:
+    """Check the data set and the arguments that divide it.
+
+    Raises:
+        ConfigurationError: Something is wrong with them.
+    """
+    kind = type(dataset).__name__
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigurationError(
+            f"{kind} lacks __len__ or __getitem__: the ranks can't divide what can't be counted and numbered. A stream "
+            f"derives from torch.utils.data.IterableDataset."
+        )
+    try:
+        num_samples = len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"len() of the data set ({kind}) fails: {error or type(error).__name__}. The ranks can't divide it."
+        ) from None
+    if num_samples == 0:
+        raise ConfigurationError(f"the data set ({kind}) is empty: it has no samples.")
+    return plan_division(num_samples, **order._asdict(), **given)
+
+
+def agree(world: World, problem: str | None, facts: Callable[[], dict[str, Any]]) -> None:
+    """Collective, if there are several ranks: raise on all of them if one has a problem or they differ.
+
+    Args:
+        world: The ranks that share the data.
+        problem: What is wrong here; None: nothing.
+        facts: What must be equal everywhere, by what people call it; asked only if there is no problem.
+    """
+    own: dict[str, Any] = {"problem": problem, "facts": {} if problem is not None else facts()}
+    seen = world.exchange(own) if world.world_size > 1 else [own]
+    said = {rank: entry["problem"] for rank, entry in enumerate(seen) if entry["problem"] is not None}
+    if said:
+        rank, text = next(iter(said.items()))
+        where = "" if len(said) == len(seen) else f" on rank {rank}"
+        raise ConfigurationError(f"DataLoader{where}: {text}")
+    for rank, entry in enumerate(seen):
+        for name in (*seen[0]["facts"], *entry["facts"]):
+            one, other = seen[0]["facts"].get(name), entry["facts"].get(name)
+            if one != other:
+                raise MismatchError(
+                    f"DataLoader: {name} is {one} on rank 0 and {other} on rank {rank}. Every rank makes its loaders "
+                    f"in the same order, from the same data set and with the same arguments."
+                )
+
+
+def read_state(state: Any, facts: dict[str, Any]) -> tuple[Mark, int]:
+    """Where a run was, and with which epoch it began.
+
+    Raises:
+        ConfigurationError: It is no state of this loader; all differences are named.
+    """
+    where = "DataLoader.load_state_dict"
+    if not isinstance(state, dict) or state.get("version") != _VERSION:
+        found = state.get("version") if isinstance(state, dict) else type(state).__name__
+        raise ConfigurationError(f"{where}: version {_VERSION} of a loader's state is known, this is {found!r}.")
+    numbers = [state.get(name) for name in ("epoch", "position", "first_epoch")]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ConfigurationError(f"{where}: epoch, position and first_epoch are {numbers}; whole numbers, at least 0.")
+    saved = state.get("data") or {}
+    differences = [
+        f"{name} was {saved.get(name)!r} and is {facts.get(name)!r}"
+        for name in dict.fromkeys((*saved, *facts))
+        if saved.get(name) != facts.get(name)
+    ]
+    if differences:
+        raise ConfigurationError(
+            f"{where}: the state belongs to other data: {'; '.join(differences)}. A resume is exact or refused; start "
+            f"afresh, or make the loader as it was."
+        )
+    epoch, position, base = (int(number or 0) for number in numbers)
+    return Mark(epoch, position), base
+
+
+def warn_of_jump(mark: Mark, epoch: int) -> None:
+    """Say that a resumed run doesn't go on where it was."""
+    warnings.warn(
+        f"DataLoader.set_epoch({epoch}): a state at epoch {mark.epoch}, position {mark.position}, was loaded and is "
+        f"given up. Begin with epoch {mark.epoch}, or use `for epoch in loader.epochs(n)`, which does.",
+        stacklevel=3,
+    )

@@ -1,0 +1,183 @@
+"""Loading one batch: samples out of the data set, through `collate_fn`. Runs in the rank, or in its workers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate, get_worker_info
+
+from evenstep import randomness
+from evenstep.data.nested import emptied
+from evenstep.data.requests import Request
+from evenstep.errors import DataError
+from evenstep.randomness import mix
+
+_SAMPLE_TAG = 0x73616D706C65  # "sample": other streams from the same seed stay unrelated
+_MAX_EXAMPLES = 1_000  # samples tried for one that can be loaded
+
+
+class Loaded(NamedTuple):
+    """A batch, and what was left out of it.
+
+    Attributes:
+        batch: What `collate_fn` made.
+        skipped: Why each sample that is missing could not be loaded.
+        num_samples: Of the global batch; known here only for streams.
+        failure: The text of the `DataError` that a worker met; torch would bury it in tracebacks.
+    """
+
+    batch: Any
+    skipped: tuple[str, ...] = ()
+    num_samples: int | None = None
+    failure: str | None = None
+
+
+class Fetcher:
+    """Loads batches as they are requested.
+
+    Args:
+        dataset: Has `__getitem__`.
+        collate_fn: Makes a batch of a list of samples; None: torch's.
+        sample_seed: Key of the random streams in `__getitem__`; None: they are left alone.
+        skip: Leave samples out whose loading raises `DataError`.
+        page: Where workers note what they are at, [2 * workers]: step and number of the sample in the share.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        *,
+        sample_seed: int | None = None,
+        skip: bool = False,
+        page: Any = None,
+    ) -> None:
+        self.dataset = dataset
+        self.collate = default_collate if collate_fn is None else collate_fn
+        self.wants_tensors = sample_seed is None and gives_batches(dataset, self.collate)
+        self._sample_seed = sample_seed
+        # Whether the page tells the sample, and not only the step.
+        self.notes_samples = not self.wants_tensors and (
+            sample_seed is not None or not hasattr(dataset, "__getitems__")
+        )
+        self._skip = skip
+        self._page = page
+        self._good: int | None = None  # a sample that could be loaded
+
+    def __getitem__(self, request: Request) -> Loaded:
+        """Load a batch. torch's loader takes this object for the data set."""
+        worker = get_worker_info()
+        if worker is not None:
+            if self._page is not None:
+                self._page[2 * worker.id : 2 * worker.id + 2] = [request.step, 0]
+            try:
+                return self._load(request)
+            except DataError as error:
+                return Loaded(None, failure=str(error))
+        if self._sample_seed is None:
+            return self._load(request)
+        with randomness.preserved():
+            return self._load(request)
+
+    def _load(self, request: Request) -> Loaded:
+        if request.example is not None:
+            return Loaded(self._nothing_like(request.epoch, request.example))
+        if self.wants_tensors:
+            try:
+                return Loaded(batch_of(self.dataset, torch.as_tensor(request.samples)))
+            except DataError:
+                if not self._skip:
+                    raise
+        samples = request.samples.tolist() if isinstance(request.samples, Tensor) else request.samples
+        skipped: list[str] = []
+        loaded = self._samples(samples, request, skipped)
+        if skipped and not loaded:
+            return Loaded(self._nothing_like(request.epoch, None), tuple(skipped))
+        return Loaded(self.collate(loaded), tuple(skipped))
+
+    def _samples(self, samples: list[int], request: Request, skipped: list[str]) -> list[Any]:
+        dataset = self.dataset
+        if self._sample_seed is None and getattr(dataset, "__getitems__", None):
+            try:
+                return list(dataset.__getitems__(samples))
+            except DataError:
+                if not self._skip:
+                    raise
+        elif not self._skip and self._sample_seed is None and get_worker_info() is None:
+            return [dataset[sample] for sample in samples]
+        loaded = []
+        note = self._noter()
+        for number, sample in enumerate(samples):
+            note(number)
+            try:
+                loaded.append(self._sample(sample, request.epoch))
+            except DataError as error:
+                if not self._skip:
+                    raise
+                skipped.append(f"sample {sample}: {error}")
+            except Exception as error:
+                if hasattr(error, "add_note"):  # python 3.11
+                    error.add_note(f"while evenstep loaded sample {sample}, epoch {request.epoch}, step {request.step}")
+                raise
+        return loaded
+
+    def _sample(self, sample: int, epoch: int) -> Any:
+        if self._sample_seed is not None:
+            seed_streams(mix(_SAMPLE_TAG, self._sample_seed, epoch, sample))
+        loaded = self.dataset[sample]
+        self._good = sample
+        return loaded
+
+    def _noter(self) -> Callable[[int], None]:
+        worker = get_worker_info()
+        if self._page is None or worker is None:
+            return lambda number: None
+        page, place = self._page, 2 * worker.id + 1
+        return lambda number: page.__setitem__(place, number)
+
+    def _nothing_like(self, epoch: int, example: int | None) -> Any:
+        """The batch of no samples."""
+        num_samples = len(self.dataset)
+        candidates = [each for each in (example, self._good) if each is not None]
+        for sample in (*candidates, *islice(range(num_samples), _MAX_EXAMPLES if self._skip else 0)):
+            try:
+                one, two, three = (self._sample(sample, epoch) for _ in range(3))
+            except DataError:
+                if not self._skip:
+                    raise
+                continue
+            return emptied(self.collate([one]), self.collate([two, three]))
+        raise DataError(
+            f"none of {min(num_samples, _MAX_EXAMPLES)} samples can be loaded; what a batch looks like isn't known."
+        )
+
+
+def seed_streams(key: int) -> None:
+    """Seed what `__getitem__` may draw from: python's `random`, torch's CPU stream, numpy if it is there."""
+    random.seed(key)
+    torch.default_generator.manual_seed(key >> 1)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(key & 0xFFFF_FFFF)
+
+
+def gives_batches(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
+    """Whether whole batches can be had at once, equal to what `collate` makes of the samples."""
+    if collate is not default_collate:
+        return False
+    if type(dataset) is TensorDataset:
+        return all(type(t) is Tensor and t.device.type == "cpu" and t.layout is torch.strided for t in dataset.tensors)
+    return bool(getattr(dataset, "gives_batches", False))
+
+
+def batch_of(dataset: Any, samples: Tensor) -> Any:
+    """The collated batch of some samples, [n] int64."""
+    if type(dataset) is TensorDataset:
+        return [tensor.index_select(0, samples) for tensor in dataset.tensors]
+    return dataset.batch_of(samples)

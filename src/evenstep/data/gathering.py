@@ -1,0 +1,50 @@
+"""Rows of all ranks, put back into the order of the data set."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evenstep.data.plan import Epoch, divide
+from evenstep.errors import MismatchError
+from evenstep.world import World
+
+
+def positions_by_rank(epoch: Epoch, start: int, stop: int, world_size: int) -> list[Tensor]:
+    """Positions of each rank's samples between two steps, in the order in which it sees them. Pure."""
+    plan = epoch.plan
+    first, last = plan.step_at(start) or 0, plan.step_at(stop)
+    spans = [plan.global_batch(step) for step in range(first, plan.num_batches if last is None else last)]
+    parts = []
+    for rank in range(world_size):
+        shares = [torch.arange(*divide(*span, rank=rank, world_size=world_size)) for span in spans]
+        parts.append(torch.cat(shares) if shares else torch.empty(0, dtype=torch.int64))
+    return parts
+
+
+def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: int) -> Tensor:
+    """All ranks' rows by number of the sample. Collective.
+
+    Args:
+        world: The ranks.
+        rows: [n, ...], this rank's.
+        epoch: The one that was iterated.
+        start: Position at which the iteration began.
+        stop: Position to which it came.
+
+    Raises:
+        MismatchError: A rank has another number of rows than samples. Raised on all of them.
+    """
+    parts = positions_by_rank(epoch, start, stop, world.world_size)
+    num_rows = len(rows) if rows.dim() else 1
+    lengths = world.exchange(num_rows) if world.world_size > 1 else [num_rows]
+    for rank, (length, part) in enumerate(zip(lengths, parts, strict=True)):
+        if length != len(part):
+            raise MismatchError(
+                f"loader.gather: rank {rank} has {length} rows and has seen {len(part)} samples in the latest "
+                f"iteration. Pass one row for each, of all batches (torch.cat of a list), in the order in which they "
+                f"came."
+            )
+    gathered = world.gather(rows)
+    samples = epoch.order.at(torch.cat(parts))
+    return gathered[torch.argsort(samples, stable=True).to(gathered.device)]

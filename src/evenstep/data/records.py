@@ -1,0 +1,209 @@
+"""`Records`: lines, JSON lines or records of fixed size in many files that need not fit into memory."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from evenstep.data.files import FixedFile, LineFile, MappedFile
+from evenstep.errors import ConfigurationError, DataError
+
+_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "lines", ".csv": "lines", ".tsv": "lines"}
+
+
+class Records(Dataset[Any]):
+    """The records of some files, numbered through: a data set like any other, for any loader.
+
+    Files are mapped into memory and read where they lie; what a process keeps is a number for each 16 KiB of a file of
+    lines, and nothing for records of fixed size. `DataLoader(..., shuffle=True, locality=...)` shuffles without
+    reading all over the disk.
+
+    A sample is, before `decode`: a str without its line break ("lines"), what the line says in JSON ("jsonl"), uint8
+    [record_bytes] ("fixed").
+
+    Args:
+        shards: Paths, or a pattern such as "data/*.jsonl", whose matches are taken in order of name.
+        record_bytes: Size of a record, which makes the format "fixed".
+        format: "lines", "jsonl" or "fixed"; None: by record_bytes, or by the files' suffix.
+        decode: Called with each sample; what it returns is the sample, and a `ValueError` that it raises says that the
+            record is damaged.
+        header_bytes: Bytes to leave out at the beginning of each file.
+        on_error: "raise", or "skip": a loader leaves out records that are damaged, and says so; an incomplete record
+            at the end of a file isn't counted at all.
+
+    Raises:
+        ConfigurationError: There is no such file, or arguments contradict each other.
+        DataError: A file ends inside of a record; file, record and byte are named. Later: a record can't be decoded, or
+            a file has changed since it was opened.
+    """
+
+    def __init__(
+        self,
+        shards: str | Path | Sequence[str | Path],
+        *,
+        record_bytes: int | None = None,
+        format: str | None = None,
+        decode: Callable[[Any], Any] | None = None,
+        header_bytes: int = 0,
+        on_error: str = "raise",
+    ) -> None:
+        paths = find_files(shards)
+        self.format = choose_format(paths, format, record_bytes)
+        if on_error not in ("raise", "skip"):
+            raise ConfigurationError(f"Records: on_error={on_error!r}: 'raise' or 'skip'.")
+        self.on_error = on_error
+        self.num_incomplete = 0  # files whose last record is cut off, with on_error="skip"
+        self._decode = decode
+        self.files: list[MappedFile] = []
+        for path in paths:
+            if record_bytes is not None:
+                file: MappedFile = FixedFile(path, record_bytes, header_bytes)
+                if file.rest:
+                    if on_error == "raise":
+                        raise DataError(file.end_of_incomplete())
+                    self.num_incomplete += 1
+            else:
+                file = LineFile(path, header_bytes)
+            self.files.append(file)
+        self._ends = list(accumulate(len(file) for file in self.files))
+
+    @property
+    def gives_batches(self) -> bool:
+        """Whether `batch_of` gives what torch's collate function makes of the samples."""
+        return self.format == "fixed" and self._decode is None
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Any:
+        number, file, record = self.locate(index)
+        file.validate_unchanged()
+        return self._decoded(number, file, record)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Several at once; files are looked at once each."""
+        places = [self.locate(index) for index in indices]
+        for number in {number for number, _, _ in places}:
+            self.files[number].validate_unchanged()
+        return [self._decoded(*place) for place in places]
+
+    def batch_of(self, indices: Tensor) -> Tensor:
+        """Records [n, record_bytes], uint8, of [n] int64."""
+        self._validate_bounds(indices)
+        if len(self.files) == 1:
+            return self._rows(0, indices)
+        numbers = torch.searchsorted(torch.tensor(self._ends), indices, right=True)
+        out: Tensor | None = None
+        for number in sorted(set(numbers.tolist())):
+            inside = numbers == number
+            rows = self._rows(number, indices[inside] - self._start(number))
+            out = rows.new_empty((len(indices), rows.shape[1])) if out is None else out
+            out[inside] = rows
+        assert out is not None
+        return out
+
+    def _rows(self, number: int, records: Tensor) -> Tensor:
+        file = self.files[number]
+        assert isinstance(file, FixedFile)
+        file.validate_unchanged()
+        return file.rows(records)
+
+    def _start(self, number: int) -> int:
+        return self._ends[number - 1] if number else 0
+
+    def locate(self, index: int) -> tuple[int, MappedFile, int]:
+        """Number of the file, the file, and the record in it."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        number = bisect_right(self._ends, index)
+        return number, self.files[number], index - self._start(number)
+
+    def _validate_bounds(self, indices: Tensor) -> None:
+        low, high = (int(end) for end in indices.aminmax())
+        if low < 0 or high >= len(self):
+            raise IndexError(f"records {low} to {high} of {len(self)}")
+
+    def _decoded(self, number: int, file: MappedFile, record: int) -> Any:
+        sample: Any = file.read(record)
+        try:
+            if self.format != "fixed":
+                sample = sample.decode()
+                if self.format == "jsonl":
+                    sample = json.loads(sample)
+            return sample if self._decode is None else self._decode(sample)
+        except ValueError as error:
+            what = "no JSON" if isinstance(error, json.JSONDecodeError) else "damaged"
+            start = file.start_of(record)
+            at = error.pos if isinstance(error, json.JSONDecodeError) else 0
+            raise DataError(f"{file.path}, record {record}, byte {start + at}: {what}: {error}") from error
+
+    def validate_unchanged(self) -> None:
+        """Raise if a file isn't what it was when this was made.
+
+        Raises:
+            DataError: The first that isn't, with what has changed.
+        """
+        for file in self.files:
+            file.validate_unchanged()
+
+    def __repr__(self) -> str:
+        return f"<Records {len(self)} of format {self.format} in {len(self.files)} files>"
+
+
+def find_files(shards: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files that are meant.
+
+    Raises:
+        ConfigurationError: There are none.
+    """
+    if isinstance(shards, str | Path):
+        if glob.has_magic(str(shards)):
+            found = sorted(glob.glob(str(shards), recursive=True))
+            if not found:
+                raise ConfigurationError(f"shards={str(shards)!r}: no file matches, seen from {os.getcwd()}.")
+            return [Path(each) for each in found]
+        shards = [shards]
+    paths = [Path(each) for each in shards]
+    if not paths:
+        raise ConfigurationError("shards is empty: there is nothing to read.")
+    for path in paths:
+        if not path.is_file():
+            raise ConfigurationError(f"shards: {path} is {'no file' if path.exists() else 'not there'}.")
+    return paths
+
+
+def choose_format(paths: list[Path], given: str | None, record_bytes: int | None) -> str:
+    """The format of the files. Pure.
+
+    Raises:
+        ConfigurationError: It isn't known, or contradicts `record_bytes`.
+    """
+    if record_bytes is not None and (
+        not isinstance(record_bytes, int) or isinstance(record_bytes, bool) or record_bytes < 1
+    ):
+        raise ConfigurationError(f"record_bytes={record_bytes!r}: a whole number, at least 1.")
+    if given not in (None, "lines", "jsonl", "fixed"):
+        raise ConfigurationError(f"format={given!r}: 'lines', 'jsonl' or 'fixed'.")
+    if (record_bytes is not None) != (given == "fixed") and not (given is None and record_bytes is not None):
+        raise ConfigurationError(f"format={given!r} with record_bytes={record_bytes!r}: the two belong together.")
+    if record_bytes is not None:
+        return "fixed"
+    if given is not None:
+        return given
+    formats = {_FORMATS.get(path.suffix) for path in paths}
+    if len(formats) != 1 or None in formats:
+        raise ConfigurationError(
+            f"what is in {paths[0].name} isn't clear from its name: pass format='lines' or 'jsonl', or record_bytes= "
+            f"for records of fixed size."
+        )
+    return str(formats.pop())

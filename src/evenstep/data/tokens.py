@@ -1,0 +1,171 @@
+"""`TokenDataset`: windows of a long row of tokens, for language models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from evenstep.data.files import FixedFile
+from evenstep.errors import ConfigurationError, DataError
+
+PADDING = -100  # a target that torch's cross_entropy leaves out
+
+
+class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Pairs (x, y) of `context` tokens and the tokens that follow each of them, int64 [context].
+
+    A file is mapped into memory and read where it lies: no process keeps a copy, and its size doesn't matter.
+    Loaders read a whole batch of windows at once.
+
+    Without `documents` the tokens are one text; what is left over at its end, less than a window, is not used. With
+    them no window crosses the end of a document: the last of each is short, filled up with 0 in x and with `padding`
+    in y, so that every token but each document's first is predicted once (with `stride` equal to `context`).
+
+    Args:
+        tokens: A file of numbers, or a tensor or array, [num_tokens].
+        context: Tokens in a window.
+        dtype: Of the file's numbers, in this machine's byte order.
+        stride: Tokens from the beginning of a window to that of the next; None: `context`.
+        documents: Tokens of each document, which add up to all tokens. 16 bytes of memory for each.
+        padding: What y holds where a document has ended.
+
+    Raises:
+        ConfigurationError: The tokens are too few for a window, or the documents don't add up.
+        DataError: The file ends inside of a token. Later: it has changed since it was opened.
+    """
+
+    gives_batches = True
+
+    def __init__(
+        self,
+        tokens: Any,
+        context: int,
+        *,
+        dtype: torch.dtype = torch.uint16,
+        stride: int | None = None,
+        documents: Sequence[int] | Tensor | None = None,
+        padding: int = PADDING,
+    ) -> None:
+        stride = context if stride is None else stride
+        for name, value in (("context", context), ("stride", stride)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"TokenDataset: {name}={value!r}: a whole number, at least 1.")
+        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+            raise ConfigurationError(f"TokenDataset: dtype={dtype}: tokens are whole numbers.")
+        self.context, self.stride, self.padding = context, stride, padding
+        self._file: FixedFile | None = None
+        self._dtype = dtype
+        self._held: Tensor | None = None
+        if isinstance(tokens, str | Path):
+            self._file = _open(Path(tokens), dtype)
+            self.num_tokens = len(self._file)
+        else:
+            self._held = _as_row(tokens)
+            self.num_tokens = len(self._held)
+        self._first_window: Tensor | None = None  # [documents + 1], int64: windows before each document
+        self._ends: Tensor | None = None  # [documents], int64: tokens up to the end of each
+        if documents is None:
+            self._num_windows = max(0, (self.num_tokens - context - 1) // stride + 1)
+            if self._num_windows < 1:
+                raise ConfigurationError(
+                    f"TokenDataset: {self.num_tokens} tokens are too few for a window of {context} and the token after."
+                )
+        else:
+            self._divide(torch.as_tensor(documents))
+
+    def _divide(self, documents: Tensor) -> None:
+        if documents.dim() != 1 or documents.is_floating_point() or bool((documents < 0).any()):
+            raise ConfigurationError("TokenDataset: documents are numbers of tokens, one for each document.")
+        documents = documents.to(torch.int64)
+        if int(documents.sum()) != self.num_tokens:
+            raise ConfigurationError(
+                f"TokenDataset: the documents have {int(documents.sum())} tokens together, and there are "
+                f"{self.num_tokens}."
+            )
+        self._ends = documents.cumsum(0)
+        windows = ((documents - 1).clamp_(min=0) + self.stride - 1) // self.stride
+        self._first_window = torch.cat([torch.zeros(1, dtype=torch.int64), windows.cumsum(0)])
+        self._num_windows = int(self._first_window[-1])
+        if self._num_windows == 0:
+            raise ConfigurationError("TokenDataset: no document has two tokens, so there is nothing to predict.")
+
+    @property
+    def tokens(self) -> Tensor:
+        """All of them, [num_tokens]; of a file nothing is read before it is looked at."""
+        if self._file is None:
+            assert self._held is not None
+            return self._held
+        return self._file.content[: self.num_tokens * self._dtype.itemsize].view(self._dtype)
+
+    def __len__(self) -> int:
+        return self._num_windows
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        x, y = self.batch_of(torch.tensor([index]))
+        return x[0], y[0]
+
+    def batch_of(self, indices: Tensor) -> list[Tensor]:
+        """x and y of several windows: [n, context] each, int64, of [n] int64."""
+        low, high = (int(end) for end in indices.aminmax())
+        if low < 0 or high >= len(self):
+            raise IndexError(f"windows {low} to {high} of {len(self)}")
+        if self._file is not None:
+            self._file.validate_unchanged()
+        first, end = self._spans(indices)
+        places = first.unsqueeze(1) + torch.arange(self.context + 1)
+        if self._ends is None:
+            found = self._at(places)
+            return [found[:, :-1].contiguous(), found[:, 1:].contiguous()]
+        beyond = places >= end.unsqueeze(1)
+        found = self._at(places.clamp_(max=self.num_tokens - 1))
+        # A token without a successor isn't shown either: nothing is predicted from it.
+        x = found[:, :-1].masked_fill(beyond[:, 1:], 0)
+        return [x, found[:, 1:].masked_fill(beyond[:, 1:], self.padding)]
+
+    def _at(self, places: Tensor) -> Tensor:
+        tokens = self.tokens
+        if tokens.dtype in (torch.uint16, torch.uint32, torch.uint64):
+            # torch indexes these only under their signed names.
+            signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}[tokens.dtype]
+            mask = (1 << 8 * tokens.dtype.itemsize) - 1 if signed is not torch.int64 else -1
+            return tokens.view(signed)[places].to(torch.int64) & mask
+        return tokens[places].to(torch.int64)
+
+    def _spans(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """First token of each window, and the end of its document."""
+        if self._ends is None or self._first_window is None:
+            return indices * self.stride, torch.full_like(indices, self.num_tokens)
+        document = torch.searchsorted(self._first_window, indices, right=True) - 1
+        begins = torch.cat([torch.zeros(1, dtype=torch.int64), self._ends])[document]
+        return begins + (indices - self._first_window[document]) * self.stride, self._ends[document]
+
+    def __repr__(self) -> str:
+        return f"<TokenDataset {len(self)} windows of {self.context} in {self.num_tokens} tokens>"
+
+
+def _open(path: Path, dtype: torch.dtype) -> FixedFile:
+    if not path.is_file():
+        raise ConfigurationError(f"TokenDataset: {path} is {'no file' if path.exists() else 'not there'}.")
+    file = FixedFile(path, dtype.itemsize, 0)
+    if file.rest:
+        raise DataError(
+            f"{path}, token {len(file)}, byte {len(file) * dtype.itemsize}: the file ends after {file.rest} of the "
+            f"token's {dtype.itemsize} bytes. It was cut off, or dtype={dtype} is wrong."
+        )
+    return file
+
+
+def _as_row(tokens: Any) -> Tensor:
+    row = torch.as_tensor(tokens)
+    if row.dim() != 1 or row.is_floating_point() or row.is_complex() or row.dtype is torch.bool:
+        raise ConfigurationError(
+            f"TokenDataset: tokens of shape {list(row.shape)} and {row.dtype}; whole numbers in a row."
+        )
+    return row

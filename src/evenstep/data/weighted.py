@@ -1,0 +1,81 @@
+"""`WeightedSampler`: draws with replacement, divided over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from evenstep import world
+from evenstep.data.locality import WeightedOrder, Weights
+from evenstep.data.sampler import validate_rank
+from evenstep.errors import ConfigurationError
+
+_CHUNK = 16_384
+
+
+class WeightedSampler(Sampler[int]):
+    """Draws samples by weight, with replacement; each rank has its own draws, and together they are one process's.
+
+    For `evenstep.DataLoader(..., sampler=)`, which takes draws by position and is exact for any number of ranks, and
+    for torch's own loader, where each rank gets every n-th draw. Every draw depends on (seed, epoch, position) alone.
+
+    Args:
+        weights: [size of the data set]: finite, at least 0, not all 0; they need not add up to 1.
+        num_samples: Draws of an epoch, on all ranks together; None: as many as samples.
+        num_replicas: Number of ranks; None: the current world's. Never starts a collective.
+        rank: This rank; None: the current world's.
+        seed: The same on all ranks.
+
+    Raises:
+        ConfigurationError: Weights or another argument are wrong.
+    """
+
+    def __init__(
+        self,
+        weights: Any,
+        num_samples: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if num_replicas is None or rank is None:
+            own_rank, world_size = world.identity()
+            num_replicas = world_size if num_replicas is None else num_replicas
+            rank = own_rank if rank is None else rank
+        validate_rank("WeightedSampler", num_replicas, rank)
+        try:
+            self.weights = Weights(torch.as_tensor(weights))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigurationError(f"WeightedSampler: {error}") from None
+        self.num_draws = len(self.weights) if num_samples is None else num_samples
+        if not isinstance(self.num_draws, int) or isinstance(self.num_draws, bool) or self.num_draws < 1:
+            raise ConfigurationError(f"WeightedSampler: num_samples={num_samples!r}; a whole number, at least 1.")
+        self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the draws of the next iteration."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Draws of this rank: the same on all, the draws going on behind the epoch's last where they don't divide."""
+        return -(-self.num_draws // self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        order = WeightedOrder(self.weights, self.num_draws, self.seed, self.epoch)
+        return (sample for chunk in self._chunks(order) for sample in chunk.tolist())
+
+    def _chunks(self, order: WeightedOrder) -> Iterator[Tensor]:
+        for first in range(0, len(self), _CHUNK):
+            turns = torch.arange(first, min(first + _CHUNK, len(self)))
+            yield order.at(turns * self.num_replicas + self.rank)
+
+    def __repr__(self) -> str:
+        return (
+            f"<WeightedSampler epoch {self.epoch}, {self.num_draws} draws of {len(self.weights)} samples, rank "
+            f"{self.rank} of {self.num_replicas}>"
+        )

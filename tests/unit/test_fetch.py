@@ -1,0 +1,252 @@
+"""How samples become batches: whole batches at once, seeds by sample, workers that die, rows put back in order."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
+
+from evenstep import DataLoader, DistributedSampler, World
+from evenstep.data.gathering import positions_by_rank
+from evenstep.data.workers import suitable_workers
+from evenstep.errors import ConfigurationError, DataError, MismatchError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
+
+
+def _world(rank: int = 0, world_size: int = 1) -> World:
+    world = World.alone(device="cpu")
+    world.rank, world.world_size = rank, world_size
+    world.exchange = lambda value: [value] * world_size
+    return world
+
+
+# ---------------------------------------------------------------------- batches at once
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_tensors_are_cut_at_once_and_as_torch_stacks_them(num_workers: int) -> None:
+    dataset = TensorDataset(torch.randn(21, 3), torch.arange(21), torch.rand(21) > 0.5)
+    ours = list(DataLoader(dataset, 4, num_workers=num_workers, world=_world()))
+    theirs = list(torch.utils.data.DataLoader(dataset, batch_size=4))
+    assert len(ours) == len(theirs)
+    for mine, torchs in zip(ours, theirs, strict=True):
+        assert type(mine) is type(torchs)
+        assert all(one.dtype == two.dtype and torch.equal(one, two) for one, two in zip(mine, torchs, strict=True))
+
+
+def test_a_data_set_that_gives_several_samples_is_asked_for_them() -> None:
+    asked = []
+
+    class Several(Dataset[int]):
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> int:
+            raise AssertionError
+
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            asked.append(indices)
+            return [10 * index for index in indices]
+
+    assert torch.cat(list(DataLoader(Several(), 4, world=_world()))).tolist() == list(range(0, 100, 10))
+    assert asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    subset = Subset(TensorDataset(torch.arange(10)), range(1, 10, 2))
+    assert torch.cat([batch for (batch,) in DataLoader(subset, 3, world=_world())]).tolist() == [1, 3, 5, 7, 9]
+
+
+# ---------------------------------------------------------------------- seeds
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Augmentation out of three libraries; whatever was drawn before must not matter."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = [random.random(), float(numpy.random.rand()), float(torch.rand(()))]
+        random.random(), numpy.random.rand(index), torch.rand(index)
+        return torch.tensor([index, *noise], dtype=torch.float64)
+
+
+def _noise(world_size: int, epoch: int = 0, **arguments: Any) -> torch.Tensor:
+    loaders = [
+        DataLoader(Noisy(), 7, shuffle=True, sample_seed=True, seed=3, world=_world(rank, world_size), **arguments)
+        for rank in range(world_size)
+    ]
+    for loader in loaders:
+        loader.set_epoch(epoch)
+    return torch.cat([torch.cat(shares) for shares in zip(*loaders, strict=True)])
+
+
+def test_augmentation_is_keyed_by_sample_and_epoch() -> None:
+    alone = _noise(1)
+    for world_size, num_workers in ((1, 2), (3, 0), (2, 1)):
+        assert torch.equal(_noise(world_size, num_workers=num_workers), alone)
+    by_sample = [rows[rows[:, 0].argsort()] for rows in (alone, _noise(1, epoch=1))]
+    assert torch.equal(by_sample[0][:, 0], by_sample[1][:, 0])
+    assert len(torch.cat(by_sample)[:, 1:].unique()) == 2 * 24 * 3
+
+
+def test_seeding_by_sample_leaves_the_process_s_streams_alone() -> None:
+    before = random.getstate(), torch.get_rng_state(), numpy.random.get_state()[1].tolist()
+    _noise(1)
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert numpy.random.get_state()[1].tolist() == before[2]
+
+
+# ---------------------------------------------------------------------- workers
+
+
+class Fatal(Dataset[int]):
+    """Sample 13 ends the worker, one way or another."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == 13:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif self.how == "exits":
+                os._exit(3)
+            elif self.how == "sleeps":
+                time.sleep(3)
+            elif self.how == "says":
+                raise DataError("image 13 is black")
+            else:
+                raise ValueError("image 13 is black")
+        return index
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (
+            "killed",
+            r"worker 1 \(pid \d+\) was killed by SIGKILL while loading sample 13 \(epoch 0, step 3, number 1 of",
+        ),
+        ("exits", r"worker 1 \(pid \d+\) exited with status 3 while loading sample 13 \(epoch 0, step 3"),
+        ("sleeps", r"no batch came within timeout=1 s: .*worker 1 \(pid \d+\) is at sample 13 \(epoch 0, step 3"),
+        ("says", r"^image 13 is black$"),
+    ],
+)
+def test_a_worker_that_fails_is_named_with_its_sample(how: str, told: str) -> None:
+    loader = DataLoader(Fatal(how), 4, num_workers=2, timeout=1 if how == "sleeps" else 0, world=_world())
+    started = time.monotonic()
+    with pytest.raises(DataError, match=told):
+        list(loader)
+    assert time.monotonic() - started < 15
+
+
+def test_an_exception_names_the_sample() -> None:
+    with pytest.raises(ValueError, match="image 13 is black") as caught:
+        list(DataLoader(Fatal("raises"), 4, num_workers=1, world=_world()))
+    if hasattr(caught.value, "add_note"):
+        assert "while evenstep loaded sample 13, epoch 0, step 3" in str(caught.value)
+
+
+def test_samples_that_say_so_are_left_out() -> None:
+    loader = DataLoader(Fatal("says"), 4, on_error="skip", num_workers=1, world=_world())
+    with pytest.warns(UserWarning, match="left out 1 samples in epoch 0: sample 13: image 13 is black"):
+        seen = torch.cat(list(loader)).tolist()
+    assert seen == [number for number in range(40) if number != 13]
+
+
+def test_workers_show_the_user_s_data_set_and_call_his_function() -> None:
+    class Asks(Dataset[bool]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> bool:
+            worker = get_worker_info()
+            return worker is not None and isinstance(worker.dataset, Asks) and worker.dataset is self
+
+    def init(worker: int) -> None:
+        assert isinstance(get_worker_info().dataset, Asks)
+
+    loader = DataLoader(Asks(), 2, num_workers=1, worker_init_fn=init, world=_world())
+    assert torch.cat(list(loader)).all()
+
+
+def test_workers_that_suit() -> None:
+    assert [suitable_workers(num_cores=n, local_world_size=1, device_type="cpu") for n in (1, 2, 64)] == [0, 1, 1]
+    assert suitable_workers(num_cores=16, local_world_size=16, device_type="cpu") == 0
+    assert [suitable_workers(num_cores=n, local_world_size=2, device_type="cuda") for n in (2, 8, 64)] == [1, 3, 8]
+    assert isinstance(DataLoader(range(4), 2, num_workers="auto", world=_world()).num_workers, int)
+    for wrong in ("many", True, 1.0):
+        with pytest.raises(ConfigurationError, match="num_workers="):
+            DataLoader(range(4), 2, num_workers=wrong, world=_world())
+
+
+def test_slow_starters_are_kept_unless_said_otherwise() -> None:
+    for context, persistent, expected in (("fork", None, False), ("spawn", None, True), ("spawn", False, False)):
+        loader = DataLoader(
+            range(4), 2, num_workers=1, multiprocessing_context=context, persistent_workers=persistent, world=_world()
+        )
+        assert loader._torch_loader.persistent_workers is expected
+
+
+# ---------------------------------------------------------------------- samplers
+
+
+def test_the_loader_takes_an_unpadded_sampler_s_order() -> None:
+    sampler = DistributedSampler(range(10), 2, 0, seed=4, pad=False)
+    loader = DataLoader(range(10), 4, sampler=sampler, world=_world())
+    assert (
+        torch.cat(list(loader)).tolist()
+        == torch.cat(list(DataLoader(range(10), 4, True, seed=4, world=_world()))).tolist()
+    )
+    with pytest.raises(ConfigurationError, match="pad=False"):
+        DataLoader(range(10), 4, sampler=DistributedSampler(range(10), 2, 0), world=_world())
+    with pytest.raises(ConfigurationError, match="has shuffle and seed of its own"):
+        DataLoader(range(10), 4, True, sampler=sampler, world=_world())
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 200), st.integers(7, 60), st.integers(1, 7), st.booleans(), st.booleans())
+def test_gathered_rows_have_the_order_of_the_data_set(
+    size: int, batch: int, world_size: int, shuffle: bool, drop_last: bool
+) -> None:
+    drop_last = drop_last and size >= batch
+    loaders = [
+        DataLoader(range(size), batch, shuffle, drop_last=drop_last, world=_world(r, world_size))
+        for r in range(world_size)
+    ]
+    rows = [torch.cat(list(loader)) for loader in loaders]
+    seen = torch.cat(rows).sort().values
+    for loader in loaders:
+        loader.world.exchange = lambda value: [len(each) for each in rows] if isinstance(value, int) else [value]
+        loader.world.gather = lambda mine: torch.cat(rows)
+    for loader, mine in zip(loaders, rows, strict=True):
+        assert torch.equal(loader.gather(mine), seen)
+    assert len(seen) == size // batch * batch if drop_last else size
+
+
+def test_rows_are_counted() -> None:
+    loader = DataLoader(range(10), 4, world=_world())
+    with pytest.raises(Exception, match="nothing was iterated yet"):
+        loader.gather(torch.zeros(10))
+    next(iter(loader))
+    assert loader.gather(torch.arange(4)).tolist() == [0, 1, 2, 3], "as far as it came"
+    list(loader)
+    with pytest.raises(MismatchError, match="rank 0 has 4 rows and has seen 10 samples"):
+        loader.gather(torch.zeros(4))
+    assert positions_by_rank(loader._source.division.epoch(0), 0, 0, 2)[0].tolist() == []

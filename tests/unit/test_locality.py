@@ -1,0 +1,208 @@
+"""Orders with locality, draws by weight, batches by tokens: permutations, uniform, bounded."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenstep import DataLoader, WeightedSampler, World
+from evenstep.data.budget import TokenBatches, cut
+from evenstep.data.locality import LocalOrder, WeightedOrder, Weights
+from evenstep.data.order import EpochOrder
+from evenstep.errors import ConfigurationError
+
+
+def _world(rank: int = 0, world_size: int = 1) -> World:
+    world = World.alone(device="cpu")
+    world.rank, world.world_size = rank, world_size
+    world.exchange = lambda value: [value] * world_size
+    return world
+
+
+# ---------------------------------------------------------------------- locality
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 400), st.integers(1, 8), st.integers(0, 2**63 - 1))
+def test_local_orders_are_permutations(size: int, block: int, window: int, seed: int) -> None:
+    block = max(block, size // 40)
+    order = LocalOrder(size, block, window, seed, epoch=3)
+    assert torch.equal(order.at(torch.arange(size)).sort().values, torch.arange(size))
+    some = torch.randint(size, (50,))
+    assert torch.equal(order.at(some), order.at(torch.arange(size))[some])
+
+
+def test_a_window_reads_few_blocks_and_each_to_its_end() -> None:
+    size, block, window = 10_000, 64, 8
+    samples = LocalOrder(size, block, window, seed=1).at(torch.arange(size))
+    seen: set[int] = set()
+    for part in samples.split(block * window):
+        places = part.sort().values
+        # Runs of neighbours: one per block, or fewer; one more where a run crosses the end of the data set.
+        assert int((places.diff() > 1).sum()) <= window + 1
+        assert seen.isdisjoint(part.tolist())
+        seen |= set(part.tolist())
+    assert samples[:512].diff().abs().float().mean() > 500, "shuffled, all the same"
+
+
+def test_no_sample_has_a_favourite_place() -> None:
+    """Also those of the short block, which always comes last."""
+    size, num_epochs = 50, 1200
+    orders = torch.stack([LocalOrder(size, 8, 2, 5, epoch).at(torch.arange(size)) for epoch in range(num_epochs)])
+    expected = num_epochs / size
+    for position in (0, 20, size - 1):
+        counts = torch.bincount(orders[:, position], minlength=size)
+        assert float((counts - expected).abs().max()) < 5 * expected**0.5
+
+
+def test_a_huge_set_costs_nothing() -> None:
+    order = LocalOrder(10**12, 1024, 16, seed=2)
+    samples = order.at(torch.arange(5 * 10**11, 5 * 10**11 + 40_000))
+    assert len(samples.unique()) == 40_000
+    assert 0 <= int(samples.min()) <= int(samples.max()) < 10**12
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def test_draws_follow_the_weights_and_any_of_them_can_be_had_alone() -> None:
+    weights = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0])
+    order = WeightedOrder(Weights(weights), 200_000, seed=1, epoch=2)
+    draws = order.at(torch.arange(200_000))
+    counts = torch.bincount(draws, minlength=6).double()
+    expected = weights.double() / 8 * 200_000
+    assert counts[[0, 2, 5]].tolist() == [0, 0, 0]
+    assert float(((counts - expected)[[1, 3, 4]] ** 2 / expected[[1, 3, 4]]).sum()) < 20  # chi-square, 2 degrees
+    assert torch.equal(order.at(torch.tensor([7, 199_999])), draws[[7, 199_999]])
+    assert not torch.equal(WeightedOrder(Weights(weights), 100, 1, 3).at(torch.arange(100)), draws[:100])
+
+
+def test_ranks_of_the_weighted_sampler_make_one_process() -> None:
+    weights = [1, 2, 3, 4]
+    whole = list(WeightedSampler(weights, 21, 1, 0, seed=5))
+    parts = [list(WeightedSampler(weights, 21, 4, rank, seed=5)) for rank in range(4)]
+    assert {len(part) for part in parts} == {6}
+    assert [part[turn] for turn in range(6) for part in parts][:21] == whole
+    sampler = WeightedSampler(weights, 21, 1, 0, seed=5)
+    sampler.set_epoch(1)
+    assert list(sampler) != whole
+    batches = torch.utils.data.DataLoader(range(4), batch_size=7, sampler=WeightedSampler(weights, 21, 1, 0, seed=5))
+    assert torch.cat(list(batches)).tolist() == whole
+
+
+def test_the_loader_takes_the_weighted_sampler_s_draws() -> None:
+    sampler = WeightedSampler([1, 2, 3, 4], 21, 1, 0, seed=5)
+    for world_size in (1, 3):
+        loaders = [DataLoader(range(4), 8, sampler=sampler, world=_world(r, world_size)) for r in range(world_size)]
+        batches = [torch.cat(shares) for shares in zip(*loaders, strict=True)]
+        assert [len(batch) for batch in batches] == [8, 8, 5]
+        assert torch.cat(batches).tolist() == list(sampler)
+    assert "21 draws by weight of 4 samples" in repr(loaders[0])
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [
+        ([1.0, -1.0], r"weights\[1\] is -1.0"),
+        ([1.0, float("nan")], r"weights\[1\] is nan"),
+        ([0.0, 0.0], "add up to 0.0"),
+        ([], "shape"),
+        ([[1.0]], "shape"),
+        ("abc", "WeightedSampler: "),
+    ],
+)
+def test_bad_weights(weights: Any, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        WeightedSampler(weights, num_replicas=1, rank=0)
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=300), st.integers(30, 200), st.booleans())
+def test_batches_of_tokens_keep_the_budget_and_lose_nothing(lengths: list[int], budget: int, shuffle: bool) -> None:
+    given_lengths = torch.tensor(lengths)
+    order = EpochOrder(len(lengths), 1, 2, shuffle)
+    batches = TokenBatches(order, given_lengths, budget, shuffle=shuffle, seed=1, epoch=2)
+    samples = batches.at(torch.arange(len(lengths)))
+    assert samples.sort().values.tolist() == list(range(len(lengths)))
+    assert shuffle or samples.tolist() == list(range(len(lengths)))
+    spans = [batches.global_batch(step) for step in range(batches.num_batches)]
+    assert [0, *(stop for _, stop in spans)] == [*(start for start, _ in spans), len(lengths)]
+    for start, stop in spans:
+        assert (stop - start) * int(given_lengths[samples[start:stop]].max()) <= budget
+        assert (batches.step_at(start), batches.step_at(start + 1) is None) == (
+            spans.index((start, stop)),
+            stop - start > 1,
+        )
+    if not shuffle:
+        for (start, stop), (_, after) in pairwise(spans):  # as long as they can be
+            assert stop == after or int(given_lengths[start : stop + 1].max()) * (stop - start + 1) > budget
+
+
+def test_cutting_looks_as_far_as_it_must() -> None:
+    assert cut(torch.ones(1000, dtype=torch.int64), 999) == [999, 1]
+    assert cut(torch.tensor([1] * 500 + [100]), 600) == [500, 1]
+    assert cut(torch.tensor([5]), 5) == [1]
+
+
+def test_sorting_by_length_wastes_little_and_epochs_differ() -> None:
+    lengths = torch.randint(1, 500, (20_000,), generator=torch.Generator().manual_seed(0))
+    seen = []
+    for epoch in range(2):
+        batches = TokenBatches(EpochOrder(20_000, 0, epoch), lengths, 16_384, shuffle=True, epoch=epoch)
+        samples = batches.at(torch.arange(20_000))
+        spans = [batches.global_batch(step) for step in range(batches.num_batches)]
+        padded = sum((stop - start) * int(lengths[samples[start:stop]].max()) for start, stop in spans)
+        assert int(lengths.sum()) / padded > 0.95
+        means = torch.tensor([float(lengths[samples[a:b]].float().mean()) for a, b in spans])
+        assert float(torch.corrcoef(torch.stack([means[:-1], means[1:]]))[0, 1]) < 0.3, "lengths come in any order"
+        seen.append(samples)
+    assert not torch.equal(*seen)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"max_tokens": 10}, "max_tokens needs lengths"),
+        ({"max_tokens": 10, "lengths": [1, 2]}, r"lengths of shape \[2\]"),
+        ({"max_tokens": 10, "lengths": [1, 2, 0]}, "sample 2 has 0 tokens"),
+        ({"max_tokens": 10, "lengths": [1, 20, 3]}, "sample 1 has 20 tokens; with max_tokens=10"),
+        ({"max_tokens": 10, "lengths": [1.0, 2.0, 3.0]}, "float32"),
+        ({"max_tokens": 10, "lengths": [1, 2, 3], "global_batch_size": 3}, "exclude each other"),
+        ({"max_tokens": 10, "lengths": [1, 2, 3], "drop_last": True}, "drop_last=True"),
+        ({"max_tokens": 0, "lengths": [1, 2, 3]}, "max_tokens=0"),
+        ({"lengths": [1, 2, 3], "global_batch_size": 3}, "lengths= goes with max_tokens"),
+        ({"locality": 4, "global_batch_size": 3}, "locality says how to shuffle, and shuffle=False"),
+        ({"locality": 0, "global_batch_size": 3, "shuffle": True}, "locality=0: the block"),
+        ({"locality": (4, 0), "global_batch_size": 3, "shuffle": True}, r"locality=\(4, 0\): the window"),
+        (
+            {"sampler": WeightedSampler([1, 1], num_replicas=1, rank=0), "global_batch_size": 3},
+            "2 weights and the data set 3 samples",
+        ),
+    ],
+)
+def test_bad_divisions(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        DataLoader(range(3), world=_world(), **arguments)
+
+
+def test_ranks_with_other_lengths_are_told() -> None:
+    world = _world(world_size=2)
+    other = dict[str, Any]()
+
+    def exchange(own: dict[str, Any]) -> list[dict[str, Any]]:
+        name = "the digest of lengths"
+        other.update(own["facts"] | {name: own["facts"][name] + 1})
+        return [own, {"problem": None, "facts": other}]
+
+    world.exchange = exchange
+    with pytest.raises(Exception, match=re.escape("DataLoader: the digest of lengths is ")):
+        DataLoader(range(3), max_tokens=9, lengths=[1, 2, 3], world=world)

@@ -1,0 +1,239 @@
+"""Stopping and resuming a `DataLoader`: nothing twice, nothing missing, on whatever ranks. Ranks are stubs here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from evenstep import DataLoader, World
+from evenstep.errors import ConfigurationError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
+
+
+def _world(rank: int = 0, world_size: int = 1) -> World:
+    world = World.alone(device="cpu")
+    world.rank, world.world_size = rank, world_size
+    world.exchange = lambda value: [value] * world_size
+    return world
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.ones(1)
+    return torch.optim.SGD([weight], lr=0.1)
+
+
+def _loaders(size: int, world_size: int, **arguments: Any) -> list[DataLoader]:
+    return [
+        DataLoader(range(size), collate_fn=list, world=_world(r, world_size), **arguments) for r in range(world_size)
+    ]
+
+
+def _steps(loaders: list[DataLoader]) -> Iterator[list[int]]:
+    """One epoch in global batches: ranks' shares one after the other, every rank with the same number of steps."""
+    return (list(chain.from_iterable(shares)) for shares in zip(*loaders, strict=True))
+
+
+@st.composite
+def _divisions(draw: st.DrawFn) -> tuple[int, dict[str, Any]]:
+    """A size, and arguments that divide it."""
+    size = draw(st.one_of(st.integers(1, 60), st.integers(1, 10_000)))
+    arguments: dict[str, Any] = {"shuffle": draw(st.booleans()), "seed": draw(st.integers(0, 3))}
+    if arguments["shuffle"] and draw(st.booleans()):
+        arguments["locality"] = (draw(st.integers(size // 20 + 1, size // 4 + 1)), draw(st.integers(1, 4)))
+    if draw(st.booleans()):
+        lengths = torch.randint(1, 50, (size,), generator=torch.Generator().manual_seed(size))
+        return size, arguments | {"max_tokens": max(50, size // 2), "lengths": lengths}
+    batch = draw(st.integers(max(7, size // 40), max(7, size)))
+    return size, arguments | {"global_batch_size": batch, "drop_last": size >= batch and draw(st.booleans())}
+
+
+@settings(max_examples=40, deadline=None)
+@given(_divisions(), st.integers(0, 3), st.lists(st.tuples(st.integers(1, 7), st.integers(0, 12)), max_size=5))
+def test_any_stops_on_any_ranks_give_the_epoch_of_one_rank(
+    division: tuple[int, dict[str, Any]], epoch: int, stops: list[tuple[int, int]]
+) -> None:
+    size, arguments = division
+    (alone,) = _loaders(size, 1, **arguments)
+    alone.set_epoch(epoch)
+    expected = list(_steps([alone]))
+    samples = sorted(chain.from_iterable(expected))
+    if arguments.get("drop_last"):
+        batch = arguments["global_batch_size"]
+        assert len(set(samples)) == len(samples) == size // batch * batch
+    else:
+        assert samples == list(range(size))
+
+    optimizer = _optimizer()
+    state = None
+    seen: list[list[int]] = []
+    for world_size, num_steps in [*stops, (3, len(expected))]:
+        loaders = _loaders(size, world_size, **arguments)
+        for loader in loaders:
+            if state is None:
+                loader.set_epoch(epoch)
+            else:
+                loader.load_state_dict(state)
+            assert len(loader) == len(expected) or loader.epoch != epoch
+        if loaders[0].epoch != epoch:
+            break
+        for batch in islice(_steps(loaders), num_steps):
+            seen.append(batch)
+            optimizer.step()
+        states = [loader.state_dict() for loader in loaders]
+        assert all(other == states[0] for other in states)
+        state = json.loads(json.dumps(states[0]))
+    assert seen == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_what_was_fetched_ahead_or_not_used_is_not_consumed(num_workers: int) -> None:
+    """Accumulation over two batches: a state between them is that before the first."""
+    (loader,) = _loaders(40, 1, global_batch_size=4, shuffle=True, num_workers=num_workers)
+    (reference,) = _loaders(40, 1, global_batch_size=4, shuffle=True)
+    order = list(_steps([reference]))
+    optimizer = _optimizer()
+    positions = []
+    for step, _ in enumerate(loader):
+        before = loader.position
+        if step % 2:
+            optimizer.step()
+        positions.append((before, loader.position))
+        if step == 5:
+            state = loader.state_dict()
+            break
+    assert positions == [(0, 0), (0, 8), (8, 8), (8, 16), (16, 16), (16, 24)]
+    resumed = _loaders(40, 2, global_batch_size=4, shuffle=True, num_workers=0 if num_workers else 1)
+    for each in resumed:
+        each.load_state_dict(state)
+        assert (each.epoch, each.position) == (0, 24)
+    assert list(_steps(resumed)) == order[6:]
+    assert [each.epoch for each in resumed] == [1, 1]
+
+
+def test_a_resumed_script_makes_the_loops_that_it_would_have_made() -> None:
+    """Two loops of epochs, stopped everywhere; with code at the end of each epoch, which runs once."""
+
+    def script(loader: DataLoader, stop_after: int) -> tuple[list[Any], dict[str, Any] | None]:
+        optimizer, done = _optimizer(), []
+        for name, num_epochs in (("warm-up", 1), ("training", 2)):
+            for epoch in loader.epochs(num_epochs):
+                for batch in loader:
+                    optimizer.step()
+                    done.append((name, epoch, batch))
+                    stop_after -= 1
+                    if stop_after == 0:
+                        return done, loader.state_dict()
+                done.append((name, epoch, "end"))
+        return done, None
+
+    whole, _ = script(_loaders(10, 1, global_batch_size=4, shuffle=True)[0], 0)
+    assert [entry[:2] for entry in whole if entry[2] == "end"] == [("warm-up", 0), ("training", 1), ("training", 2)]
+    for stop_after in range(1, 9):
+        first, state = script(_loaders(10, 1, global_batch_size=4, shuffle=True)[0], stop_after)
+        assert state is not None
+        (loader,) = _loaders(10, 1, global_batch_size=4, shuffle=True)
+        loader.load_state_dict(state)
+        second, _ = script(loader, 0)
+        assert first + second == whole, stop_after
+
+
+def test_a_state_taken_at_the_end_of_an_epoch_begins_with_the_next() -> None:
+    optimizer = _optimizer()
+    (loader,) = _loaders(10, 1, global_batch_size=4)
+    for epoch in loader.epochs(2):
+        for _ in loader:
+            optimizer.step()
+        state = loader.state_dict()
+        assert (state["epoch"], state["position"]) == (epoch + 1, 0)
+        (resumed,) = _loaders(10, 1, global_batch_size=4)
+        resumed.load_state_dict(state)
+        assert list(resumed.epochs(2)) == list(range(epoch + 1, 2))
+
+
+def test_samples_left_of_an_accumulation_come_again() -> None:
+    optimizer = _optimizer()
+    (loader,) = _loaders(12, 1, global_batch_size=4)
+    for step, _ in enumerate(loader):
+        if step % 2:
+            optimizer.step()
+    assert loader.state_dict()["position"] == 8
+    optimizer.step()  # the leftover is used after the loop, as many scripts do
+    assert (loader.state_dict()["epoch"], loader.position) == (1, 0)
+
+
+def test_without_an_optimizer_epochs_count_and_commit_counts_batches() -> None:
+    (loader,) = _loaders(12, 1, global_batch_size=4)
+    for _ in loader:
+        assert loader.position == 0
+    assert loader.state_dict()["epoch"] == 1
+    for step, _ in enumerate(loader):
+        loader.commit()
+        assert (loader.state_dict()["epoch"], loader.position) == (1, 4 * step + 4)
+
+
+def test_a_peek_and_torchs_own_loops_keep_the_place() -> None:
+    optimizer = _optimizer()
+    (loader,) = _loaders(12, 1, global_batch_size=4)
+    loader.set_epoch(3)
+    next(batches := iter(loader))
+    optimizer.step()
+    batches.close()
+    state = loader.state_dict()
+    for use in ("epochs", "set_epoch"):
+        (resumed,) = _loaders(12, 1, global_batch_size=4)
+        resumed.load_state_dict(state)
+        assert next(iter(resumed)) == [4, 5, 6, 7]
+        seen = []
+        for epoch in resumed.epochs(2) if use == "epochs" else range(3, 5):
+            if use == "set_epoch":
+                resumed.set_epoch(epoch)
+            seen.append((epoch, len(list(resumed))))
+        assert seen == [(3, 2), (4, 3)], use
+    (resumed,) = _loaders(12, 1, global_batch_size=4)
+    resumed.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"a state at epoch 3, position 4, was loaded and is given up"):
+        resumed.set_epoch(0)
+    assert len(list(resumed)) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"size": 41}, "the length of the data set was 40 and is 41"),
+        ({"global_batch_size": 8, "seed": 3}, "global_batch_size was 4 and is 8; seed was 0 and is 3"),
+        ({"shuffle": False}, "shuffle was True and is False"),
+        ({"locality": 4}, r"locality was None and is \[4, 16\]"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(change: dict[str, Any], told: str) -> None:
+    arguments = {"size": 40, "world_size": 1, "global_batch_size": 4, "shuffle": True}
+    (loader,) = _loaders(**arguments)
+    (other,) = _loaders(**(arguments | change))
+    with pytest.raises(ConfigurationError, match=told):
+        other.load_state_dict(loader.state_dict())
+    assert other.epoch == 0
+
+
+def test_states_that_are_none_are_refused() -> None:
+    (loader,) = _loaders(40, 1, global_batch_size=4)
+    state = loader.state_dict()
+    for wrong, told in (
+        ({}, "version 1"),
+        ([], "this is 'list'"),
+        (state | {"version": 2}, "this is 2"),
+        (state | {"position": -1}, "whole numbers"),
+        (state | {"epoch": None}, "whole numbers"),
+        (state | {"position": 6}, "no step begins at position 6"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            loader.load_state_dict(wrong)

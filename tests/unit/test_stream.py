@@ -1,0 +1,160 @@
+"""`IterableDataset`s through `DataLoader`: every record once, on any ranks and workers. Ranks are stubs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from evenstep import DataLoader, World
+from evenstep.errors import ConfigurationError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
+
+
+def _world(rank: int = 0, world_size: int = 1) -> World:
+    world = World.alone(device="cpu")
+    world.rank, world.world_size = rank, world_size
+    world.exchange = lambda value: [value] * world_size
+    return world
+
+
+class Numbers(IterableDataset[int]):
+    """0, 1, 2, ...; plus 100 for each epoch, as a data set may shuffle."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(100 * self.epoch, 100 * self.epoch + self.count))
+
+
+class DividesItself(Numbers):
+    """As torch's documentation says to."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return iter(range(first, self.count, step))
+
+
+class Sharded(Numbers):
+    """Shard s has s records; `shard` as Hugging Face's streams have it."""
+
+    num_shards = 8
+
+    def __init__(self, shards: range = range(8)) -> None:
+        self.shards, self.epoch = shards, 0
+
+    def shard(self, *, num_shards: int, index: int) -> Sharded:
+        return Sharded(self.shards[index::num_shards])
+
+    def __iter__(self) -> Iterator[int]:
+        return (
+            iter(range(0))
+            if not self.shards
+            else chain.from_iterable([10 * s + i for i in range(s)] for s in self.shards)
+        )
+
+
+def _epoch(dataset: Any, world_size: int, batch: int = 8, state: Any = None, **arguments: Any) -> list[list[int]]:
+    """Global batches; every rank must make the same steps."""
+    loaders = [
+        DataLoader(dataset, batch, collate_fn=torch.tensor, world=_world(rank, world_size), **arguments)
+        for rank in range(world_size)
+    ]
+    for loader in loaders if state is not None else []:
+        loader.load_state_dict(state)
+    return [torch.cat(shares).tolist() for shares in zip(*loaders, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "count", "num_workers"),
+    [(Numbers, 0, 0), (Numbers, 1, 0), (Numbers, 16, 0), (Numbers, 21, 0), (Numbers, 0, 1), (DividesItself, 21, 2)],
+)
+def test_global_batches_are_those_of_one_process(dataset: type[Numbers], count: int, num_workers: int) -> None:
+    expected = [list(range(first, min(first + 8, count))) for first in range(0, count, 8)]
+    for world_size in (1, 3):
+        assert _epoch(dataset(count), world_size, num_workers=num_workers) == expected
+    full = [batch for batch in expected if len(batch) == 8]
+    assert _epoch(dataset(count), 2, num_workers=num_workers, drop_last=True) == full
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_epochs_tell_the_data_set_and_begin_anew(persistent: bool) -> None:
+    loader = DataLoader(Numbers(5), 2, collate_fn=list, num_workers=1, persistent_workers=persistent, world=_world())
+    for epoch in loader.epochs(2):
+        for _ in range(2):
+            assert list(loader) == [[100 * epoch + i for i in part] for part in ([0, 1], [2, 3], [4])]
+    assert loader.epoch == 2
+
+
+def test_a_stream_resumes_on_other_ranks_and_workers() -> None:
+    loader = DataLoader(Numbers(40), 6, collate_fn=list, world=_world())
+    for step, _ in enumerate(loader):
+        loader.commit()
+        if step == 2:
+            break
+    state = loader.state_dict()
+    assert state["position"] == 18
+    expected = [list(range(first, min(first + 6, 40))) for first in range(18, 40, 6)]
+    for world_size, num_workers in ((1, 0), (3, 0), (2, 2)):
+        assert _epoch(Numbers(40), world_size, 6, state, num_workers=num_workers) == expected
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_shards_are_divided_where_there_are_enough(num_workers: int) -> None:
+    loader = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=_world())
+    batches = list(loader)
+    assert sorted(chain.from_iterable(batches)) == sorted(Sharded())
+    assert all(len({number // 10 % 2 for number in batch}) == 1 for batch in batches), "each worker its own shards"
+    with pytest.raises(TypeError, match="no length"):
+        len(loader)
+    with pytest.raises(UsageError, match="no order that could be restored"):
+        loader.gather(torch.zeros(28))
+    loader = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=_world())
+    for step, _ in enumerate(loader):
+        loader.commit()
+        if step == 2:
+            break
+    resumed = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=_world())
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == batches[3:]
+    other = DataLoader(Sharded(), 4, collate_fn=list, num_workers=num_workers, world=_world())
+    with pytest.raises(ConfigurationError, match="the number of ranks times workers was 2 and is"):
+        other.load_state_dict(loader.state_dict())
+
+
+def test_gathered_rows_have_the_stream_s_order() -> None:
+    loader = DataLoader(Numbers(10), 4, world=_world())
+    rows = torch.cat(list(loader))
+    assert torch.equal(loader.gather(rows), torch.arange(10))
+
+
+def test_length_and_repr() -> None:
+    class WithLength(Numbers):
+        def __len__(self) -> int:
+            return self.count
+
+    assert len(DataLoader(WithLength(10), 4, world=_world())) == 3
+    assert len(DataLoader(WithLength(10), 4, drop_last=True, world=_world())) == 2
+    loader = DataLoader(Numbers(10), 4, world=_world())
+    with pytest.raises(TypeError):
+        len(loader)
+    assert "a stream in global batches of 4" in repr(loader)
+    assert len(list(loader.world.progress(loader))) == 3
+
+
+@pytest.mark.parametrize("name", ["shuffle", "sample_seed", "locality", "max_tokens"])
+def test_what_a_stream_cannot_have(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} doesn't go with Numbers, an IterableDataset"):
+        DataLoader(Numbers(3), 2, world=_world(), **{name: True})
+    with pytest.raises(ConfigurationError, match="on_error doesn't go with"):
+        DataLoader(Numbers(3), 2, on_error="skip", world=_world())

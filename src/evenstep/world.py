@@ -315,14 +315,6 @@ class World:
         """
         self._num_main_first += 1
         page.mark(page.Phase.MAIN_FIRST)
-        try:
-            with self._main_first() as is_main:
-                yield is_main
-        finally:
-            page.mark(page.Phase.BETWEEN_STEPS)
-
-    @contextlib.contextmanager
-    def _main_first(self) -> Iterator[bool]:
         key = f"evenstep/main_first/{self._num_main_first}"
         if self._store is None:
             yield True
@@ -345,6 +337,7 @@ class World:
                 time.sleep(0.2)
                 raise _MainFailedError(f"main_first: the block failed on rank 0: {problem}")
             yield False
+        page.mark(page.Phase.BETWEEN_STEPS)
 
     # ------------------------------------------------------------------ the end
 

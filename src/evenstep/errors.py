@@ -58,6 +58,12 @@ class DataError(EvenstepError, RuntimeError):
     is_users_mistake = True
 
 
+class MainFailedError(UsageError):
+    """The block of `world.main_first()` raised on rank 0; raised on the others, which waited for it."""
+
+    is_consequence = True
+
+
 class MismatchError(EvenstepError, RuntimeError):
     """The ranks disagree about something that must be equal. Raised on every rank with the same text."""
 

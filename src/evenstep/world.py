@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from evenstep import console, randomness
 from evenstep.device import choose_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import ConfigurationError, MainFailedError, UsageError
 from evenstep.health import page
 from evenstep.health.telemetry import Telemetry
 from evenstep.transport.choice import Transports, open_transports
@@ -335,7 +335,7 @@ class World:
             if problem:
                 # The witness waits a moment, so that rank 0's own account is the first.
                 time.sleep(0.2)
-                raise _MainFailedError(f"main_first: the block failed on rank 0: {problem}")
+                raise MainFailedError(f"main_first: the block failed on rank 0: {problem}")
             yield False
         page.mark(page.Phase.BETWEEN_STEPS)
 
@@ -389,10 +389,6 @@ class World:
 
 
 _abandoned: list[World] = []
-
-
-class _MainFailedError(UsageError):
-    is_consequence = True
 
 
 def current() -> World:

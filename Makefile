@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-launchers test-hosts lint format stress
+.PHONY: help install demo test test-launchers test-hosts test-peers lint format stress
 .PHONY: bench-collectives bench-hosts bench-step bench-data-parallel bench-checkpoint stress-checkpoint clean
 
 help: ## list these targets
@@ -26,6 +26,10 @@ test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root 
 
 test-hosts: install ## faults of hosts, in network namespaces: late, cut off, failing, fewer; as root
 	$(RUN) pytest tests/hosts
+
+test-peers: install ## install accelerate and Lightning Fabric into .venv, and train with them on evenstep's backend
+	$(RUN) pip install --quiet --requirement requirements/peers.txt --constraint requirements/test.txt
+	$(RUN) pytest tests/procs/test_backend.py -k other_libraries
 
 lint: install ## ruff (format and rules) and mypy --strict
 	$(RUN) ruff format --check .

@@ -5,8 +5,8 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-peers lint format stress bench-collectives bench-hosts bench-step \
-	bench-data-parallel bench-sampler bench-records clean
+.PHONY: help install demo test test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
+.PHONY: bench-collectives bench-hosts bench-step bench-data-parallel bench-sampler bench-records bench-checkpoint
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -19,6 +19,13 @@ demo: install ## train on handwritten digits with two replicas, and compare with
 
 test: lint ## lint, types and all tests, a file at a time in each of two processes
 	$(RUN) pytest --numprocesses 2 --dist loadfile
+
+test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root on Debian it installs them first
+	@sh requirements/launchers.sh
+	$(RUN) pytest tests/launchers
+
+test-hosts: install ## faults of hosts, in network namespaces: late, cut off, failing, fewer; as root
+	$(RUN) pytest tests/hosts
 
 test-peers: install ## install accelerate and Lightning Fabric into .venv, and train with them on evenstep's backend
 	$(RUN) pip install --quiet --requirement requirements/peers.txt --constraint requirements/test.txt
@@ -54,6 +61,13 @@ bench-sampler: install ## orders and loaders against torch's, 10^5 to 10^9 sampl
 
 bench-records: install ## 2 GiB of records read shuffled, against in order, and in how much memory; needs 4 GiB of disk
 	$(RUN:-m=) benchmarks/records.py --json build/records.json
+
+bench-checkpoint: install ## saving and loading 500 MB, beside torch.save, torch.distributed.checkpoint and torch.load
+	$(RUN:-m=) benchmarks/checkpoint.py --json build/checkpoint.json
+
+stress-checkpoint: install ## 200 kills of all ranks at random instants, 1,000 flipped bits, 100 truncations; some minutes
+	$(RUN) tests.faults.kill_loop --kills 200
+	EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flipped or truncated" tests/unit/test_checkpointer.py
 
 clean: ## remove .venv, caches and what the examples wrote
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build runs src/evenstep.egg-info

@@ -1,6 +1,7 @@
 """Handwritten digits on any number of replicas, and how far the answer is from that of one process.
 
     evenstep run --nproc-per-node 2 examples/digits.py
+    evenstep run --nproc-per-node 2 examples/digits.py --resume    # after Ctrl-C, on any number of replicas
 
 Trains a small convolutional network on scikit-learn's 1,797 images, then does the same again on one process, prints
 what came out of both, and draws runs/digits/report.png.
@@ -24,6 +25,7 @@ from torch.utils.data import TensorDataset
 import evenstep
 
 REPORT = Path("runs/digits/report.png")
+CHECKPOINTS = Path("runs/digits/checkpoints")
 
 
 def load_data():
@@ -60,6 +62,13 @@ class Run:
     rates: list[float] = field(default_factory=list)  # samples a second while training, one for each epoch
     parameters: list[torch.Tensor] = field(default_factory=list)
 
+    def state_dict(self):
+        """So that a run that is resumed draws all of its curve."""
+        return {"losses": self.losses, "accuracies": self.accuracies, "rates": self.rates}
+
+    def load_state_dict(self, state):
+        self.losses, self.accuracies, self.rates = state["losses"], state["accuracies"], state["rates"]
+
 
 @torch.no_grad()
 def evaluate(model, loader, world):
@@ -71,7 +80,7 @@ def evaluate(model, loader, world):
     return world.mean(correct / max(count, 1), weight=count)
 
 
-def train(world, num_epochs, batch_size, name="training"):
+def train(world, num_epochs, batch_size, name="training", checkpoints=None, resume=False):
     train_set, test_set = load_data()
     model = evenstep.DistributedDataParallel(build_model().to(world.device), world=world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -79,6 +88,14 @@ def train(world, num_epochs, batch_size, name="training"):
     test_loader = evenstep.DataLoader(test_set, global_batch_size=120, world=world)
 
     run = Run()
+    if checkpoints is not None:
+        checkpoint = evenstep.Checkpointer(
+            checkpoints, world=world, every_steps=24, model=model, optimizer=optimizer, loader=loader, run=run
+        )
+        if resume:
+            checkpoint.resume()
+        else:
+            checkpoint.discard()  # those of an earlier run: this one starts afresh
     for epoch in loader.epochs(num_epochs):
         start = time.perf_counter()
         for x, y in world.progress(loader, description=f"{name}, epoch {epoch}"):
@@ -87,7 +104,11 @@ def train(world, num_epochs, batch_size, name="training"):
             optimizer.step()
             optimizer.zero_grad()
             run.losses.append(world.mean(loss, weight=len(x)).item())
+            if checkpoints is not None:
+                checkpoint.step()  # saves when due, and when asked to stop (SIGTERM)
         run.rates.append(len(train_set) / (time.perf_counter() - start))
+        run.accuracies.append((len(run.losses), evaluate(model, test_loader, world)))
+    if not run.accuracies or run.accuracies[-1][0] < len(run.losses):  # resumed from the last step of an epoch
         run.accuracies.append((len(run.losses), evaluate(model, test_loader, world)))
     run.parameters = [parameter.detach() for parameter in model.parameters()]
     return run
@@ -163,11 +184,13 @@ def main():
     parser = argparse.ArgumentParser(description="train on handwritten digits, and compare with one process")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch-size", type=int, default=256, help="samples of one step on all replicas together")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="where they lie")
     parser.add_argument("--report", type=Path, default=REPORT, help="where to draw the curves")
     args = parser.parse_args()
 
     with evenstep.init(seed=0) as world:
-        run = train(world, args.epochs, args.batch_size)
+        run = train(world, args.epochs, args.batch_size, checkpoints=args.checkpoints, resume=args.resume)
         if world.is_main:
             alone = evenstep.World.alone(seed=0, device=world.device)
             report(run, train(alone, args.epochs, args.batch_size, name="once more on one process"), world, args.report)

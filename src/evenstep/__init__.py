@@ -1,5 +1,6 @@
 """Data-parallel training for PyTorch in which every replica takes the same step."""
 
+from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.data.loader import DataLoader
 from evenstep.data.records import Records
 from evenstep.data.sampler import DistributedSampler
@@ -15,6 +16,7 @@ from evenstep.transport.backend import register_backend
 from evenstep.world import World
 
 __all__ = [
+    "Checkpointer",
     "DataLoader",
     "DataParallel",
     "DistributedDataParallel",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import evenstep
-from evenstep.errors import EvenstepError
+from evenstep.errors import CheckpointError, EvenstepError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,27 +26,167 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help()
         return 2
-    if arguments[0] != "run":
-        parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
-        return 2
-    from evenstep.launcher.run import run
-
     try:
-        return run(arguments[1:])
+        if arguments[0] == "run":
+            from evenstep.launcher.run import run
+
+            return run(arguments[1:])
+        args = parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
+        status: int = args.call(args)
+        return status
     except EvenstepError as error:
         if not error.is_users_mistake:
             raise
         print(f"evenstep: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("evenstep: interrupted", file=sys.stderr, flush=True)
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="evenstep", description=evenstep.__doc__)
+def _checkpoint(args: Namespace) -> int:
+    from evenstep.checkpoint import tools
+
+    if args.action == "list":
+        return _print(tools.list_lines(args.directory))
+    if args.action == "show":
+        return _print(tools.show_lines(args.directory, args.step))
+    if args.action == "verify":
+        lines, all_well = tools.verify(args.directory, args.step)
+        _print(lines)
+        return 0 if all_well else CheckpointError.exit_code
+    if args.action == "diff":
+        lines = tools.difference_lines(args.first, args.second, args.step, args.second_step)
+        _print(lines or ["no difference"])
+        return 1 if lines else 0
+    if args.action == "export":
+        return _print([tools.export(args.directory, args.file, args.step, args.object)])
+    return _print([tools.import_file(args.file, args.directory, args.object, args.step)])
+
+
+def _verify(args: Namespace) -> int:
+    from evenstep.verify.resume import verify_resume
+
+    is_same = verify_resume(
+        args.script,
+        args.arguments,
+        num_ranks=args.nproc_per_node,
+        kill_at=args.kill_at,
+        num_steps=args.steps,
+        say=lambda line: print(line, flush=True),
+    )
+    return 0 if is_same else 1
+
+
+def _print(lines: Any) -> int:
+    for line in lines:
+        print(line, flush=True)
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="evenstep", description=evenstep.__doc__)
     parser.add_argument("--version", action="version", version=f"evenstep {evenstep.__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="command")
     # Its own parser is torchrun's, and is made only when it is needed: `evenstep run --help`.
     commands.add_parser("run", help="start a script on several ranks", add_help=False)
+    env = commands.add_parser("env", help="what there is to know of this host: for bug reports")
+    env.add_argument("--json", action="store_true", help="for programs")
+    env.set_defaults(call=_env)
+    jobs = commands.add_parser("jobs", help="write a job script for Slurm, PBS or Kubernetes")
+    jobs.add_argument("scheduler", choices=("slurm", "pbs", "kubernetes"))
+    jobs.add_argument("--name", help="of the job; default: evenstep")
+    jobs.add_argument("--nodes", type=int, dest="num_nodes", metavar="N", help="hosts; default: 1")
+    jobs.add_argument("--ranks-per-node", type=int, metavar="N", help="default: GPUs, or what fits the cores")
+    jobs.add_argument("--gpus-per-node", type=int, metavar="N", help="default: none")
+    jobs.add_argument("--cpus-per-node", type=int, metavar="N", help="default: 8")
+    jobs.add_argument("--time", dest="walltime", metavar="H:MM:SS", help="default: 4:00:00")
+    jobs.add_argument(
+        "--save-seconds", type=int, dest="save_s", metavar="N", help="told to save so long before the end"
+    )
+    jobs.add_argument("--logs", metavar="DIR", help="default: logs")
+    jobs.add_argument("--queue", help="partition or queue")
+    jobs.add_argument("--account", help="who pays")
+    jobs.add_argument("--image", help="container image (kubernetes)")
+    jobs.add_argument("--claim", help="volume claim with the script and its checkpoints (kubernetes)")
+    jobs.add_argument("script", help="the training script")
+    jobs.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    jobs.set_defaults(call=_jobs)
+    _add_checkpoint(commands)
+    _add_verify(commands)
     return parser
+
+
+def _env(args: argparse.Namespace) -> int:
+    from evenstep.about.env import collect, render
+
+    report = collect()
+    print(json.dumps(report, indent=2) if args.json else render(report))
+    return 0
+
+
+def _jobs(args: argparse.Namespace) -> int:
+    from evenstep.launcher.jobs import KINDS, Job
+
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    job = Job(
+        **{field.name: given[field.name] for field in fields(Job) if field.name in given}
+        | {"script": (args.script, *args.arguments)}
+    )
+    print(KINDS[args.scheduler](job), end="")
+    return 0
+
+
+def _add_checkpoint(commands: Any) -> None:
+    text = "look at checkpoints, compare them, exchange them with plain torch files"
+    parser: ArgumentParser = commands.add_parser("checkpoint", help=text, description=text.capitalize() + ".")
+    actions = parser.add_subparsers(title="actions", dest="action", required=True, metavar="action")
+
+    def action(name: str, text: str, *, step: str = "which one; the newest if left out") -> ArgumentParser:
+        added: ArgumentParser = actions.add_parser(name, help=text, description=text.capitalize() + ".")
+        if step:
+            added.add_argument("--step", type=_step, metavar="N", help=step)
+        return added
+
+    listed = action("list", "one line for each checkpoint of a run", step="")
+    shown = action("show", "what a checkpoint holds: objects, tensors, files, metrics, versions")
+    verified = action("verify", "read every byte; exit status 74 if something is wrong", step="only this one")
+    exported = action("export", "write objects to one file that torch.load reads")
+    for each in (listed, shown, verified, exported):
+        each.add_argument("directory", help="of a run, or of one checkpoint")
+    compared = action(
+        "diff", "the tensors in which two checkpoints differ; exit status 1 if they do", step="of the first"
+    )
+    compared.add_argument("--second-step", type=_step, metavar="N", help="of the second")
+    compared.add_argument("first", help="directory of a run, or of one checkpoint")
+    compared.add_argument("second", help="the same")
+    exported.add_argument("file", help="a new file")
+    exported.add_argument("--object", metavar="NAME", help="this object's state alone; all of them if left out")
+    imported = action(
+        "import", "make a checkpoint out of a file of torch.save", step="number it so; else as the file says"
+    )
+    imported.add_argument("file", help="tensors and plain data only: it is read with weights_only=True")
+    imported.add_argument("directory", help="of the run to make")
+    imported.add_argument("--object", metavar="NAME", help="the file is the state of this object")
+    parser.set_defaults(call=_checkpoint)
+
+
+def _add_verify(commands: Any) -> None:
+    text = "check that a script, killed and resumed, ends as if it had been left alone"
+    parser: ArgumentParser = commands.add_parser("verify", help=text, description=text.capitalize() + ".")
+    parser.add_argument("--resume", action="store_true", required=True, help="what is checked: resuming")
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=_step, default=2, metavar="N", help="ranks; 2")
+    parser.add_argument("--kill-at", type=_step, metavar="N", help="kill in this step; two thirds through if left out")
+    parser.add_argument("--steps", type=_step, metavar="N", help="end after so many; at the script's end if left out")
+    parser.add_argument("script", help="with a Checkpointer; it runs three times")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.set_defaults(call=_verify)
+
+
+def _step(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)

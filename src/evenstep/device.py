@@ -34,6 +34,8 @@ def choose_device(asked: str | torch.device | None, placement: Placement, *, num
         if device.index >= num_gpus:
             raise ConfigurationError(f"device={str(asked)!r}, but this host has {_gpus(num_gpus)}.")
         return device
+    if num_gpus == 1 and placement.has_one_gpu_of_its_own:
+        return torch.device("cuda", 0)  # another one on every rank, all of them number 0
     if placement.local_world_size > num_gpus:
         ranks = "1 rank" if num_gpus == 1 else f"{num_gpus} ranks"
         remedy = f"Start at most {ranks}, or pass device='cpu', or name one to be shared: device='cuda:0'."

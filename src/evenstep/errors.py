@@ -7,16 +7,20 @@
     ├── MismatchError                 the ranks disagree: parameters, shapes, lengths                  exit 72
     ├── PeerLostError                 another rank died or left while this one needed it               exit 76
     ├── CollectiveTimeoutError        the others did not arrive in time                                exit 71
+    ├── CheckpointError               a checkpoint can't be saved, read, or doesn't fit                exit 74
     └── RankFailedError               a rank of `evenstep.launch` died without an exception of its own
 
 `PeerLostError` and `CollectiveTimeoutError` are *consequences*: whoever raises them is a witness, not the culprit.
-A `ConfigurationError`, `UsageError`, `DataError` or `MismatchError` is something that its message explains, so it is
-shown without a traceback.
+A `ConfigurationError`, `UsageError`, `DataError`, `MismatchError` or `CheckpointError` is explained by its message, so
+it is shown without a traceback. A run that was asked to stop, and has saved, ends with `SystemExit(75)`: no error.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
+
+# Exit status of a rank that was asked to stop and has saved its checkpoint: nothing failed, and start it again later.
+EXIT_PREEMPTED = 75
 
 
 class EvenstepError(Exception):
@@ -54,6 +58,12 @@ class DataError(EvenstepError, RuntimeError):
     is_users_mistake = True
 
 
+class MainFailedError(UsageError):
+    """The block of `world.main_first()` raised on rank 0; raised on the others, which waited for it."""
+
+    is_consequence = True
+
+
 class MismatchError(EvenstepError, RuntimeError):
     """The ranks disagree about something that must be equal. Raised on every rank with the same text."""
 
@@ -73,6 +83,13 @@ class CollectiveTimeoutError(EvenstepError, TimeoutError):
 
     exit_code = 71
     is_consequence = True
+
+
+class CheckpointError(EvenstepError, RuntimeError):
+    """A checkpoint can't be saved or read, is damaged, or isn't one of these objects. Raised on every rank."""
+
+    exit_code = 74
+    is_users_mistake = True
 
 
 class RankFailedError(EvenstepError, RuntimeError):

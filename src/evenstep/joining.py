@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import atexit
 import sys
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from evenstep import randomness
 from evenstep import world as worlds
 from evenstep.device import choose_device
-from evenstep.environment import Placement, announcement, current_placement
+from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, MismatchError
-from evenstep.health import last_words
+from evenstep.health import last_words, page
+from evenstep.meeting import choose_gloo_interface, open_store
 from evenstep.transport.choice import TRANSPORTS, Transports, open_transports, validate_transport
+from evenstep.transport.exchange import exchange
 from evenstep.transport.local import LocalTransport
 from evenstep.world import DEFAULT_TIMEOUT_S, World
 
@@ -84,6 +85,7 @@ def init(
     _announce(world, quiet=quiet)
     atexit.register(world.close)
     worlds.set_current(world)
+    page.mark(page.Phase.BETWEEN_STEPS)
     return world
 
 
@@ -111,21 +113,27 @@ def _join(
     validate_transport(transport, chosen)
     shares_a_gpu = chosen.type == "cuda" and asked is not None and torch.device(asked).index is not None
     speaks_nccl = chosen.type == "cuda" and (transport == "nccl" or (transport is None and not shares_a_gpu))
+    choose_gloo_interface(placement)
     try:
+        store = open_store(placement, timeout_s)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if speaks_nccl else "gloo",
-            store=_fresh_store(placement, timeout_s),
+            store=store,
             rank=placement.rank,
             world_size=placement.world_size,
             timeout=timedelta(seconds=timeout_s),
             device_id=chosen if speaks_nccl else None,
         )
+    except ConfigurationError:
+        raise
     except (RuntimeError, ValueError) as error:
         # torch counts a group that was not made, and would look for the next one under another name.
         dist.distributed_c10d._world.group_count = 0
         raise ConfigurationError(_explain_rendezvous(placement, error)) from error
     try:
         transports = open_transports(transport, chosen, timeout_s=timeout_s)
+        if placement.makes_store:
+            placement = _complete(placement, transports, chosen)
     except ConfigurationError:
         _destroy_default_group()
         raise
@@ -139,20 +147,27 @@ def _join(
     )
 
 
-_num_joins = 0
+def _complete(placement: Placement, transports: Transports, device: torch.device) -> Placement:
+    """What launchers other than torchrun don't tell, or not reliably: which ranks share a host, and whether a GPU.
 
-
-def _fresh_store(placement: Placement, timeout_s: float) -> Store:
-    """Where the ranks meet. A world that was closed before has left its addresses there; they are not read again."""
-    global _num_joins
-    store: Store
-    if placement.rendezvous_file is not None:
-        store = FileStore(str(placement.rendezvous_file), placement.world_size)
-    else:
-        store = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))[0]
-    store.set_timeout(timedelta(seconds=timeout_s))
-    _num_joins += 1
-    return PrefixStore(f"evenstep-{_num_joins}", store)
+    Raises:
+        ConfigurationError: Two ranks were given the same GPU, each as its only one. Raised on every rank.
+    """
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    seen = exchange(
+        transports.control, {"host": host_identity(), "gpu": gpu, "alone": placement.has_one_gpu_of_its_own}
+    )
+    first_with: dict[tuple[str, str], int] = {}
+    for rank, each in enumerate(seen):
+        first = first_with.setdefault((each["host"], each["gpu"]), rank)
+        if each["gpu"] is not None and each["alone"] and first != rank:
+            raise ConfigurationError(
+                f"ranks {first} and {rank} were both given the GPU {each['gpu']} as their only one "
+                f"(CUDA_VISIBLE_DEVICES). Give each rank its own, show all ranks all GPUs, or pass device='cuda:0' to "
+                f"share one."
+            )
+    by_host = placement_from_hosts([each["host"] for each in seen], placement.rank)
+    return replace(placement, node_rank=by_host.node_rank, num_nodes=by_host.num_nodes)
 
 
 def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: float) -> None:
@@ -181,6 +196,9 @@ def _check_same_arguments(world: World, mine: dict[str, object]) -> None:
 def _announce(world: World, *, quiet: bool) -> None:
     if quiet or not world.is_main:
         return
+    placement = current_placement()
+    if placement.remark:
+        print(f"evenstep: {placement.remark}", file=sys.stderr, flush=True)  # noqa: T201
     if world.why_gloo is not None:
         print(f"evenstep: Gloo, for want of shared memory: {world.why_gloo}", file=sys.stderr, flush=True)  # noqa: T201
     line = announcement(
@@ -190,7 +208,7 @@ def _announce(world: World, *, quiet: bool) -> None:
         num_threads=torch.get_num_threads(),
         transport=world.transport_name,
     )
-    if line != current_placement().announced:
+    if line != placement.announced:
         print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import Store
 from evenstep import console, randomness
 from evenstep.device import choose_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import ConfigurationError, MainFailedError, UsageError
+from evenstep.health import page
 from evenstep.health.telemetry import Telemetry
 from evenstep.transport.choice import Transports, open_transports
 from evenstep.transport.exchange import broadcast_value, check_mean, exchange, gather_rows, weighted_mean
@@ -50,6 +51,8 @@ class World:
         control: Carries everything else, on the CPU.
         telemetry: What the steps of the models wrapped in this world spent their time on.
         why_gloo: Why CPU ranks don't share memory, where they would if they could; else None.
+        has_diverged: Whether every rank draws random numbers of its own already.
+        stop_reason: Who asked this rank to stop: "SIGTERM", "request_stop()"; None while nobody has.
     """
 
     def __init__(
@@ -82,7 +85,9 @@ class World:
         self.telemetry = Telemetry()
         self._of_groups: dict[dist.ProcessGroup, World] = {}
         self._init_arguments: dict[str, object] | None = None
-        self._has_diverged = False
+        self.has_diverged = False
+        self.stop_reason: str | None = None
+        self._at_end: list[Callable[[BaseException | None], object]] = []
 
     @classmethod
     def alone(cls, *, device: str | torch.device | None = None, seed: int | None = None) -> World:
@@ -191,8 +196,8 @@ class World:
 
     def diverge_random_streams(self) -> None:
         """From now on every rank but 0 draws its own random numbers; once, and only in a world that `init` made."""
-        if not self._has_diverged and self.is_initialised:
-            self._has_diverged = True
+        if not self.has_diverged and self.is_initialised:
+            self.has_diverged = True
             randomness.diverge(self.rank)
 
     # ------------------------------------------------------------------ talking to people
@@ -309,6 +314,7 @@ class World:
             UsageError: On the other ranks, when the block raised on rank 0.
         """
         self._num_main_first += 1
+        page.mark(page.Phase.MAIN_FIRST)
         key = f"evenstep/main_first/{self._num_main_first}"
         if self._store is None:
             yield True
@@ -329,10 +335,25 @@ class World:
             if problem:
                 # The witness waits a moment, so that rank 0's own account is the first.
                 time.sleep(0.2)
-                raise _MainFailedError(f"main_first: the block failed on rank 0: {problem}")
+                raise MainFailedError(f"main_first: the block failed on rank 0: {problem}")
             yield False
+        page.mark(page.Phase.BETWEEN_STEPS)
 
     # ------------------------------------------------------------------ the end
+
+    def request_stop(self, reason: str = "request_stop()") -> None:
+        """Ask all ranks to stop, from any rank, thread or signal handler. At its next steps a `Checkpointer` saves, and
+        all ranks end with status 75; `reason` is printed then."""
+        self.stop_reason = self.stop_reason or reason
+
+    @property
+    def store(self) -> Store | None:
+        """Where the ranks have met: small texts by key. None in a world of one."""
+        return self._store
+
+    def at_end(self, callback: Callable[[BaseException | None], object]) -> None:
+        """Call back once the `with` block has ended, with its exception or None; only the store is left then."""
+        self._at_end.append(callback)
 
     def close(self) -> None:
         """Let go of sockets and groups. Local: waits for nobody. Twice is once."""
@@ -356,19 +377,18 @@ class World:
     ) -> None:
         global _current
         if error is None or (isinstance(error, SystemExit) and not error.code):
+            page.mark(page.Phase.ENDED)
             self.close()
         elif _current is self:
             # The sockets stay open until this process has said why it ends: peers see the connection break only
             # after that, and so nobody takes a witness for the culprit. Closed at exit, or by the next `init`.
             _current = None
             _abandoned.append(self)
+        while self._at_end:
+            self._at_end.pop(0)(error)
 
 
 _abandoned: list[World] = []
-
-
-class _MainFailedError(UsageError):
-    is_consequence = True
 
 
 def current() -> World:

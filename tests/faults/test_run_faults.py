@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -61,12 +62,13 @@ def test_a_rank_whose_loop_is_shorter_is_named_and_the_others_shown_where_they_w
                 model.backward(model(torch.ones(1, 1)).sum())
     """
     code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
-    assert code == 76
+    assert code == 72
     _, traceback, where, _, lost, verdict = command.stderr.splitlines()
     assert (traceback, where) == ("Traceback (most recent call last):", '  File "script.py", line 7, in <module>')
     assert lost.startswith("evenstep.errors.PeerLostError: rank 0 lost rank 1 (pid ")
     assert verdict.startswith("evenstep: rank 1 (pid ")
     assert ") had ended with status 0 while rank 0 still waited: its loop was shorter" in verdict
+    assert re.search(r"early \(collective \d+; the others are at collective \d+\)\.", verdict), verdict
 
 
 def test_a_rank_that_raises_ends_the_others_within_seconds(tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_the_traceback_of_rank_0_is_shown_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL (by somebody: the kernel killed none"),
         ("sys.exit(7)", 7, "exited with status 7"),
         ("ctypes.string_at(0)", 139, "was killed by SIGSEGV"),
     ],
@@ -226,3 +228,107 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, kind: str) -> 
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
     assert command.leaves_no_process(within_s=1.0)
+
+
+STEPS = """
+    import os
+    import evenstep, torch
+
+    with evenstep.init() as world:
+        for step in range(100_000):
+            world.transport.all_reduce(torch.ones(10)).wait()
+            if step == 100:
+                open(f"up-{world.rank}", "w").write(str(os.getpid()))
+"""
+
+
+def test_a_suspended_rank_is_named_and_given_up_with_71(tmp_path: Path) -> None:
+    """FAULTS.md, 10. A launcher of ours says so whatever carries the gradients; here also what it was doing."""
+    flags = ["--nproc-per-node", "2", "--device", "cpu", "--stopped-grace", "3"]
+    command = start(tmp_path, [*flags, "script.py"], STEPS)
+    command.wait_until(lambda: is_up(command) and bool((tmp_path / "up-1").read_text()))
+    os.kill(int((tmp_path / "up-1").read_text()), signal.SIGSTOP)
+    stopped = time.monotonic()
+    command.wait_until(lambda: "is stopped (state T) between steps, collective " in command.stderr)
+    assert time.monotonic() - stopped < 2.0 + 3.0  # 2 s on a quiet machine
+    assert command.wait() == 71
+    last = command.stderr.splitlines()[-1]
+    assert re.match(r"evenstep: rank 1 \(pid \d+\) is stopped \(state T\).* It was not continued, so the run", last)
+    assert command.leaves_no_process()
+
+
+def test_a_rank_that_is_continued_in_time_goes_on(tmp_path: Path) -> None:
+    script = STEPS.replace("100_000", "400").replace("if step == 100:", "if step == 100 or step == 399:")
+    script = script.replace("for step in", "import time\n        for step in").replace(
+        "            if step", "            time.sleep(0.005)\n            if step"
+    )
+    command = start(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
+    command.wait_until(lambda: is_up(command) and bool((tmp_path / "up-1").read_text()))
+    pid = int((tmp_path / "up-1").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    command.wait_until(lambda: f"kill -CONT {pid} continues it" in command.stderr)
+    os.kill(pid, signal.SIGCONT)
+    assert command.wait() == 0
+    assert f"rank 1 (pid {pid}) goes on" in command.stderr
+
+
+@pytest.mark.parametrize("holds_the_lock", [False, True])
+def test_who_does_not_come_is_shown_where_it_is(tmp_path: Path, holds_the_lock: bool) -> None:
+    """FAULTS.md, 11 and 12: its stack, also while it holds the interpreter lock."""
+    sleep = "ctypes.PyDLL(None).sleep(100)" if holds_the_lock else "time.sleep(100)"
+    script = f"""
+        import ctypes, time
+        import evenstep, torch
+
+        def deadlock():
+            {sleep}
+
+        with evenstep.init(timeout_s=3) as world:
+            world.barrier()
+            if world.rank == 1:
+                deadlock()
+            world.barrier()
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
+    assert code == 71
+    assert "evenstep: rank 1 was here:\n" in command.stderr
+    assert "in deadlock" in command.stderr
+    assert "had not arrived where rank 0 waited; it was still running, and has been stopped" in command.stderr
+    assert command.leaves_no_process()
+
+
+TRAINS = """
+    import evenstep, torch
+
+    with evenstep.init(seed=0) as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(8):
+            model.backward(model(torch.ones(2, 4)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "verdict"),
+    [
+        ("kill:rank=1,step=5,phase=backward", 137, r"rank 1 .* was killed by SIGKILL.* step 5, collective \d+$"),
+        (
+            "exit:rank=0,step=3,phase=forward",
+            72,
+            r"rank 0 .* had ended with status 0 .* early \((step|collective) \d+; the",
+        ),
+        (
+            "shape:rank=1,step=2,phase=optimizer",
+            72,
+            r"disagree in collective number \d+ .* rank 1: all_reduce\(sum\) of float32 \[3, 5, 7\]",
+        ),
+    ],
+)
+def test_injected_faults_end_with_their_status(tmp_path: Path, fault: str, code: int, verdict: str) -> None:
+    flags = ["--nproc-per-node", "2", "--device", "cpu", "--inject", fault]
+    status, command = call(tmp_path, [*flags, "script.py"], TRAINS)
+    assert status == code, command.stderr
+    assert re.search(verdict, command.stderr, re.MULTILINE), command.stderr
+    assert command.leaves_no_process()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import textwrap
 from pathlib import Path
@@ -219,3 +220,29 @@ def test_two_hosts(tmp_path: Path, backend: str) -> None:
     said = sorted(line.removeprefix("[rank 1] ") for command in commands for line in command.stdout.splitlines())
     assert said == ["1.0 0 0 0 2", "1.0 1 0 1 2"]
     assert all("2 ranks on 2 hosts" in command.stderr for command in commands)
+
+
+def test_lines_of_log_files_say_when_who_and_at_which_step(tmp_path: Path) -> None:
+    script = """
+        import logging, sys, warnings
+        import evenstep, torch
+
+        with evenstep.init(seed=0) as world:
+            model = evenstep.DistributedDataParallel(torch.nn.Linear(1, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                model.backward(model(torch.ones(1, 1)).sum())
+                optimizer.step()
+            print("printed")
+            logging.warning("logged")
+            warnings.warn("warned")
+    """
+    flags = ["--nproc-per-node", "2", "--device", "cpu", "--log-dir", "logs", "script.py"]
+    code, command = call(tmp_path, flags, script)
+    assert code == 0, command.stderr
+    assert command.stdout == "printed\n"
+    (log,) = (tmp_path / "logs").glob("*/rank-1.log")
+    lines = log.read_text().splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d [\d:.]{12} rank 1 step 2 \| ", line) for line in lines), lines
+    for word in ("printed", "logged", "warned"):
+        assert sum(word in line.partition("|")[2] for line in lines) >= 1

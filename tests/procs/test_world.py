@@ -169,7 +169,7 @@ def test_init_twice_is_the_same_world_or_an_error(ranks):
 
 def random_streams():
     world = evenstep.init(quiet=True)
-    world._has_diverged = False
+    world.has_diverged = False
     torch.manual_seed(3)
     same = float(torch.rand(()))
     model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 2), world=world)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from evenstep.health.blame import CrashReport, Exit
-from evenstep.launcher.account import judge, tell
+from evenstep.health.blame import CrashReport, Exit, read_reports, write_report
+from evenstep.health.page import Phase, Seen
+from evenstep.launcher.account import judge, status_of, tell
 from evenstep.launcher.verdict import StopPolicy, describe_exit, exit_status, is_evident
+from evenstep.launcher.watch import Hang
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nValueError: boom\nand more"
 GENUINE = CrashReport(1, 101, 5, False, 1, "ValueError: boom\nand more", TRACEBACK)
@@ -173,3 +176,60 @@ def test_ends_in_words_and_numbers(code: int, words: str, status: int) -> None:
 def test_a_policy_is_validated() -> None:
     with pytest.raises(ValueError, match="at least 0"):
         StopPolicy(grace_s=-1)
+
+
+LEFT = judge([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS], attempt=0)
+
+
+def test_who_left_early_is_a_mismatch_and_told_with_its_step() -> None:
+    assert LEFT is not None
+    assert status_of(LEFT) == 72
+    pages = {rank: Seen(1, Phase.FORWARD, step, 9, False, 1) for rank, step in ((0, 5), (1, 3))}
+    assert "(step 3; the others are at step 5)" in tell(replace(LEFT, pages=pages))
+
+
+@pytest.mark.parametrize(
+    ("exits", "reports", "status"),
+    [
+        ([Exit(0, 100, 76), Exit(1, 101, 1)], [WITNESS, GENUINE], 1),
+        ([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], 137),
+        ([Exit(0, 100, 76)], [WITNESS], 76),
+        ([Exit(0, 100, 1)], [replace(WITNESS, exit_code=1, summary="RuntimeError: connection closed")], 76),
+    ],
+)
+def test_status(exits: list[Exit], reports: list[CrashReport], status: int) -> None:
+    failure = judge(exits, reports, attempt=0)
+    assert failure is not None
+    assert status_of(failure) == status
+
+
+@pytest.mark.parametrize(
+    ("kills", "says"),
+    [
+        (1, "SIGKILL: out of memory; it held 2.0 GiB, the other ranks up to 1.0 GiB when last looked at"),
+        (0, "SIGKILL (by somebody: the kernel killed none for memory)"),
+        (None, "SIGKILL: out of memory, or killed by somebody; it held 2.0 GiB"),
+    ],
+)
+def test_who_was_killed_for_memory(kills: int | None, says: str) -> None:
+    failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
+    assert failure is not None
+    sizes = {0: 1 << 30, 1: 2 << 30}
+    assert says in tell(replace(failure, resident_bytes=sizes, num_memory_kills=kills))
+
+
+def test_a_hang_is_71_and_the_last_line() -> None:
+    failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
+    assert failure is not None
+    hung = replace(failure, hang=Hang(1, 101, 30.0, Seen(101, Phase.BACKWARD, 7, 9, False, 1)))
+    assert status_of(hung) == 71
+    assert tell(hung).splitlines()[-1] == (
+        "evenstep: rank 1 (pid 101) is stopped (state T) in backward, step 7, collective 9, since 30 s. "
+        "It was not continued, so the run was ended"
+    )
+
+
+def test_what_a_rank_says_cannot_command_the_terminal(tmp_path: Path) -> None:
+    write_report(tmp_path, replace(GENUINE, summary="ValueError: \x1b[2Jboo\nm", traceback="\x07ü"))
+    (report,) = read_reports(tmp_path)
+    assert (report.summary, report.traceback) == ("ValueError: \\x1b[2Jboo\nm", "\\x07ü")

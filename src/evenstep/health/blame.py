@@ -13,7 +13,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from evenstep.errors import EvenstepError
@@ -112,6 +112,16 @@ def choose_culprit(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> Exi
     return failed[told[0].rank] if told else None
 
 
+def printable(text: str) -> str:
+    """Text of another process, safe to print: control characters, as in a terminal's escapes, as text. Pure."""
+    return "".join(c if c in "\n\t" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def saves_file(directory: Path, rank: int, attempt: int) -> Path:
+    """Exists once a rank saves when it is asked to stop: it then gets more time to end."""
+    return directory / f"saves-{attempt}-{rank}"
+
+
 def write_report(directory: Path, report: CrashReport, *, attempt: int = 0) -> None:
     """Leave a report where the launcher looks; whole or not at all."""
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".crash-", delete=False) as file:
@@ -124,7 +134,8 @@ def read_reports(directory: Path, *, attempt: int = 0) -> list[CrashReport]:
     reports = []
     for path in sorted(directory.glob(f"crash-{attempt}-*.json")):
         try:
-            reports.append(CrashReport(**json.loads(path.read_text())))
+            report = CrashReport(**json.loads(path.read_text()))
+            reports.append(replace(report, summary=printable(report.summary), traceback=printable(report.traceback)))
         except (OSError, ValueError, TypeError):
             continue
     return reports

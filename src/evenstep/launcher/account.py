@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from evenstep.health.blame import CrashReport, Exit, choose_culprit
-from evenstep.launcher.verdict import describe_exit
+from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
+from evenstep.health.blame import CrashReport, Exit, choose_culprit, printable
+from evenstep.health.page import Seen
+from evenstep.launcher.other_hosts import Elsewhere
+from evenstep.launcher.verdict import describe_exit, exit_status
+from evenstep.launcher.watch import Hang
 
 # As a `CollectiveTimeoutError` of ours names the ranks that it has waited for.
 _MISSING = re.compile(r"Missing: (rank \d+ \([^)]*\)(?:, rank \d+ \([^)]*\))*)")
@@ -33,6 +38,12 @@ class Failure:
         only_witnesses: Everybody on this host only lost somebody: who left without a word, hangs, or is elsewhere.
         exits: How the ranks of this host ended.
         reports: What they told.
+        hang: Who was stopped for too long, and was killed for it.
+        elsewhere: What another host told, or that it is lost: the cause, then.
+        stacks: Of ranks that told nothing and still ran at the end: where they were.
+        pages: What the ranks' progress pages said when the failure was noticed.
+        resident_bytes: How much memory each rank held when it was last looked at.
+        num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
     """
 
     attempt: int
@@ -41,6 +52,12 @@ class Failure:
     only_witnesses: bool = False
     exits: tuple[Exit, ...] = ()
     reports: tuple[CrashReport, ...] = ()
+    hang: Hang | None = None
+    elsewhere: Elsewhere | None = None
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    pages: Mapping[int, Seen] = field(default_factory=dict)
+    resident_bytes: Mapping[int, int] = field(default_factory=dict)
+    num_memory_kills: int | None = None
 
 
 def judge(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
@@ -51,6 +68,24 @@ def judge(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int
     report = next((report for report in reports if report.rank == culprit.rank), None)
     only_witnesses = report is not None and report.is_consequence
     return Failure(attempt, culprit, report, only_witnesses, tuple(exits), tuple(reports))
+
+
+def status_of(failure: Failure) -> int:
+    """The status with which the run ends. Pure.
+
+    The culprit's own; 72 if a rank left early and the others only lost it; 71 if one was given up; 76 if all that is
+    known is that somebody was lost.
+    """
+    if failure.elsewhere is not None:
+        return failure.elsewhere.status
+    if failure.hang is not None:
+        return CollectiveTimeoutError.exit_code
+    if failure.only_witnesses:
+        if _left(failure):
+            return MismatchError.exit_code
+        if failure.culprit.exit_code == 1:  # torch's own errors, of Gloo or NCCL
+            return PeerLostError.exit_code
+    return exit_status(failure.culprit.exit_code)
 
 
 def tell(
@@ -70,10 +105,19 @@ def tell(
     lines = []
     if other_logs is not None:
         lines.append(f"evenstep: output of the other ranks: {other_logs}")
-    if report is None:
+    for rank, stack in sorted(failure.stacks.items()):
+        if stack and failure.only_witnesses:
+            lines += [f"evenstep: rank {rank} was here:", printable(stack)]
+    if failure.elsewhere is not None:
+        lines.append(f"evenstep: {failure.elsewhere.text}. The ranks of this host were stopped")
+    elif failure.hang is not None:
+        lines.append(f"evenstep: {failure.hang}. It was not continued, so the run was ended")
+    elif report is None:
         if log_tail:
             lines += [f"evenstep: the last lines of rank {culprit.rank} ({log}):", log_tail]
-        lines.append(f"evenstep: {who} {describe_exit(culprit.exit_code)}")
+        lines.append(
+            f"evenstep: {who} {describe_exit(culprit.exit_code, guess=False)}{_memory(failure)}{_place(failure)}"
+        )
     elif not report.traceback or report.traceback.startswith(report.summary):
         # A user's mistake: its message says it all, and must not be said twice.
         lines.append(f"evenstep: {who} failed: {report.traceback or report.summary}")
@@ -89,14 +133,20 @@ def tell(
     return "\n".join(lines)
 
 
+def in_short(failure: Failure) -> str:
+    """The verdict in one line, for other hosts. Pure."""
+    return tell(failure).splitlines()[-1].removeprefix("evenstep: ")
+
+
 def _blame_the_silent(failure: Failure) -> list[str]:
     """Of those who told nothing, who was waited for; nothing if that can't be known."""
     missing_of = {report.rank: _missing(report) for report in failure.reports}
-    left = [end for end in failure.exits if end.exit_code == 0 and not end.stopped_by_launcher]
+    left = _left(failure)
     if left:
         waiting = _listed(f"rank {rank}" for rank in sorted(missing_of))
         loops = "its loop was shorter, or it left" if len(left) == 1 else "their loops were shorter, or they left"
-        return [f"{_named(left)} had ended with status 0 while {waiting} still waited: {loops} early. {_UNEVEN}"]
+        ended = f"{_named(left)} had ended with status 0 while {waiting} still waited: {loops} early"
+        return [f"{ended}{_steps(failure, left)}. {_UNEVEN}"]
     patient = sorted(rank for rank, missing in missing_of.items() if missing)
     waiting = _listed(f"rank {rank}" for rank in patient)
     found_missing = {rank: found for missing in missing_of.values() for rank, found in missing.items()}
@@ -112,6 +162,47 @@ def _blame_the_silent(failure: Failure) -> list[str]:
             how = "it came later, and found nobody"
         lines.append(f"rank {rank} (pid {found['pid']}) had not arrived where {waiting} waited; {how}")
     return lines
+
+
+def _left(failure: Failure) -> list[Exit]:
+    return [end for end in failure.exits if end.exit_code == 0 and not end.stopped_by_launcher]
+
+
+def _steps(failure: Failure, left: Sequence[Exit]) -> str:
+    """How far those who left had come, and how far the others are, as far as their pages say."""
+    gone = {end.rank for end in left}
+    ended = [seen for rank, seen in failure.pages.items() if rank in gone]
+    others = [seen for rank, seen in failure.pages.items() if rank not in gone]
+    for name in ("step", "collective"):
+        there = max((int(getattr(seen, name)) for seen in ended), default=0)
+        here = max((int(getattr(seen, name)) for seen in others), default=0)
+        if here > there > 0:
+            return f" ({name} {there}; the others are at {name} {here})"
+    return ""
+
+
+def _place(failure: Failure) -> str:
+    seen = failure.pages.get(failure.culprit.rank)
+    return f" {seen}" if seen is not None and (seen.step or seen.collective) else ""
+
+
+def _memory(failure: Failure) -> str:
+    """After SIGKILL: whether it was for memory, and who held how much."""
+    if failure.culprit.exit_code != -signal.SIGKILL:
+        return ""
+    why = ": out of memory, or killed by somebody"
+    if failure.num_memory_kills is not None:
+        why = ": out of memory" if failure.num_memory_kills else " (by somebody: the kernel killed none for memory)"
+    sizes = dict(failure.resident_bytes)
+    own = sizes.pop(failure.culprit.rank, None)
+    if own is None or why.startswith(" ("):
+        return why
+    others = f", the other ranks up to {_gib(max(sizes.values()))}" if sizes else ""
+    return f"{why}; it held {_gib(own)}{others} when last looked at"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _still_running(failure: Failure) -> list[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -16,12 +19,18 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from evenstep.health.blame import Exit, read_reports
-from evenstep.launcher.account import Failure, judge
+from evenstep.errors import EXIT_PREEMPTED
+from evenstep.health.blame import Exit, read_reports, saves_file
+from evenstep.health.page import Seen, page_file, read_page
+from evenstep.launcher.account import Failure, in_short, judge, status_of
+from evenstep.launcher.other_hosts import Elsewhere, OtherHosts
 from evenstep.launcher.verdict import StopPolicy, is_evident
-from evenstep.launcher.worker import ready_file
+from evenstep.launcher.watch import Hang, StopWatch, count_memory_kills, observe
+from evenstep.launcher.worker import STACK_SIGNAL, ready_file, stack_file
 
 _POLL_S = 0.02
+_LOOK_EVERY_S = 0.25
+_STACK_S = 0.3
 
 
 class WatchedRanks:
@@ -34,6 +43,8 @@ class WatchedRanks:
         run_directory: Where ranks leave their reports.
         policy: How ranks are stopped.
         on_failure: Told of a failed attempt once all its ranks have ended and all their output is written.
+        on_preempted: Told when all ranks have ended because they were asked to stop, and have saved.
+        others: The other hosts of the run; None: there are none.
     """
 
     def __init__(
@@ -45,6 +56,8 @@ class WatchedRanks:
         run_directory: Path,
         policy: StopPolicy,
         on_failure: Callable[[Failure], None],
+        on_preempted: Callable[[], None],
+        others: OtherHosts | None = None,
     ) -> None:
         self._context = context
         self._ranks = ranks
@@ -52,7 +65,13 @@ class WatchedRanks:
         self._run_directory = run_directory
         self._policy = policy
         self._on_failure = on_failure
+        self._others = others
+        self._on_preempted = on_preempted
+        self._first_preempted: float | None = None
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
+        self._watch = StopWatch(grace_s=policy.stopped_grace_s)
+        self._last_look = 0.0
+        self._num_memory_kills = count_memory_kills()
 
     @property
     def _processes(self) -> dict[int, Popen[bytes]]:
@@ -67,19 +86,66 @@ class WatchedRanks:
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """One look: None while all run; a result once all have succeeded or one has failed and all have ended."""
         codes = [process.poll() for process in self._processes.values()]
-        if any(code not in (None, 0) for code in codes) or self._lingers():
+        if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._lingers():
             return self._end_failed_attempt()
+        if EXIT_PREEMPTED in codes and self._first_preempted is None:
+            self._first_preempted = time.monotonic()
         if None in codes:
-            return None
+            # They agree on a step before they leave, so the others follow within moments.
+            is_late = time.monotonic() - (self._first_preempted or math.inf) > self._policy.terminate_s
+            hang, elsewhere = self._look(), self._others.look() if self._others is not None else None
+            return self._end_failed_attempt(hang, elsewhere) if is_late or hang or elsewhere else None
+        if self._first_preempted is not None and set(codes) != {EXIT_PREEMPTED}:
+            return self._end_failed_attempt()
         self._close_context()
+        self._tell_preempted()
         return RunProcsResult(return_values=dict.fromkeys(range(len(codes))))
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop whoever is left; `timeout` is torchelastic's, the policy's counts."""
-        self._stop(death_sig)
+        self._stop(death_sig, patience_s=self._policy.save_s if self._saves() else self._policy.terminate_s)
         self._close_context()
+        self._tell_preempted()
 
     # ------------------------------------------------------------------ how it ends
+
+    def _look(self) -> Hang | None:
+        """Say who is stopped; returns a rank that has been for too long."""
+        now = time.monotonic()
+        if now - self._last_look < _LOOK_EVERY_S:
+            return None
+        self._last_look = now
+        observations = {self._ranks[local]: observe(process.pid) for local, process in self._alive().items()}
+        lines, hang = self._watch.look(now, observations, self._pages())
+        for line in lines:
+            print(f"evenstep: {line}", file=sys.stderr, flush=True)  # noqa: T201
+        return hang
+
+    def _pages(self) -> dict[int, Seen | None]:
+        return {rank: read_page(page_file(self._run_directory, rank, self._attempt)) for rank in self._ranks}
+
+    def _ask_for_stacks(self) -> dict[int, str]:
+        """Where those are that still run and have told of no error."""
+        told = {report.rank for report in read_reports(self._run_directory, attempt=self._attempt)}
+        asked = {}
+        for local_rank, process in self._alive().items():
+            rank = self._ranks[local_rank]
+            path = stack_file(self._run_directory, rank, self._attempt)
+            if rank not in told and path.exists():  # it hears the signal: anybody else would die of it
+                process.send_signal(STACK_SIGNAL)
+                asked[rank] = path
+        deadline = time.monotonic() + _STACK_S
+        while time.monotonic() < deadline and not all(path.stat().st_size for path in asked.values()):
+            time.sleep(_POLL_S)
+        return {rank: path.read_text(errors="replace").strip() for rank, path in asked.items()}
+
+    def _tell_preempted(self) -> None:
+        if {process.returncode for process in self._processes.values()} == {EXIT_PREEMPTED}:
+            self._on_preempted()
+
+    def _saves(self) -> bool:
+        """Whether the ranks save when they are asked to stop, which may take its time."""
+        return any(saves_file(self._run_directory, rank, self._attempt).exists() for rank in self._ranks)
 
     def _lingers(self) -> bool:
         """Whether a rank has told of its end and doesn't end: a thread or an exit handler of the script holds it."""
@@ -90,21 +156,43 @@ class WatchedRanks:
     def _close_context(self) -> None:
         """Everybody has ended, or can't be killed: don't wait again. Writes the rest of what goes to the terminal."""
         self._context.close(signal.SIGKILL, timeout=0)
+        if self._others is not None:
+            self._others.close()
 
-    def _end_failed_attempt(self) -> RunProcsResult:
+    def _end_failed_attempt(self, hang: Hang | None = None, elsewhere: Elsewhere | None = None) -> RunProcsResult:
         started = time.monotonic()
-        while self._alive():
+        pages = self._pages()
+        if hang is not None:
+            # It can hear no other signal. Its peers tell that they have lost it, as after any death.
+            _signal_group(self._processes[self._ranks.index(hang.rank)], signal.SIGKILL)
+        evident = False
+        while self._alive() and elsewhere is None:
             evident = is_evident(self._exits(), read_reports(self._run_directory, attempt=self._attempt))
             grace_s = self._policy.evident_grace_s if evident else self._policy.grace_s
             if time.monotonic() - started >= grace_s:
                 break
             time.sleep(_POLL_S)
+        stacks = {} if evident or elsewhere is not None else self._ask_for_stacks()
         self._stop(signal.SIGTERM)
-        self._close_context()
         exits = self._exits()
         failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
+        elsewhere = elsewhere or self._compare_with_others(failure)
+        self._close_context()
+        if failure is None and elsewhere is not None:
+            failure = Failure(self._attempt, exits[0], None)  # nothing happened here
         if failure is not None:
-            self._on_failure(failure)
+            kills, before = count_memory_kills(), self._num_memory_kills
+            self._on_failure(
+                replace(
+                    failure,
+                    hang=hang,
+                    elsewhere=elsewhere,
+                    stacks=stacks,
+                    pages={rank: seen for rank, seen in pages.items() if seen is not None},
+                    resident_bytes=self._watch.resident_bytes,
+                    num_memory_kills=None if kills is None or before is None else kills - before,
+                )
+            )
         failures = {
             local_rank: ProcessFailure(
                 local_rank=local_rank,
@@ -116,6 +204,18 @@ class WatchedRanks:
             if process.returncode
         }
         return RunProcsResult(failures=failures)
+
+    def _compare_with_others(self, failure: Failure | None) -> Elsewhere | None:
+        """Tell the other hosts who failed here; or, where everybody only lost somebody, hear who failed there."""
+        if self._others is None or failure is None:
+            return None
+        if not failure.only_witnesses:
+            self._others.blame(in_short(failure), status_of(failure))
+            return None
+        deadline = time.monotonic() + self._policy.grace_s
+        while (told := self._others.look()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return told
 
     def _exits(self) -> list[Exit]:
         """How the ranks that have ended did; what one has told counts, even if it was stopped before it had ended."""
@@ -134,14 +234,14 @@ class WatchedRanks:
     def _alive(self) -> dict[int, Popen[bytes]]:
         return {local_rank: process for local_rank, process in self._processes.items() if process.poll() is None}
 
-    def _stop(self, first: signal.Signals) -> None:
+    def _stop(self, first: signal.Signals, patience_s: float | None = None) -> None:
         """`first`, then SIGKILL, to the ranks and to what they started. A signal to us meanwhile means SIGKILL now."""
         self._stopped |= self._alive().keys()
         try:
             for local_rank, process in self._alive().items():
                 ready = ready_file(self._run_directory, self._ranks[local_rank], self._attempt).exists()
                 _signal_group(process, signal.SIGTERM if first == signal.SIGINT and not ready else first)
-            deadline = time.monotonic() + self._policy.terminate_s
+            deadline = time.monotonic() + (self._policy.terminate_s if patience_s is None else patience_s)
             while self._alive() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         finally:
@@ -167,22 +267,37 @@ class RankAgent(LocalElasticAgent):
         run_directory: Path,
         policy: StopPolicy,
         on_failure: Callable[[Failure, int], None],
+        on_preempted: Callable[[], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._run_directory = run_directory
         self._policy = policy
         self._on_failure = on_failure
+        self._on_preempted = on_preempted
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        attempt = worker_group.spec.max_restarts - self._remaining_restarts
+        others = None
+        # Hosts count restarts of their own; the store is one of this meeting alone.
+        if worker_group.group_world_size > 1:
+            others = OtherHosts(
+                worker_group.master_addr,
+                worker_group.master_port,
+                talk=worker_group.store.compare_set("evenstep/talk", "", uuid.uuid4().hex).decode(),
+                node_rank=worker_group.group_rank,
+                num_nodes=worker_group.group_world_size,
+            )
         self._pcontext = WatchedRanks(  # type: ignore[assignment]
             self._pcontext,  # type: ignore[arg-type]
             ranks=[worker.global_rank for worker in worker_group.workers],
-            attempt=worker_group.spec.max_restarts - self._remaining_restarts,
+            attempt=attempt,
+            others=others,
             run_directory=self._run_directory,
             policy=self._policy,
             on_failure=lambda failure: self._on_failure(failure, self._remaining_restarts),
+            on_preempted=self._on_preempted,
         )
         return pids
 

@@ -53,6 +53,7 @@ def launch(
         raise ConfigurationError(f"evenstep.launch: nproc={nproc!r}; the number of ranks is a whole number from 1.")
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise ConfigurationError(f"evenstep.launch: args={args!r} is no tuple of arguments. Write args=({args!r},).")
+    environment.refuse_independent_runs(environment.surroundings(), num_nodes=1, what="evenstep.launch")
     plan = plan_ranks(
         str(nproc),
         look_at_host(),

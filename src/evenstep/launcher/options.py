@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from argparse import SUPPRESS, ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,10 +24,11 @@ _EPILOG = """\
 examples:
   evenstep run train.py --epochs 10                       as many ranks as this host has GPUs, or fit its cores
   evenstep run --nproc-per-node 2 --all-ranks train.py    two ranks, both on the terminal
+  evenstep run --check                                    no script: is everything in order, and how fast?
   evenstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 train.py    on each host its own rank
 
-exit status: the failed rank's own; 128 + n if signal n ended it; 130 after Ctrl-C; 78 if something in the command is
-wrong."""
+exit status: the failed rank's own; 128 + n if signal n ended it; 130 after Ctrl-C; 75 if the run was asked to stop and
+has saved a checkpoint; 78 if something in the command is wrong."""
 
 # torchrun's words where ours differ, or are shorter. SUPPRESS: understood, but of no use here.
 _HELP = {
@@ -34,7 +36,7 @@ _HELP = {
     "divided by the threads per rank. Default: auto.",
     "nnodes": "Hosts, or MIN:MAX of them. Default: 1.",
     "log_dir": "Where the output of ranks other than 0 goes: DIR/<time>-<pid>/rank-1.log. Default: a temporary "
-    "directory that is removed when all went well.",
+    "directory that is removed when all went well. With a directory, every line begins with time, rank and step.",
     "redirects": "Send rank 0's streams to a file too: 1 stdout, 2 stderr, 3 both; or 0:3 for one rank. Other ranks "
     "always write to files.",
     "tee": "Show other ranks' streams on the terminal too, each line after [rank 1]: 1 stdout, 2 stderr, 3 both; or "
@@ -44,7 +46,7 @@ _HELP = {
     "monitor_interval": "Seconds between two looks at the ranks. Default: 0.1.",
     "standalone": "This host alone. Without --nnodes that is so anyway.",
     "shutdown_timeout": "Seconds a rank gets to end after the first signal, before SIGKILL. Default: 5.",
-    "signals_to_handle": "Signals on which the ranks are stopped. Default: SIGTERM,SIGINT,SIGHUP,SIGQUIT.",
+    "signals_to_handle": "Signals on which the ranks are stopped. Default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1.",
     "module": "script is the name of a module, as with python -m.",
     "no_python": "script is a program, and not python.",
     "master_port": "Port on which the hosts, or a script with torch's own init_process_group, meet. Default: a free "
@@ -62,6 +64,7 @@ _HELP = {
 }
 
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 5
+_CHECK = "evenstep.about.check"
 
 
 def make_parser() -> ArgumentParser:
@@ -91,6 +94,25 @@ def make_parser() -> ArgumentParser:
     ours.add_argument(
         "--all-ranks", "--all_ranks", action="store_true", help="Show every rank's output on the terminal: --tee 3."
     )
+    ours.add_argument(
+        "--inject",
+        metavar="FAULT",
+        help='Have a rank fail on purpose: "kill:rank=1,step=7"; others: stop, raise, exit, segfault, hold, delay, '
+        "allocate, close, nan, corrupt, shape.",
+    )
+    ours.add_argument(
+        "--stopped-grace",
+        "--stopped_grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71. Default: 30.",
+    )
+    ours.add_argument(
+        "--check",
+        action="store_true",
+        help="Run no script: add up, take a step, and measure latency and bandwidth of every pair of ranks.",
+    )
     if not any(action.dest == "shutdown_timeout" for action in parser._actions):  # older torch
         parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
     for action in parser._actions:
@@ -102,9 +124,27 @@ def make_parser() -> ArgumentParser:
             action.required = False
     if not is_set("PET_NPROC_PER_NODE"):
         parser.set_defaults(nproc_per_node="auto")
+    if not is_set("PET_SIGNALS_TO_HANDLE"):
+        parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     if not (is_set("PET_SHUTDOWN_TIMEOUT") or is_set("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
         parser.set_defaults(shutdown_timeout=_DEFAULT_SHUTDOWN_TIMEOUT_S)
     return parser
+
+
+def parse(arguments: Sequence[str]) -> Namespace:
+    """A command line; with `--check` before the script, or without one, the check stands for the script.
+
+    Raises:
+        ConfigurationError: It can't be understood.
+    """
+    parser = make_parser()
+    if "--check" in arguments:
+        args = parser.parse_args([*arguments, _CHECK])
+        if args.check and (args.training_script != _CHECK or args.training_script_args):
+            raise ConfigurationError(f"--check runs no script, but {args.training_script} was given. Leave one out.")
+        if args.check:
+            return Namespace(**{**vars(args), "module": True})
+    return parser.parse_args(list(arguments))
 
 
 def _refuse(message: str) -> NoReturn:
@@ -129,6 +169,25 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
         hosts = str(most) if fewest == most else args.nnodes
         raise ConfigurationError(f"--node-rank {args.node_rank}: with --nnodes {hosts} it {choice}.")
     return int(fewest), int(most)
+
+
+def placed_by(task: tuple[int, str, int] | None, args: Namespace, arguments: Sequence[str]) -> Namespace:
+    """The same arguments, with the meeting place that another launcher's variables give, unless the user named one.
+
+    Pure.
+
+    Args:
+        task: Node rank, address and port; None: nothing is known.
+        args: The parsed arguments.
+        arguments: The command line, to see what the user has said.
+    """
+    own = ("--node-rank", "--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-backend", "--standalone")
+    before_script = arguments[: len(arguments) - len(args.training_script_args)]
+    said = any(word.replace("_", "-").startswith(own) for word in before_script)
+    if task is None or said or is_set("PET_NODE_RANK") or is_set("PET_RDZV_ENDPOINT"):
+        return args
+    node_rank, address, port = task
+    return Namespace(**{**vars(args), "node_rank": node_rank, "master_addr": address, "master_port": port})
 
 
 def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespace:
@@ -162,6 +221,34 @@ def on_one_host(args: Namespace) -> Namespace:
         "rdzv_endpoint": "" if port is None else f"localhost:{port}",
     }
     return Namespace(**{**vars(args), **changed, "node_rank": 0})
+
+
+def on_several_hosts(args: Namespace, *, own_address: str | None, keeps_store: bool = False) -> Namespace:
+    """The same arguments for a run on several hosts, with our rendezvous where each host was told its number. Pure.
+
+    Args:
+        args: The arguments.
+        own_address: This host's address on the way to the meeting place; None: torch resolves this host's name.
+        keeps_store: The meeting place is an address of this host (and not loopback, where several could have it).
+    """
+    fewest, most = num_nodes(args)
+    changed: dict[str, object] = {} if args.local_addr else {"local_addr": own_address}
+    if fewest == most and args.rdzv_backend == "static":
+        conf = ",".join(filter(None, [args.rdzv_conf, f"rank={args.node_rank}"]))
+        endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+        changed |= {"rdzv_backend": "evenstep-hosts", "rdzv_conf": conf, "rdzv_endpoint": endpoint}
+    elif args.rdzv_backend == "c10d" and keeps_store and "is_host" not in args.rdzv_conf:
+        # torch compares the endpoint with what this host's name means, which is another address where it has several.
+        changed["rdzv_conf"] = ",".join(filter(None, [args.rdzv_conf, "is_host=1"]))
+    return Namespace(**{**vars(args), **changed})
+
+
+def meeting_place(args: Namespace) -> tuple[str, int]:
+    """Host and port at which the hosts meet. Pure."""
+    host, _, port = args.rdzv_endpoint.rpartition(":")
+    if host and port.isdigit():
+        return host.strip("[]"), int(port)
+    return (args.rdzv_endpoint or args.master_addr), int(args.master_port or 29500)
 
 
 def fixed_port(args: Namespace) -> int | None:

@@ -34,10 +34,10 @@ from typing import Any
 from evenstep import environment
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError, UsageError
 from evenstep.health.blame import CrashReport, Exit, choose_culprit, read_reports
-from evenstep.launcher.ports import Reservation
 from evenstep.launcher.rank_process import STACK_SIGNAL, Failed, Setup, Succeeded, Task, serve
 from evenstep.launcher.remote import pack_call
 from evenstep.launcher.verdict import StopPolicy, describe_exit, is_evident
+from evenstep.network import Reservation
 
 # A signal that comes just before the parent sleeps is noted and doesn't wake it: an interrupt would count only when a
 # rank answers. So it sleeps in short stretches.

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from evenstep.launcher.ports import Reservation
+from evenstep.network import Reservation
 
 NAME = "evenstep"
 

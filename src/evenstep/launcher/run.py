@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -23,14 +24,23 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import config_from_args
 
-from evenstep import environment
-from evenstep.errors import ConfigurationError
-from evenstep.launcher import ports, rendezvous
-from evenstep.launcher.account import Failure, tell
+from evenstep import environment, network
+from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
+from evenstep.launcher import hosts_rendezvous, rendezvous
+from evenstep.launcher.account import Failure, status_of, tell
 from evenstep.launcher.agent import RankAgent
 from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
 from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, make_log_directory, tail
-from evenstep.launcher.options import fixed_port, for_workers, make_parser, num_nodes, on_one_host
+from evenstep.launcher.options import (
+    fixed_port,
+    for_workers,
+    meeting_place,
+    num_nodes,
+    on_one_host,
+    on_several_hosts,
+    parse,
+    placed_by,
+)
 from evenstep.launcher.verdict import StopPolicy, exit_status
 
 
@@ -40,9 +50,12 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         ConfigurationError: Something in the command is wrong; no rank was started.
     """
-    args = make_parser().parse_args(list(arguments))
+    args = parse(arguments)
     _check_target(args)
     _, most = num_nodes(args)
+    around = environment.surroundings()
+    environment.refuse_independent_runs(around, num_nodes=most, what="evenstep run")
+    args = placed_by(environment.host_of_task(around, num_nodes=most), args, arguments)
     host = look_at_host()
     plan = plan_ranks(
         args.nproc_per_node,
@@ -51,6 +64,9 @@ def run(arguments: Sequence[str]) -> int:
         device=args.device,
         openmp_threads=environment.openmp_threads(),
     )
+    if args.inject is not None:
+        # By name: nothing of evenstep stands on what is meant for tests. What is wrong in it is said here, once.
+        importlib.import_module("evenstep.testing.faults").parse_faults(args.inject)
     wishes = Wishes.parse(
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
     )
@@ -83,10 +99,17 @@ class _Run:
         self._num_hosts = num_hosts
         self._num_attempts = args.max_restarts + 1
         self._failure: Failure | None = None
+        self._was_preempted = False
         self._logs, self._log_directory = logs, Path(logs.root_log_dir)
         self._logs_are_temporary = args.log_dir is None
         self._variables = environment.run_variables(
-            "run", run_directory=run_directory, num_nodes=num_hosts, device=args.device, announced=announced
+            "run",
+            run_directory=run_directory,
+            num_nodes=num_hosts,
+            device=args.device,
+            announced=announced,
+            faults=args.inject,
+            stamps_lines=args.log_dir is not None,
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
 
     def execute(self) -> int:
@@ -97,6 +120,8 @@ class _Run:
         except ChildFailedError as error:
             return self._status_of(error)
         except (SignalException, KeyboardInterrupt) as error:
+            if self._was_preempted:
+                return EXIT_PREEMPTED
             stopped_by = error.sigval if isinstance(error, SignalException) else signal.SIGINT
             what = "interrupted" if stopped_by == signal.SIGINT else f"stopped by {stopped_by.name}"
             print(f"evenstep: {what}; all ranks were stopped", file=sys.stderr, flush=True)  # noqa: T201
@@ -110,7 +135,7 @@ class _Run:
         finally:
             if self._logs_are_temporary and (self._failure is None or not self._has_logs()):
                 shutil.rmtree(self._log_directory, ignore_errors=True)
-        return 0
+        return EXIT_PREEMPTED if self._was_preempted else 0
 
     def _has_logs(self) -> bool:
         return any(path.stat().st_size > 0 for path in self._log_directory.glob("rank-*.log"))
@@ -120,6 +145,12 @@ class _Run:
         args = on_one_host(for_workers(self._args, num_ranks=self._num_ranks, parent_pid=os.getpid()))
         if args.master_port is None:
             args.master_port = 29500
+        if self._num_hosts > 1:
+            hosts_rendezvous.register()
+            place = meeting_place(args)
+            args = on_several_hosts(
+                args, own_address=network.address_towards(*place), keeps_store=network.is_own_address(place[0])
+            )
         try:
             config, command, command_args = config_from_args(args)
         except (ValueError, AssertionError) as error:
@@ -132,8 +163,9 @@ class _Run:
         agent = functools.partial(
             RankAgent,
             run_directory=self._run_directory,
-            policy=StopPolicy(terminate_s=float(timeout_s or 0)),
+            policy=StopPolicy(terminate_s=float(timeout_s or 0), stopped_grace_s=self._args.stopped_grace),
             on_failure=self._on_failure,
+            on_preempted=self._on_preempted,
         )
         # launch_agent takes no class for its agent, so the name that it looks up is ours for the while.
         with mock.patch.object(api, "LocalElasticAgent", agent):
@@ -154,9 +186,12 @@ class _Run:
             text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {self._num_attempts}"
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
+    def _on_preempted(self) -> None:
+        self._was_preempted = True
+
     def _status_of(self, error: ChildFailedError) -> int:
         if self._failure is not None:
-            return exit_status(self._failure.culprit.exit_code)
+            return status_of(self._failure)
         _, failure = error.get_first_failure()
         return exit_status(failure.exitcode) or 1
 
@@ -226,8 +261,8 @@ def _check_port(args: Namespace) -> None:
     if port is None or args.node_rank != 0:
         return
     host = args.rdzv_endpoint.rpartition(":")[0] or args.master_addr
-    if ports.is_taken(host.strip("[]"), port):
-        owner = ports.owner_of(port)
+    if network.is_taken(host.strip("[]"), port):
+        owner = network.owner_of(port)
         raise ConfigurationError(
             f"port {port} is in use" + (f" by {owner}" if owner else "") + ". Choose another with --master-port, or on "
             "one host leave it out: the system then chooses a free one."

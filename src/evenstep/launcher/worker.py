@@ -7,23 +7,36 @@ user's on its path yet.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import importlib.util
 import io
 import os
+import signal
 import stat
 import sys
 import types
 from importlib.abc import InspectLoader
 from pathlib import Path
 
-from evenstep.environment import current_placement
+from evenstep.environment import current_placement, faults_to_inject, is_set
 from evenstep.errors import ConfigurationError
-from evenstep.health import last_words
+from evenstep.health import last_words, page
+from evenstep.health.log_lines import stamp_lines
+from evenstep.health.steps import count_optimizer_steps
 
 
 def ready_file(run_directory: Path, rank: int, attempt: int) -> Path:
     """Exists once a rank ends quietly when it is interrupted; before, it would print a traceback of its imports."""
     return run_directory / f"ready-{attempt}-{rank}"
+
+
+def stack_file(run_directory: Path, rank: int, attempt: int) -> Path:
+    """Where a rank writes its stacks when it is sent `STACK_SIGNAL`; exists once it hears that."""
+    return run_directory / f"stacks-{attempt}-{rank}"
+
+
+STACK_SIGNAL = signal.SIGUSR2
+_kept: list[object] = []
 
 
 def main(arguments: list[str]) -> None:
@@ -37,11 +50,32 @@ def main(arguments: list[str]) -> None:
         # The kernel's promise to end this process with its parent survives this.
         os.execvp(target, [target, *rest])
     faulthandler.enable()
+    if is_set("EVENSTEP_STAMP_LINES") and all(_is_own_log(descriptor, placement.rank) for descriptor in (1, 2)):
+        stamp_lines(placement.rank)
+    if placement.run_directory is not None and placement.run_directory.is_dir():
+        page.open_page(page.page_file(placement.run_directory, placement.rank, placement.restart_count))
+        # Kept open to the end of the process: faulthandler writes to its number.
+        stacks = stack_file(placement.run_directory, placement.rank, placement.restart_count).open("w")
+        faulthandler.register(STACK_SIGNAL, file=stacks)
+        _kept.append(stacks)
+        count_optimizer_steps()
+    faults = faults_to_inject()
+    if faults:
+        # By name: nothing of evenstep stands on what is meant for tests.
+        importlib.import_module("evenstep.testing.faults").install(faults, rank=placement.rank)
     last_words.install(placement)
     if kind == "module":
         _become_module(target, rest)
     else:
         _become_script(target, rest)
+
+
+def _is_own_log(descriptor: int, rank: int) -> bool:
+    """Whether that is a log file of the launcher's; the terminal's stream may be a file, too, and is left alone."""
+    try:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.startswith(f"rank-{rank}.")
+    except OSError:
+        return False
 
 
 def _share_one_file() -> None:

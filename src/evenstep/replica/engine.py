@@ -214,6 +214,11 @@ class Engine:
         """Names of the parameters that had no gradient on any rank when the last window ended."""
         return [self.names[index] for index in self.exchange.unused()]
 
+    @property
+    def in_window(self) -> bool:
+        """Whether gradients are being accumulated, and no optimizer can step."""
+        return self._window is not None or not self.synchronise
+
     def leave_early(self, what: str) -> None:
         """Note that a window was abandoned before its gradients were averaged."""
         self._left_early = what

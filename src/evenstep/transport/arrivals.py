@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from evenstep.errors import CollectiveTimeoutError, PeerLostError
+from evenstep.health import page
 from evenstep.transport.peers import PeerWatch
 from evenstep.transport.semaphores import SEMAPHORE_BYTES, sem_post, sem_trywait, take
 
@@ -173,7 +174,11 @@ class Arrivals:
                 break
             now = time.monotonic()
         else:
-            self._sleep(phase, count, what, started, timeout_s)
+            page.mark_waiting(True)
+            try:
+                self._sleep(phase, count, what, started, timeout_s)
+            finally:
+                page.mark_waiting(False)
             now = time.monotonic()
         self._spin_s = adapt_spin(self._spin_s, now - started, self.policy)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenstep.errors import CollectiveTimeoutError, PeerLostError
+from evenstep.health import page
 from evenstep.health.blame import is_consequence
 from evenstep.transport.base import Op, Transport, Work
 
@@ -50,10 +51,13 @@ class _GroupWork:
         self._divide = divide  # a sum of which the mean is wanted
 
     def wait(self) -> None:
+        page.mark_waiting(True)
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._transport._explained(error, self._what) from error
+        finally:
+            page.mark_waiting(False)
         divide, self._divide = self._divide, None
         if divide is not None:
             divide.div_(self._transport.world_size)
@@ -151,6 +155,7 @@ class ProcessGroupTransport:
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
         self._num_calls += 1
+        page.mark_collective(self._num_calls)
         devices = [torch.cuda.current_device()] if self.name == "nccl" else None
         return self._start(f"barrier number {self._num_calls}", dist.barrier, device_ids=devices)
 

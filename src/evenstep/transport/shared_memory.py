@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError, EvenstepError, PeerLostError
+from evenstep.health import page
 from evenstep.transport.arguments import Arguments
 from evenstep.transport.arrivals import Arrivals, Phase, WaitPolicy
 from evenstep.transport.base import Op, Transport, Work
@@ -264,6 +265,7 @@ class SharedMemoryTransport:
             place = self._exchange.arena.locate(flat.data_ptr(), flat.nbytes) if flat.nbytes > SMALL_BYTES else None
             call = Call(self._num_calls, collective, op, source, flat, out, packed, place, receiver, splits)
             self._num_calls += 1
+            page.mark_collective(self._num_calls)
             work = _SharedWork(self, call, back)
             self._queue.append(work)
             self._arrive()

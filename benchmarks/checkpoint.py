@@ -1,0 +1,222 @@
+"""Saving and loading a large state: evenstep beside torch.save on rank 0, torch.distributed.checkpoint and torch.load.
+
+    python benchmarks/checkpoint.py                              # 500 MB on two ranks
+    python benchmarks/checkpoint.py --megabytes 100 --rounds 3 --json result.json
+
+The state is a model with the two moments of AdamW, the same on all ranks. In each round all sides take turns:
+
+    blocked       how long the loop stands still: for evenstep the copy to memory, for the others the whole save
+    whole save    until the checkpoint is complete; evenstep and torch.distributed.checkpoint sync their files
+    load          into a model and an optimizer, in a process that has just begun, as a resume does; the files are in
+                  the page cache; evenstep confirms every checksum
+
+and in the end a small training loop runs without and with a save behind it. Times are those of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from measuring import describe_machine, quartiles, ratios, spread
+from torch import nn
+
+import evenstep
+
+WIDTH = 1024
+
+
+def build(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer with moments, of so many megabytes together."""
+    layers = max(1, round(megabytes * 1e6 / (3 * 4 * WIDTH * (WIDTH + 1))))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+class Bench:
+    """One rank's sides."""
+
+    def __init__(self, world: evenstep.World, megabytes: float, root: Path) -> None:
+        self.world, self.root = world, root
+        torch.manual_seed(0)
+        self.model, self.optimizer = build(megabytes)
+        self.before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        self.checkpoint = evenstep.Checkpointer(
+            root / "evenstep", every_minutes=None, keep=1, model=self.model, optimizer=self.optimizer
+        )
+
+    def slowest(self, seconds: float) -> float:
+        """Of all ranks; collective."""
+        return max(self.world.exchange(seconds))
+
+    def timed(self, work: Callable[[], Any]) -> float:
+        """From barrier to the end on the slowest rank."""
+        self.world.barrier()
+        start = time.perf_counter()
+        work()
+        return self.slowest(time.perf_counter() - start)
+
+    def save_evenstep(self) -> tuple[float, float]:
+        """Blocked, and whole."""
+        self.checkpoint.num_steps += 1
+        self.world.barrier()
+        start = time.perf_counter()
+        self.checkpoint._save()
+        blocked = self.slowest(time.perf_counter() - start)
+        self.checkpoint.wait()
+        return blocked, self.slowest(time.perf_counter() - start)
+
+    def save_torch(self) -> None:
+        """As most scripts do it."""
+        if self.world.is_main:
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+            torch.save(state, self.root / "torch.pt")
+        self.world.barrier()
+
+    def save_dcp(self) -> None:
+        """torch.distributed.checkpoint, which divides replicated state over the ranks too."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        dcp.save(state, checkpoint_id=self.root / "dcp")
+
+    def load_torch(self) -> None:
+        """On every rank."""
+        state = torch.load(self.root / "torch.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def load_evenstep(self) -> None:
+        """On every rank."""
+        self.checkpoint.resume()
+
+    def rate(self, seconds: float, *, saves: bool) -> float:
+        """Steps a second of a small loop, without and with a save behind it for as long as that takes."""
+        small = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+        model = evenstep.DistributedDataParallel(small, world=self.world)
+        x = torch.randn(64, 256)
+
+        def step() -> None:
+            model(x).square().mean().backward()
+            model.zero_grad()
+
+        for _ in range(5):
+            step()
+        if saves:
+            self.checkpoint.num_steps += 1
+            self.checkpoint._save()
+        self.world.barrier()
+        start, count = time.perf_counter(), 0
+        goes_on = True
+        while goes_on:
+            for _ in range(10):
+                step()
+            count += 10
+            busy = self.checkpoint._saver.writer.is_busy
+            goes_on = self.world.broadcast_object(busy if saves else time.perf_counter() - start < seconds)
+        rate = count / (time.perf_counter() - start)
+        self.checkpoint.wait()
+        return rate
+
+
+def measure(megabytes: float, rounds: int, root: Path) -> dict[str, Any] | None:
+    """All figures, on rank 0."""
+    warnings.filterwarnings("ignore")
+    with evenstep.init(quiet=True, device="cpu") as world:
+        bench = Bench(world, megabytes, root)
+        columns: dict[str, list[float]] = {name: [] for name in ("blocked", "whole", "torch.save", "dcp")}
+        first_blocked = 0.0
+        for number in range(rounds + 1):
+            blocked, whole = bench.save_evenstep()
+            torch_save = bench.timed(bench.save_torch)
+            dcp_save = bench.timed(bench.save_dcp)
+            if number == 0:
+                first_blocked = blocked  # its memory is fresh
+                continue
+            for name, value in zip(columns, (blocked, whole, torch_save, dcp_save), strict=True):
+                columns[name].append(value)
+        alone, behind = [], []
+        for _ in range(rounds):
+            alone.append(bench.rate(1.0, saves=False))
+            behind.append(bench.rate(1.0, saves=True))
+        staged = sum(world.exchange(bench.checkpoint._saver._staging.num_bytes))
+        state = sum(p.nbytes for p in bench.model.parameters()) * 3
+        bench.checkpoint.close()
+        return {
+            "machine": describe_machine(),
+            "state_mb": state / 1e6,
+            "extra_memory_mb_all_ranks": staged / 1e6,
+            "seconds": {name: quartiles(values) for name, values in columns.items()},
+            "first_blocked_s": first_blocked,
+            "blocked_over_torch_save": ratios(columns["blocked"], columns["torch.save"]),
+            "whole_over_dcp": ratios(columns["whole"], columns["dcp"]),
+            "throughput_while_saving": ratios(behind, alone),
+            "saving_lasts_s": statistics.median(columns["whole"]),
+        }
+
+
+def measure_load(megabytes: float, side: str, root: Path) -> float:
+    """Seconds of one load, in a process that has loaded nothing before."""
+    warnings.filterwarnings("ignore")
+    with evenstep.init(quiet=True, device="cpu") as world:
+        bench = Bench(world, megabytes, root)
+        seconds = bench.timed(bench.load_evenstep if side == "evenstep" else bench.load_torch)
+        bench.checkpoint.close()
+        return seconds
+
+
+def main() -> None:
+    """Print a table, and write JSON if asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=500.0)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--directory", type=Path, help="where to write; the system's temporary directory if left out")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="evenstep-bench-", dir=args.directory))
+    try:
+        result = evenstep.launch(measure, args.ranks, args=(args.megabytes, args.rounds, root), device="cpu")
+        loads: dict[str, list[float]] = {"evenstep": [], "torch": []}
+        for _ in range(args.rounds):
+            for side, seconds in loads.items():
+                call = (args.megabytes, side, root)
+                seconds.append(evenstep.launch(measure_load, args.ranks, args=call, device="cpu"))
+    finally:
+        shutil.rmtree(root)
+    assert result is not None
+    result["seconds"] |= {"load": quartiles(loads["evenstep"]), "torch.load": quartiles(loads["torch"])}
+    result["load_over_torch_load"] = ratios(loads["evenstep"], loads["torch"])
+    print(f"{result['state_mb']:.0f} MB on {args.ranks} ranks; seconds, median with quartiles")
+    for name, values in result["seconds"].items():
+        print(f"  {name:12} {spread(values, 3)}")
+    print(f"  the first blocked save, into fresh memory: {result['first_blocked_s']:.3f}")
+    for name, aim in (
+        ("blocked_over_torch_save", "at most 0.2"),
+        ("whole_over_dcp", "at most 1"),
+        ("load_over_torch_load", "at most 1"),
+        ("throughput_while_saving", "reported"),
+    ):
+        print(f"  {name:26} {spread(result[name])}   {aim}")
+    print(f"  extra memory, all ranks: {result['extra_memory_mb_all_ranks']:.0f} MB   at most {result['state_mb']:.0f}")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

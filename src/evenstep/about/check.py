@@ -1,0 +1,161 @@
+"""What `evenstep run --check` has every rank do: a sum, a step, and a look at every pair, before hours of training.
+
+Started as a module, on every rank. Ends with the status of whatever goes wrong, named by its rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from evenstep.errors import MismatchError
+from evenstep.joining import init
+from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.transport.base import Transport
+from evenstep.world import World
+
+_SMALL_NUMEL = 2
+_LARGE_NUMEL = 4 << 20  # 16 MiB of float32: a bucket's size
+_NUM_SMALL, _NUM_LARGE = 100, 5
+_MAX_PAIRS = 28  # all pairs of eight ranks
+_SLOW = 3.0  # times the median pair
+
+
+def main() -> None:
+    """Run the whole check and print what was found, on rank 0."""
+    with init(seed=0) as world:
+        _check_sum(world)
+        world.print(f"a sum over {world.world_size} ranks: right")
+        _check_step(world)
+        world.print(f"a training step on {world.device.type}: the same as one process's")
+        if world.world_size > 1:
+            _print_row(world, "all ranks", world.transport)
+            _measure_pairs(world)
+
+
+def choose_pairs(hosts: list[int], limit: int = _MAX_PAIRS) -> list[tuple[int, int]]:
+    """Which pairs of ranks to look at. Pure.
+
+    All of them where that is few; else one rank of every host with one of every other, and neighbours on each host,
+    as many as the limit allows.
+
+    Args:
+        hosts: The host of each rank, as a number.
+        limit: How many pairs at most.
+    """
+    every = list(itertools.combinations(range(len(hosts)), 2))
+    if len(every) <= limit:
+        return every
+    first_of = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    between = list(itertools.combinations(first_of, 2))
+    beside = [(rank, rank + 1) for rank in range(len(hosts) - 1) if hosts[rank] == hosts[rank + 1]]
+    return (between + beside)[:limit]
+
+
+def slow_pairs(seconds: dict[tuple[int, int], float], times: float = _SLOW) -> list[tuple[int, int]]:
+    """The pairs that take much longer than the median pair. Pure."""
+    if len(seconds) < 3:
+        return []
+    usual = statistics.median(seconds.values())
+    return [pair for pair, taken in seconds.items() if taken > times * usual]
+
+
+def _check_sum(world: World) -> None:
+    numbers = torch.arange(1000, dtype=torch.float64, device=world.device) * (world.rank + 1)
+    world.transport.all_reduce(numbers).wait()
+    wanted = torch.arange(1000, dtype=torch.float64) * sum(range(1, world.world_size + 1))
+    if not torch.equal(numbers.cpu(), wanted):
+        raise MismatchError(
+            f"rank {world.rank}: a sum over {world.transport_name} is wrong: {numbers[:4].tolist()} ..."
+        )
+
+
+def _check_step(world: World) -> None:
+    """A step of a small network on shares of a batch, and the same on the whole batch in this process alone."""
+    batch = torch.randn(8 * world.world_size, 16, generator=torch.Generator().manual_seed(1))
+
+    def build() -> torch.nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2)
+            return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+    def step(model: torch.nn.Module, backward: Callable[[torch.Tensor], object], x: torch.Tensor) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model(x.to(world.device)).square().mean())
+        optimizer.step()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    alone = build().to(world.device)
+    model = DistributedDataParallel(build(), world=world)
+    wanted = step(alone, _backward, batch)
+    share = batch[world.rank * 8 : (world.rank + 1) * 8]
+    found = step(model, lambda loss: model.backward(loss, weight=len(share)), share)
+    furthest = max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+    if not furthest < 1e-5:
+        raise MismatchError(
+            f"rank {world.rank}: after one step the parameters are {furthest:.3g} away from one process's, and should "
+            f"be within 1e-05. Do all hosts have the same torch ({torch.__version__} here)?"
+        )
+
+
+def _backward(loss: torch.Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _measure_pairs(world: World) -> None:
+    pairs = choose_pairs([int(host) for host in world.exchange(world.node_rank)])
+    seconds: dict[tuple[int, int], float] = {}
+    for pair in pairs:
+        group = dist.new_group(list(pair))
+        if world.rank in pair:
+            both = World.from_process_group(device=world.device, group=group)
+            taken, row = measure(both.transport, world.device)
+            both.close()
+        else:
+            taken, row = 0.0, ""
+        told = world.exchange([taken, row])[pair[0]]
+        seconds[pair] = float(told[0])
+        world.print(f"ranks {pair[0]} and {pair[1]}: {told[1]}")
+        world.barrier()
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    num_pairs = math.comb(world.world_size, 2)
+    if len(pairs) < num_pairs:
+        world.print(f"({len(pairs)} of {num_pairs} pairs: one rank of every host, and neighbours)")
+    for first, second in slow_pairs(seconds):
+        world.print(f"slow: ranks {first} and {second} take more than {_SLOW:g} times as long as the median pair")
+
+
+def _print_row(world: World, who: str, transport: Transport) -> None:
+    world.print(f"{who}: {measure(transport, world.device)[1]}")
+
+
+def measure(transport: Transport, device: torch.device) -> tuple[float, str]:
+    """Seconds of a large all-reduce, and a line with latency and bandwidth. Collective among the transport's ranks."""
+    small = transport.allocate(_SMALL_NUMEL, dtype=torch.float32, device=device).zero_()
+    large = transport.allocate(_LARGE_NUMEL, dtype=torch.float32, device=device).zero_()
+
+    def timed(tensor: torch.Tensor, count: int) -> float:
+        taken = []
+        for _ in range(count):
+            started = time.perf_counter()
+            transport.all_reduce(tensor).wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken.append(time.perf_counter() - started)
+        return statistics.median(taken)
+
+    timed(small, 5), timed(large, 1)
+    latency_s, large_s = timed(small, _NUM_SMALL), timed(large, _NUM_LARGE)
+    rate = large.nbytes / large_s / 1e9
+    return large_s, f"{transport.name}, latency {latency_s * 1e6:,.0f} us, {rate:.2f} GB/s (all-reduce of 16 MiB)"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What a checkpoint has and what the objects of this run want: all differences at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.checkpoint.manifest import ObjectEntry
+from evenstep.checkpoint.snapshot import unwrapped
+
+# What optimizers keep of each parameter in the parameter's own shape.
+_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
+
+
+def differences(name: str, saved: ObjectEntry, target: Any) -> list[str]:
+    """Where what was saved doesn't fit the object that is to have it, a line each.
+
+    Args:
+        name: Of the object.
+        saved: As the manifest has it.
+        target: The object of this run.
+    """
+    target = unwrapped(target)
+    if isinstance(target, nn.Module):
+        return _module_differences(name, saved, target)
+    if isinstance(getattr(target, "param_groups", None), list):
+        return _optimizer_differences(name, saved, target)
+    return []
+
+
+def fitting(state: Any, target: Any) -> Any:
+    """The part of a saved state that fits: of a model, the tensors of the same names, shapes and dtypes."""
+    target = unwrapped(target)
+    if not isinstance(target, nn.Module):
+        return state
+    wanted = target.state_dict()
+    return {key: value for key, value in state.items() if key in wanted and _told(value) == _told(wanted[key])}
+
+
+def load_into(target: Any, state: Any, *, strict: bool) -> None:
+    """Give an object its state."""
+    target = unwrapped(target)
+    if isinstance(target, nn.Module):
+        target.load_state_dict(state, strict=strict)
+    else:
+        target.load_state_dict(state)
+
+
+def _module_differences(name: str, saved: ObjectEntry, target: nn.Module) -> list[str]:
+    have = {key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in saved.tensors.items()}
+    have |= {alias: have[key] for alias, key in saved.aliases.items()}
+    want = {key: _told(value) for key, value in target.state_dict().items() if isinstance(value, Tensor)}
+    lines = [f"{name}: {key} {have[key]} was saved, and this model has none" for key in have if key not in want]
+    lines += [f"{name}: {key} {want[key]} was not saved" for key in want if key not in have]
+    lines += [
+        f"{name}: {key} was {have[key]}, and is {want[key]} here"
+        for key in want
+        if key in have and have[key] != want[key]
+    ]
+    return lines
+
+
+def _optimizer_differences(name: str, saved: ObjectEntry, target: Any) -> list[str]:
+    structure = saved.structure if isinstance(saved.structure, dict) else {}
+    groups = structure.get("param_groups")
+    if not isinstance(groups, list):
+        return [f"{name}: {saved.kind} was saved, which has no param_groups; it is a {_kind(target)} here"]
+    lines = []
+    here = target.param_groups
+    counts = [len(group["params"]) for group in groups], [len(group["params"]) for group in here]
+    if counts[0] != counts[1]:
+        lines.append(f"{name}: groups of {counts[0]} parameters were saved, and there are {counts[1]} here")
+    options = {key for group in groups for key in group}, {key for group in here for key in group}
+    missing, new = sorted(options[0] - options[1] - {"initial_lr"}), sorted(options[1] - options[0] - {"initial_lr"})
+    if missing and new:  # one of them alone may be another version of torch
+        lines.append(
+            f"{name}: saved from {saved.kind} with {', '.join(missing)}; a {_kind(target)} here, with {', '.join(new)}"
+        )
+    parameters = [parameter for group in here for parameter in group["params"]]
+    for key, tensor in saved.tensors.items():
+        first, _, rest = key.partition(".")
+        index, _, what = rest.partition(".")
+        if first == "state" and index.isdigit() and what in _LIKE_PARAMETER and int(index) < len(parameters):
+            shape = tuple(parameters[int(index)].shape)
+            if shape != tensor.shape:
+                lines.append(f"{name}: {key} was {list(tensor.shape)}, and its parameter is {list(shape)} here")
+    return lines
+
+
+def missing_objects(saved: Mapping[str, ObjectEntry], wanted: Mapping[str, Any]) -> list[str]:
+    """Objects of this run that the checkpoint doesn't have."""
+    return [f"{name}: was not saved" for name in wanted if name not in saved]
+
+
+def _told(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def largest_difference(ours: Tensor, theirs: Tensor) -> float:
+    """Of two tensors of one shape; infinite where one has a NaN that the other hasn't."""
+    if ours.numel() == 0 or torch.equal(ours, theirs):
+        return 0.0
+    kind = torch.complex128 if ours.is_complex() else torch.float64
+    gap = (ours.to(kind) - theirs.to(kind)).abs()
+    same = (ours == theirs) | ((ours != ours) & (theirs != theirs))
+    return float(torch.where(same, 0.0, torch.nan_to_num(gap, nan=float("inf"))).max())

@@ -1,0 +1,207 @@
+"""`manifest.json`: what a checkpoint holds, and how to tell that it is whole. Pure.
+
+The first line holds the format's version and a CRC-32 of everything behind that line, so that a flipped bit or a
+missing byte in the manifest itself is found too. All of it together is plain JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from evenstep.checkpoint.payload import torch_dtype
+
+NAME = "manifest.json"
+VERSION = 1
+MAX_BYTES = 1 << 28
+
+_FIRST_LINE = '{"evenstep_checkpoint": %d, "crc32": "%08x",\n'
+_FIRST_PATTERN = re.compile(rb'\{"evenstep_checkpoint": (\d{1,9}), "crc32": "([0-9a-f]{8})",\n')
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Consecutive elements of a tensor, in one file.
+
+    Attributes:
+        file: Its name.
+        key: The part's name in that file.
+        start: Of the flattened tensor, the first element that is here.
+        numel: How many are here.
+        crc32: Of the bytes.
+    """
+
+    file: str
+    key: str
+    start: int
+    numel: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of an object's state.
+
+    Attributes:
+        dtype: Its name, without "torch.".
+        shape: Of the whole.
+        parts: Cover the tensor once, in order; one, unless its object is divided over the ranks.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """One object that was saved.
+
+    Attributes:
+        kind: Its class, for people.
+        structure: What `tree.unflatten` takes.
+        tensors: By name; what `structure` refers to.
+        aliases: Tensors that are another one of this object: tied parameters.
+        placed: Of tensors that were divided over the ranks and so aren't in `structure`: (path, name).
+    """
+
+    kind: str
+    structure: Any
+    tensors: dict[str, TensorEntry]
+    aliases: dict[str, str] = field(default_factory=dict)
+    placed: list[tuple[list[str | int], str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One payload.
+
+    Attributes:
+        bytes: Its length.
+        header_bytes: Length of what stands before the first tensor.
+        header_crc32: Of those bytes.
+    """
+
+    bytes: int
+    header_bytes: int
+    header_crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of one checkpoint.
+
+    Attributes:
+        step: Optimizer steps that were made.
+        world_size: Ranks that saved it.
+        time: Seconds since 1970, when it was begun.
+        versions: Of evenstep, torch and python.
+        metrics: What `step` and `save` were told, the latest of each.
+        objects: By the names that they were given under; the random streams are one of them.
+        files: By name.
+    """
+
+    step: int
+    world_size: int
+    time: float
+    versions: dict[str, str]
+    metrics: dict[str, float]
+    objects: dict[str, ObjectEntry]
+    files: dict[str, FileEntry]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Length of all files but the manifest."""
+        return sum(file.bytes for file in self.files.values())
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The file's content."""
+    # JSON has no infinity: Python's reader and ours know it, which is enough for metrics.
+    rest = json.dumps(asdict(manifest), separators=(",", ":"))[1:].encode() + b"\n"
+    return (_FIRST_LINE % (VERSION, zlib.crc32(rest))).encode() + rest
+
+
+def decode(content: bytes) -> Manifest:
+    """The inverse of `encode`.
+
+    Raises:
+        ValueError: It is damaged, made by a newer version, or names a file that isn't in its own folder.
+    """
+    first, newline, rest = content.partition(b"\n")
+    found = _FIRST_PATTERN.fullmatch(first + newline)
+    if found is None:
+        raise ValueError("its first line is not that of a checkpoint")
+    if int(found[2], 16) != zlib.crc32(rest):
+        raise ValueError(f"its checksum is {zlib.crc32(rest):08x}, and {found[2].decode()} is written in it")
+    if int(found[1]) != VERSION:
+        raise ValueError(f"it has version {int(found[1])} of the format; this evenstep reads version {VERSION}")
+    try:
+        manifest = _build(json.loads(b"{" + rest))
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it lacks something ({type(error).__name__}: {error})") from None
+    _validate(manifest)
+    return manifest
+
+
+def _build(found: Mapping[str, Any]) -> Manifest:
+    objects = {}
+    for name, item in found["objects"].items():
+        tensors = {
+            key: TensorEntry(
+                dtype=str(tensor["dtype"]),
+                shape=tuple(tensor["shape"]),
+                parts=tuple(Part(**part) for part in tensor["parts"]),
+            )
+            for key, tensor in item["tensors"].items()
+        }
+        placed = [(list(path), str(tensor)) for path, tensor in item["placed"]]
+        objects[name] = ObjectEntry(str(item["kind"]), item["structure"], tensors, dict(item["aliases"]), placed)
+    return Manifest(
+        step=found["step"],
+        world_size=found["world_size"],
+        time=found["time"],
+        versions=dict(found["versions"]),
+        metrics=dict(found["metrics"]),
+        objects=objects,
+        files={name: FileEntry(**file) for name, file in found["files"].items()},
+    )
+
+
+def _validate(manifest: Manifest) -> None:
+    """A manifest may come from anywhere, with a checksum that fits: believe nothing."""
+    counts: list[object] = [manifest.step, manifest.world_size]
+    for name, file in manifest.files.items():
+        if not _SAFE_NAME.fullmatch(name) or name == NAME:
+            raise ValueError(f"it names the file {name[:80]!r}, which is no plain name inside its folder")
+        counts += [file.bytes, file.header_bytes, file.header_crc32]
+    for owner, item in manifest.objects.items():
+        for name, target in item.aliases.items():
+            if target not in item.tensors:
+                raise ValueError(f"it says that {owner}/{name} is {target!r}, which isn't listed")
+        for name, tensor in item.tensors.items():
+            counts += [*tensor.shape]
+            itemsize = torch_dtype(tensor.dtype).itemsize
+            end = 0
+            for part in tensor.parts:
+                counts += [part.start, part.numel, part.crc32]
+                if part.file not in manifest.files:
+                    raise ValueError(f"{owner}/{name} lies in {part.file[:80]!r}, which isn't listed")
+                if type(part.numel) is int and part.numel * itemsize > manifest.files[part.file].bytes:
+                    raise ValueError(f"{owner}/{name} is larger than its file")
+                end = end + part.numel if part.start == end else -1
+            if end != tensor.numel:
+                raise ValueError(f"the parts of {owner}/{name} don't make up its {tensor.numel} elements")
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError("it has a count that is no whole number of at least 0")

@@ -1,0 +1,147 @@
+"""Who writes what, when, and what may be deleted. Pure.
+
+The tensors of the replicated state are known on every rank, in the same order, so each rank computes the same plan and
+nothing has to be said:
+
+    object       size      3 ranks
+    model        600 MB    model-00001-of-00003.safetensors on rank 0, ...-00002-... on rank 1, ...-00003-... on rank 2
+    scheduler      1 kB    scheduler.safetensors on the rank that has the least to write
+    random                 random.safetensors, gathered, on rank 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from evenstep.checkpoint.payload import Entry
+from evenstep.errors import ConfigurationError
+
+# An object smaller than this is not worth a file per rank: a synced file costs milliseconds.
+_WORTH_DIVIDING_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One payload and its writer.
+
+    Attributes:
+        name: Of the file.
+        owner: The object whose tensors these are.
+        rank: Who writes it.
+        entries: What stands in it.
+    """
+
+    name: str
+    owner: str
+    rank: int
+    entries: tuple[Entry, ...]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When to save, and what to keep.
+
+    Attributes:
+        every_steps: Save after each so many steps; None: not by steps.
+        every_minutes: Save when so many minutes have passed since the last save; None: not by time.
+        keep: The newest so many are kept.
+        keep_every: What was saved at a multiple of this many steps is kept for good; None: nothing.
+        best: The metric whose best checkpoint is kept; None: none.
+        best_is: "lowest" or "highest".
+    """
+
+    every_steps: int | None = None
+    every_minutes: float | None = 10.0
+    keep: int = 3
+    keep_every: int | None = None
+    best: str | None = None
+    best_is: str = "lowest"
+
+    def __post_init__(self) -> None:
+        for name in ("every_steps", "keep", "keep_every"):
+            value = getattr(self, name)
+            if not (value is None and name != "keep") and (type(value) is not int or value < 1):
+                raise ConfigurationError(f"Checkpointer: {name}={value!r}; a whole number, at least 1.")
+        minutes = self.every_minutes
+        if minutes is not None and (isinstance(minutes, bool | str) or not minutes > 0):
+            raise ConfigurationError(f"Checkpointer: every_minutes={minutes!r}; a number greater than 0, or None.")
+        if self.best is not None and not isinstance(self.best, str):
+            raise ConfigurationError(f"Checkpointer: best={self.best!r}; the name of a metric: best='loss'.")
+        if self.best_is not in ("lowest", "highest"):
+            raise ConfigurationError(f"Checkpointer: best_is={self.best_is!r}; 'lowest' or 'highest'.")
+
+
+def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int) -> list[FilePlan]:
+    """Divide what all ranks have over those who write it.
+
+    Args:
+        objects: The tensors of each, equal on all ranks.
+        world_size: Number of ranks.
+    """
+    load = [0] * world_size
+    plans: list[FilePlan] = []
+    sizes = {owner: sum(entry.num_bytes for entry in entries) for owner, entries in objects.items()}
+    for owner in sorted(objects, key=lambda owner: (-sizes[owner], owner)):
+        entries = objects[owner]
+        if not entries:
+            continue
+        if sizes[owner] < _WORTH_DIVIDING_BYTES or world_size == 1:
+            rank = load.index(min(load))
+            load[rank] += sizes[owner]
+            plans.append(FilePlan(f"{owner}.safetensors", owner, rank, tuple(entries)))
+            continue
+        shares: dict[int, list[Entry]] = {}
+        for entry in sorted(entries, key=lambda entry: (-entry.num_bytes, entry.key)):
+            rank = load.index(min(load))
+            load[rank] += entry.num_bytes
+            shares.setdefault(rank, []).append(entry)
+        for number, (rank, share) in enumerate(sorted(shares.items()), start=1):
+            name = f"{owner}-{number:05d}-of-{len(shares):05d}.safetensors"
+            plans.append(FilePlan(name, owner, rank, tuple(share)))
+    return plans
+
+
+def shard_file(owner: str, rank: int, world_size: int) -> str:
+    """Where a rank writes its pieces of an object that is divided over the ranks."""
+    return f"{owner}-shards-{rank + 1:05d}-of-{world_size:05d}.safetensors"
+
+
+def is_better(value: float, than: float | None, policy: Policy) -> bool:
+    """Whether a metric beats the best so far; a NaN never does."""
+    if value != value:
+        return False
+    if than is None:
+        return True
+    return value < than if policy.best_is == "lowest" else value > than
+
+
+def best_step(metrics: Mapping[int, Mapping[str, float]], policy: Policy) -> int | None:
+    """The step whose metric is best; the earlier of equals.
+
+    Args:
+        metrics: Of each step that was saved.
+        policy: Names the metric.
+    """
+    found: int | None = None
+    for step in sorted(metrics):
+        value = metrics[step].get(policy.best or "")
+        before = None if found is None else metrics[found][policy.best or ""]
+        if value is not None and is_better(value, before, policy):
+            found = step
+    return found
+
+
+def plan_removals(metrics: Mapping[int, Mapping[str, float]], policy: Policy) -> list[int]:
+    """The steps that need not be kept any longer.
+
+    Args:
+        metrics: Of each step that was saved.
+        policy: What to keep.
+    """
+    steps: Iterable[int] = sorted(metrics)
+    kept = set(sorted(metrics)[-policy.keep :])
+    if policy.keep_every is not None:
+        kept |= {step for step in steps if step % policy.keep_every == 0}
+    best = best_step(metrics, policy) if policy.best is not None else None
+    return [step for step in steps if step not in kept and step != best]

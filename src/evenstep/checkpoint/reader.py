@@ -1,0 +1,245 @@
+"""Reading a checkpoint: nothing is believed that its checksum doesn't confirm."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.checkpoint import manifest as manifests
+from evenstep.checkpoint import payload
+from evenstep.checkpoint.manifest import Manifest, ObjectEntry, Part
+from evenstep.checkpoint.payload import Entry
+from evenstep.checkpoint.snapshot import bytes_of
+from evenstep.checkpoint.storage import Reader, Storage
+from evenstep.checkpoint.tree import unflatten
+from evenstep.errors import CheckpointError
+
+_CHUNK_BYTES = 1 << 20
+_NUM_THREADS = 2
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint isn't as it was written: which file, which tensor."""
+
+
+def read_manifest(storage: Storage, folder: str) -> Manifest:
+    """The manifest of a checkpoint, after its own checksum was confirmed.
+
+    Raises:
+        DamagedError: It is missing or damaged.
+    """
+    path = f"{folder}/{manifests.NAME}"
+    try:
+        with storage.open(path) as file:
+            if file.num_bytes > manifests.MAX_BYTES:
+                raise DamagedError(f"{path}: {file.num_bytes:,} bytes are too many for a manifest")
+            content = bytearray(file.num_bytes)
+            got = file.read_into(0, memoryview(content))
+        return manifests.decode(bytes(content[:got]))
+    except ValueError as error:
+        raise DamagedError(f"{path}: {error}") from None
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror or error}") from None
+
+
+def read_objects(
+    storage: Storage,
+    folder: str,
+    manifest: Manifest,
+    names: Collection[str],
+    *,
+    share: tuple[int, int] = (0, 1),
+) -> dict[str, Any]:
+    """The states of some objects, on the CPU.
+
+    Args:
+        storage: Where the checkpoint lies.
+        folder: Its folder.
+        manifest: What is in it.
+        names: Of the objects.
+        share: (i, n): ranks of one host read the same bytes, so each of n confirms every n-th checksum, from the i-th
+            on. The whole is confirmed when all of them have returned.
+
+    Raises:
+        DamagedError: A file or a tensor isn't what was saved.
+    """
+    check = _Check(storage, folder, manifest, share)
+    wanted = {name: manifest.objects[name] for name in names}
+    tensors = check.read(wanted)
+    states = {}
+    for name, item in wanted.items():
+        known = tensors[name] | {alias: tensors[name][target] for alias, target in item.aliases.items()}
+        try:
+            states[name] = unflatten(item.structure, known)
+            for path, tensor in item.placed:
+                _put_at(states[name], path, known[tensor])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamagedError(f"{folder}/{manifests.NAME}: {name}: {error}") from None
+    return states
+
+
+def check_checkpoint(storage: Storage, folder: str) -> list[str]:
+    """Read everything; returns what is wrong, a line each. Files that nobody asked for are wrong too."""
+    try:
+        manifest = read_manifest(storage, folder)
+    except DamagedError as error:
+        return [str(error)]
+    findings: list[str] = []
+    check = _Check(storage, folder, manifest, (0, 1), findings.append)
+    for name, item in manifest.objects.items():
+        check.read({name: item})
+    findings += [f"{folder}/{name}: isn't listed in the manifest" for name in unlisted_files(storage, folder, manifest)]
+    return sorted(set(findings))
+
+
+def unlisted_files(storage: Storage, folder: str, manifest: Manifest) -> list[str]:
+    """Files that lie in a checkpoint and are none of its own; hidden ones don't count."""
+    known = {manifests.NAME, *manifest.files}
+    return [name for name in storage.list(folder) if name not in known and not name.startswith(".")]
+
+
+class _Check:
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        manifest: Manifest,
+        share: tuple[int, int],
+        report: Callable[[str], object] | None = None,
+    ) -> None:
+        self._storage, self._folder, self._manifest, self._share = storage, folder, manifest, share
+        self._report = report
+
+    def read(self, objects: Mapping[str, ObjectEntry]) -> dict[str, dict[str, Tensor]]:
+        """All tensors of some objects; those that couldn't be read, where that is only reported, hold anything."""
+        into: dict[str, dict[str, Tensor]] = {}
+        parts: dict[str, list[tuple[str, str, Part, Tensor]]] = {}
+        if not self._sizes_are_right(objects):
+            return {owner: {} for owner in objects}
+        for owner, item in objects.items():
+            into[owner] = {}
+            for name, tensor in item.tensors.items():
+                whole = torch.empty(tensor.shape, dtype=payload.torch_dtype(tensor.dtype))
+                into[owner][name] = whole
+                flat = whole.view(-1)
+                for part in tensor.parts:
+                    piece = flat[part.start : part.start + part.numel]
+                    parts.setdefault(part.file, []).append((f"{owner}/{name}", part.key, part, piece))
+        for file, listed in parts.items():
+            self._read_file(file, listed, objects)
+        return into
+
+    def _sizes_are_right(self, objects: Mapping[str, ObjectEntry]) -> bool:
+        """Before memory is taken for them: whether files are as long as the manifest says, and as tensors need."""
+        needed: dict[str, int] = {}
+        for item in objects.values():
+            for tensor in item.tensors.values():
+                for part in tensor.parts:
+                    num_bytes = part.numel * payload.torch_dtype(tensor.dtype).itemsize
+                    needed[part.file] = needed.get(part.file, 0) + num_bytes
+        all_right = True
+        for file, num_bytes in needed.items():
+            path, known = f"{self._folder}/{file}", self._manifest.files[file]
+            problem = None
+            try:
+                with self._storage.open(path) as source:
+                    if source.num_bytes != known.bytes:
+                        problem = f"has {source.num_bytes:,} bytes, and {known.bytes:,} were saved"
+                    elif num_bytes != known.bytes - known.header_bytes:
+                        problem = f"its tensors would have {num_bytes:,} bytes"
+            except OSError as error:
+                problem = error.strerror or str(error)
+            if problem is not None:
+                self._tell(f"{path}: {problem}")
+                all_right = False
+        return all_right
+
+    def _read_file(
+        self, file: str, listed: list[tuple[str, str, Part, Tensor]], objects: Mapping[str, ObjectEntry]
+    ) -> None:
+        path = f"{self._folder}/{file}"
+        try:
+            with self._storage.open(path) as source:
+                offsets, first = self._header(source, path, file, list(_entries(objects, file)))
+                if offsets is None:
+                    return
+
+                def read_one(job: tuple[int, tuple[str, str, Part, Tensor]]) -> str | None:
+                    index, (name, key, part, out) = job
+                    confirms = index % self._share[1] == self._share[0]
+                    found = _read_part(source, first + offsets[key], out, confirms=confirms)
+                    if found is None or found == part.crc32:
+                        return None
+                    return f"{path}: tensor {name}: its checksum is {found:08x}, and {part.crc32:08x} was saved"
+
+                jobs = list(enumerate(listed))
+                if sum(out.nbytes for *_, out in listed) < 8 * _CHUNK_BYTES:
+                    problems = [read_one(job) for job in jobs]
+                else:
+                    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+                        problems = list(pool.map(read_one, jobs))
+            for problem in problems:
+                if problem is not None:
+                    self._tell(problem)
+        except OSError as error:
+            self._tell(f"{path}: {error.strerror or error}")
+
+    def _header(self, source: Reader, path: str, file: str, entries: list[Entry]) -> tuple[dict[str, int] | None, int]:
+        """Offset of each tensor, and of the first byte behind the header; None where that is reported."""
+        known = self._manifest.files[file]
+        if not 8 <= known.header_bytes <= min(known.bytes, payload.MAX_HEADER_BYTES):
+            self._tell(f"{path}: a header of {known.header_bytes:,} bytes can't be")
+            return None, 0
+        header = bytearray(known.header_bytes)
+        source.read_into(0, memoryview(header))
+        if zlib.crc32(header) != known.header_crc32:
+            self._tell(f"{path}: the checksum of its header is not the one that was saved")
+            return None, 0
+        try:
+            if int.from_bytes(header[:8], "little") != known.header_bytes - 8:
+                raise ValueError("its header has another length")
+            return payload.parse_header(bytes(header[8:]), entries, known.bytes - known.header_bytes), len(header)
+        except ValueError as error:
+            self._tell(f"{path}: {error}")
+            return None, 0
+
+    def _tell(self, problem: str) -> None:
+        if self._report is None:
+            raise DamagedError(problem)
+        self._report(problem)
+
+
+def _entries(objects: Mapping[str, ObjectEntry], file: str) -> Iterator[Entry]:
+    """What a file must hold. A file belongs to one object, so all its tensors are known here."""
+    for item in objects.values():
+        for tensor in item.tensors.values():
+            for part in tensor.parts:
+                if part.file == file:
+                    is_whole = part.numel == tensor.numel
+                    yield Entry(part.key, tensor.dtype, tensor.shape if is_whole else (part.numel,))
+
+
+def _read_part(source: Reader, offset: int, out: Tensor, *, confirms: bool) -> int | None:
+    """Fill a tensor; the CRC-32 of what came if it is wanted. In pieces that are still in the cache when summed."""
+    memory = bytes_of(out)
+    checksum = 0
+    for begin in range(0, len(memory), _CHUNK_BYTES):
+        chunk = memory[begin : begin + _CHUNK_BYTES]
+        got = source.read_into(offset + begin, chunk)
+        if got != len(chunk):
+            raise OSError(0, f"ends after {offset + begin + got:,} bytes, while it is read")
+        if confirms:
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum if confirms else None
+
+
+def _put_at(state: Any, path: list[Any], tensor: Tensor) -> None:
+    *parents, last = path
+    for key in parents:
+        state = state.setdefault(key, {}) if isinstance(state, dict) else state[key]
+    state[last] = tensor

@@ -1,0 +1,172 @@
+"""State dictionaries to JSON and named tensors, and back. Pure; nothing is ever pickled.
+
+What JSON can't say is a dictionary with one key that begins with "~":
+
+    {"~tensor": "0.weight"}     the tensor of that name        {"~array": name}     a numpy array
+    {"~tuple": [...]}           {"~counter": [[key, n], ...]}  {"~dict": [[key, value], ...]}   keys that aren't plain
+    {"~float": "nan"}           {"~bytes": base64}             {"~dtype": "float32"}
+    {"~module": state, "metadata": ...}    a module's state dictionary with torch's versions of its parts
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.errors import ConfigurationError
+
+_PLAIN_TENSORS = {Tensor, nn.Parameter, nn.Buffer}
+_MAX_DEPTH = 200
+
+
+def flatten(value: Any, owner: str) -> tuple[Any, dict[str, Tensor]]:
+    """Take an object's state apart.
+
+    Args:
+        value: None, bool, int, float, str, bytes, dtypes, tensors, numpy arrays and numbers, and lists, tuples and
+            dictionaries of them.
+        owner: What messages call it: the name under which the object was given.
+
+    Returns:
+        The JSON structure, and the tensors by name: their path, joined by dots. Two names may have one tensor.
+
+    Raises:
+        ConfigurationError: Something else is in it; the message has its path and type.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _flatten(value, (owner,), tensors), tensors
+
+
+def unflatten(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `flatten` was given: tensors as they are in `tensors`.
+
+    Raises:
+        ValueError: The structure names a tensor that isn't there, or isn't one that `flatten` makes.
+    """
+    if isinstance(structure, list):
+        return [unflatten(item, tensors) for item in structure]
+    if not isinstance(structure, dict):
+        return structure
+    tags = [key for key in structure if key.startswith("~")]
+    if not tags:
+        return {key: unflatten(item, tensors) for key, item in structure.items()}
+    tag, content = tags[0], structure[tags[0]]
+    if tag in ("~tensor", "~array"):
+        if content not in tensors:
+            raise ValueError(f"its structure names the tensor {content!r}, which isn't listed")
+        return tensors[content] if tag == "~tensor" else tensors[content].numpy()
+    if tag == "~tuple":
+        return tuple(unflatten(item, tensors) for item in content)
+    if tag == "~float":
+        return float(content)
+    if tag == "~bytes":
+        return base64.b64decode(content)
+    if tag == "~dtype":
+        dtype = getattr(torch, content, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"its structure has the dtype {content!r}, which torch doesn't know")
+        return dtype
+    if tag in ("~dict", "~counter"):
+        pairs = {unflatten(key, {}): unflatten(item, tensors) for key, item in content}
+        return collections.Counter(pairs) if tag == "~counter" else pairs
+    if tag == "~module":
+        state: Any = collections.OrderedDict(unflatten(content, tensors))
+        state._metadata = unflatten(structure.get("metadata"), {})
+        return state
+    raise ValueError(f"its structure has the mark {tag!r}, which this version doesn't know")
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """The name of the tensor at a path inside a state dictionary."""
+    return ".".join(map(str, path))
+
+
+def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> Any:
+    if len(path) > _MAX_DEPTH:
+        raise ConfigurationError(f"the state of {path[0]!r} holds itself, or is nested too deeply to be saved.")
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int) and not hasattr(value, "_value_"):  # an enum's member would come back as a number
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"~float": str(float(value))}
+    if isinstance(value, Tensor):
+        _validate_tensor(value, path)
+        return {"~tensor": _put(value.detach(), path, tensors)}
+    if type(value) is tuple or isinstance(value, torch.Size):
+        return {"~tuple": [_flatten(item, (*path, i), tensors) for i, item in enumerate(value)]}
+    if type(value) is list:
+        return [_flatten(item, (*path, i), tensors) for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return _flatten_dict(value, path, tensors)
+    if isinstance(value, bytes):
+        return {"~bytes": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {"~dtype": str(value).removeprefix("torch.")}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
+        array = numpy.array(value)  # a copy that is the tensor's own
+        return {"~array": _put(torch.from_numpy(array), path, tensors)}
+    raise ConfigurationError(
+        f"{shown(path)} is a {type(value).__module__}.{type(value).__qualname__}, which can't be saved: checkpoints "
+        f"hold no pickle. Keep numbers, strings, tensors, lists, tuples and dictionaries in the state."
+    )
+
+
+def _flatten_dict(value: dict[Any, Any], path: tuple[Any, ...], tensors: dict[str, Tensor]) -> Any:
+    def pairs() -> list[Any]:
+        return [[_flatten_key(key, path), _flatten(item, (*path, key), tensors)] for key, item in value.items()]
+
+    if isinstance(value, collections.Counter):
+        return {"~counter": pairs()}
+    if all(isinstance(key, str) and not key.startswith("~") for key in value):
+        state: Any = {key: _flatten(item, (*path, key), tensors) for key, item in value.items()}
+    else:
+        state = {"~dict": pairs()}
+    metadata = getattr(value, "_metadata", None)
+    if isinstance(metadata, dict):
+        return {"~module": state, "metadata": _flatten(dict(metadata), (*path, "_metadata"), {})}
+    return state
+
+
+def _flatten_key(key: Any, path: tuple[Any, ...]) -> Any:
+    if isinstance(key, str | int | float | tuple | None):
+        return _flatten(key, (*path, key), {})
+    raise ConfigurationError(
+        f"{shown(path)} has the key {key!r} of type {type(key).__qualname__}, which can't be saved. Use strings or "
+        f"numbers as keys."
+    )
+
+
+def _put(tensor: Tensor, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> str:
+    name = base = dotted(path[1:]) or "value"
+    number = 1
+    while name in tensors:  # {"a.b": t, "a": {"b": t}}
+        number += 1
+        name = f"{base}~{number}"
+    tensors[name] = tensor
+    return name
+
+
+def _validate_tensor(tensor: Tensor, path: tuple[Any, ...]) -> None:
+    problem = None
+    if type(tensor) not in _PLAIN_TENSORS:
+        problem = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    elif tensor.layout is not torch.strided:
+        problem = f"a {tensor.layout} tensor"
+    elif tensor.is_quantized or tensor.device.type == "meta":
+        problem = f"a {tensor.dtype} tensor on {tensor.device}"
+    if problem is not None:
+        raise ConfigurationError(f"{shown(path)} is {problem}, which can't be saved; checkpoints hold dense tensors.")
+
+
+def shown(path: tuple[Any, ...]) -> str:
+    """A path as a person would write it: optimizer['state'][0]['exp_avg']."""
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])

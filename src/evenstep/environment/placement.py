@@ -1,0 +1,78 @@
+"""Where a rank stands in the world: plain data, whoever started it. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evenstep.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a rank stands in the world, and how it finds the others.
+
+    Attributes:
+        launcher: "evenstep run", "evenstep.launch", "torchrun", "Open MPI", "MPICH", "Intel MPI", "PALS", "srun", or
+            "none" for a process that nobody launched.
+        rendezvous_file: File through which the ranks of one host meet; None: over the network.
+        master_address: Where rank 0 can be found; None if nobody has said.
+        master_port: The port there.
+        makes_store: Rank 0 itself opens a store at that port; otherwise torch does, or its launcher.
+        job: What tells this job's ranks from those of every other job; "" if the launcher says nothing of it.
+        restart_count: How many times the launcher has restarted the ranks.
+        run_directory: Private directory that the launcher made; None if it isn't ours.
+        device: The device that the launcher's command line asked for.
+        announced: The line that the launcher printed at start.
+        has_one_gpu_of_its_own: The launcher shows every rank a GPU of its own, and only that one.
+        why: The variables by which the launcher was recognised, for people.
+        remark: What should be said at start: variables that look like several ranks, and are not.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    launcher: str = "none"
+    rendezvous_file: Path | None = None
+    master_address: str | None = None
+    master_port: int | None = None
+    makes_store: bool = False
+    job: str = ""
+    restart_count: int = 0
+    run_directory: Path | None = None
+    device: str | None = None
+    announced: str | None = None
+    has_one_gpu_of_its_own: bool = False
+    why: str = field(default="", compare=False)
+    remark: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for index, count, names in (
+            (self.rank, self.world_size, "RANK and WORLD_SIZE"),
+            (self.local_rank, self.local_world_size, "LOCAL_RANK and LOCAL_WORLD_SIZE"),
+            (self.node_rank, self.num_nodes, "GROUP_RANK and GROUP_WORLD_SIZE"),
+        ):
+            if not 0 <= index < count:
+                raise ConfigurationError(
+                    f"{names} are inconsistent: {index} of {count}. A rank lies between 0 and the size less one; "
+                    f"unset the variables to run as one process, or start with `evenstep run`."
+                )
+
+
+def placement_from_hosts(hosts: Sequence[str], rank: int) -> Placement:
+    """Local ranks and node ranks from the hosts of all ranks, in order of rank. Pure."""
+    distinct = list(dict.fromkeys(hosts))
+    return Placement(
+        rank=rank,
+        world_size=len(hosts),
+        local_rank=sum(host == hosts[rank] for host in hosts[:rank]),
+        local_world_size=Counter(hosts)[hosts[rank]],
+        node_rank=distinct.index(hosts[rank]),
+        num_nodes=len(distinct),
+        launcher="none",
+    )

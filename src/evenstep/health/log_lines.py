@@ -1,0 +1,48 @@
+"""Lines of a rank's log file, each with time, rank and step in front: what python prints, logs and warns of."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from typing import cast
+
+from evenstep.health import page
+
+
+class StampedLines(io.TextIOWrapper):
+    """A text stream that writes a stamp before every line.
+
+    Args:
+        stream: What it takes the place of; of no use afterwards.
+        rank: Stands in the stamp.
+    """
+
+    def __init__(self, stream: io.TextIOWrapper, *, rank: int) -> None:
+        encoding, errors = stream.encoding, stream.errors
+        super().__init__(stream.detach(), encoding=encoding, errors=errors, line_buffering=True)
+        self._rank = rank
+        self._is_at_start = True
+
+    def write(self, text: str) -> int:
+        """Write text; lines begin where the last one has ended, in whatever pieces they come."""
+        stamped = []
+        for line in text.splitlines(keepends=True):
+            if self._is_at_start:
+                stamped.append(stamp(time.time(), self._rank, page.finished_steps()))
+            stamped.append(line)
+            self._is_at_start = line.endswith("\n")
+        super().write("".join(stamped))
+        return len(text)
+
+
+def stamp(seconds: float, rank: int, step: int) -> str:
+    """ "2026-11-21 18:24:03.125 rank 1 step 7 | ". Pure, but for the time zone."""
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return f"{moment}.{int(seconds * 1000) % 1000:03d} rank {rank} step {step} | "
+
+
+def stamp_lines(rank: int) -> None:
+    """Have this process's stdout and stderr stamped from now on."""
+    sys.stdout = sys.__stdout__ = StampedLines(cast(io.TextIOWrapper, sys.stdout), rank=rank)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = StampedLines(cast(io.TextIOWrapper, sys.stderr), rank=rank)  # type: ignore[misc]

@@ -1,0 +1,184 @@
+"""The progress page: what a rank is doing, written with a few stores to memory and read from outside the process.
+
+A page is a file of 64 bytes in the run's private directory, mapped by its rank. Nobody has to ask the rank: it can be
+read while the rank is stopped, holds the interpreter lock, or is dead. Every field is a machine word of its own, so a
+reader sees each of them whole; between fields it may see a moment in between, and judges nothing by one look.
+
+    word  0   1    2      3     4           5          6                    7
+          mark pid phase  step  collective  is_waiting nanoseconds (monotonic) of the last change, bucket
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE_BYTES = 64
+_MARK = 0x31474150_534E5645  # changes with the layout
+_FORMAT = "=8Q"
+_NO_BUCKET = (1 << 64) - 1
+
+
+class Phase(enum.IntEnum):
+    """Where in its loop a rank is."""
+
+    STARTING = 0
+    BETWEEN_STEPS = 1  # loads data, evaluates, or whatever the script does
+    FORWARD = 2
+    BACKWARD = 3
+    OPTIMIZER = 4
+    MAIN_FIRST = 5  # rank 0 runs the block of `world.main_first()`, however long that takes; the others wait for it
+    SAVING = 6
+    ENDED = 7  # left its world as it should
+
+
+WORDS = {
+    Phase.STARTING: "at its start",
+    Phase.BETWEEN_STEPS: "between steps",
+    Phase.FORWARD: "in forward",
+    Phase.BACKWARD: "in backward",
+    Phase.OPTIMIZER: "in the optimizer's step",
+    Phase.MAIN_FIRST: "in main_first",
+    Phase.SAVING: "saving",
+    Phase.ENDED: "at its end",
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a page said at one look.
+
+    Attributes:
+        step: Optimizer steps finished or, if nothing counts them, 0.
+        collective: Collectives begun on the transport that was used last.
+        is_waiting: It waits for other ranks right now.
+        time_ns: Monotonic time of this host at the last change.
+        bucket: What it last sent; None: no bucket.
+    """
+
+    pid: int
+    phase: Phase
+    step: int
+    collective: int
+    is_waiting: bool
+    time_ns: int
+    bucket: int | None = None
+
+    def __str__(self) -> str:
+        parts = [WORDS[self.phase]]
+        parts += [f"step {self.step}"] if self.step else []
+        parts += [f"collective {self.collective}"] if self.collective else []
+        return ", ".join(parts)
+
+
+class Page:
+    """This rank's own page, open for writing."""
+
+    __slots__ = ("_cells", "_map")
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(fd, PAGE_BYTES)
+            self._map = mmap.mmap(fd, PAGE_BYTES)
+        finally:
+            os.close(fd)
+        self._cells = memoryview(self._map).cast("B").cast("Q")
+        self._cells[1], self._cells[7] = os.getpid(), _NO_BUCKET
+        self._cells[6] = time.monotonic_ns()
+        self._cells[0] = _MARK
+
+    def close(self) -> None:
+        """Unmap it. What was written stays to be read."""
+        self._cells.release()
+        self._map.close()
+
+
+_cells: memoryview | None = None
+_page: Page | None = None
+
+
+def page_file(directory: Path, rank: int, attempt: int) -> Path:
+    """Where a rank's page lies."""
+    return directory / f"page-{attempt}-{rank}"
+
+
+def open_page(path: Path) -> None:
+    """From now on this process writes what it does to that page."""
+    global _page, _cells
+    close_page()
+    _page = Page(path)
+    _cells = _page._cells
+
+
+def close_page() -> None:
+    """Stop writing; harmless without a page."""
+    global _page, _cells
+    _cells = None
+    if _page is not None:
+        _page.close()
+        _page = None
+
+
+def mark(phase: Phase, step: int | None = None) -> None:
+    """This rank enters a phase; costs a tenth of a microsecond, and nothing without a page.
+
+    Args:
+        phase: What begins.
+        step: Optimizer steps finished by now; None: as before.
+    """
+    cells = _cells
+    if cells is not None:
+        cells[2] = phase
+        if step is not None:
+            cells[3] = step
+        cells[6] = time.monotonic_ns()
+
+
+def mark_collective(number: int, bucket: int | None = None) -> None:
+    """This rank begins a collective."""
+    cells = _cells
+    if cells is not None:
+        cells[4] = number
+        cells[7] = _NO_BUCKET if bucket is None else bucket
+        cells[6] = time.monotonic_ns()
+
+
+def mark_waiting(is_waiting: bool) -> None:
+    """This rank begins to wait for other ranks, or has ended it."""
+    cells = _cells
+    if cells is not None:
+        cells[5] = is_waiting
+        cells[6] = time.monotonic_ns()
+
+
+def finished_steps() -> int:
+    """What this rank's page says of its optimizer steps; 0 without a page."""
+    return 0 if _cells is None else int(_cells[3])
+
+
+def read_page(path: Path) -> Seen | None:
+    """What a page says now; None if there is none, or none that can be understood."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) != PAGE_BYTES:
+        return None
+    found, pid, phase, step, collective, is_waiting, time_ns, bucket = struct.unpack(_FORMAT, data)
+    if found != _MARK or phase not in Phase._value2member_map_:
+        return None
+    return Seen(
+        pid=pid,
+        phase=Phase(phase),
+        step=step,
+        collective=collective,
+        is_waiting=bool(is_waiting),
+        time_ns=time_ns,
+        bucket=None if bucket == _NO_BUCKET else bucket,
+    )

@@ -1,0 +1,162 @@
+"""What the launchers of a run tell each other while their ranks run: that they are there, and who failed first.
+
+Every launcher writes a beat to the store where the ranks met, several times a second, and reads those of the others.
+A host whose beat stands still is lost: its plug was pulled, its power is gone. The store has a *blame* slot too, which
+the first to fail wins by compare-and-swap; so the hosts that only lost somebody can say whom, and why.
+
+A thread does the talking, because a store that can't be reached any more answers nothing, and no deadline of torch's
+ends that. `Beats`, which judges, is pure, and is asked from outside the thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from evenstep.health.blame import printable
+
+_BEAT_S = 0.25
+_CONNECT_S = 60.0
+_MAX_TEXT = 500
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What happened on another host, as far as this one knows.
+
+    Attributes:
+        text: For people.
+        status: The status with which the run ends because of it.
+    """
+
+    text: str
+    status: int
+
+
+class Beats:
+    """Which hosts are heard of. Pure.
+
+    Args:
+        others: Node ranks of the other hosts.
+        lost_after_s: Silence after which a host is lost.
+        now: Seconds on a clock that doesn't stop.
+    """
+
+    def __init__(self, others: Iterable[int], *, lost_after_s: float, now: float) -> None:
+        self._lost_after_s = lost_after_s
+        self._last: dict[int, tuple[str, float]] = dict.fromkeys(others, ("", now))
+        self._answered = now
+        self._has_begun = False
+
+    def hear(self, now: float, beats: Mapping[int, str]) -> None:
+        """The store has answered; these were the hosts' beats."""
+        self._answered = now
+        self._has_begun = True
+        for node, beat in beats.items():
+            if beat != self._last[node][0]:
+                self._last[node] = (beat, now)
+
+    def lost(self, now: float, *, store_at: str) -> str | None:
+        """Which host is lost, in words; None while all are heard of, or have yet to be heard of for the first time."""
+        if not self._has_begun:
+            return None  # the ranks' own meeting has its own deadline
+        silent_s = now - self._answered
+        if silent_s > self._lost_after_s:
+            return (
+                f"the host of the store, {store_at}, has not answered for {silent_s:.1f} s: it or the way to it is lost"
+            )
+        for node, (beat, since) in self._last.items():
+            # Who hasn't beaten yet still starts.
+            if beat and now - since > self._lost_after_s:
+                name = beat.partition(" ")[2]
+                return (
+                    f"host {node} ({name}) has not been heard of for {now - since:.1f} s: it or the way to it is lost"
+                )
+        return None
+
+
+class OtherHosts:
+    """This host's part in the talk. Made when the ranks have been started, closed when they have ended.
+
+    Args:
+        address: Where the store is.
+        port: Its port.
+        talk: Name of this talk: another one for every meeting of the hosts.
+        node_rank: This host.
+        num_nodes: All hosts.
+        lost_after_s: See `Beats`.
+    """
+
+    LOST_STATUS = 76
+
+    def __init__(
+        self, address: str, port: int, *, talk: str, node_rank: int, num_nodes: int, lost_after_s: float = 5.0
+    ) -> None:
+        self._address, self._port = address, port
+        self._node_rank = node_rank
+        self._prefix = f"evenstep/hosts/{talk}"
+        self._others = [node for node in range(num_nodes) if node != node_rank]
+        self._beats = Beats(self._others, lost_after_s=lost_after_s, now=time.monotonic())
+        self._blame: Elsewhere | None = None
+        self._to_say: str | None = None
+        self._said = threading.Event()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._talk, name="evenstep hosts", daemon=True)
+        self._thread.start()
+
+    def look(self) -> Elsewhere | None:
+        """What is known to have happened on another host. Never blocks."""
+        if self._blame is not None:
+            return self._blame
+        lost = self._beats.lost(time.monotonic(), store_at=f"{self._address}:{self._port}")
+        return None if lost is None else Elsewhere(lost, self.LOST_STATUS)
+
+    def blame(self, text: str, status: int, *, wait_s: float = 1.0) -> None:
+        """Tell the others who failed here, unless somebody told before. Waits a moment until that is done."""
+        where = f"host {self._node_rank} ({socket.gethostname()})"
+        self._to_say = json.dumps(asdict(Elsewhere(f"on {where}: {text}"[:_MAX_TEXT], status)))
+        self._said.wait(wait_s)
+
+    def close(self) -> None:
+        """Stop beating. Doesn't wait for a store that is silent."""
+        self._is_closed.set()
+        self._thread.join(2 * _BEAT_S)
+
+    def _talk(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone: `look` says so when that has lasted
+            store = TCPStore(
+                self._address,
+                self._port,
+                is_master=False,
+                timeout=timedelta(seconds=_CONNECT_S),
+                wait_for_workers=False,
+            )
+            self._beat(PrefixStore(self._prefix, store))
+
+    def _beat(self, store: Store) -> None:
+        number = 0
+        mine = ""
+        while not self._is_closed.is_set():
+            number += 1
+            store.set(f"beat-{self._node_rank}", f"{number} {socket.gethostname()}")
+            if self._to_say is not None and not mine:
+                mine = self._to_say
+                store.compare_set("blame", "", mine)
+                self._said.set()
+            heard = {node: store.get(f"beat-{node}").decode() for node in self._others if store.check([f"beat-{node}"])}
+            self._beats.hear(time.monotonic(), heard)
+            if self._blame is None and store.check(["blame"]):
+                told = store.get("blame").decode()
+                if told != mine:
+                    with contextlib.suppress(ValueError, TypeError):
+                        found = Elsewhere(**json.loads(told))
+                        self._blame = Elsewhere(printable(str(found.text))[:_MAX_TEXT], int(found.status))
+            self._is_closed.wait(_BEAT_S)

@@ -1,0 +1,111 @@
+"""Looking at ranks from outside while they run: who is stopped, how large each has become, what the pages say.
+
+The decisions are pure (`StopWatch.look`); `observe` is what reads `/proc`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from evenstep.health.page import Seen
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One look at a rank's process.
+
+    Attributes:
+        state: As in `/proc/PID/stat`: T is stopped by a signal, t by a debugger; "" if it can't be seen.
+        resident_bytes: Memory that it holds.
+    """
+
+    pid: int
+    state: str
+    resident_bytes: int
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that has stopped going on, and for how long it was waited for."""
+
+    rank: int
+    pid: int
+    seconds: float
+    seen: Seen | None
+
+    def __str__(self) -> str:
+        where = f" {self.seen}" if self.seen is not None else ""
+        return f"rank {self.rank} (pid {self.pid}) is stopped (state T){where}, since {self.seconds:.0f} s"
+
+
+class StopWatch:
+    """Notices ranks that a signal has stopped: they are named after a while, and given up after a longer one.
+
+    Args:
+        report_after_s: When to tell.
+        grace_s: When to give up; somebody may continue it until then. A debugger's stop is never given up.
+    """
+
+    def __init__(self, *, report_after_s: float = 2.0, grace_s: float = 30.0) -> None:
+        self.report_after_s = report_after_s
+        self.grace_s = grace_s
+        self._since: dict[int, float] = {}
+        self._told: set[int] = set()
+        self.resident_bytes: dict[int, int] = {}  # by rank, as last seen
+
+    def look(
+        self, now: float, observations: Mapping[int, Observation], pages: Mapping[int, Seen | None]
+    ) -> tuple[list[str], Hang | None]:
+        """(Lines to print, who is given up).
+
+        Args:
+            now: Seconds on any clock that doesn't stop.
+            observations: By rank, of those that run.
+            pages: By rank, what they say of themselves.
+        """
+        lines: list[str] = []
+        given_up: Hang | None = None
+        for rank, seen in observations.items():
+            if seen.resident_bytes:
+                self.resident_bytes[rank] = seen.resident_bytes
+            if seen.state not in ("T", "t"):
+                if rank in self._told:
+                    lines.append(f"rank {rank} (pid {seen.pid}) goes on")
+                self._since.pop(rank, None)
+                self._told.discard(rank)
+                continue
+            stopped_s = now - self._since.setdefault(rank, now)
+            hang = Hang(rank, seen.pid, stopped_s, pages.get(rank))
+            if seen.state == "T" and stopped_s >= max(self.grace_s, self.report_after_s):
+                given_up = given_up or hang
+            elif stopped_s >= self.report_after_s and rank not in self._told:
+                self._told.add(rank)
+                remedy = f"kill -CONT {seen.pid} continues it"
+                limit = "" if seen.state == "t" else f"; all ranks are stopped after {self.grace_s:g} s"
+                lines.append(f"{hang}. {remedy}{limit}")
+        return lines, given_up
+
+
+def observe(pid: int) -> Observation:
+    """State and size of a process."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return Observation(pid, "", 0)
+    return Observation(pid, state, resident)
+
+
+def count_memory_kills() -> int | None:
+    """How many processes the kernel has killed for memory since it started; None where it doesn't say."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return None

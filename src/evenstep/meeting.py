@@ -1,0 +1,174 @@
+"""Where the ranks of a run first meet: a store that every rank can reach, and that nobody else is meant to.
+
+| started by | store |
+| --- | --- |
+| `evenstep run`, `evenstep.launch` on one host | a file in the run's private directory |
+| `torchrun`, `evenstep run` on several hosts | torch's own, at `MASTER_ADDR` |
+| mpiexec, srun | rank 0 listens at an address and a port that every rank derives from the launcher's variables |
+
+In the last case a wrong derivation must not end in silence: rank 0 sees whether the address is its own, and every rank
+whether the store is its job's, whether the world has its size, and whether somebody else claims its rank.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from datetime import timedelta
+
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from evenstep import network
+from evenstep.environment import Placement, export, is_set
+from evenstep.errors import ConfigurationError
+
+_ANSWER_S = 1.0  # for a store that was found in the last moment
+
+_num_joins = 0
+_stores: dict[tuple[str, int], Store] = {}
+
+
+def open_store(placement: Placement, timeout_s: float) -> Store:
+    """The store of a run's ranks. A world that was closed before has left its addresses there; they aren't read again.
+
+    Collective, as every rank has to come here; returns as soon as the store can be used.
+
+    Args:
+        placement: Who this rank is.
+        timeout_s: How long to wait for rank 0, and for values.
+
+    Raises:
+        ConfigurationError: Nobody is there, or the wrong ones are.
+    """
+    global _num_joins
+    _num_joins += 1
+    timeout = timedelta(seconds=timeout_s)
+    store: Store
+    if placement.rendezvous_file is not None:
+        store = FileStore(str(placement.rendezvous_file), placement.world_size)
+    elif placement.makes_store:
+        assert placement.master_address is not None
+        assert placement.master_port is not None
+        store = _open_own(placement, placement.master_address, placement.master_port, timeout)
+    else:
+        store = next(rendezvous("env://", timeout=timeout))[0]
+    store.set_timeout(timeout)
+    joined = PrefixStore(f"evenstep-{_num_joins}", store)
+    if placement.makes_store:
+        _compare(joined, placement)
+    return joined
+
+
+def choose_gloo_interface(placement: Placement) -> None:
+    """Have Gloo listen on the one interface by which the others are reached, unless the user has named one.
+
+    Otherwise it resolves this host's name and takes whatever address that gives: often 127.0.1.1, or a wrong network.
+    """
+    if is_set("GLOO_SOCKET_IFNAME"):
+        return
+    name: str | None = "lo"
+    if placement.num_nodes > 1:
+        address = placement.master_address
+        own = network.address_towards(address, placement.master_port or 1) if address is not None else None
+        name = network.interface_of(own) if own is not None else None
+    if name is not None:
+        export({"GLOO_SOCKET_IFNAME": name})
+
+
+def _open_own(placement: Placement, address: str, port: int, timeout: timedelta) -> Store:
+    # Kept for the life of the process: ranks that close their world and make another one must not find the store of
+    # rank 0 gone, or half gone.
+    known = _stores.get((address, port))
+    if known is not None:
+        return known
+    store: Store
+    if placement.rank == 0:
+        listener = _listen(placement, address, port)
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+    else:
+        store = _connect(placement, address, port, timeout)
+    _stores[address, port] = store
+    return store
+
+
+def _connect(placement: Placement, address: str, port: int, timeout: timedelta) -> Store:
+    """Rank 0's store, as soon as it is there.
+
+    In a thread of its own: torch keeps to the timeout while nobody listens, but waits for ever for somebody who listens
+    and says nothing, as a stranger on that port may.
+    """
+    found: list[Store] = []
+    problems: list[str] = []
+
+    def connect() -> None:
+        try:
+            found.append(TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False))
+        except RuntimeError as error:  # torch's DistNetworkError among them
+            problems.append((str(error).splitlines() or [type(error).__name__])[0])
+
+    thread = threading.Thread(target=connect, name="evenstep meeting", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + _ANSWER_S)
+    if found:
+        return found[0]
+    why = problems[0] if problems else "somebody listens there, and does not answer as rank 0 would"
+    raise ConfigurationError(
+        f"rank {placement.rank} of {placement.world_size} (started by {placement.launcher}) did not find rank 0 at "
+        f"{address}:{port} within {timeout.total_seconds():g} s: {why}. See what rank 0 says; if it is elsewhere, set "
+        f"MASTER_ADDR to its host's address on every rank."
+    )
+
+
+def _listen(placement: Placement, address: str, port: int) -> socket.socket:
+    # A name that means loopback here, as Debian's own name does (127.0.1.1), can't be reached from other hosts.
+    bind_to = "0.0.0.0" if placement.num_nodes > 1 and network.is_loopback(address) else address
+    try:
+        return network.listen(bind_to, port)
+    except OSError as error:
+        where = f"{address}:{port}"
+        if error.errno == errno.EADDRINUSE:
+            owner = network.owner_of(port)
+            why = f"port {port} is in use" + (f" by {owner}" if owner else "")
+            remedy = "Set MASTER_PORT to a free port, the same on every rank."
+        elif error.errno == errno.EADDRNOTAVAIL:
+            why = f"rank 0 runs on {socket.gethostname()}, which doesn't have the address {address}"
+            remedy = "Set MASTER_ADDR to the address of rank 0's host, the same on every rank."
+        else:
+            why = error.strerror or str(error)
+            remedy = "Set MASTER_ADDR to the address of rank 0's host, the same on every rank."
+        raise ConfigurationError(
+            f"rank 0 of {placement.world_size} (started by {placement.launcher}) can't listen at {where}: {why}. "
+            f"{remedy}"
+        ) from None
+
+
+def _compare(store: Store, placement: Placement) -> None:
+    """See that whoever meets here belongs together.
+
+    Raises:
+        ConfigurationError: Another job's ranks are here, or another number of them, or this rank twice.
+    """
+    mine = {"job": placement.job, "number of ranks": str(placement.world_size)}
+    for what, value in mine.items():
+        # The first to come sets it; a value can't be empty.
+        found = store.compare_set(what, "", f"={value}").decode().removeprefix("=")
+        if found != value:
+            raise ConfigurationError(
+                f"rank {placement.rank} of {placement.world_size} met ranks of another job at "
+                f"{placement.master_address}:{placement.master_port}: {what} {value!r} here, {found!r} there. Set "
+                f"MASTER_PORT to a port of this job's own, the same on all its ranks."
+            )
+    if store.add(f"rank {placement.rank}", 1) > 1:
+        raise ConfigurationError(
+            f"two processes say that they are rank {placement.rank} of {placement.world_size} ({placement.why}). Start "
+            f"every rank once, or set MASTER_PORT to a port of this job's own."
+        )

@@ -1,0 +1,160 @@
+"""Ports and interfaces of this host: reserve, listen on one address only, say who holds what."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from pathlib import Path
+
+_LISTENING = "0A"
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+class Reservation:
+    """A port of the loopback interface that nobody else is given, and on which nobody listens.
+
+    The socket is bound and never listens. With SO_REUSEADDR on both sides one process, the rank that hosts torch's
+    store, can still listen there; without the reservation the system could hand the port to somebody else in between.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._socket.close()
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether somebody listens on a port of this host. False for addresses that aren't this host's."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return True
+    return False
+
+
+def owner_of(port: int) -> str:
+    """ "pid 123 (python)" of the process that listens on a port, or "" where that can't be seen."""
+    inodes = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        if table.exists():
+            inodes |= listening_inodes(table.read_text(), port)
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
+        try:
+            target = os.readlink(descriptor)
+        except OSError:
+            continue
+        if target.startswith("socket:[") and target[len("socket:[") : -1] in inodes:
+            process = descriptor.parent.parent
+            return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
+    return ""
+
+
+def listening_inodes(table: str, port: int) -> set[str]:
+    """From the text of /proc/net/tcp, the inodes of the sockets that listen on a port. Pure."""
+    inodes = set()
+    for line in table.splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+            inodes.add(fields[9])
+    return inodes
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket on one address of this host, and on no other.
+
+    Raises:
+        OSError: The address isn't this host's (EADDRNOTAVAIL), the port is in use (EADDRINUSE), there is no such name.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)  # all ranks may come at once
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address means this host alone."""
+    try:
+        return ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def is_own_address(host: str) -> bool:
+    """Whether a name or an address is this host's, and not only loopback."""
+    try:
+        address = socket.getaddrinfo(host, None)[0][4][0]
+    except OSError:
+        return False
+    return not is_loopback(host) and interface_of(str(address)) is not None
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This host's own address on the way to another one (or to itself); None if there is no way."""
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing: it only asks the routing table
+            return str(probe.getsockname()[0])
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has an address of this host; None if none has. Linux."""
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6:
+        table = Path("/proc/net/if_inet6")
+        for line in table.read_text().splitlines() if table.exists() else ():
+            fields = line.split()
+            if int(fields[0], 16) == int(wanted):
+                return fields[5]
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if answer[20:24] == wanted.packed:
+                    return name
+    # Every address of 127.0.0.0/8 is the loopback interface's, which tells only of its first.
+    return "lo" if wanted.is_loopback else None
+
+
+def addresses() -> dict[str, list[str]]:
+    """The IPv4 and IPv6 addresses of every interface that has one, link-local ones aside. Linux."""
+    found: dict[str, list[str]] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.setdefault(name, []).append(socket.inet_ntoa(answer[20:24]))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        fields = line.split()
+        address = ipaddress.IPv6Address(int(fields[0], 16))
+        if not address.is_link_local:
+            found.setdefault(fields[5], []).append(str(address))
+    return found

@@ -1,0 +1,227 @@
+"""Faults on request, at a rank, step and phase: to see what a script, and what evenstep, does about them. Public.
+
+    evenstep run --nproc-per-node 2 --inject "kill:rank=1,step=7" train.py
+
+or, in a script or a test, on every rank:
+
+    install("raise:rank=0,step=3,phase=backward", rank=world.rank)
+
+A step is one call of an optimizer's `step`, counted from 0. Phases: `forward` (the outermost module's forward begins),
+`backward` (its outputs' gradients have come), `optimizer` (`step` is about to run). Nothing in the script is changed;
+torch's global hooks are used, so that torch's own wrapper can be tested too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from evenstep.errors import ConfigurationError
+from evenstep.world import current
+
+PHASES = ("forward", "backward", "optimizer")
+KINDS = {
+    "kill": "SIGKILL to itself",
+    "stop": "SIGSTOP to itself; somebody else may continue it",
+    "raise": "a RuntimeError",
+    "exit": "sys.exit(0), as if it had ended well",
+    "segfault": "reads address 0",
+    "hold": "holds the interpreter lock for `seconds`",
+    "delay": "sleeps for `seconds`",
+    "allocate": "takes `mib` of memory and touches it",
+    "close": "shuts down all its TCP connections",
+    "nan": "NaN in a gradient, before it is added to the others'",
+    "corrupt": "another sign of a gradient, before it is added to the others'",
+    "shape": "one more collective, of a shape that nobody else has",
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, where and when.
+
+    Attributes:
+        kind: One of `KINDS`.
+        rank: Who does it.
+        step: In which step, from 0.
+        phase: Where in the step.
+        seconds: Of "hold" and "delay".
+        mib: Of "allocate".
+    """
+
+    kind: str
+    rank: int
+    step: int
+    phase: str = "forward"
+    seconds: float = 3600.0
+    mib: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigurationError(f"fault {self.kind!r}: use one of {', '.join(KINDS)}.")
+        if self.phase not in PHASES:
+            raise ConfigurationError(f"fault {self}: no phase {self.phase!r}; use {', '.join(PHASES)}.")
+        if min(self.rank, self.step, self.seconds, self.mib) < 0:
+            raise ConfigurationError(f"fault {self}: rank, step, seconds and mib are at least 0.")
+        if self.kind in ("nan", "corrupt") and self.phase != "forward":
+            raise ConfigurationError(f"fault {self}: a gradient is spoilt in the backward pass; leave out the phase.")
+
+    def __str__(self) -> str:
+        more = {
+            "hold": f",seconds={self.seconds:g}",
+            "delay": f",seconds={self.seconds:g}",
+            "allocate": f",mib={self.mib}",
+        }
+        return f"{self.kind}:rank={self.rank},step={self.step},phase={self.phase}{more.get(self.kind, '')}"
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """ "kill:rank=1,step=7; delay:rank=0,step=2,seconds=3" as faults. Pure.
+
+    Raises:
+        ConfigurationError: It can't be understood.
+    """
+    faults = []
+    converters: dict[str, Callable[[str], Any]] = {"rank": int, "step": int, "phase": str, "seconds": float, "mib": int}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        kind, _, rest = part.partition(":")
+        settings: dict[str, Any] = {}
+        for setting in filter(None, rest.split(",")):
+            name, _, value = setting.partition("=")
+            try:
+                settings[name.strip()] = converters[name.strip()](value.strip())
+            except (KeyError, ValueError):
+                raise ConfigurationError(
+                    f"--inject {part!r}: {setting!r} is not understood; write kind:rank=1,step=7 with, if need be, "
+                    f"phase={'|'.join(PHASES)}, seconds=, mib=."
+                ) from None
+        if not {"rank", "step"} <= settings.keys():
+            raise ConfigurationError(f"--inject {part!r}: rank= and step= are needed, as in kill:rank=1,step=7.")
+        faults.append(Fault(kind.strip(), **settings))
+    if not faults:
+        raise ConfigurationError(f"--inject {text!r}: no fault, as in kill:rank=1,step=7.")
+    return faults
+
+
+def draw_fault(seed: int, *, num_ranks: int, num_steps: int, kinds: Sequence[str] = tuple(KINDS)) -> Fault:
+    """A fault of chance, the same for the same seed. Pure."""
+    draw = random.Random(seed)
+    kind = draw.choice(list(kinds))
+    phase = "forward" if kind in ("nan", "corrupt") else draw.choice(PHASES)
+    return Fault(kind, draw.randrange(num_ranks), draw.randrange(num_steps), phase)
+
+
+def install(faults: str | Sequence[Fault], *, rank: int) -> Callable[[], None]:
+    """Have this process do what is asked of its rank.
+
+    Args:
+        faults: For all ranks, as text or as they are.
+        rank: This one.
+
+    Returns:
+        What takes it back.
+    """
+    wanted = parse_faults(faults) if isinstance(faults, str) else list(faults)
+    own = [fault for fault in wanted if fault.rank == rank]
+    injector = _Injector(own)
+    return injector.remove
+
+
+class _Injector:
+    """Counts steps by torch's global hooks, and strikes when one is due."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._pending = list(faults)
+        self._step = 0
+        self._depth = 0
+        self._handles: list[Any] = []
+        if faults:
+            self._handles = [
+                register_module_forward_pre_hook(self._before_forward),
+                register_module_forward_hook(self._after_forward, always_call=True),
+                register_optimizer_step_pre_hook(lambda *_: self._strike("optimizer")),
+                register_optimizer_step_post_hook(self._after_step),
+            ]
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _before_forward(self, module: torch.nn.Module, _: object) -> None:
+        self._depth += 1
+        if self._depth == 1 and torch.is_grad_enabled():
+            self._strike("forward", module)
+
+    def _after_forward(self, module: torch.nn.Module, _: object, output: object) -> None:
+        self._depth -= 1
+        if self._depth == 0 and isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: self._strike("backward", module))  # type: ignore[no-untyped-call]
+
+    def _after_step(self, *_: object) -> None:
+        self._step += 1
+
+    def _strike(self, phase: str, module: torch.nn.Module | None = None) -> None:
+        for fault in [f for f in self._pending if (f.step, f.phase) == (self._step, phase)]:
+            self._pending.remove(fault)
+            print(f"evenstep: injecting {fault}", file=sys.stderr, flush=True)  # noqa: T201
+            _perform(fault, module)
+
+
+def _perform(fault: Fault, module: torch.nn.Module | None) -> None:
+    if fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "raise":
+        raise RuntimeError(f"injected: {fault}")
+    elif fault.kind == "exit":
+        raise SystemExit(0)
+    elif fault.kind == "segfault":
+        ctypes.string_at(0)
+    elif fault.kind == "hold":
+        # A library loaded so keeps the lock while it is called.
+        ctypes.PyDLL(None).usleep(int(min(fault.seconds, 2000.0) * 1e6))
+    elif fault.kind == "delay":
+        time.sleep(fault.seconds)
+    elif fault.kind == "allocate":
+        _held.append(torch.ones(fault.mib << 18))  # float32
+    elif fault.kind == "close":
+        _shut_connections()
+    elif fault.kind == "shape":
+        current().transport.all_reduce(torch.ones(3, 5, 7, device=current().device)).wait()
+    elif module is not None:
+        parameter = next(p for p in module.parameters() if p.requires_grad)
+        factor = float("nan") if fault.kind == "nan" else -1.0
+
+        def spoil(gradient: Tensor) -> Tensor:
+            handle.remove()
+            return gradient * factor
+
+        handle = parameter.register_hook(spoil)  # type: ignore[no-untyped-call]
+
+
+_held: list[Tensor] = []
+
+
+def _shut_connections() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,92 @@
+"""Checkpoints where ranks are killed, crash, or are asked to stop, as a person would start them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from evenstep.checkpoint.folders import steps_in
+from evenstep.checkpoint.storage import LocalDirectory
+from tests.commands import Command, start
+
+ROOT = Path(__file__).parents[2]
+
+TRAIN = """
+    import os, signal, sys, time
+    import evenstep, torch
+
+    with evenstep.init(seed=3) as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.2)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        checkpoint = evenstep.Checkpointer(sys.argv[1], model=model, optimizer=optimizer, every_steps=3)
+        begun = checkpoint.resume()
+        while checkpoint.num_steps < int(sys.argv[2]):
+            model.backward(model(torch.randn(4, 3)).square().mean(), weight=4)
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoint.step()
+            time.sleep(float(os.environ.get("PAUSE", "0")))
+            if begun == 0 and checkpoint.num_steps == int(os.environ.get("CRASH_AT", "-1")):
+                checkpoint.wait()
+                if world.rank == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        world.print([round(float(p.detach().double().sum()), 12) for p in model.parameters()])
+"""
+FLAGS = ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1"]
+
+
+def steps(directory: Path) -> list[int]:
+    return steps_in(LocalDirectory(directory))
+
+
+def test_kills_at_random_instants_lose_nothing_but_what_was_not_committed(fresh_seed: int):
+    """Some of the 200 of `make stress-checkpoint`."""
+    command = [sys.executable, "-m", "tests.faults.kill_loop", "--steps", "24", "--seed", str(fresh_seed)]
+    command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "5")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "equal to the undisturbed one" in done.stdout
+
+
+def test_a_crashed_run_is_restarted_and_resumes_by_itself(tmp_path: Path):
+    """`--max-restarts`: rank 1 is killed in step 7. That such an end has the right bits is shown by the kills above."""
+    crashed = start(tmp_path, [*FLAGS, "--max-restarts", "1", "script.py", "runs", "12"], TRAIN, CRASH_AT="7")
+    assert crashed.wait() == 0, crashed.stderr
+    assert "resumed from runs/step-0000006" in crashed.stderr
+    assert re.search(r"rank 1 \(pid \d+\) was killed by SIGKILL", crashed.stderr)
+    assert steps(tmp_path / "runs") == [6, 9, 12]
+    assert crashed.leaves_no_process()
+
+
+def stopped(directory: Path, send) -> Command:
+    """A run that is sent a signal once it trains."""
+    command = start(directory, [*FLAGS, "--max-restarts", "3", "script.py", "runs", "100000"], TRAIN, PAUSE="0.01")
+    command.wait_until(lambda: bool(steps(directory / "runs")))
+    send(command)
+    assert command.wait() == 75, command.stderr
+    newest = steps(directory / "runs")[-1]
+    assert f"; saved runs/step-{newest:07d}, which resumes there" in command.stderr
+    assert "attempt" not in command.stderr, "it is not restarted"
+    assert command.leaves_no_process()
+    assert not [name for name in command.left_files() if name.startswith("evenstep")]
+    assert not list((directory / "runs").glob(".saving*"))
+    return command
+
+
+def test_sigterm_to_the_launcher_saves_and_ends_with_75(tmp_path: Path):
+    stopped(tmp_path, lambda command: command.process.send_signal(signal.SIGTERM))
+
+
+def test_sigusr1_to_one_rank_saves_and_ends_with_75(tmp_path: Path):
+    def send(command: Command) -> None:
+        for pid in command.processes():
+            if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes().replace(b"LOCAL_RANK", b"").replace(
+                b"GROUP_RANK", b""
+            ):
+                os.kill(pid, signal.SIGUSR1)
+
+    assert "SIGUSR1 on rank 1" in stopped(tmp_path, send).stderr

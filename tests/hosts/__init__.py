@@ -1,0 +1,1 @@
+"""Several hosts, played by network namespaces."""

@@ -1,0 +1,147 @@
+"""The same script under the real mpiexec of Open MPI and MPICH."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.conftest import PYTHON, mpiexec
+from tests.launchers.slurm import clean_environment
+
+KINDS = {"openmpi": "Open MPI", "mpich": "MPICH"}
+DEADLINE_S = 150.0
+
+# Trains a little, so that more than the meeting is shown, and meets a second time.
+TRAINS = """
+    import evenstep, torch
+
+    with evenstep.init(seed=3, device="cpu") as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = evenstep.DataLoader(
+            torch.utils.data.TensorDataset(torch.arange(40.0).view(10, 4) / 40), global_batch_size=5
+        )
+        for (x,) in loader:
+            model.backward(model(x).square().mean(), weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+        total = sum(p.sum().item() for p in model.parameters())
+        print(f"rank {world.rank} of {world.world_size}, {world.local_rank} of {world.local_world_size}, host"
+              f" {world.node_rank} of {world.num_nodes}, {world.launcher}, {world.transport_name}, {total:.6f}",
+              flush=True)
+    with evenstep.init(quiet=True, device="cpu") as world:
+        world.barrier()
+"""
+
+
+def call(directory: Path, command: list[str], script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    (directory / "script.py").write_text(textwrap.dedent(script))
+    return subprocess.run(
+        [*command, PYTHON, "script.py"],
+        cwd=directory,
+        env=clean_environment() | {"OMP_NUM_THREADS": "1"} | variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+def lines(text: str) -> list[str]:
+    return sorted(line for line in text.splitlines() if line.startswith("rank "))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ranks_meet_and_train_as_one_process_does(tmp_path: Path, kind: str) -> None:
+    done = call(tmp_path, [*mpiexec(kind), "-n", "2"], TRAINS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    alone = call(tmp_path, [], TRAINS)
+    total = lines(alone.stdout)[0].rpartition(", ")[2]
+    assert lines(done.stdout) == [
+        f"rank {rank} of 2, {rank} of 2, host 0 of 1, {KINDS[kind]}, shared memory, {total}" for rank in range(2)
+    ]
+    assert done.stderr.count("evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, shared memory") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_jobs_at_once_on_one_host_do_not_meet(tmp_path: Path, kind: str) -> None:
+    script = """
+        import pathlib, sys, time
+        import evenstep
+
+        with evenstep.init(quiet=True, device="cpu") as world:
+            jobs = world.exchange(sys.argv[1])
+            # Both are here at once.
+            (pathlib.Path.cwd().parent / f"{sys.argv[1]}-{world.rank}").touch()
+            while len(list(pathlib.Path.cwd().parent.glob("job?-*"))) < 4:
+                time.sleep(0.02)
+            print(f"rank {world.rank} {jobs}", flush=True)
+    """
+    started = []
+    for job in ("job1", "job2"):
+        (tmp_path / job).mkdir()
+        (tmp_path / job / "script.py").write_text(textwrap.dedent(script))
+        started.append(
+            subprocess.Popen(
+                [*mpiexec(kind), "-n", "2", PYTHON, "script.py", job],
+                cwd=tmp_path / job,
+                env=clean_environment() | {"OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    for job, process in zip(("job1", "job2"), started, strict=True):
+        out, _ = process.communicate(timeout=DEADLINE_S)
+        assert (process.returncode, lines(out)) == (0, [f"rank {rank} {[job, job]}" for rank in range(2)]), out
+
+
+def test_a_port_in_use_is_named_with_its_owner(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        done = call(
+            tmp_path,
+            [*mpiexec("mpich"), "-n", "2"],
+            "import evenstep; evenstep.init(device='cpu', timeout_s=5)",
+            MASTER_PORT=str(port),
+        )
+    assert done.returncode != 0
+    assert f"can't listen at 127.0.0.1:{port}: port {port} is in use by pid" in done.stderr
+    assert "somebody listens there, and does not answer as rank 0 would" in done.stderr
+
+
+def test_evenstep_run_in_every_task_is_refused(tmp_path: Path) -> None:
+    """FAULTS.md, 45: two tasks would each start a world of its own."""
+    (tmp_path / "script.py").write_text("print('ran')")
+    done = subprocess.run(
+        [*mpiexec("openmpi"), "-n", "2", PYTHON, "-m", "evenstep", "run", "--nproc-per-node", "1", "script.py"],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 78, done.stdout + done.stderr
+    assert "each would start a world of its own with `evenstep run`" in done.stderr
+    assert "ran" not in done.stdout
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_message(tmp_path: Path) -> None:
+    script = """
+        import evenstep, torch
+
+        with evenstep.init(quiet=True, device="cpu") as world:
+            if world.rank == 1:
+                raise ValueError("bad sample")
+            world.barrier()
+    """
+    done = call(tmp_path, [*mpiexec("openmpi"), "-n", "2"], script)
+    assert done.returncode != 0
+    assert "ValueError: bad sample" in done.stderr

@@ -1,0 +1,88 @@
+"""The same script under a real Slurm: srun, the body of an sbatch script, mpiexec in a job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import textwrap
+import time
+from pathlib import Path
+
+from tests.launchers.conftest import PYTHON, mpiexec
+from tests.launchers.slurm import OneNodeSlurm
+from tests.launchers.test_mpi import TRAINS, call, lines
+
+DEADLINE_S = 150.0
+
+
+def submit(slurm: OneNodeSlurm, directory: Path, body: str, *flags: str) -> str:
+    """Submit a script, wait until its job has left the queue, and return what it wrote."""
+    (directory / "job.sh").write_text("#!/bin/bash\n" + textwrap.dedent(body))
+    job = slurm.call("sbatch", "--parsable", "--output=job.out", *flags, "job.sh", cwd=directory).strip()
+    await_end(slurm, job)
+    return (directory / "job.out").read_text()
+
+
+def await_end(slurm: OneNodeSlurm, job: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while slurm.call("squeue", "--noheader", f"--job={job}", check=False).strip().startswith(job):
+        assert time.monotonic() < deadline, f"job {job} hangs\n{slurm.logs()}"
+        time.sleep(0.1)
+
+
+def test_srun(slurm: OneNodeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS))
+    said = slurm.call("srun", "-n", "2", PYTHON, "script.py", cwd=tmp_path)
+    total = lines(call(tmp_path, [], TRAINS).stdout)[0].rpartition(", ")[2]
+    assert lines(said) == [
+        f"rank {rank} of 2, {rank} of 2, host 0 of 1, srun, shared memory, {total}" for rank in range(2)
+    ]
+
+
+def test_a_body_is_one_process_and_mpiexec_in_it_starts_ranks(slurm: OneNodeSlurm, tmp_path: Path) -> None:
+    """FAULTS.md, 44. Slurm's own variables say rank 0 of 2 in the body, and rank 0 of 1 in every rank of mpiexec's."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS))
+    body = f"""
+        export OMP_NUM_THREADS=1
+        {PYTHON} script.py
+        {" ".join(mpiexec("openmpi"))} -n 2 {PYTHON} script.py
+    """
+    said = submit(slurm, tmp_path, body, "-n", "2")
+    ranks = [line.rpartition(", ")[0] for line in lines(said)]
+    assert ranks == [
+        "rank 0 of 1, 0 of 1, host 0 of 1, none, local",
+        "rank 0 of 2, 0 of 2, host 0 of 1, Open MPI, shared memory",
+        "rank 1 of 2, 1 of 2, host 0 of 1, Open MPI, shared memory",
+    ], said
+    assert "(2 tasks), but not started by srun (no SLURM_STEP_ID): this is one process" in said
+    assert len({line.rpartition(", ")[2] for line in lines(said)}) == 1
+
+
+def test_a_script_of_evenstep_jobs_is_submitted_and_runs(slurm: OneNodeSlurm, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAINS))
+    flags = ["--name", "digits", "--ranks-per-node", "2", "--cpus-per-node", "2", "--time", "0:10:00"]
+    jobs = [PYTHON, "-m", "evenstep", "jobs", "slurm", *flags, "train.py"]
+    script = subprocess.run(jobs, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "job.sh").write_text(script)
+    (tmp_path / "logs").mkdir()
+    command = tmp_path / "evenstep"  # as in an environment where evenstep is installed
+    command.write_text(f'#!/bin/sh\nexec {PYTHON} -m evenstep "$@"\n')
+    command.chmod(0o755)
+    path = f"PATH={tmp_path}:{os.environ['PATH']}"
+    job = slurm.call("sbatch", "--parsable", f"--export=ALL,{path}", "job.sh", cwd=tmp_path).strip()
+    await_end(slurm, job)
+    said = (tmp_path / "logs" / f"digits-{job}.log").read_text()
+    assert "evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, shared memory" in said
+    assert [line.partition(",")[0] for line in lines(said)] == ["rank 0 of 2"], said
+    others = [path.read_text() for path in (tmp_path / "logs").glob("*/rank-1.log")]
+    assert len(others) == 1
+    assert "rank 1 of 2, 1 of 2, host 0 of 1, evenstep run, shared memory" in others[0]
+
+
+def test_evenstep_run_started_once_per_host_needs_no_flags_about_hosts(slurm: OneNodeSlurm, tmp_path: Path) -> None:
+    """Two tasks stand for two hosts: node rank, address and port are the step's."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAINS))
+    run = [PYTHON, "-m", "evenstep", "run", "--nnodes", "2", "--nproc-per-node", "1", "-t", "3", "train.py"]
+    said = slurm.call("srun", "-n", "2", *run, cwd=tmp_path)
+    ranks = lines(said.replace("[rank 1] ", ""))
+    assert [line.partition(",")[0] for line in ranks] == ["rank 0 of 2", "rank 1 of 2"], said

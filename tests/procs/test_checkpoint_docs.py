@@ -1,0 +1,70 @@
+"""docs/checkpoints.md is true: its programs and commands are run, in order."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from evenstep.cli import main
+from tests.procs.test_readme import environment
+
+TEXT = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+PROGRAMS = {
+    block.split("\n", 1)[0].removeprefix("# "): block
+    for block in re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+}
+COMMANDS = [
+    line for block in re.findall(r"^```bash\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL) for line in block.splitlines()
+]
+SAYS = {
+    "evenstep run --nproc-per-node 2 train.py": "32 steps, loss ",
+    "evenstep checkpoint list runs/first": "        32  ",
+    "evenstep checkpoint show runs/first": "0.weight: float32 [3, 20]",
+    "evenstep checkpoint verify runs/first": "step-0000032: whole",
+    "evenstep checkpoint list runs/stopped": "         6  ",
+    "evenstep verify --resume --kill-at 18 train.py": "identical: steps 15 to 32",
+    "python weights_elsewhere.py": "torch.Size([3, 20])",
+    "evenstep checkpoint export runs/first weights.pt --step 30 --object model": "the state of model of step 30",
+    "evenstep checkpoint import weights.pt runs/second --object model": "runs/second/step-0000000: model",
+    "evenstep checkpoint diff runs/first/step-0000030 runs/second || test $? = 1": "optimizer: only in the first",
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("reader")
+    for name, program in PROGRAMS.items():
+        (directory / name).write_text(program)
+    return directory
+
+
+def test_every_program_is_run_by_a_command():
+    assert all(re.fullmatch(r"\w+\.py", name) for name in PROGRAMS)
+    assert {name for name in PROGRAMS if any(name in command for command in COMMANDS)} == set(PROGRAMS)
+    assert set(SAYS) <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    if command.startswith("evenstep checkpoint "):
+        # In this process: starting another one means importing torch, for seconds.
+        monkeypatch.chdir(workplace)
+        words, _, may_be = command.partition(" || test $? = ")
+        assert main(words.split()[1:]) == int(may_be or 0)
+        said = capsys.readouterr().out
+    else:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=workplace,
+            env=environment(workplace),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=170,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        said = done.stdout
+    assert SAYS.get(command, "") in said, said

@@ -1,0 +1,333 @@
+"""Checkpoints of several ranks: the same bits on as many, the same samples on any number, one outcome for all."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import evenstep
+from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.folders import steps_in
+from evenstep.checkpoint.reader import check_checkpoint, read_manifest
+from evenstep.checkpoint.storage import LocalDirectory
+from evenstep.errors import CheckpointError
+from tests.checkpoint_runs import Training, assert_same
+
+
+class PatientRanks:
+    """The pool, with more time: the first optimizer in a process imports half of torch."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def run(self, fn, nproc: int, *args: Any) -> list[Any]:
+        return self.pool.run(fn, nproc, *args, timeout_s=160.0)
+
+
+@pytest.fixture
+def ranks(ranks):
+    return PatientRanks(ranks)
+
+
+def world_for_this_test() -> evenstep.World:
+    world = evenstep.init(quiet=True)
+    world.has_diverged = False
+    world.stop_reason = None
+    return world
+
+
+def train(directory: Path, upto: int, resumes: bool, options: dict[str, Any]):
+    """Everything that a rank has at the end, its losses and samples."""
+    world = world_for_this_test()
+    run = Training(
+        directory, world, **{"every_minutes": None, "seed": 1 if not resumes else 50 + world.rank, **options}
+    )
+    if resumes:
+        run.checkpoint.resume()
+    run.run_to(upto)
+    state = run.everything()
+    run.checkpoint.close()
+    return state, run.losses, run.seen
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_on_as_many_ranks_every_rank_goes_on_bit_for_bit(ranks, nproc, tmp_path):
+    """With dropout, random augmentation, batch norm, momentum, a scheduler and a scaler."""
+    straight = ranks.run(train, nproc, tmp_path / "a", 9, False, {"every_steps": 2})
+    first = ranks.run(train, nproc, tmp_path / "b", 5, False, {"every_steps": 2})
+    second = ranks.run(train, nproc, tmp_path / "b", 9, True, {})
+    for rank in range(nproc):
+        assert_same(second[rank][0], straight[rank][0])
+        assert first[rank][1] + second[rank][1] == straight[rank][1]
+    assert len({tuple(losses) for _, losses, _ in straight}) == nproc, "the ranks had streams of their own"
+
+
+def test_2_3_1_4_ranks_in_turn_see_the_samples_of_one_undisturbed_run(ranks, tmp_path):
+    options = {"plain": True}
+    (expected, _, expected_seen), *_ = ranks.run(train, 1, tmp_path / "one", 20, False, options)
+    streams: list[list[int]] = []
+    for nproc, upto in ((2, 5), (3, 9), (1, 14), (4, 20)):
+        results = ranks.run(train, nproc, tmp_path / "turns", upto, upto > 5, options)
+        streams += [sorted(itertools.chain(*step)) for step in zip(*(seen for _, _, seen in results), strict=True)]
+    assert streams == [sorted(step) for step in expected_seen]
+    for name, value in results[0][0].items():
+        if isinstance(value, torch.Tensor) and name != "next torch":
+            assert torch.allclose(value, expected[name], rtol=1e-9, atol=1e-9), name
+    assert results[0][0]["position"] == expected["position"]
+
+
+class Sharded:
+    """A state that is divided over the ranks unevenly, as `ShardedOptimizer` divides its own."""
+
+    def __init__(self, world: evenstep.World, scale: float) -> None:
+        self.world = world
+        self.wholes = {
+            "exp_avg": scale * torch.arange(35.0).reshape(5, 7),
+            "step": scale * torch.ones(()),
+            "z": scale * torch.tensor([1j, 2.0, 3.0]),
+        }
+
+    def state_shards(self):
+        from types import SimpleNamespace
+
+        shards = []
+        for name, whole in self.wholes.items():
+            cuts = [whole.numel() * r * r // self.world.world_size**2 for r in range(self.world.world_size + 1)]
+            begin, end = cuts[self.world.rank : self.world.rank + 2]
+            values = whole.reshape(-1)[begin:end].clone()
+            path = ("state", 3, name)
+            shards.append(SimpleNamespace(path=path, shape=tuple(whole.shape), offset_numel=begin, values=values))
+        return {"state": {}, "param_groups": [{"lr": 0.1, "params": [0, 1, 2, 3]}]}, shards
+
+    def state_dict(self):
+        raise AssertionError("nobody asks for the whole")
+
+    def load_state_dict(self, state):
+        assert state["param_groups"] == [{"lr": 0.1, "params": [0, 1, 2, 3]}]
+        self.wholes = state["state"][3]
+
+
+def save_sharded(directory: Path):
+    checkpoint = Checkpointer(directory, optimizer=Sharded(world_for_this_test(), 1.0), every_minutes=None)
+    checkpoint.step()
+    checkpoint.save()
+    checkpoint.close()
+
+
+def load_sharded(directory: Path):
+    target = Sharded(world_for_this_test(), 0.0)
+    checkpoint = Checkpointer(directory, optimizer=target, every_minutes=None)
+    checkpoint.resume()
+    checkpoint.close()
+    assert torch.equal(target.wholes["exp_avg"], torch.arange(35.0).reshape(5, 7))
+    assert target.wholes["step"] == 1
+    assert torch.equal(target.wholes["z"], torch.tensor([1j, 2.0, 3.0]))
+
+
+def test_a_state_that_is_divided_is_written_by_its_owners_and_loads_on_any_number(ranks, tmp_path):
+    ranks.run(save_sharded, 3, tmp_path)
+    storage = LocalDirectory(tmp_path)
+    assert check_checkpoint(storage, "step-0000001") == []
+    owners = {
+        part.file
+        for part in read_manifest(storage, "step-0000001").objects["optimizer"].tensors["state.3.exp_avg"].parts
+    }
+    assert owners == {f"optimizer-shards-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
+    for nproc in (1, 2, 4):
+        ranks.run(load_sharded, nproc, tmp_path)
+
+
+def save_large(directory: Path):
+    """24 MB in all: worth dividing."""
+    world = world_for_this_test()
+    model = torch.nn.ModuleList(torch.nn.Linear(1000, 1000, bias=False) for _ in range(6))
+    if world.rank:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(model[0].weight)  # what other ranks have of it is never written, if they write not
+    for parameter in model.parameters():
+        parameter.data = world.broadcast_object(parameter.data)
+    checkpoint = Checkpointer(directory, model=model, every_minutes=None)
+    checkpoint.save()
+    staged = checkpoint._saver._staging.num_bytes
+    other = torch.nn.ModuleList(torch.nn.Linear(1000, 1000, bias=False) for _ in range(6))
+    Checkpointer(directory, model=other).load(0)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    checkpoint.close()
+    return staged
+
+
+def test_one_copy_is_written_divided_over_the_ranks(ranks, tmp_path):
+    assert ranks.run(save_large, 2, tmp_path) == [12_000_000, 12_000_000]
+    files = sorted(path.name for path in (tmp_path / "step-0000000").iterdir())
+    assert files == [
+        "manifest.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "random.safetensors",
+    ]
+
+
+# ---------------------------------------------------------------------- one outcome for all
+
+
+def fails_on(directory: Path, culprit: int, operation: str, where: str):
+    """A fault of the disk on one rank alone."""
+    world = world_for_this_test()
+    armed = False
+
+    def fault(done: str, path: str) -> None:
+        if armed and world.rank == culprit and done == operation and where in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run = Training(LocalDirectory(directory, fault=fault), world, every_steps=2, every_minutes=None).run_to(2)
+    run.checkpoint.wait()
+    armed = True
+    run.run_to(4)
+    began = time.monotonic()
+    message = ""
+    try:
+        while time.monotonic() - began < 20:
+            run.step()
+            time.sleep(0.02)
+            if run.checkpoint.num_steps % 2 == 1:
+                run.checkpoint.wait()
+    except CheckpointError as error:
+        message = str(error)
+    took_s = time.monotonic() - began
+    armed = False
+    run.checkpoint.close()
+    return message, run.checkpoint.num_steps, took_s
+
+
+@pytest.mark.parametrize(
+    ("culprit", "operation", "where"),
+    [(0, "write", "manifest.json"), (0, "rename", "step-"), (1, "write", ".safetensors")],
+)
+def test_an_error_on_one_rank_is_raised_on_all_at_the_same_step(ranks, tmp_path, culprit, operation, where):
+    results = ranks.run(fails_on, 2, tmp_path, culprit, operation, where)
+    messages, num_steps, took = zip(*results, strict=True)
+    assert len(set(messages)) == 1
+    assert f"rank {culprit}: OSError: [Errno 28] No space left on device" in messages[0]
+    assert "the newest checkpoint is step-0000002" in messages[0]
+    assert len(set(num_steps)) == 1
+    assert max(took) < 2.0
+    assert set(steps_in(LocalDirectory(tmp_path))) == {2, num_steps[0]}
+
+
+def damage_on_one_rank(directory: Path):
+    """Rank 1 can't read what rank 0 can."""
+    world = world_for_this_test()
+
+    class Local(LocalDirectory):
+        def open(self, path):
+            if world.rank == 1 and path == "step-0000004/model.safetensors":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().open(path)
+
+    run = Training(Local(directory), world, every_minutes=None)
+    resumed = run.checkpoint.resume()
+    run.checkpoint.close()
+    return resumed
+
+
+def test_damage_seen_by_one_rank_falls_back_on_all(ranks, tmp_path):
+    ranks.run(train, 2, tmp_path, 4, False, {"every_steps": 2})
+    assert ranks.run(damage_on_one_rank, 2, tmp_path) == [2, 2]
+
+
+def differ(directory: Path):
+    world = world_for_this_test()
+    checkpoint = Checkpointer(directory, model=torch.nn.Linear(3, 2 + world.rank), every_minutes=None)
+    with pytest.raises(CheckpointError, match="the objects of rank 1 have other tensors than those of rank 0"):
+        checkpoint.save()
+    checkpoint.close()
+
+
+def refuse(directory: Path):
+    world = world_for_this_test()
+
+    class Bad(torch.nn.Linear):
+        def get_extra_state(self):
+            return object() if world.rank == 1 else 1
+
+        def set_extra_state(self, state):
+            pass
+
+    checkpoint = Checkpointer(directory, model=Bad(1, 1), every_minutes=None)
+    with pytest.raises(CheckpointError, match=r"rank 1: model\['_extra_state'\] is a builtins.object"):
+        checkpoint.save()
+    checkpoint.close()
+
+
+def test_ranks_that_differ_and_states_that_cannot_be_saved_are_errors_on_all(ranks, tmp_path):
+    ranks.run(differ, 2, tmp_path / "a")
+    ranks.run(refuse, 2, tmp_path / "b")
+    assert steps_in(LocalDirectory(tmp_path / "a")) == steps_in(LocalDirectory(tmp_path / "b")) == []
+
+
+def locked(directory: Path):
+    world = world_for_this_test()
+    checkpoint = Checkpointer(directory, model=torch.nn.Linear(1, 1), every_minutes=None)
+    with pytest.raises(CheckpointError, match=f"belongs to another job: pid {os.getppid()}"):
+        checkpoint.resume()
+    world.barrier()
+
+
+def test_a_second_job_is_refused_on_all_ranks(ranks, tmp_path):
+    release = LocalDirectory(tmp_path).lock({})
+    ranks.run(locked, 2, tmp_path)
+    release()
+
+
+def stops(directory: Path, slow: bool):
+    world = world_for_this_test()
+    run = Training(directory, world, every_minutes=None)
+    try:
+        for step in range(20):
+            if slow:
+                time.sleep(0.15)
+            if step == 5 and world.rank == 1:
+                world.request_stop("a person")
+            run.step()
+    except SystemExit as end:
+        stopped_at = run.checkpoint.num_steps
+        run.checkpoint._let_go()
+        return end.code, stopped_at
+    return None
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_stop_asked_of_one_rank_is_agreed_upon_by_all(ranks, tmp_path, slow):
+    """Within two steps; where steps are slow at the end of the one in which it was asked."""
+    results = ranks.run(stops, 3, tmp_path, slow)
+    assert len(set(results)) == 1
+    code, step = results[0]
+    assert code == 75
+    assert step == 6 if slow else 6 <= step <= 7
+    assert steps_in(LocalDirectory(tmp_path)) == [step]
+
+
+def best_and_clock(directory: Path):
+    """Rank 0's clock and rank 0's metric decide, whatever the others have."""
+    world = world_for_this_test()
+    minutes = 0.1 / 60 if world.rank == 0 else 1000.0
+    checkpoint = Checkpointer(directory, model=torch.nn.Linear(1, 1), every_minutes=minutes, best="loss", keep=100)
+    for step in range(30):
+        time.sleep(0.01)
+        checkpoint.step(**({"loss": 1.0 / (step + 1) if world.rank == 0 else 5.0} if step % 10 == 9 else {}))
+    checkpoint.close()
+
+
+def test_one_rank_decides_when(ranks, tmp_path):
+    ranks.run(best_and_clock, 2, tmp_path)
+    found = steps_in(LocalDirectory(tmp_path))
+    assert {10, 20, 30} <= set(found)
+    assert len(found) >= 4

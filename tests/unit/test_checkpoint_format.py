@@ -1,0 +1,434 @@
+"""What stands in a checkpoint's files: state dictionaries, safetensors payloads, the manifest, plans, the lock."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import multiprocessing
+import os
+import random
+import zlib
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+from evenstep.checkpoint import manifest as manifests
+from evenstep.checkpoint.folders import put_in_place, remove_step, steps_in, sweep
+from evenstep.checkpoint.lock import LockedError
+from evenstep.checkpoint.payload import Entry, parse_header, plan_layout
+from evenstep.checkpoint.plan import Policy, best_step, plan_files, plan_removals
+from evenstep.checkpoint.snapshot import bytes_of, capture_one
+from evenstep.checkpoint.storage import LocalDirectory
+from evenstep.checkpoint.tree import flatten, unflatten
+from evenstep.errors import ConfigurationError
+from evenstep.testing.storage import check_storage
+
+# ---------------------------------------------------------------------- state dictionaries
+
+
+def there_and_back(state):
+    structure, tensors = flatten(state, "thing")
+    return unflatten(json.loads(json.dumps(structure)), tensors)
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+KEYS = st.text() | st.integers() | st.tuples(st.integers(), st.text()) | st.booleans()
+STATES = st.recursive(
+    PLAIN, lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(KEYS, inner), max_leaves=20
+)
+
+
+@given(STATES)
+@settings(deadline=None)
+def test_plain_data_comes_back_as_it_was(state):
+    assert there_and_back(state) == state
+
+
+def test_types_that_schedulers_and_optimizers_keep_come_back():
+    state = {
+        0: {"a.b": torch.arange(3), "a": {"b": torch.tensor(1.5)}},
+        "~tensor": "a key that looks like a mark",
+        "milestones": collections.Counter({3: 2, 5: 1}),
+        "size": torch.Size([1, 2]),
+        "dtype": torch.bfloat16,
+        "array": numpy.arange(4, dtype=numpy.int16),
+        "worst": math.inf,
+    }
+    back = there_and_back(state)
+    assert torch.equal(back[0]["a.b"], torch.arange(3))
+    assert back[0]["a"]["b"] == 1.5
+    assert back["~tensor"] == state["~tensor"]
+    assert back["milestones"] == state["milestones"]
+    assert list(back["milestones"].elements()) == [3, 3, 5]
+    assert back["size"] == (1, 2)
+    assert back["dtype"] is torch.bfloat16
+    assert back["array"].dtype == numpy.int16
+    assert back["worst"] == math.inf
+    assert math.isnan(there_and_back({"x": math.nan})["x"])
+
+
+def test_a_module_keeps_the_versions_of_its_parts():
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    back = there_and_back(module.state_dict())
+    assert back._metadata == dict(module.state_dict()._metadata)
+    module.load_state_dict(back)
+
+
+class Odd:
+    def __repr__(self):
+        return "odd"
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (
+            {"a": [1, {"b": Odd()}]},
+            r"thing\['a'\]\[1\]\['b'\] is a .*Odd, which can't be saved: checkpoints hold no pickle",
+        ),
+        ({"f": print}, r"thing\['f'\] is a builtins.builtin_function_or_method"),
+        ({"s": {1, 2}}, r"thing\['s'\] is a builtins.set"),
+        ({Odd(): 1}, "has the key odd of type Odd"),
+        ({"t": torch.eye(2).to_sparse()}, r"thing\['t'\] is a torch.sparse_coo tensor"),
+        ({"t": torch.empty(2, device="meta")}, r"thing\['t'\] is a torch.float32 tensor on meta"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_with_its_path_and_type(state, message):
+    with pytest.raises(ConfigurationError, match=message):
+        flatten(state, "thing")
+
+
+def test_a_state_that_holds_itself_is_refused():
+    state = {}
+    state["self"] = state
+    with pytest.raises(ConfigurationError, match="holds itself"):
+        flatten(state, "thing")
+
+
+def test_tied_parameters_are_one_tensor():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    captured = capture_one("model", model)
+    assert captured.aliases == {"1.weight": "0.weight"}
+    assert set(captured.tensors) == {"0.weight", "0.bias", "1.bias"}
+
+
+# ---------------------------------------------------------------------- payloads
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    layout = plan_layout([capture_entry(key, tensor) for key, tensor in tensors.items()], {"format": "pt"})
+    with path.open("wb") as file:
+        file.write(layout.header)
+        for entry in layout.entries:
+            file.write(bytes_of(tensors[entry.key].contiguous()))
+    assert path.stat().st_size == layout.file_bytes
+
+
+def capture_entry(key: str, tensor: torch.Tensor) -> Entry:
+    return Entry(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def test_the_safetensors_package_reads_every_dtype(tmp_path: Path):
+    dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    dtypes += [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+    dtypes += [torch.uint16, torch.uint32, torch.uint64]
+    tensors = {}
+    for index, dtype in enumerate(dtypes):
+        for shape in ((), (0,), (3,), (2, index + 1)):
+            raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
+            tensors[f"{dtype}-{list(shape)}"] = (
+                raw.view(dtype).view(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
+            )
+    write(tmp_path / "x.safetensors", tensors)
+    back = load_file(tmp_path / "x.safetensors")
+    assert back.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert back[key].dtype == tensor.dtype
+        assert back[key].shape == tensor.shape
+        assert bytes(bytes_of(back[key].contiguous())) == bytes(bytes_of(tensor.contiguous())), key
+
+
+def test_complex_tensors_are_pairs_for_other_programs(tmp_path: Path):
+    values = torch.randn(3, dtype=torch.complex64)
+    write(tmp_path / "x.safetensors", {"c": values})
+    assert torch.equal(torch.view_as_complex(load_file(tmp_path / "x.safetensors")["c"]), values)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: h.pop("a"),
+        lambda h: h.update(c=h["a"]),
+        lambda h: h["a"].update(dtype="F64"),
+        lambda h: h["a"].update(shape=[4, 1]),
+        lambda h: h["a"].update(data_offsets=[0, 10**12]),
+        lambda h: h["a"].update(data_offsets=[-4, 12]),
+        lambda h: h["a"].update(data_offsets="all"),
+    ],
+)
+def test_a_header_that_says_something_else_is_refused(change):
+    entries = [Entry("a", "float32", (4,)), Entry("b", "int8", (3,))]
+    layout = plan_layout(entries)
+    assert parse_header(layout.header[8:], entries, 19) == {"a": 0, "b": 16}
+    header = json.loads(layout.header[8:])
+    change(header)
+    with pytest.raises(ValueError, match="header"):
+        parse_header(json.dumps(header).encode(), entries, 19)
+
+
+# ---------------------------------------------------------------------- the manifest
+
+
+def some_manifest(**changes) -> manifests.Manifest:
+    part = manifests.Part("model.safetensors", "w", 0, 4, 7)
+    entry = manifests.ObjectEntry(
+        "Linear", {"w": {"~tensor": "w"}}, {"w": manifests.TensorEntry("float32", (4,), (part,))}
+    )
+    values = {
+        "step": 3,
+        "world_size": 2,
+        "time": 1.5,
+        "versions": {"torch": "2"},
+        "metrics": {"loss": math.inf},
+        "objects": {"model": entry},
+        "files": {"model.safetensors": manifests.FileEntry(80, 64, 9)},
+    }
+    return manifests.Manifest(**{**values, **changes})
+
+
+def test_a_manifest_comes_back_and_is_plain_json():
+    manifest = some_manifest()
+    content = manifests.encode(manifest)
+    assert manifests.decode(content) == manifest
+    assert json.loads(content)["step"] == 3
+
+
+def test_every_flipped_bit_and_every_truncation_of_a_manifest_is_found():
+    content = manifests.encode(some_manifest())
+    for position in range(len(content) * 8):
+        flipped = bytearray(content)
+        flipped[position // 8] ^= 1 << position % 8
+        with pytest.raises(ValueError, match=r"checksum|first line|version"):
+            manifests.decode(bytes(flipped))
+    for length in range(len(content)):
+        with pytest.raises(ValueError, match=r"checksum|first line"):
+            manifests.decode(content[:length])
+
+
+def resealed(**changes) -> bytes:
+    """A manifest by somebody who means harm: changed, with the right checksum."""
+    rest = json.loads(manifests.encode(some_manifest()))
+    del rest["evenstep_checkpoint"], rest["crc32"]
+    rest.update(changes)
+    body = json.dumps(rest)[1:].encode()
+    return b'{"evenstep_checkpoint": 1, "crc32": "%08x",\n' % zlib.crc32(body) + body
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/b", "..", ".hidden", "", "a\0b", "manifest.json"]
+)
+def test_names_that_leave_the_folder_are_refused(name):
+    with pytest.raises(ValueError, match="no plain name"):
+        manifests.decode(resealed(files={name: {"bytes": 1, "header_bytes": 1, "header_crc32": 1}}))
+
+
+def test_a_manifest_that_asks_for_too_much_is_refused():
+    def with_tensor(**changes):
+        part = {"file": "model.safetensors", "key": "w", "start": 0, "numel": 4, "crc32": 7, **changes.pop("part", {})}
+        tensor = {"dtype": "float32", "shape": [4], "parts": [part], **changes}
+        item = {"kind": "x", "structure": {}, "tensors": {"w": tensor}, "aliases": {}, "placed": []}
+        return resealed(objects={"model": item})
+
+    manifests.decode(with_tensor())
+    for changes, message in [
+        ({"shape": [10**9], "part": {"numel": 10**9}}, "larger than its file"),
+        ({"shape": [5]}, "don't make up"),
+        ({"part": {"start": 1}}, "don't make up"),
+        ({"shape": [-4]}, "don't make up"),
+        ({"dtype": "object"}, "dtype 'object'"),
+        ({"part": {"file": "other"}}, "isn't listed"),
+        ({"shape": None}, "lacks something"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            manifests.decode(with_tensor(**changes))
+
+
+# ---------------------------------------------------------------------- plans
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(0, 40_000_000), max_size=6), max_size=4),
+    st.integers(1, 5),
+)
+@settings(deadline=None)
+def test_every_tensor_is_written_once_by_one_rank(sizes, world_size):
+    objects = {
+        owner: [Entry(f"{owner}{i}", "uint8", (numel,)) for i, numel in enumerate(numels)]
+        for owner, numels in sizes.items()
+    }
+    files = plan_files(objects, world_size)
+    assert len({file.name for file in files}) == len(files)
+    assert all(0 <= file.rank < world_size for file in files)
+    for owner, entries in objects.items():
+        written = [entry for file in files if file.owner == owner for entry in file.entries]
+        assert sorted(written, key=lambda e: e.key) == sorted(entries, key=lambda e: e.key)
+    load = [sum(e.num_bytes for f in files if f.rank == rank for e in f.entries) for rank in range(world_size)]
+    largest = max((e.num_bytes for f in files for e in f.entries), default=0)
+    assert max(load) - min(load) <= max(largest, 16 << 20), "nobody writes much more than another"
+
+
+def test_what_is_kept():
+    metrics = {step: {"loss": abs(step - 35) / 10} for step in range(10, 101, 10)}
+    assert plan_removals(metrics, Policy(keep=2)) == [10, 20, 30, 40, 50, 60, 70, 80]
+    assert plan_removals(metrics, Policy(keep=1, keep_every=50)) == [10, 20, 30, 40, 60, 70, 80, 90]
+    assert plan_removals(metrics, Policy(keep=1, best="loss")) == [10, 20, 40, 50, 60, 70, 80, 90]
+    assert best_step(metrics, Policy(best="loss", best_is="highest")) == 100
+    assert best_step({1: {"loss": math.nan}, 2: {}}, Policy(best="loss")) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep": 0}, "keep=0"),
+        ({"every_steps": 1.5}, "every_steps=1.5"),
+        ({"every_steps": True}, "every_steps=True"),
+        ({"every_minutes": 0}, "every_minutes=0"),
+        ({"every_minutes": "5"}, "every_minutes='5'"),
+        ({"best": 3}, "best=3"),
+        ({"best_is": "min"}, "best_is='min'"),
+    ],
+)
+def test_policies_that_make_no_sense(arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Policy(**arguments)
+
+
+# ---------------------------------------------------------------------- storage and lock
+
+
+def test_the_local_directory_does_what_a_storage_does(tmp_path: Path):
+    numbers = iter(range(100))
+    assert check_storage(lambda: LocalDirectory(tmp_path / "deep" / str(next(numbers)))) == 7
+
+
+def test_files_belong_to_their_owner_alone(tmp_path: Path):
+    storage = LocalDirectory(tmp_path / "runs" / "x")
+    storage.write("step/file", [b"x"])
+    assert (tmp_path / "runs" / "x" / "step" / "file").stat().st_mode & 0o777 == 0o600
+    for folder in ("runs", "runs/x", "runs/x/step"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o700
+
+
+def test_links_and_pipes_are_not_read(tmp_path: Path):
+    (tmp_path / "secret").write_bytes(b"secret")
+    storage = LocalDirectory(tmp_path / "x")
+    storage.write("step-0000001/file", [b"x"])
+    folder = tmp_path / "x" / "step-0000001"
+    (folder / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(folder / "pipe")
+    (tmp_path / "x" / "step-0000002").symlink_to(folder)
+    for path in ("step-0000001/link", "step-0000001/pipe", "step-0000002/file"):
+        with pytest.raises(OSError), storage.open(path):
+            pass
+    assert steps_in(storage) == [1]
+
+
+def try_lock(directory, connection):
+    try:
+        LocalDirectory(directory).lock({})
+        connection.send("taken")
+    except LockedError as error:
+        connection.send(str(error))
+    connection.recv()
+
+
+def test_two_jobs_do_not_share_a_directory_and_a_dead_one_does_not_keep_it(tmp_path: Path):
+    release = LocalDirectory(tmp_path).lock({})
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=try_lock, args=(tmp_path, theirs))
+    child.start()
+    told = ours.recv()
+    assert f"belongs to another job: pid {os.getpid()} on " in told
+    assert "give this job a directory of its own" in told
+    ours.send("go")
+    child.join()
+    release()
+    child = context.Process(target=try_lock, args=(tmp_path, theirs))
+    child.start()
+    assert ours.recv() == "taken"
+    with pytest.raises(LockedError, match=f"pid {child.pid}"):
+        LocalDirectory(tmp_path).lock({})
+    child.kill()
+    child.join()
+    LocalDirectory(tmp_path).lock({})()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_stale"),
+    [
+        ({"start": 1}, True),  # another process has got the number since
+        ({"boot": "before the restart"}, True),
+        ({"boot": "elsewhere", "hostname": "elsewhere"}, False),
+        ({"processes": "pid:[1]", "pid": 1}, False),
+    ],
+)
+def test_which_locks_are_stale(tmp_path: Path, changes, is_stale):
+    release = LocalDirectory(tmp_path).lock({})
+    path = tmp_path / "lock.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    if is_stale:
+        LocalDirectory(tmp_path).lock({})()
+    else:
+        with pytest.raises(LockedError):
+            LocalDirectory(tmp_path).lock({})
+    release()
+
+
+def test_what_a_killed_job_left_is_swept(tmp_path: Path):
+    storage = LocalDirectory(tmp_path)
+    for folder in (".saving-step-0000003-x-1", ".removing-step-0000001", ".replaced-step-0000002", "step-0000002"):
+        storage.write(f"{folder}/manifest.json", [folder.encode()])
+    storage.write(".replaced-step-0000005/manifest.json", [b"only copy"])
+    sweep(storage)
+    assert storage.list() == ["step-0000002", "step-0000005"]
+    assert (tmp_path / "step-0000005" / "manifest.json").read_bytes() == b"only copy"
+
+
+def test_at_every_kill_during_a_replacement_a_whole_checkpoint_of_the_step_is_there(tmp_path: Path):
+    """`put_in_place` and `remove_step`, killed at each of their effects, and swept."""
+    for work in (lambda s: put_in_place(s, ".saving-step-0000002-x", 2), lambda s: remove_step(s, 1)):
+        for number in range(100):
+            root = tmp_path / f"{random.random()}"
+            plain = LocalDirectory(root)
+            for folder, text in (
+                (".saving-step-0000002-x", b"new"),
+                ("step-0000002", b"old"),
+                ("step-0000001", b"one"),
+            ):
+                plain.write(f"{folder}/manifest.json", [text])
+            effects = iter(range(number))
+
+            def fault(operation, path, effects=effects):
+                if next(effects, None) is None:
+                    raise KeyboardInterrupt(f"{operation} {path}")
+
+            try:
+                work(LocalDirectory(root, fault=fault))
+                done = True
+            except KeyboardInterrupt:
+                done = False
+            sweep(plain)
+            assert (root / "step-0000002" / "manifest.json").read_bytes() in (b"old", b"new")
+            assert set(plain.list()) <= {"step-0000001", "step-0000002"}
+            if done:
+                break
+        assert number > 3

@@ -1,0 +1,547 @@
+"""`Checkpointer` in one process: exact resume, faults of the disk at every effect, damage, misfits, policies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import evenstep
+from evenstep import World
+from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.folders import steps_in
+from evenstep.checkpoint.reader import check_checkpoint
+from evenstep.checkpoint.storage import LocalDirectory
+from evenstep.errors import CheckpointError, ConfigurationError, UsageError
+from tests.checkpoint_runs import Training, assert_same, files_of, flip, flips
+
+
+def training(directory, **options) -> Training:
+    return Training(directory, World.alone(device="cpu"), **{"every_minutes": None, **options})
+
+
+def steps(directory) -> list[int]:
+    return steps_in(LocalDirectory(directory))
+
+
+# ---------------------------------------------------------------------- exact resume
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(tmp_path: Path, asynchronous: bool):
+    straight = training(tmp_path / "a", every_steps=4, asynchronous=asynchronous).run_to(11)
+    expected = straight.everything()
+    straight.checkpoint.close()
+    first = training(tmp_path / "b", every_steps=2, asynchronous=asynchronous).run_to(7)
+    first.checkpoint.close()  # saves step 7
+    second = training(tmp_path / "b", seed=99)
+    assert second.checkpoint.resume() == 7
+    second.run_to(11)
+    assert_same(second.everything(), expected)
+    assert first.losses + second.losses == straight.losses
+    assert first.seen + second.seen == straight.seen
+    second.checkpoint.close()
+
+
+def test_numpy_and_python_streams_go_on(tmp_path: Path):
+    import numpy
+
+    run = training(tmp_path, every_steps=1).run_to(1)
+    run.checkpoint.wait()
+    expected = (numpy.random.rand(3).tolist(), random.gauss(0, 1), torch.rand(3).tolist())
+    run.checkpoint.close()
+    again = training(tmp_path, seed=5)
+    numpy.random.seed(7)
+    again.checkpoint.resume()
+    assert (numpy.random.rand(3).tolist(), random.gauss(0, 1), torch.rand(3).tolist()) == expected
+    again.checkpoint.close()
+
+
+def test_nothing_there_starts_afresh(tmp_path: Path):
+    run = training(tmp_path / "new")
+    assert run.checkpoint.resume() == 0
+    run.checkpoint.close()
+    assert steps(tmp_path / "new") == [], "nothing was done, so nothing is saved"
+
+
+def test_other_programs_read_the_weights(tmp_path: Path):
+    run = training(tmp_path, every_steps=1).run_to(1)
+    run.checkpoint.close()
+    weights = load_file(tmp_path / "step-0000001" / "model.safetensors")
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 2))
+    model.load_state_dict(weights)
+    assert all(torch.equal(weights[key], value) for key, value in run.model.state_dict().items())
+
+
+def test_tied_and_compiled_and_wrapped_models(tmp_path: Path):
+    def build():
+        tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        tied[1].weight = tied[0].weight
+        return tied
+
+    model = build()
+    compiled = torch.compile(model, backend="eager")
+    checkpoint = Checkpointer(tmp_path, world=World.alone(), tied=nn.DataParallel(compiled))
+    checkpoint.num_steps = 1
+    checkpoint.save()
+    checkpoint.close()
+    other = build()
+    again = Checkpointer(tmp_path, world=World.alone(), tied=other)
+    assert again.resume() == 1
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+    again.close()
+
+
+def test_in_the_middle_of_an_accumulation_nothing_is_counted_or_saved(tmp_path: Path):
+    run = training(tmp_path, every_steps=1).run_to(1)
+    with run.wrapped.accumulate():
+        run.wrapped.backward(run.wrapped(torch.ones(2, 4)).mean(), weight=2)
+        run.checkpoint.step()
+        with pytest.raises(UsageError, match="in the middle of an accumulation"):
+            run.checkpoint.save()
+    run.checkpoint.step()
+    assert run.checkpoint.num_steps == 1
+    run.checkpoint.close()
+    assert steps(tmp_path) == [1]
+
+
+# ---------------------------------------------------------------------- a kill at every effect
+
+
+class Dead(BaseException):
+    """Stands for a kill: nothing after it has any effect on the disk."""
+
+
+class Disk:
+    """Counts effects; from one on, every one of them fails."""
+
+    def __init__(self, first_failing: int | None = None, error: BaseException | None = None) -> None:
+        self.effects: list[tuple[str, str]] = []
+        self.first_failing = first_failing
+        self.error = error or Dead("killed")
+
+    def __call__(self, operation: str, path: str) -> None:
+        self.effects.append((operation, path))
+        if self.first_failing is not None and len(self.effects) > self.first_failing:
+            raise self.error
+
+
+def test_a_kill_at_every_write_sync_and_rename_leaves_a_good_checkpoint(tmp_path: Path, monkeypatch):
+    """Two saves and the removal of what is too old, killed before each of their effects in turn."""
+    reference = training(tmp_path / "whole", every_steps=2, keep=1)
+    states = {}
+    while reference.checkpoint.num_steps < 6:
+        reference.step()
+        states[reference.checkpoint.num_steps] = reference.everything()
+    reference.checkpoint.close()
+    base = tmp_path / "base"
+    first = training(base, every_steps=2, keep=1).run_to(2)
+    first.checkpoint.close()
+
+    def go_on(directory: Path, disk: Disk) -> None:
+        run = training(LocalDirectory(directory, fault=disk), every_steps=2, keep=1)
+        try:
+            run.checkpoint.resume()
+            run.run_to(6)
+            run.checkpoint.close()
+        except (Dead, CheckpointError):
+            pass
+        finally:
+            run.checkpoint._let_go()
+
+    whole = Disk()
+    shutil.copytree(base, tmp_path / "counted")
+    go_on(tmp_path / "counted", whole)
+    kinds = {operation for operation, _ in whole.effects}
+    assert kinds == {"lock", "mkdir", "create", "write", "sync", "rename", "unlink", "rmdir"}
+    assert len(whole.effects) > 50
+    reached = set()
+    for number in range(len(whole.effects)):
+        directory = tmp_path / f"killed-{number}"
+        shutil.copytree(base, directory)
+        go_on(directory, Disk(number))
+        run = training(directory, every_steps=100, seed=3)
+        step = run.checkpoint.resume()
+        assert step in (2, 4, 6), f"killed before {whole.effects[number]}"
+        assert_same(run.everything(), states[step])
+        assert [p.name for p in directory.iterdir() if p.name.startswith(".")] in ([], [".lock-new"])
+        run.checkpoint._let_go()
+        reached.add(step)
+    assert reached == {2, 4, 6}
+
+
+def test_everything_is_durable_before_it_is_named(tmp_path: Path):
+    """Of each save: files are synced after their last write, then the folder, then the rename, then its parent."""
+    disk = Disk()
+    run = training(LocalDirectory(tmp_path, fault=disk), every_steps=1).run_to(1)
+    run.checkpoint.close()
+    effects = disk.effects
+    rename = effects.index(("rename", "step-0000001"))
+    before = effects[:rename]
+    written = {path for operation, path in before if operation == "create"}
+    assert {path.rpartition("/")[2] for path in written} >= {"model.safetensors", "manifest.json", "random.safetensors"}
+    for path in written:
+        last_write = max(i for i, effect in enumerate(before) if effect in (("write", path), ("create", path)))
+        assert ("sync", path) in before[last_write:]
+    folder = next(iter(written)).rpartition("/")[0]
+    assert before[-1] == ("sync", folder)
+    creates = [path for operation, path in before if operation == "create"]
+    assert creates[-1].endswith("manifest.json"), "the manifest is written last"
+    assert effects[rename + 1] == ("sync", "")
+
+
+# ---------------------------------------------------------------------- errors of the disk
+
+
+def test_a_full_disk_is_raised_by_the_next_step_and_the_previous_checkpoint_is_kept(tmp_path: Path):
+    disk = Disk(error=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    run = training(LocalDirectory(tmp_path, fault=disk), every_steps=2).run_to(2)
+    run.checkpoint.wait()
+    disk.first_failing = len(disk.effects) + 5
+    run.run_to(4)  # begins to save
+    run.checkpoint._saver.writer._thread.join()
+    disk.first_failing = None
+    before = run.everything()
+    with pytest.raises(
+        CheckpointError, match=r"step 4 could not be saved .* No space left on device.*removed; the newest"
+    ) as e:
+        run.step()
+    assert e.value.exit_code == 74
+    assert "step-0000002" in str(e.value)
+    assert steps(tmp_path) == [2]
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".saving")], "the partial one is removed"
+    run.run_to(6)  # whoever catches it may go on
+    assert before["position"] < run.loader.position
+    run.checkpoint.close()
+    assert steps(tmp_path) == [2, 6]
+
+
+def test_on_save_error_continue_trains_on_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    disk = Disk(error=OSError(errno.EIO, os.strerror(errno.EIO)))
+    run = training(LocalDirectory(tmp_path, fault=disk), every_steps=2, on_save_error="continue")
+    run.run_to(1)
+    disk.first_failing = 0
+    run.run_to(3)
+    run.checkpoint.wait()
+    disk.first_failing = None
+    run.run_to(4)
+    run.checkpoint.close()
+    assert "Input/output error" in (told := capsys.readouterr().err)
+    assert "Training goes on" in told
+    assert steps(tmp_path) == [4]
+
+
+def test_a_directory_that_cannot_be_written_is_one_error_at_once(tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    run = training(tmp_path / "file" / "runs")
+    with pytest.raises(CheckpointError, match=r"file/runs can't be written: .*Not a directory.* \(on rank 0\)"):
+        run.checkpoint.resume()
+    with pytest.raises(CheckpointError, match="can't be written"):
+        run.checkpoint.step()
+
+
+def test_state_that_cannot_be_saved_is_refused_when_saving(tmp_path: Path):
+    class Bad:
+        def state_dict(self):
+            return {"deep": [object()]}
+
+        def load_state_dict(self, state):
+            raise NotImplementedError
+
+    checkpoint = Checkpointer(tmp_path, world=World.alone(), bad=Bad())
+    with pytest.raises(CheckpointError, match=r"bad\['deep'\]\[0\] is a builtins.object, which can't be saved"):
+        checkpoint.save()
+    checkpoint.close()
+
+
+# ---------------------------------------------------------------------- damage
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints, of steps 2 and 4."""
+    directory = tmp_path_factory.mktemp("saved")
+    run = training(directory, every_steps=2).run_to(4)
+    run.checkpoint.close()
+    return directory
+
+
+def damaged_copy(saved: Path, target: Path) -> Path:
+    shutil.copytree(saved, target)
+    return target
+
+
+def test_no_flipped_bit_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int, capsys: pytest.CaptureFixture[str]):
+    """Each is found and named by file, and by tensor where it lies in one; some tens are resumed from, too."""
+    generator = random.Random(fresh_seed)
+    directory = damaged_copy(saved, tmp_path / "x")
+    storage = LocalDirectory(directory)
+    paths = files_of(directory, "step-0000004")
+    assert check_checkpoint(storage, "step-0000004") == []
+    for number, (path, bit) in enumerate(flips(generator, paths, int(os.environ.get("EVENSTEP_TEST_FLIPS", "60")))):
+        flip(path, bit)
+        findings = check_checkpoint(storage, "step-0000004")
+        assert findings, f"bit {bit} of {path.name}"
+        assert any(f"step-0000004/{path.name}" in line for line in findings)
+        header = int.from_bytes((saved / "step-0000004" / path.name).read_bytes()[:8], "little") + 8
+        if path.suffix == ".safetensors" and bit // 8 >= header:
+            assert "tensor " in findings[0]
+        if number % 10 == 0:
+            copy = damaged_copy(directory, tmp_path / f"resumed-{number}")
+            run = training(copy)
+            assert run.checkpoint.resume() == 2
+            run.checkpoint._let_go()
+            told = capsys.readouterr().err
+            assert f"damaged: step-0000004/{path.name}: " in told
+            assert "set aside as" in told
+            assert sorted(p.name for p in copy.iterdir()) == ["damaged-step-0000004", "step-0000002"]
+        flip(path, bit)
+    assert check_checkpoint(storage, "step-0000004") == []
+
+
+def test_no_truncated_file_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int):
+    generator = random.Random(fresh_seed)
+    directory = damaged_copy(saved, tmp_path / "x")
+    storage = LocalDirectory(directory)
+    for path in files_of(directory, "step-0000004"):
+        content = path.read_bytes()
+        for _ in range(int(os.environ.get("EVENSTEP_TEST_TRUNCATIONS", "25")) // 5):
+            length = generator.randrange(len(content))
+            path.write_bytes(content[:length])
+            findings = check_checkpoint(storage, "step-0000004")
+            assert any(f"step-0000004/{path.name}" in line for line in findings)
+            if path.suffix == ".safetensors":
+                assert f"has {length:,} bytes, and {len(content):,} were saved" in findings[0]
+        path.write_bytes(content)
+
+
+def test_a_missing_file_falls_back_and_an_extra_one_is_told(saved: Path, tmp_path: Path, capsys):
+    directory = damaged_copy(saved, tmp_path / "x")
+    (directory / "step-0000004" / "notes.txt").write_text("mine")
+    run = training(directory)
+    assert run.checkpoint.resume() == 4
+    assert "step-0000004/notes.txt is no part of it" in capsys.readouterr().err
+    run.checkpoint._let_go()
+    (directory / "step-0000004" / "model.safetensors").unlink()
+    (directory / "step-0000002" / "manifest.json").unlink()
+    run = training(directory)
+    with pytest.raises(CheckpointError) as caught:
+        run.checkpoint.resume()
+    text = str(caught.value)
+    assert "no checkpoint in" in text
+    assert "step-0000004/model.safetensors: No such file" in text
+    assert "step-0000002/manifest.json: No such file" in text
+    run.checkpoint._let_go()
+
+
+def test_load_of_one_step_does_not_fall_back_and_needs_no_lock(saved: Path, tmp_path: Path):
+    directory = damaged_copy(saved, tmp_path / "x")
+    run = training(directory)
+    assert run.checkpoint.load(2) == 2
+    assert not (directory / "lock.json").exists()
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3; there are: 2, 4"):
+        run.checkpoint.load(3)
+    flip(directory / "step-0000004" / "model.safetensors", 8 * 900)
+    with pytest.raises(CheckpointError, match=r"step-0000004/model.safetensors"):
+        run.checkpoint.load(4)
+    assert steps(directory) == [2, 4]
+
+
+# ---------------------------------------------------------------------- other objects
+
+
+def test_another_model_is_all_differences_in_one_message_and_nothing_is_changed(saved: Path, tmp_path: Path):
+    directory = damaged_copy(saved, tmp_path / "x")
+    run = training(directory, width=5)
+    run.model.double()
+    run.model.register_buffer("extra", torch.zeros(2))
+    before = {key: value.clone() for key, value in run.model.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        run.checkpoint.resume()
+    text = str(caught.value)
+    for line in (
+        "model: 0.weight was float32 [8, 4], and is float64 [5, 4] here",
+        "model: 4.weight was float32 [2, 8], and is float64 [2, 5] here",
+        "model: extra float32 [2] was not saved",
+        "optimizer: state.0.momentum_buffer was [8, 4], and its parameter is [5, 4] here",
+    ):
+        assert line in text.replace("extra float64", "extra float32"), text
+    assert all(torch.equal(value, before[key]) for key, value in run.model.state_dict().items())
+    assert steps(directory) == [2, 4], "a good checkpoint that doesn't fit is not set aside"
+    run.checkpoint._let_go()
+
+
+def test_not_strict_loads_what_fits_and_says_what_did_not(saved: Path, tmp_path: Path, capsys):
+    directory = damaged_copy(saved, tmp_path / "x")
+    straight = training(directory)
+    straight.checkpoint.load(4)
+    world = World.alone()
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 3))
+    other = Checkpointer(directory, world=world, model=model, extra=nn.Linear(1, 1))
+    assert other.resume(strict=False) == 4
+    assert torch.equal(model[0].weight, straight.model[0].weight)
+    told = capsys.readouterr().err
+    assert "not loaded: model: 4.weight was float32 [2, 8], and is float32 [3, 8] here" in told
+    assert "not loaded: extra: was not saved" in told
+    other._let_go()
+
+
+def test_another_optimizer_is_refused(saved: Path, tmp_path: Path):
+    run = training(damaged_copy(saved, tmp_path / "x"))
+    adam = torch.optim.AdamW(run.model.parameters())
+    other = Checkpointer(tmp_path / "x", world=World.alone(), optimizer=adam)
+    with pytest.raises(
+        CheckpointError, match=r"optimizer: saved from torch.optim.sgd.SGD with .*momentum.*AdamW here, with"
+    ):
+        other.resume()
+    other._let_go()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "there is nothing to save"),
+        ({"model": nn.Linear(1, 1), "x": object()}, "x= is a object without state_dict and load_state_dict"),
+        ({"random": nn.Linear(1, 1)}, "random= is the name of the random streams"),
+        ({"model": nn.Linear(1, 1), "on_save_error": "ignore"}, "on_save_error='ignore'"),
+        ({"model": nn.Linear(1, 1), "keep": -1}, "keep=-1"),
+    ],
+)
+def test_arguments_that_make_no_sense(tmp_path: Path, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Checkpointer(tmp_path, world=World.alone(), **arguments)
+
+
+# ---------------------------------------------------------------------- when, and what is kept
+
+
+def test_what_is_kept_by_steps_and_by_metric(tmp_path: Path):
+    world = World.alone()
+    checkpoint = Checkpointer(
+        tmp_path, world=world, model=nn.Linear(1, 1), every_steps=2, keep=2, keep_every=6, best="loss"
+    )
+    for step in range(1, 15):
+        if step % 2:
+            checkpoint.step(loss=abs(step - 5) + 0.5)
+        else:
+            checkpoint.step()
+    checkpoint.wait()
+    # 5 has the lowest loss, 6 and 12 are kept for good, 12 and 14 are the newest.
+    assert steps(tmp_path) == [5, 6, 12, 14]
+    checkpoint.close()
+    again = Checkpointer(tmp_path, world=world, model=nn.Linear(1, 1), every_steps=100, best="loss")
+    again.resume()
+    again.step(loss=3.0)  # not better than that of before
+    again.wait()
+    assert steps(tmp_path) == [5, 6, 12, 14]
+    again.step(loss=0.1)
+    again.wait()
+    assert 16 in steps(tmp_path)
+    with pytest.raises(ConfigurationError, match="metric loss='low' is no number"):
+        again.step(loss="low")
+    again.close()
+
+
+def test_saves_by_the_clock(tmp_path: Path):
+    checkpoint = Checkpointer(tmp_path, world=World.alone(), model=nn.Linear(1, 1), every_minutes=0.3 / 60)
+    import time
+
+    began = time.monotonic()
+    while time.monotonic() - began < 1.0:
+        checkpoint.step()
+        time.sleep(0.01)
+    last = checkpoint.num_steps
+    checkpoint._finish()
+    found = steps(tmp_path)
+    checkpoint.close()
+    assert 2 <= len(found) <= 3
+    assert found[0] > 5
+    assert steps(tmp_path)[-1] == last, "and once more at the end"
+
+
+def test_a_used_directory_wants_a_decision(tmp_path: Path, saved: Path):
+    directory = damaged_copy(saved, tmp_path / "x")
+    run = training(directory, every_steps=1)
+    with pytest.raises(
+        UsageError, match=r"has checkpoints up to step 4, and this run is at step 0.*discard\(after=0\)"
+    ):
+        run.step()
+    run.checkpoint.discard(after=2)
+    assert steps(directory) == [2]
+    assert run.checkpoint.resume() == 2
+    run.run_to(3).checkpoint.close()
+    assert steps(directory) == [2, 3]
+    run = training(directory)
+    run.checkpoint.discard()
+    run.run_to(1).checkpoint.close()
+    assert steps(directory) == [1]
+
+
+def test_one_pending_save_at_most_and_no_thread_is_left(tmp_path: Path):
+    most = 0
+    run = training(tmp_path, every_steps=1)
+    for _ in range(5):
+        run.step()
+        most = max(most, sum("evenstep save" in thread.name for thread in threading.enumerate()))
+    run.checkpoint.close()
+    assert most <= 1
+    assert steps(tmp_path) == [3, 4, 5]
+    with pytest.raises(UsageError, match="is closed"):
+        run.checkpoint.step()
+
+
+def test_saving_the_same_step_twice_replaces_it(tmp_path: Path):
+    run = training(tmp_path, every_steps=1).run_to(1)
+    run.checkpoint.save(accuracy=0.5)
+    run.checkpoint.close()
+    assert steps(tmp_path) == [1]
+    assert '"accuracy":0.5' in (tmp_path / "step-0000001" / "manifest.json").read_text()
+
+
+# ---------------------------------------------------------------------- being asked to stop
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "request_stop()"])
+def test_asked_to_stop_it_saves_and_leaves_with_75(tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]):
+    before = signal.getsignal(signal.SIGTERM)
+    run = training(tmp_path).run_to(3)
+    if how == "request_stop()":
+        run.world.request_stop()
+    else:
+        os.kill(os.getpid(), signal.Signals[how])
+    with pytest.raises(SystemExit) as caught:
+        run.step()
+    assert caught.value.code == 75
+    assert steps(tmp_path) == [4]
+    assert f"asked to stop ({how} on rank 0); saved {tmp_path}/step-0000004" in capsys.readouterr().err
+    run.checkpoint._let_go()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_end_of_the_world_saves_and_an_exception_does_not(tmp_path: Path):
+    with evenstep.init(quiet=True, device="cpu") as world:
+        Training(tmp_path / "good", world, every_minutes=None).run_to(3)
+    assert steps(tmp_path / "good") == [3]
+    assert not (tmp_path / "good" / "lock.json").exists()
+
+    def fail():
+        with evenstep.init(quiet=True, device="cpu") as world:
+            Training(tmp_path / "bad", world, every_steps=2).run_to(3)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    evenstep.init(quiet=True, device="cpu").close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("evenstep save"):
+            thread.join()
+    assert steps(tmp_path / "bad") == [2], "what was pending is finished, and nothing new is begun"

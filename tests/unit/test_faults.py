@@ -1,0 +1,88 @@
+"""Faults on request, in this process: understood, counted, taken back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from evenstep.cli import main
+from evenstep.errors import ConfigurationError
+from evenstep.testing.faults import KINDS, Fault, draw_fault, install, parse_faults
+
+
+def test_texts() -> None:
+    assert parse_faults("kill:rank=1,step=7; delay:rank=0,step=2,phase=optimizer,seconds=0.5;") == [
+        Fault("kill", 1, 7),
+        Fault("delay", 0, 2, "optimizer", seconds=0.5),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_fault_says_of_itself_is_understood(kind: str) -> None:
+    fault = Fault(kind, 1, 2, seconds=3.5, mib=4)
+    (again,) = parse_faults(str(fault))
+    assert (again.kind, again.rank, again.step, again.phase) == (kind, 1, 2, "forward")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no fault"),
+        ("kill", "rank= and step= are needed"),
+        ("explode:rank=1,step=2", "'explode': use one of kill"),
+        ("kill:rank=one,step=2", "'rank=one' is not understood"),
+        ("kill:rank=1,step=2,phase=lunch", "no phase 'lunch'"),
+        ("kill:rank=1,step=-2", "at least 0"),
+        ("nan:rank=1,step=2,phase=optimizer", "leave out the phase"),
+    ],
+)
+def test_texts_that_are_none(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_faults(text)
+    assert main(["run", "--nproc-per-node", "1", f"--inject={text}", __file__]) == 78
+    assert message in capsys.readouterr().err
+
+
+def test_a_drawn_fault_is_the_same_for_the_same_seed(fresh_seed: int) -> None:
+    one, again = (draw_fault(fresh_seed, num_ranks=4, num_steps=9) for _ in range(2))
+    assert one == again
+    assert 0 <= one.rank < 4
+    assert 0 <= one.step < 9
+    assert len({draw_fault(seed, num_ranks=4, num_steps=9).kind for seed in range(200)}) == len(KINDS)
+
+
+def train(num_steps: int) -> list[float]:
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = []
+    for _ in range(num_steps):
+        model(torch.ones(1, 1)).sum().backward()
+        weight = next(model.parameters()).grad
+        assert weight is not None
+        gradients.append(weight.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
+def test_it_strikes_in_its_step_and_phase_and_only_there(phase: str) -> None:
+    remove = install(f"raise:rank=0,step=2,phase={phase};raise:rank=1,step=0", rank=0)
+    try:
+        assert len(train(2)) == 2
+        with pytest.raises(RuntimeError, match=f"injected: raise:rank=0,step=2,phase={phase}"):
+            train(1)
+        assert len(train(3)) == 3, "once"
+    finally:
+        remove()
+
+
+def test_a_gradient_is_spoilt_once() -> None:
+    remove = install("nan:rank=0,step=1", rank=0)
+    try:
+        assert [math.isnan(gradient) for gradient in train(2)] == [False, True]
+    finally:
+        remove()
+    assert not any(map(math.isnan, train(2)))

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from evenstep import randomness
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.health import page
 from evenstep.replica import registrations
 from evenstep.replica.agreement import validate_same_model
 from evenstep.replica.batches import StandIn, batch_length, split
@@ -186,6 +187,7 @@ class DistributedDataParallel(TorchInterface):
             if self.training:
                 self.world.diverge_random_streams()
         began_ns = perf_counter_ns()
+        page.mark(page.Phase.FORWARD)
         if self.settings.inputs_to is not None:
             inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))
         # The usual case is told apart without flattening a nest: a call of 10 microseconds.

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from evenstep.errors import UsageError
+from evenstep.health import page
 from evenstep.health.telemetry import BACKWARD
 from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.exchange import build_exchange
@@ -232,6 +233,7 @@ class Engine:
                 self._ran = self._ran_stand_in = False
                 self.num_reductions += 1
                 self.recorder.whole_backward()
+                page.mark(page.Phase.BACKWARD)
                 return None
             self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
             _at_end_of_backward(self._plain_pass_ended)
@@ -279,6 +281,7 @@ class Engine:
 
     def _open_pass(self, kind: Kind, weight: float | Tensor, *, discards: bool, mutes: bool | Tensor = False) -> None:
         self.recorder.mark(BACKWARD)
+        page.mark(page.Phase.BACKWARD)
         self._pass = _Pass(kind, weight, synchronised=self.synchronise, discards=discards, mutes=mutes)
         if kind is Kind.WEIGHTED and self._window is None:
             self._set_aside()
@@ -337,6 +340,7 @@ class Engine:
         self._add_carried()
         self._window = None
         self.recorder.end()
+        page.mark(page.Phase.BETWEEN_STEPS)
         self.num_reductions += 1
         if not self.has_learned_order:
             self.has_learned_order = True  # on all ranks in the same window, whatever each of them has seen

@@ -8,7 +8,8 @@ Blocks of calls over shared memory and over Gloo take turns, so that whatever el
 block is timed from barrier to barrier on the slowest rank. The ratio of each pair of neighbouring blocks is one
 observation; the table has their median, with the quartiles. "bucket" is a tensor that the transport allocated, as the
 engine's are; "tensor" is any other; "dist" is the same tensor through `torch.distributed.all_reduce` on the backend
-"evenstep", as torch programs call it. "bytes moved" is how long plain copies take to read and write what an all-reduce
+"evenstep", as torch programs call it; "DeepSpeed" is its shared-memory operator, where it is installed and can be
+compiled (sums of float32 only). "bytes moved" is how long plain copies take to read and write what an all-reduce
 in place has to: each rank its slice of all vectors, all ranks at once.
 """
 
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from measuring import describe_machine, ratios, spread
+from torch import Tensor
 
 import evenstep
 from evenstep.transport import fall_through
@@ -48,6 +52,7 @@ class Row:
     bucket_us: float
     dist_us: float
     moved_us: float
+    deepspeed_us: float | None
     tensor_ratio: list[float]  # Gloo over ours: lower quartile, median, upper quartile
     bucket_ratio: list[float]
     dist_ratio: list[float]
@@ -77,7 +82,8 @@ def measure(sizes: list[int], num_blocks: int) -> list[Row]:
     shared = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=120))
     assert not isinstance(shared, str), shared
     backend = dist.new_group(backend="evenstep")
-    rows = [measure_size(size, gloo, shared, backend, num_blocks) for size in sizes]
+    deepspeed = deepspeeds_operator(world)
+    rows = [measure_size(size, gloo, shared, backend, deepspeed, num_blocks) for size in sizes]
     assert fall_through.total == 0, fall_through
     dist.destroy_process_group(backend)
     gloo.close()
@@ -85,8 +91,31 @@ def measure(sizes: list[int], num_blocks: int) -> list[Row]:
     return rows
 
 
+def deepspeeds_operator(world: evenstep.World) -> Callable[[Tensor], object] | None:
+    """DeepSpeed's own, compiled when first used; None where that can't be."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    os.environ["LOCAL_SIZE"] = str(world.world_size)  # without it the operator does nothing
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", str(world.broadcast_object(os.getpid())))
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    operator = ShareMemCommBuilder().load()
+    operator.initialize(world.world_size, world.rank)
+    all_reduce: Callable[[Tensor], object] = torch.ops.deepspeed.inference_all_reduce_
+    values = torch.full((1000,), float(world.rank + 1))
+    all_reduce(values)
+    assert values.eq(sum(range(world.world_size + 1))).all(), values
+    return all_reduce
+
+
 def measure_size(
-    num_bytes: int, gloo: Transport, shared: Transport, backend: dist.ProcessGroup, num_blocks: int
+    num_bytes: int,
+    gloo: Transport,
+    shared: Transport,
+    backend: dist.ProcessGroup,
+    deepspeed: Callable[[Tensor], object] | None,
+    num_blocks: int,
 ) -> Row:
     """One size: blocks take turns."""
     numel = num_bytes // 4
@@ -106,6 +135,8 @@ def measure_size(
         "dist": lambda: dist.all_reduce(plain, group=backend),
         "moved": move,
     }
+    if deepspeed is not None:
+        calls["DeepSpeed"] = lambda: deepspeed(plain)
     num_calls = calls_per_block(num_bytes)
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for block in range(num_blocks + 1):
@@ -122,6 +153,7 @@ def measure_size(
         bucket_us=medians["bucket"],
         dist_us=medians["dist"],
         moved_us=medians["moved"],
+        deepspeed_us=medians.get("DeepSpeed"),
         tensor_ratio=ratios(seconds["gloo"], seconds["tensor"]),
         bucket_ratio=ratios(seconds["gloo"], seconds["bucket"]),
         dist_ratio=ratios(seconds["gloo"], seconds["dist"]),
@@ -151,14 +183,14 @@ def human(num_bytes: int) -> str:
 def table(rows: list[Row]) -> str:
     """For people, and for the documentation. Pure."""
     lines = [
-        "| ranks | size | Gloo, us | tensor, us | bucket, us | dist, us | bytes moved, us "
+        "| ranks | size | Gloo, us | DeepSpeed, us | tensor, us | bucket, us | dist, us | bytes moved, us "
         "| Gloo/tensor | Gloo/bucket | Gloo/dist | bucket/moved |",
-        "| ---: " * 11 + "|",
+        "| ---: " * 12 + "|",
     ]
     for row in rows:
-        times = (row.gloo_us, row.tensor_us, row.bucket_us, row.dist_us, row.moved_us)
+        times = (row.gloo_us, row.deepspeed_us, row.tensor_us, row.bucket_us, row.dist_us, row.moved_us)
         quotients = (row.tensor_ratio, row.bucket_ratio, row.dist_ratio, row.moved_ratio)
-        cells = [str(row.num_ranks), human(row.num_bytes), *(f"{each:,.1f}" for each in times)]
+        cells = [str(row.num_ranks), human(row.num_bytes), *("" if each is None else f"{each:,.1f}" for each in times)]
         cells += [spread(each, 1) for each in quotients]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -13,10 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
 
 from evenstep import DataLoader, DistributedSampler, World
+from evenstep.data import ahead
+from evenstep.data.fetch import Loaded
 from evenstep.data.gathering import positions_by_rank
+from evenstep.data.packing import MAX_BYTES, pack, unpack
 from evenstep.data.workers import suitable_workers
 from evenstep.errors import ConfigurationError, DataError, MismatchError
 
@@ -250,3 +255,90 @@ def test_rows_are_counted() -> None:
     with pytest.raises(MismatchError, match="rank 0 has 4 rows and has seen 10 samples"):
         loader.gather(torch.zeros(4))
     assert positions_by_rank(loader._source.division.epoch(0), 0, 0, 2)[0].tolist() == []
+
+
+# ---------------------------------------------------------------------- on the way
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.randn(3, 4),
+        [torch.zeros(0, 3), torch.tensor(7, dtype=torch.int16), "text", None, 1.5],
+        {"a": torch.rand(5) > 0.5, "b": (torch.randn(2).bfloat16(), {"c": torch.randn(4, 4).t()})},
+    ],
+)
+def test_small_batches_are_packed_and_come_back(batch: Any) -> None:
+    data = pack(batch)
+    assert data is not None
+    again = unpack(data)
+    leaves, structure = tree_flatten(batch)
+    others, same = tree_flatten(again)
+    assert structure == same
+    for one, two in zip(leaves, others, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert one.dtype == two.dtype
+            assert torch.equal(one, two)
+            two.zero_()  # writable, without a warning
+        else:
+            assert one == two
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.zeros(MAX_BYTES + 1, dtype=torch.uint8), torch.ones(2, requires_grad=True), torch.eye(2).to_sparse()],
+)
+def test_other_batches_go_as_torch_sends_them(batch: torch.Tensor) -> None:
+    assert pack([torch.zeros(1), batch]) is None
+
+
+def test_large_and_small_batches_in_turn() -> None:
+    class Growing(Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.full((40_000 if index // 4 == 1 else 10,), index)
+
+    batches = list(DataLoader(Growing(), 4, num_workers=1, world=_world()))
+    assert [batch[:, 0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+def test_on_a_gpu_one_batch_is_copied_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of events, with a stand-in for the GPU."""
+    events: list[str] = []
+
+    class Stream:
+        def record_event(self) -> str:
+            return events[-1]
+
+        def wait_event(self, event: str) -> None:
+            events.append(f"wait for {event}")
+
+    monkeypatch.setattr(ahead.torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(ahead.torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(ahead.torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(ahead, "pinned", lambda batch: batch)
+    monkeypatch.setattr(ahead, "used_on", lambda batch, stream: events.append(f"use {batch}"))
+
+    def move(batch: int, device: torch.device, *, non_blocking: bool) -> int:
+        events.append(f"copy {batch}")
+        return batch
+
+    monkeypatch.setattr(ahead, "move", move)
+    items = ((number, Loaded(number)) for number in range(3))
+    for tag, loaded in ahead.on_device(items, torch.device("cuda", 0), pin=True, are_pinned=False):
+        assert tag == loaded.batch
+        events.append(f"given {tag}")
+    expected = [
+        "copy 0",
+        "copy 1",
+        "wait for copy 0",
+        "use 0",
+        "given 0",
+        "copy 2",
+        "wait for copy 1",
+        "use 1",
+        "given 1",
+    ]
+    assert events == [*expected, "wait for copy 2", "use 2", "given 2"]

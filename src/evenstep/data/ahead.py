@@ -39,14 +39,14 @@ def on_device(
             moved = loaded._replace(batch=move(batch, device, non_blocking=pin))
             done = stream.record_event()
         if waiting is not None:
-            yield _handed_over(*waiting)
+            yield _handed_over(device, *waiting)
         waiting = (tag, moved, done)
     if waiting is not None:
-        yield _handed_over(*waiting)
+        yield _handed_over(device, *waiting)
 
 
-def _handed_over(tag: Tag, loaded: Loaded, done: Any) -> tuple[Tag, Loaded]:
-    stream = torch.cuda.current_stream()
+def _handed_over(device: torch.device, tag: Tag, loaded: Loaded, done: Any) -> tuple[Tag, Loaded]:
+    stream = torch.cuda.current_stream(device)
     stream.wait_event(done)
     # The memory was taken on the copying stream: it must not be given away there while this one still reads it.
     used_on(loaded.batch, stream)

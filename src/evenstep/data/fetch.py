@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, default_collate, get_worker_info
+from torch.utils.data import TensorDataset, _utils, default_collate, get_worker_info
 
 from evenstep import randomness
 from evenstep.data.nested import emptied
+from evenstep.data.packing import pack
 from evenstep.data.requests import Request
 from evenstep.errors import DataError
 from evenstep.randomness import mix
@@ -27,6 +29,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         batch: What `collate_fn` made.
+        packed: The batch as `pack` made it in a worker; `batch` is None then.
         skipped: Why each sample that is missing could not be loaded.
         num_samples: Of the global batch; known here only for streams.
         failure: The text of the `DataError` that a worker met; torch would bury it in tracebacks.
@@ -36,6 +39,7 @@ class Loaded(NamedTuple):
     skipped: tuple[str, ...] = ()
     num_samples: int | None = None
     failure: str | None = None
+    packed: bytes | None = None
 
 
 class Fetcher:
@@ -47,6 +51,7 @@ class Fetcher:
         sample_seed: Key of the random streams in `__getitem__`; None: they are left alone.
         skip: Leave samples out whose loading raises `DataError`.
         page: Where workers note what they are at, [2 * workers]: step and number of the sample in the share.
+        packs: Have workers send small batches as bytes.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Fetcher:
         sample_seed: int | None = None,
         skip: bool = False,
         page: Any = None,
+        packs: bool = False,
     ) -> None:
         self.dataset = dataset
         self.collate = default_collate if collate_fn is None else collate_fn
@@ -68,6 +74,8 @@ class Fetcher:
         )
         self._skip = skip
         self._page = page
+        self._packs = packs
+        self._is_small = False  # whether the latest batch was packed
         self._good: int | None = None  # a sample that could be loaded
 
     def __getitem__(self, request: Request) -> Loaded:
@@ -77,7 +85,9 @@ class Fetcher:
             if self._page is not None:
                 self._page[2 * worker.id : 2 * worker.id + 2] = [request.step, 0]
             try:
-                return self._load(request)
+                loaded = packed(self._load(request)) if self._packs else self._load(request)
+                self._is_small = loaded.packed is not None
+                return loaded
             except DataError as error:
                 return Loaded(None, failure=str(error))
         if self._sample_seed is None:
@@ -99,7 +109,14 @@ class Fetcher:
         loaded = self._samples(samples, request, skipped)
         if skipped and not loaded:
             return Loaded(self._nothing_like(request.epoch, None), tuple(skipped))
-        return Loaded(self.collate(loaded), tuple(skipped))
+        return Loaded(self._collated(loaded), tuple(skipped))
+
+    def _collated(self, loaded: list[Any]) -> Any:
+        if self._is_small and self.collate is default_collate:
+            # In a worker torch's function would make a file of shared memory for each tensor.
+            with as_if_alone():
+                return self.collate(loaded)
+        return self.collate(loaded)
 
     def _samples(self, samples: list[int], request: Request, skipped: list[str]) -> list[Any]:
         dataset = self.dataset
@@ -111,7 +128,7 @@ class Fetcher:
                     raise
         elif not self._skip and self._sample_seed is None and get_worker_info() is None:
             return [dataset[sample] for sample in samples]
-        loaded = []
+        loaded: list[Any] = []
         note = self._noter()
         for number, sample in enumerate(samples):
             note(number)
@@ -156,6 +173,23 @@ class Fetcher:
         raise DataError(
             f"none of {min(num_samples, _MAX_EXAMPLES)} samples can be loaded; what a batch looks like isn't known."
         )
+
+
+@contextlib.contextmanager
+def as_if_alone() -> Iterator[Any]:
+    """Let nobody know that this is a worker; yields what `get_worker_info` would say."""
+    worker = get_worker_info()
+    _utils.worker._worker_info = None
+    try:
+        yield worker
+    finally:
+        _utils.worker._worker_info = worker
+
+
+def packed(loaded: Loaded) -> Loaded:
+    """The same with a small batch as bytes."""
+    data = pack(loaded.batch)
+    return loaded if data is None else loaded._replace(batch=None, packed=data)
 
 
 def seed_streams(key: int) -> None:

@@ -68,24 +68,37 @@ class LocalOrder:
             raise IndexError(f"positions {low} to {high} asked of an epoch of {self.num_samples} samples")
         span = self.block * self.window
         flat = positions.reshape(-1)
-        places = torch.empty_like(flat)  # in the file, before the turn
-        for number in range(low // span, high // span + 1):
-            inside = (flat >= number * span) & (flat < (number + 1) * span)
-            if inside.any():
-                places[inside] = self._places(number, flat[inside] - number * span)
-        return ((places + self._turn) % self.num_samples).reshape(positions.shape)
+        first, last = low // span, high // span
+        if first == last:
+            return self._samples(first, flat - first * span).reshape(positions.shape)
+        samples = torch.empty_like(flat)
+        numbers = torch.div(flat, span, rounding_mode="floor")
+        for number in range(first, last + 1):
+            inside = torch.nonzero(numbers == number).squeeze(1)
+            if inside.numel():
+                samples[inside] = self._samples(number, flat[inside] - number * span)
+        return samples.reshape(positions.shape)
 
-    def _places(self, number: int, offsets: Tensor) -> Tensor:
-        """Places of the samples at `offsets` in one window."""
+    def _samples(self, number: int, offsets: Tensor) -> Tensor:
+        """Samples at the positions `offsets` of one window."""
         start = number * self.block * self.window
         size = min(self.block * self.window, self.num_samples - start)
         shuffled = EpochOrder(size, self.seed, mix(_WINDOW_TAG, self.epoch, number)).at(offsets)
-        slots = number * self.window + shuffled // self.block
+        slots = torch.div(shuffled, self.block, rounding_mode="floor")
+        # A table of the window's few blocks: by how much the sample in each slot has to move. Turned, and past the
+        # end of the data set back to its beginning.
+        moves = (self._blocks_of(number) - torch.arange(len(self._blocks_of(number)))) * self.block + self._turn
+        samples = shuffled.add_(moves[slots])
+        return samples.sub_((samples >= self.num_samples).long().mul_(self.num_samples))
+
+    def _blocks_of(self, number: int) -> Tensor:
+        """The block in each slot of a window, [at most window]; the short one has its own place, the last."""
         num_full = self.num_samples // self.block
-        blocks = slots.clone()
-        full = slots < num_full
-        blocks[full] = self._blocks.at(slots[full])
-        return blocks * self.block + shuffled % self.block
+        first = number * self.window
+        full = self._blocks.slice(first, max(first, min(first + self.window, num_full)))
+        if first + self.window > num_full:
+            full = torch.cat([full, torch.tensor([num_full])])
+        return full
 
     @cached_property
     def _turn(self) -> int:

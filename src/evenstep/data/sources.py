@@ -72,7 +72,9 @@ class SampleSource:
         self.global_batch_size = division.global_batch_size
         key = division.seed if sample_seed else None
         page = workers.new_page(num_workers)
-        self.fetcher = Fetcher(dataset, collate_fn, sample_seed=key, skip=skip, page=page)
+        # On their way to a GPU batches are pinned by torch's thread, which would not look into the bytes.
+        packs = world.device.type == "cpu"
+        self.fetcher = Fetcher(dataset, collate_fn, sample_seed=key, skip=skip, page=page, packs=packs)
 
     def facts(self) -> dict[str, Any]:
         """What must be equal on all ranks, and in a run that is resumed."""
@@ -163,6 +165,7 @@ class StreamSource:
             world_size=world.world_size,
             num_workers=num_workers,
             by_shard=self.by_shard,
+            packs=world.device.type == "cpu",
         )
 
     def facts(self) -> dict[str, Any]:

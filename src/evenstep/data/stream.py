@@ -21,16 +21,15 @@ Data sets that divide themselves by `get_worker_info()` would divide twice; whil
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import _utils, default_collate, get_worker_info
+from torch.utils.data import default_collate
 
-from evenstep.data.fetch import Loaded
+from evenstep.data.fetch import Loaded, as_if_alone, packed
 from evenstep.data.nested import emptied
 from evenstep.data.plan import divide
 from evenstep.data.requests import Request
@@ -58,6 +57,7 @@ class StreamFetcher:
         world_size: Number of ranks.
         num_workers: Of this rank, as of every other.
         by_shard: See [Note: streams].
+        packs: Have workers send small batches as bytes.
     """
 
     wants_tensors = False
@@ -73,12 +73,14 @@ class StreamFetcher:
         world_size: int,
         num_workers: int,
         by_shard: bool,
+        packs: bool = False,
     ) -> None:
         self.dataset = dataset
         self.collate = default_collate if collate_fn is None else collate_fn
         self._size, self._drop_last = global_batch_size, drop_last
         self._rank, self._world_size, self._num_workers = rank, world_size, max(1, num_workers)
         self._by_shard = by_shard
+        self._packs = packs and num_workers > 0
         self._iteration: int | None = None
         self._records: Iterator[Any] = iter(())
         self._step = 0
@@ -86,7 +88,7 @@ class StreamFetcher:
 
     def __getitem__(self, request: Request) -> Loaded:
         """Load a batch; `num_samples` is 0 at the end of the stream, or of this worker's part of it."""
-        with _as_if_alone() as worker:
+        with as_if_alone() as worker:
             if self._iteration != request.samples:
                 self._begin(request, 0 if worker is None else worker.id)
             if self._by_shard:
@@ -100,7 +102,8 @@ class StreamFetcher:
                 mine = records[start:stop]
             if not records or (self._drop_last and not self._by_shard and len(records) < self._size):
                 return Loaded(self._nothing() if self._by_shard else None, num_samples=0)
-        return Loaded(self.collate(mine) if mine else self._nothing(), num_samples=len(records))
+        loaded = Loaded(self.collate(mine) if mine else self._nothing(), num_samples=len(records))
+        return packed(loaded) if self._packs else loaded
 
     def _begin(self, request: Request, worker: int) -> None:
         self._iteration, self._step = request.samples, 0
@@ -121,22 +124,11 @@ class StreamFetcher:
     def _nothing(self) -> Any:
         """The batch of no records. A part that is empty from the beginning looks at the whole stream's first record."""
         if self._first is None:
-            with _as_if_alone():
+            with as_if_alone():
                 self._first = next(iter(self.dataset), None)
             if self._first is None:
                 return None
         return emptied(self.collate([self._first]), self.collate([self._first, self._first]))
-
-
-@contextlib.contextmanager
-def _as_if_alone() -> Iterator[Any]:
-    """Hide the worker from the data set; yields what it is."""
-    worker = get_worker_info()
-    _utils.worker._worker_info = None
-    try:
-        yield worker
-    finally:
-        _utils.worker._worker_info = worker
 
 
 def stream_requests(epoch: int, iteration: int, first_step: int) -> Iterator[Request]:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import get_worker_info
 
 from evenstep.data.fetch import Loaded
+from evenstep.data.packing import unpack
 from evenstep.errors import ConfigurationError, DataError
 from evenstep.world import World
 
@@ -180,7 +181,7 @@ def _named(iterator: Iterator[Any], batches: TorchDataLoader[Any], doing: Callab
             raise
         if loaded.failure is not None:
             raise DataError(loaded.failure)
-        yield loaded
+        yield loaded if loaded.packed is None else loaded._replace(batch=unpack(loaded.packed), packed=None)
 
 
 def _obituary(processes: list[Any], fetcher: Any, doing: Callable[[int, int], str]) -> str:

@@ -26,23 +26,26 @@ import ctypes
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from evenstep.errors import MismatchError
 from evenstep.transport.arena import Arena, Views
 from evenstep.transport.arrivals import Arrivals, Phase
 from evenstep.transport.base import Op
-from evenstep.transport.header import HEADER_USED_BYTES, Fingerprint, explain_mismatch, pack_place, unpack_header
+from evenstep.transport.header import Fingerprint, explain_mismatch, pack_place, unpack_header
 from evenstep.transport.reduction import Arithmetic, Scratch, plan_arithmetic, plan_slices, reduce_into
 from evenstep.transport.segment import NUM_PIECES, NUM_SLOTS, PIECE_BYTES, SMALL_BYTES, Segment
 
 Program = Generator[tuple[Phase, int], None, None]
-Programs = Mapping[str, tuple[Callable[["Exchange", "Call"], Program], Callable[["Exchange", "Call"], Program]]]
+# By collective: what is done of a small tensor, once all are there, and the program for a large one.
+Programs = Mapping[str, tuple[Callable[["Exchange", "Call"], None], Callable[["Exchange", "Call"], Program]]]
 
 _memmove = ctypes.memmove
+_MAX_SMALL_VIEWS = 1024
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """One collective of this rank.
 
@@ -59,6 +62,8 @@ class Call:
         receiver: The only rank that gets the result; -1: all do.
         splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to
             and expects from each; None where all are the same.
+        places: By rank: where its tensor lies in its zone; None where it has to be copied. Known when all are there.
+        head: What this rank announces.
     """
 
     number: int
@@ -72,6 +77,7 @@ class Call:
     receiver: int = -1
     splits: Tensor | None = None
     places: list[int | None] = field(default_factory=list)
+    head: bytes = b""
 
     @property
     def slot(self) -> int:
@@ -112,6 +118,7 @@ class Exchange:
         self._programs = programs
         self._views = Views(segment)
         self._scratch = Scratch()
+        self._small_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._num_pieces = 0
 
     # ------------------------------------------------------------------ the beginning of a call
@@ -130,20 +137,29 @@ class Exchange:
         num_bytes = call.flat.nbytes
         if num_bytes and call.is_small and call.source in (-1, self.rank):
             _memmove(self.segment.common.address + layout.small_slot(self.rank, slot), call.flat.data_ptr(), num_bytes)
-        self.segment.write(layout.header(self.rank, slot), pack_place(call.place) + call.packed)
+        call.head = pack_place(call.place) + call.packed
+        self.segment.write(layout.header(self.rank, slot), call.head)
         self.arrivals.announce(Phase.ARRIVED)
 
-    def program(self, call: Call) -> Program:
-        """What remains to be done."""
-        run = self._programs[call.collective][0 if call.is_small else 1]
-        yield Phase.ARRIVED, call.number + 1
+    def run_small(self, call: Call) -> None:
+        """Everything that remains to be done of a small call, when all have arrived."""
         self._read_headers(call)
-        yield from run(self, call)
+        self._programs[call.collective][0](self, call)
+        self.arrivals.announce(Phase.FINISHED)
+
+    def program(self, call: Call) -> Program:
+        """What remains to be done of a large call, when all have arrived."""
+        self._read_headers(call)
+        yield from self._programs[call.collective][1](self, call)
         self.arrivals.announce(Phase.FINISHED)
 
     def _read_headers(self, call: Call) -> None:
-        layout, slot = self.segment.layout, call.slot
-        headers = [unpack_header(self.segment.read(layout.header(r, slot), HEADER_USED_BYTES)) for r in self.ranks]
+        layout, slot, own = self.segment.layout, call.slot, call.head
+        heads = [own if r == self.rank else self.segment.read(layout.header(r, slot), len(own)) for r in self.ranks]
+        if call.place is None and all(head == own for head in heads):
+            call.places = [None] * self.world_size
+            return
+        headers = [unpack_header(head) for head in heads]
         call.places = [place for place, _ in headers]
         problem = explain_mismatch(call.number + 1, self._name, [packed for _, packed in headers])
         if problem is not None:
@@ -151,9 +167,17 @@ class Exchange:
 
     # ------------------------------------------------------------------ what programs are made of
 
-    def small(self, call: Call, rank: int) -> Tensor:
-        """[numel], a rank's data of a small call."""
-        return self._views.common(self.segment.layout.small_slot(rank, call.slot), call.flat.dtype, call.flat.numel())
+    def small(self, call: Call) -> list[Tensor]:
+        """[numel] of every rank: the data of a small call."""
+        key = (call.slot, call.flat.dtype, call.flat.numel())
+        views = self._small_views.get(key)
+        if views is None:
+            slots = [self.segment.layout.small_slot(rank, call.slot) for rank in self.ranks]
+            views = [self._views.common(slot, key[1], key[2]) for slot in slots]
+            if len(self._small_views) >= _MAX_SMALL_VIEWS:
+                self._small_views.clear()
+            self._small_views[key] = views
+        return views
 
     def home(self, call: Call, rank: int, piece: int, begin: int, end: int) -> Tensor:
         """[end - begin], elements of a rank's tensor, where the ranks meet over it.
@@ -220,34 +244,30 @@ class Exchange:
 # ---------------------------------------------------------------------- small
 
 
-def _small_all_reduce(at: Exchange, call: Call) -> Program:
-    at.reduce([call.out], [at.small(call, rank) for rank in at.ranks], at.arithmetic(call))
-    yield from ()
+def _small_all_reduce(at: Exchange, call: Call) -> None:
+    at.reduce([call.out], at.small(call), at.arithmetic(call))
 
 
-def _small_broadcast(at: Exchange, call: Call) -> Program:
+def _small_broadcast(at: Exchange, call: Call) -> None:
     if call.source != at.rank and call.out.numel():
-        call.out.copy_(at.small(call, call.source))
-    yield from ()
+        call.out.copy_(at.small(call)[call.source])
 
 
-def _small_all_gather(at: Exchange, call: Call) -> Program:
+def _small_all_gather(at: Exchange, call: Call) -> None:
     numel = call.flat.numel()
     if numel and call.receiver in (-1, at.rank):
-        for rank in at.ranks:
-            call.out[rank * numel : (rank + 1) * numel].copy_(at.small(call, rank))
-    yield from ()
+        for rank, small in enumerate(at.small(call)):
+            call.out[rank * numel : (rank + 1) * numel].copy_(small)
 
 
-def _small_reduce_scatter(at: Exchange, call: Call) -> Program:
+def _small_reduce_scatter(at: Exchange, call: Call) -> None:
     numel = call.out.numel()
     begin, end = at.rank * numel, (at.rank + 1) * numel
-    at.reduce([call.out], [at.small(call, rank)[begin:end] for rank in at.ranks], at.arithmetic(call))
-    yield from ()
+    at.reduce([call.out], [small[begin:end] for small in at.small(call)], at.arithmetic(call))
 
 
-def _barrier(at: Exchange, call: Call) -> Program:
-    yield from ()
+def _small_barrier(at: Exchange, call: Call) -> None:
+    pass
 
 
 # ---------------------------------------------------------------------- large
@@ -354,12 +374,16 @@ def _reduce_scatter(at: Exchange, call: Call) -> Program:
     at.pieces_done(num_pieces)
 
 
+def _barrier(at: Exchange, call: Call) -> Program:
+    yield from ()
+
+
 # The first is for tensors whose data travels with the announcement.
 PROGRAMS: Programs = {
     "all_reduce": (_small_all_reduce, all_reduce_program),
     "broadcast": (_small_broadcast, _broadcast),
     "all_gather": (_small_all_gather, _all_gather),
     "reduce_scatter": (_small_reduce_scatter, _reduce_scatter),
-    "barrier": (_barrier, _barrier),
+    "barrier": (_small_barrier, _barrier),
     "gather": (_small_all_gather, _all_gather),
 }

@@ -28,10 +28,9 @@ def explain_splits(splits: Tensor) -> str | None:
     )
 
 
-def _small_reduce(at: Exchange, call: Call) -> Program:
+def _small_reduce(at: Exchange, call: Call) -> None:
     if call.receiver == at.rank:
-        at.reduce([call.out], [at.small(call, rank) for rank in at.ranks], at.arithmetic(call))
-    yield from ()
+        at.reduce([call.out], at.small(call), at.arithmetic(call))
 
 
 def _reduce(at: Exchange, call: Call) -> Program:
@@ -40,11 +39,10 @@ def _reduce(at: Exchange, call: Call) -> Program:
     yield from all_reduce_program(at, call)
 
 
-def _small_scatter(at: Exchange, call: Call) -> Program:
+def _small_scatter(at: Exchange, call: Call) -> None:
     numel = call.out.numel()
     if numel:
-        call.out.copy_(at.small(call, call.source)[at.rank * numel : (at.rank + 1) * numel])
-    yield from ()
+        call.out.copy_(at.small(call)[call.source][at.rank * numel : (at.rank + 1) * numel])
 
 
 def _scatter(at: Exchange, call: Call) -> Program:
@@ -68,13 +66,12 @@ def _scatter(at: Exchange, call: Call) -> Program:
         yield from at.meet()
 
 
-def _small_all_to_all(at: Exchange, call: Call) -> Program:
+def _small_all_to_all(at: Exchange, call: Call) -> None:
     numel = call.flat.numel() // at.world_size
-    for rank in at.ranks:
-        if numel:
-            mine = at.small(call, rank)[at.rank * numel : (at.rank + 1) * numel]
+    if numel:
+        for rank, small in enumerate(at.small(call)):
+            mine = small[at.rank * numel : (at.rank + 1) * numel]
             call.out[rank * numel : (rank + 1) * numel].copy_(mine)
-    yield from ()
 
 
 def _all_to_all(at: Exchange, call: Call) -> Program:

@@ -28,6 +28,7 @@ from evenstep.transport.segment import round_up
 # still there when the sum is written back.
 _BLOCK_BYTES = 128 << 10
 _ALIGN_BYTES = 64
+_SHORT_NUMEL = 4096  # of two such vectors to one the result is made without further ado
 
 _HALF = (torch.float16, torch.bfloat16)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -88,6 +89,11 @@ class Arithmetic:
         """Whether values can be combined as they lie."""
         return self.accumulator is None and self.flip is None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether one call of the function does it all for two values."""
+        return self.accumulator is None and self.flip is None and not self.divides
+
 
 @functools.cache
 def plan_arithmetic(op: Op, dtype: torch.dtype) -> Arithmetic:
@@ -132,10 +138,14 @@ def reduce_into(outputs: Sequence[Tensor], inputs: Sequence[Tensor], arithmetic:
         arithmetic: How; the tensors have the dtype that it was planned for.
         scratch: Memory to compute in.
     """
+    numel = inputs[0].numel()
+    is_short = 0 < numel <= _SHORT_NUMEL and len(inputs) == 2 and len(outputs) == 1
+    if is_short and arithmetic.is_plain and inputs[0].dtype is arithmetic.carrier:
+        arithmetic.function(inputs[0], inputs[1], out=outputs[0])
+        return
     if inputs[0].dtype is not arithmetic.carrier:
         outputs = [each.view(arithmetic.carrier) for each in outputs]
         inputs = [each.view(arithmetic.carrier) for each in inputs]
-    numel = inputs[0].numel()
     block = _BLOCK_BYTES // (arithmetic.accumulator or arithmetic.carrier).itemsize
     # One sum of two 16-bit numbers is rounded once either way: torch computes it in 32 bits.
     is_direct = arithmetic.is_direct or (arithmetic.function is torch.add and len(inputs) == 2 and _is_half(arithmetic))

@@ -415,10 +415,13 @@ class SharedMemoryTransport:
                 exchange.arrivals.wait(phase, count, lambda: f"{self.name} collective {work._call}", timeout_s)
             elif not exchange.arrivals.all_here(phase, count):
                 return False
-            if work._program is None:
-                work._program = exchange.program(work._call)
-                next(work._program)  # to the meeting that has just taken place
-            following = next(work._program, None)
+            following = None
+            if work._call.is_small:
+                exchange.run_small(work._call)
+            else:
+                if work._program is None:
+                    work._program = exchange.program(work._call)
+                following = next(work._program, None)
         except BaseException as error:
             self._fail(error)
             if blocking or not isinstance(error, EvenstepError):

@@ -1,0 +1,205 @@
+"""Reading 2 GiB of records, shuffled, in little memory: how fast against reading them in order, and how much memory.
+
+    python benchmarks/records.py                             # writes build/records.bin and .jsonl, 2 GiB each
+    python benchmarks/records.py --mib 64 --json result.json
+    make bench-records                                       # the first, into build/records.json
+
+Each pass runs in a process of its own, with 0 or 2 workers: an epoch through `evenstep.DataLoader(shards=...)`, in
+order and shuffled with `locality`, which take turns. *Warm*: the file is in the page cache, so that only the reader is
+measured; *cold*: it was dropped from there before. *RssAnon* is what the rank and its workers hold together, at most,
+above what each of these processes held before it began to read; sampled every 20 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import describe_machine, ratios, spread
+
+import evenstep
+
+RECORD_BYTES = 1024
+BATCH = 256
+LOCALITY = (1024, 16)
+PASSES = [("fixed", 0), ("fixed", 2), ("jsonl", 0), ("jsonl", 2)]
+
+
+def write_files(directory: Path, num_bytes: int) -> dict[str, Path]:
+    """Random records, and lines of JSON, unless they are there already."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = {"fixed": directory / "records.bin", "jsonl": directory / "records.jsonl"}
+    num_records = num_bytes // RECORD_BYTES
+    if not paths["fixed"].exists() or paths["fixed"].stat().st_size != num_records * RECORD_BYTES:
+        with paths["fixed"].open("wb") as file:
+            for _ in range(num_records // 1024):
+                file.write(os.urandom(1024 * RECORD_BYTES))
+    if not paths["jsonl"].exists() or not 0 <= paths["jsonl"].stat().st_size - num_bytes < 1 << 20:
+        with paths["jsonl"].open("w") as file:
+            number = written = 0
+            while written < num_bytes:
+                line = json.dumps({"number": number, "text": "lorem ipsum " * (20 + number * 7919 % 130)}) + "\n"
+                written += file.write(line)
+                number += 1
+    return paths
+
+
+def drop_from_cache(path: Path) -> None:
+    """Let the system forget the file's pages."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def anonymous_bytes(pid: int | str) -> int:
+    """RssAnon of a process; 0 if it has gone."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0
+
+
+class Watch:
+    """Samples the memory of this process and its children."""
+
+    def __init__(self) -> None:
+        self.baseline = anonymous_bytes("self")
+        self.excess = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def _look(self) -> None:
+        own = os.getpid()
+        while not self._ended.wait(0.02):
+            tasks = Path(f"/proc/{own}/task").glob("*/children")
+            children = [pid for path in tasks for pid in path.read_text().split()]
+            # A forked worker begins with what the rank held: the baseline is every process's own.
+            held = [anonymous_bytes(pid) for pid in (own, *children)]
+            self.excess = max(self.excess, sum(each - self.baseline for each in held if each))
+
+    def end(self) -> int:
+        """Bytes above the baselines, all processes together, at most."""
+        self._ended.set()
+        self._thread.join()
+        return self.excess
+
+
+def one_pass(path: Path, num_workers: int, is_shuffled: bool, connection: Any) -> None:
+    """In a process of its own: an epoch; seconds and bytes."""
+    torch.set_num_threads(1)
+    world = evenstep.World.alone(device="cpu")
+    record_bytes = RECORD_BYTES if path.suffix == ".bin" else None
+    watch = Watch()
+    loader = evenstep.DataLoader(
+        shards=evenstep.Records(path, record_bytes=record_bytes),
+        global_batch_size=BATCH,
+        shuffle=is_shuffled,
+        locality=LOCALITY if is_shuffled else None,
+        num_workers=num_workers,
+        world=world,
+    )
+    started = time.perf_counter()
+    num_samples = 0
+    for batch in loader:
+        num_samples += len(batch["number"]) if record_bytes is None else len(batch)
+    took = time.perf_counter() - started
+    assert num_samples == len(loader.dataset)
+    connection.send((took, watch.end()))
+
+
+def measure_pass(path: Path, num_workers: int, is_shuffled: bool, is_cold: bool) -> tuple[float, int]:
+    """Seconds of an epoch and bytes above the baselines."""
+    if is_cold:
+        drop_from_cache(path)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=one_pass, args=(path, num_workers, is_shuffled, theirs))
+    process.start()
+    theirs.close()
+    seconds, num_bytes = ours.recv()
+    process.join()
+    return seconds, num_bytes
+
+
+def measure(paths: dict[str, Path], num_turns: int) -> list[dict[str, Any]]:
+    """All passes."""
+    rows = []
+    for is_cold in (False, True):
+        for kind, num_workers in PASSES:
+            path = paths[kind]
+            seconds: dict[bool, list[float]] = {False: [], True: []}
+            memory = {False: 0, True: 0}
+            for turn in range(num_turns + 1):
+                for is_shuffled in (False, True):
+                    took, num_bytes = measure_pass(path, num_workers, is_shuffled, is_cold)
+                    memory[is_shuffled] = max(memory[is_shuffled], num_bytes)
+                    if turn:
+                        seconds[is_shuffled].append(took)
+            speeds = {each: path.stat().st_size / 2**20 / min(seconds[each]) for each in seconds}
+            rows.append(
+                {
+                    "format": kind,
+                    "num_workers": num_workers,
+                    "cache": "cold" if is_cold else "warm",
+                    "in_order_mib_per_s": speeds[False],
+                    "shuffled_mib_per_s": speeds[True],
+                    "speed_kept": ratios(seconds[False], seconds[True]),
+                    "in_order_excess_bytes": memory[False],
+                    "shuffled_excess_bytes": memory[True],
+                }
+            )
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """For people. Pure."""
+    lines = [
+        "| records | workers | page cache | in order, MiB/s | shuffled, MiB/s | shuffled/in order | RssAnon, MiB |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        speeds = f"{row['in_order_mib_per_s']:,.0f} | {row['shuffled_mib_per_s']:,.0f} | {spread(row['speed_kept'])}"
+        where = f"| {row['format']} | {row['num_workers']} | {row['cache']} |"
+        lines.append(f"{where} {speeds} | {row['shuffled_excess_bytes'] / 2**20:,.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the files, measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--mib", type=int, default=2048, help="size of each file")
+    parser.add_argument("--turns", type=int, default=3, help="turns per pass")
+    parser.add_argument("--directory", type=Path, default=Path("build"), help="where the files are written")
+    parser.add_argument("--keep", action="store_true", help="leave the files there")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    arguments = parser.parse_args()
+    paths = write_files(arguments.directory, arguments.mib << 20)
+    try:
+        rows = measure(paths, arguments.turns)
+    finally:
+        if not arguments.keep:
+            for path in paths.values():
+                path.unlink()
+    machine = describe_machine()
+    print(f"{machine}\n\n{table(rows)}")
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

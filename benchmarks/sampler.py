@@ -1,0 +1,224 @@
+"""The order of an epoch and a loader's own time, against torch's `DistributedSampler` and `DataLoader`.
+
+    python benchmarks/sampler.py                             # 10^5 to 10^9 samples; torch's as far as memory reaches
+    python benchmarks/sampler.py --max-samples 1000000 --json result.json
+    make bench-sampler                                       # the first, into build/sampler.json
+
+*First index*: seconds until a new epoch's sampler has given its first index, and by how much that raised the process's
+peak memory; each in a process of its own. *Index through a loader*: nanoseconds of CPU time per index over an epoch of
+10^6 samples, in batches of 64, that cost nothing to load: torch's loader with torch's sampler, torch's loader with
+ours, our loader; they take turns. *Throughput*: samples a second of a data set of small samples, with torch's loader
+and with ours, with 0, 1 and 2 workers. Ratios are of neighbouring turns: median, with quartiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import describe_machine, ratios, spread
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
+
+import evenstep
+
+BYTES_PER_INDEX = 60  # of torch's sampler: a permutation, and a list of python's numbers
+BATCH = 64
+
+
+def peak_bytes() -> int:
+    """Peak resident memory of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise OSError("no VmHWM in /proc/self/status")
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def first_index(kind: str, num_samples: int, connection: Any) -> None:
+    """In a process of its own: seconds and bytes until the first index of rank 0 of 2."""
+    make = {"torch": TorchDistributedSampler, "evenstep": evenstep.DistributedSampler}[kind]
+    next(iter(make(range(1000), 2, 0)))  # what is imported or allocated once
+    sampler = make(range(num_samples), 2, 0)
+    before = peak_bytes()
+    started = time.perf_counter()
+    next(iter(sampler))
+    connection.send((time.perf_counter() - started, peak_bytes() - before))
+
+
+def measure_first_index(kind: str, num_samples: int) -> tuple[float, int] | None:
+    """None where torch's would not fit into memory."""
+    if kind == "torch" and num_samples * BYTES_PER_INDEX > available_bytes() * 0.8:
+        return None
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=first_index, args=(kind, num_samples, theirs))
+    process.start()
+    theirs.close()
+    seconds, num_bytes = ours.recv()
+    process.join()
+    return seconds, num_bytes
+
+
+def first_indices(max_samples: int) -> list[dict[str, Any]]:
+    """10^5 to `max_samples`, by factors of 10."""
+    rows = []
+    num_samples = 100_000
+    while num_samples <= max_samples:
+        row: dict[str, Any] = {"num_samples": num_samples}
+        for kind in ("torch", "evenstep"):
+            found = measure_first_index(kind, num_samples)
+            row[f"{kind}_s"], row[f"{kind}_bytes"] = found if found is not None else (None, None)
+        rows.append(row)
+        num_samples *= 10
+    return rows
+
+
+def as_it_is(samples: list[int]) -> list[int]:
+    """A collate function that costs nothing."""
+    return samples
+
+
+def run_through(loader: Any) -> float:
+    """CPU seconds of an epoch."""
+    started = time.process_time()
+    for _ in loader:
+        pass
+    return time.process_time() - started
+
+
+def per_index(num_samples: int, num_turns: int) -> dict[str, Any]:
+    """Nanoseconds of CPU time per index, through a loader."""
+    data = range(num_samples)
+    world = evenstep.World.alone(device="cpu")
+    torchs = TorchDistributedSampler(data, 1, 0)
+    ours = evenstep.DistributedSampler(data, 1, 0, auto_epoch=True)
+    loaders: dict[str, Any] = {
+        "torch": TorchDataLoader(data, batch_size=BATCH, sampler=torchs, collate_fn=as_it_is),
+        "our_sampler": TorchDataLoader(data, batch_size=BATCH, sampler=ours, collate_fn=as_it_is),
+        "our_loader": evenstep.DataLoader(data, BATCH, shuffle=True, collate_fn=as_it_is, world=world),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in loaders}
+    for turn in range(num_turns + 1):
+        for name, loader in loaders.items():
+            took = run_through(loader)
+            if turn:  # the first one warms up
+                seconds[name].append(took)
+    result: dict[str, Any] = {
+        f"{name}_ns": sorted(each)[len(each) // 2] / num_samples * 1e9 for name, each in seconds.items()
+    }
+    result["sampler_ratio"] = ratios(seconds["torch"], seconds["our_sampler"])
+    result["loader_ratio"] = ratios(seconds["torch"], seconds["our_loader"])
+    return result
+
+
+class Rows(Dataset[tuple[torch.Tensor, int]]):
+    """Small samples, one at a time."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.x = torch.randn(num_samples, 16)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.x[index], index
+
+
+def throughput(num_samples: int, num_turns: int) -> list[dict[str, Any]]:
+    """Samples a second, by kind of data set and number of workers."""
+    world = evenstep.World.alone(device="cpu")
+    rows = []
+    sets = {"one by one": Rows(num_samples), "tensors": TensorDataset(torch.randn(num_samples, 16))}
+    for name, data in sets.items():
+        for num_workers in (0, 1, 2):
+            torchs = TorchDataLoader(data, batch_size=BATCH, shuffle=True, num_workers=num_workers)
+            ours = evenstep.DataLoader(data, BATCH, shuffle=True, num_workers=num_workers, world=world)
+            seconds: dict[str, list[float]] = {"torch": [], "evenstep": []}
+            for turn in range(num_turns + 1):
+                for kind, loader in (("torch", torchs), ("evenstep", ours)):
+                    took = wall(lambda loader=loader: [None for _ in loader])
+                    if turn:
+                        seconds[kind].append(took)
+            rows.append(
+                {
+                    "data": name,
+                    "num_workers": num_workers,
+                    **{f"{kind}_per_s": num_samples / sorted(each)[len(each) // 2] for kind, each in seconds.items()},
+                    "ratio": ratios(seconds["torch"], seconds["evenstep"]),
+                }
+            )
+    return rows
+
+
+def wall(work: Callable[[], object]) -> float:
+    """Seconds."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def tables(result: dict[str, Any]) -> str:
+    """For people. Pure."""
+    lines = ["| samples | torch, s | evenstep, s | times faster | torch, MiB | evenstep, MiB |", "| ---: " * 6 + "|"]
+    for row in result["first_index"]:
+        theirs = "does not fit" if row["torch_s"] is None else f"{row['torch_s']:.4f}"
+        faster = "" if row["torch_s"] is None else f"{row['torch_s'] / row['evenstep_s']:,.0f}"
+        memory = "" if row["torch_s"] is None else f"{row['torch_bytes'] / 2**20:,.1f}"
+        ours = f"{row['evenstep_s']:.4f} | {faster} | {memory} | {row['evenstep_bytes'] / 2**20:,.1f}"
+        lines.append(f"| {row['num_samples']:,} | {theirs} | {ours} |")
+    each = result["per_index"]
+    lines += [
+        "",
+        f"An index through a loader: torch {each['torch_ns']:.0f} ns, our sampler in torch's loader "
+        f"{each['our_sampler_ns']:.0f} ns (torch/ours {spread(each['sampler_ratio'])}), our loader "
+        f"{each['our_loader_ns']:.0f} ns (torch/ours {spread(each['loader_ratio'])}).",
+        "",
+        "| data | workers | torch, samples/s | evenstep, samples/s | evenstep/torch |",
+        "| --- " + "| ---: " * 4 + "|",
+    ]
+    for row in result["throughput"]:
+        speeds = f"{row['torch_per_s']:,.0f} | {row['evenstep_per_s']:,.0f}"
+        lines.append(f"| {row['data']} | {row['num_workers']} | {speeds} | {spread(row['ratio'])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--max-samples", type=int, default=10**9, help="largest data set")
+    parser.add_argument("--epoch", type=int, default=10**6, help="samples of the epoch that is run through")
+    parser.add_argument("--turns", type=int, default=7, help="turns per loader")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
+    result = {
+        "machine": describe_machine(),
+        "first_index": first_indices(arguments.max_samples),
+        "per_index": per_index(arguments.epoch, arguments.turns),
+        "throughput": throughput(min(arguments.epoch, 100_000), arguments.turns),
+    }
+    print(f"{result['machine']}\n\n{tables(result)}")
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

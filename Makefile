@@ -5,13 +5,8 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help install demo test lint format stress bench-collectives bench-hosts bench-step bench-data-parallel \
-	bench-checkpoint stress-checkpoint clean
-=======
 .PHONY: help install demo test test-peers lint format stress bench-collectives bench-hosts bench-step \
-	bench-data-parallel bench-sampler bench-records clean
->>>>>>> main
+	bench-data-parallel bench-sampler bench-records bench-checkpoint stress-checkpoint clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -54,20 +49,18 @@ bench-step: install ## what replication adds to a training step, beside torch's 
 bench-data-parallel: install ## two CPU replicas in one process against one; a minute, on a quiet machine
 	$(RUN:-m=) benchmarks/data_parallel.py --json build/data_parallel.json
 
-<<<<<<< HEAD
 bench-checkpoint: install ## saving and loading 500 MB, beside torch.save, torch.distributed.checkpoint and torch.load
 	$(RUN:-m=) benchmarks/checkpoint.py --json build/checkpoint.json
 
 stress-checkpoint: install ## 200 kills of all ranks at random instants, 1,000 flipped bits, 100 truncations; some minutes
 	$(RUN) tests.faults.kill_loop --kills 200
 	EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flipped or truncated" tests/unit/test_checkpointer.py
-=======
+
 bench-sampler: install ## orders and loaders against torch's, 10^5 to 10^9 samples; some minutes, on a quiet machine
 	$(RUN:-m=) benchmarks/sampler.py --json build/sampler.json
 
 bench-records: install ## 2 GiB of records read shuffled, against in order, and in how much memory; needs 4 GiB of disk
 	$(RUN:-m=) benchmarks/records.py --json build/records.json
->>>>>>> main
 
 clean: ## remove .venv, caches and what the examples wrote
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build runs src/evenstep.egg-info

@@ -318,7 +318,7 @@ def test_a_stop_asked_of_one_rank_is_agreed_upon_by_all(ranks, tmp_path, slow):
 def best_and_clock(directory: Path):
     """Rank 0's clock and rank 0's metric decide, whatever the others have."""
     world = world_for_this_test()
-    minutes = 0.1 / 60 if world.rank == 0 else 1000.0
+    minutes = 0.04 / 60 if world.rank == 0 else 1000.0
     checkpoint = Checkpointer(directory, model=torch.nn.Linear(1, 1), every_minutes=minutes, best="loss", keep=100)
     for step in range(30):
         time.sleep(0.01)

@@ -4,8 +4,8 @@
     python benchmarks/records.py --mib 64 --json result.json
     make bench-records                                       # the first, into build/records.json
 
-Each pass runs in a process of its own, with 0 or 2 workers: an epoch through `evenstep.DataLoader(shards=...)`, in
-order and shuffled with `locality`, which take turns. *Warm*: the file is in the page cache, so that only the reader is
+Each kind of pass has a process of its own, with 0 or 2 workers: epochs through `evenstep.DataLoader(shards=...)`, in
+order and shuffled with `locality`, take turns. *Warm*: the file is in the page cache, so that only the reader is
 measured; *cold*: it was dropped from there before. *RssAnon* is what the rank and its workers hold together, at most,
 above what each of these processes held before it began to read; sampled every 20 ms.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import describe_machine, ratios, spread
+from measuring import describe_machine, quartiles, ratios, spread
 
 import evenstep
 
@@ -75,11 +75,11 @@ def anonymous_bytes(pid: int | str) -> int:
 class Watch:
     """Samples the memory of this process and its children."""
 
-    def __init__(self) -> None:
-        self.baseline = anonymous_bytes("self")
+    def __init__(self, baseline: int) -> None:
+        self.baseline = baseline
         self.excess = 0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
+        self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def _look(self) -> None:
@@ -98,58 +98,59 @@ class Watch:
         return self.excess
 
 
-def one_pass(path: Path, num_workers: int, is_shuffled: bool, connection: Any) -> None:
-    """In a process of its own: an epoch; seconds and bytes."""
-    torch.set_num_threads(1)
-    world = evenstep.World.alone(device="cpu")
+def one_pass(path: Path, num_workers: int, is_shuffled: bool, baseline: int) -> tuple[float, int]:
+    """An epoch: seconds, and bytes above the baseline."""
     record_bytes = RECORD_BYTES if path.suffix == ".bin" else None
-    watch = Watch()
-    loader = evenstep.DataLoader(
-        shards=evenstep.Records(path, record_bytes=record_bytes),
-        global_batch_size=BATCH,
-        shuffle=is_shuffled,
-        locality=LOCALITY if is_shuffled else None,
-        num_workers=num_workers,
-        world=world,
-    )
-    started = time.perf_counter()
-    num_samples = 0
-    for batch in loader:
-        num_samples += len(batch["number"]) if record_bytes is None else len(batch)
-    took = time.perf_counter() - started
-    assert num_samples == len(loader.dataset)
-    connection.send((took, watch.end()))
+    watch = Watch(baseline)
+    try:
+        loader = evenstep.DataLoader(
+            shards=evenstep.Records(path, record_bytes=record_bytes),
+            global_batch_size=BATCH,
+            shuffle=is_shuffled,
+            locality=LOCALITY if is_shuffled else None,
+            num_workers=num_workers,
+            world=evenstep.World.alone(device="cpu"),
+        )
+        started = time.perf_counter()
+        num_samples = 0
+        for batch in loader:
+            num_samples += len(batch["number"]) if record_bytes is None else len(batch)
+        took = time.perf_counter() - started
+        assert num_samples == len(loader.dataset)
+    finally:
+        excess = watch.end()
+    return took, excess
 
 
-def measure_pass(path: Path, num_workers: int, is_shuffled: bool, is_cold: bool) -> tuple[float, int]:
-    """Seconds of an epoch and bytes above the baselines."""
-    if is_cold:
-        drop_from_cache(path)
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=one_pass, args=(path, num_workers, is_shuffled, theirs))
-    process.start()
-    theirs.close()
-    seconds, num_bytes = ours.recv()
-    process.join()
-    return seconds, num_bytes
+def all_passes(path: Path, num_workers: int, is_cold: bool, num_turns: int, connection: Any) -> None:
+    """In a process of its own: passes in order and shuffled take turns."""
+    torch.set_num_threads(1)
+    baseline = anonymous_bytes("self")
+    passes = []
+    for turn in range(num_turns + 1):
+        for is_shuffled in (False, True):
+            if is_cold:
+                drop_from_cache(path)
+            passes.append((turn, is_shuffled, *one_pass(path, num_workers, is_shuffled, baseline)))
+    connection.send(passes)
 
 
 def measure(paths: dict[str, Path], num_turns: int) -> list[dict[str, Any]]:
-    """All passes."""
+    """All passes; the first turn of each warms up."""
     rows = []
+    context = multiprocessing.get_context("spawn")
     for is_cold in (False, True):
         for kind, num_workers in PASSES:
             path = paths[kind]
-            seconds: dict[bool, list[float]] = {False: [], True: []}
-            memory = {False: 0, True: 0}
-            for turn in range(num_turns + 1):
-                for is_shuffled in (False, True):
-                    took, num_bytes = measure_pass(path, num_workers, is_shuffled, is_cold)
-                    memory[is_shuffled] = max(memory[is_shuffled], num_bytes)
-                    if turn:
-                        seconds[is_shuffled].append(took)
-            speeds = {each: path.stat().st_size / 2**20 / min(seconds[each]) for each in seconds}
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=all_passes, args=(path, num_workers, is_cold, num_turns, theirs))
+            process.start()
+            theirs.close()
+            passes = ours.recv()
+            process.join()
+            seconds = {each: [p[2] for p in passes if p[0] and p[1] is each] for each in (False, True)}
+            memory = {each: max(p[3] for p in passes if p[1] is each) for each in (False, True)}
+            speeds = {each: path.stat().st_size / 2**20 / quartiles(seconds[each])[1] for each in seconds}
             rows.append(
                 {
                     "format": kind,
@@ -162,6 +163,7 @@ def measure(paths: dict[str, Path], num_turns: int) -> list[dict[str, Any]]:
                     "shuffled_excess_bytes": memory[True],
                 }
             )
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
     return rows
 
 

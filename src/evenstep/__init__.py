@@ -5,6 +5,7 @@ from evenstep.data.sampler import DistributedSampler
 from evenstep.errors import EvenstepError
 from evenstep.joining import init
 from evenstep.launcher.launch import launch
+from evenstep.optim.sharded import ShardedOptimizer
 from evenstep.replica.data_parallel import DataParallel
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.sync_batchnorm import SyncBatchNorm
@@ -17,6 +18,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "EvenstepError",
+    "ShardedOptimizer",
     "SyncBatchNorm",
     "World",
     "init",

@@ -32,19 +32,21 @@ the module's outputs is replaced by zeros, so only what comes from the others is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from evenstep.errors import UsageError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.bucket import Bucket, late_gradient
-from evenstep.replica.exchange import build_exchange
+from evenstep.replica.exchange import BucketExchange, Exchange, build_exchange
+from evenstep.replica.layout import Sharding
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.readiness import Readiness
 from evenstep.replica.settings import Settings
+from evenstep.replica.sharded_exchange import ShardedExchange
 from evenstep.replica.weighting import Kind, Window
 from evenstep.world import World
 
@@ -94,7 +96,12 @@ class Engine:
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
         buffers = BufferBroadcast(module, world.transport, settings.ignored) if settings.sync_buffers else None
-        self.exchange = build_exchange(self.names, self.parameters, len(dense), world, settings.policy, buffers)
+        self._num_dense = len(dense)
+        self._policy = settings.policy
+        self._module_buffers = buffers
+        self.exchange: Exchange = build_exchange(
+            self.names, self.parameters, self._num_dense, world, settings.policy, buffers
+        )
         self.readiness = Readiness(self.parameters, self.exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
@@ -189,7 +196,49 @@ class Engine:
         self.exchange.weight_scale(0.0, opens_window=self._window is None)
         if self._window is None:
             self._window = Window()
+            self.exchange.open_window()
         self._end_window()
+
+    def shard(self, shardings: Mapping[int, tuple[Sharding, int]]) -> ShardedExchange:
+        """Collective, between two windows: divide the gradients of some parameters over the ranks from now on.
+
+        Args:
+            shardings: By index of the parameter, how, and the number of its parameter group.
+
+        Raises:
+            UsageError: Gradients have been added since the last reduction.
+            ConfigurationError: A parameter has sparse gradients.
+        """
+        if self._window is not None or self._pass is not None:
+            raise UsageError(
+                f"rank {self._world.rank}: a sharded optimizer was made, or given parameters, between a backward pass "
+                f"and the reduction of its gradients. Do that before the training loop."
+            )
+        sparse = [self.names[index] for index in shardings if index >= self._num_dense]
+        if sparse:
+            raise ConfigurationError(
+                f"parameter {sparse[0]!r} has sparse gradients, which aren't divided over ranks. Build the embedding "
+                f"with sparse=False, or give the parameter to an optimizer of its own, such as torch.optim.SparseAdam."
+            )
+        before = self.exchange
+        if isinstance(before, ShardedExchange):
+            before.reshard(shardings)
+            made = before
+        else:
+            made = ShardedExchange(
+                self.names,
+                self.parameters,
+                self._num_dense,
+                self._world,
+                self._policy,
+                self._module_buffers,
+                shardings,
+                hook=before.hook if isinstance(before, BucketExchange) else None,
+            )
+        self.exchange = made
+        self.readiness = Readiness(self.parameters, made.layout, self)
+        self.has_learned_order = False
+        return made
 
     def unused_parameters(self) -> list[str]:
         """Names of the parameters that had no gradient on any rank when the last window ended."""
@@ -244,6 +293,8 @@ class Engine:
         if not current.confirmed:
             if not self.readiness.any_has_come():  # torch.autograd.grad: nothing to average
                 self._put_back(current)
+                if self._window is None:
+                    self.exchange.cancel_window()
                 self.readiness.end()
                 self._pass = None
                 return
@@ -254,6 +305,8 @@ class Engine:
 
     def _open_pass(self, kind: Kind, weight: float | Tensor, *, discards: bool, mutes: bool | Tensor = False) -> None:
         self._pass = _Pass(kind, weight, synchronised=self.synchronise, discards=discards, mutes=mutes)
+        if self._window is None:
+            self.exchange.open_window()
         if kind is Kind.WEIGHTED and self._window is None:
             self._set_aside()
         if discards:

@@ -4,6 +4,7 @@
     ├── ConfigurationError            an argument, a flag or a variable is wrong (also a ValueError)   exit 78
     ├── UsageError                    calls that don't fit together, found while running               exit 1
     ├── MismatchError                 the ranks disagree: parameters, shapes, lengths                  exit 72
+    ├── NonFiniteError                a gradient is infinite or not a number                           exit 73
     ├── PeerLostError                 another rank died or left while this one needed it               exit 76
     ├── CollectiveTimeoutError        the others did not arrive in time                                exit 71
     └── RankFailedError               a rank of `evenstep.launch` died without an exception of its own
@@ -51,6 +52,12 @@ class MismatchError(EvenstepError, RuntimeError):
 
     exit_code = 72
     is_users_mistake = True
+
+
+class NonFiniteError(EvenstepError, ArithmeticError):
+    """A gradient is infinite or not a number. Raised on every rank with the same text."""
+
+    exit_code = 73
 
 
 class PeerLostError(EvenstepError, ConnectionError):

@@ -78,11 +78,18 @@ def test_public_names_are_pinned():
         "DistributedDataParallel",
         "DistributedSampler",
         "EvenstepError",
+        "ExponentialAverage",
+        "LinearWarmup",
+        "LocalUpdates",
         "ShardedOptimizer",
         "SyncBatchNorm",
         "World",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "fuse",
         "init",
         "launch",
+        "scale_learning_rate",
     ]
     assert all(hasattr(evenstep, name) for name in evenstep.__all__)
 

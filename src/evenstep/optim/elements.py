@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, optim
@@ -12,11 +12,32 @@ from evenstep.optim.kinds import choose_fused
 from evenstep.optim.runs import Run, State, build_runs
 from evenstep.optim.shards import Shard
 from evenstep.replica.bucket import view_like
+from evenstep.replica.layout import Sharding
 from evenstep.replica.sharded_bucket import ShardedBucket
-from evenstep.replica.sharded_exchange import ShardedExchange
+from evenstep.replica.sharded_exchange import Follower
 from evenstep.world import World
 
 Groups = Sequence[dict[str, Any]]
+
+
+class Buckets(Protocol):
+    """Who has the buckets: `ShardedExchange`, or `LocalBuckets`.
+
+    Attributes:
+        sharded_buckets: The buckets with a sharding.
+        shardings: By index of the parameter, how it is divided, and the number of its parameter group.
+    """
+
+    @property
+    def sharded_buckets(self) -> list[ShardedBucket]:
+        """See above."""
+
+    @property
+    def shardings(self) -> Mapping[int, tuple[Sharding, int]]:
+        """See above."""
+
+    def follow(self, follower: Follower) -> None:
+        """From now on tell somebody when the layout changes."""
 
 
 class ElementDivision:
@@ -28,18 +49,18 @@ class ElementDivision:
         kind: Class of the inner optimizer.
         defaults: Its arguments.
         groups: The user's parameter groups, as they are at any time.
-        world: Who takes part.
+        world: Who takes part; None where nothing is divided.
         master: Step values in float32 whatever the parameters' dtype.
     """
 
     def __init__(
         self,
-        exchange: ShardedExchange,
+        exchange: Buckets,
         owner: int,
         kind: type[optim.Optimizer],
         defaults: Mapping[str, Any],
         groups: Callable[[], Groups],
-        world: World,
+        world: World | None,
         *,
         master: bool,
     ) -> None:
@@ -185,9 +206,12 @@ class ElementDivision:
         for run in self._refresh():
             elements = {key: str(value.dtype)[6:] for key, value in run.elements().items()}
             for piece in run.pieces:
-                mine[str(piece.parameter)] = [run.scalars(), elements]
+                # Clones: those who load it would otherwise count the steps of all parameters in one tensor.
+                scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in run.scalars().items()}
+                mine[str(piece.parameter)] = [scalars, elements]
         told: dict[int, tuple[State, dict[str, str]]] = {}
-        for each in self._world.exchange(mine):
+        is_whole = self._world is None or all(bucket.num_shards == 1 for bucket in self._buckets)
+        for each in [mine] if is_whole or self._world is None else self._world.exchange(mine):
             told |= {int(index): (scalars, elements) for index, (scalars, elements) in each.items()}
         return {index: told[index] for index in sorted(told)}
 
@@ -205,8 +229,7 @@ class ElementDivision:
             value = run.elements().get(key) if run.bucket is bucket else None
             if value is not None:
                 shard[run.begin : run.end] = value
-        whole = torch.empty(bucket.layout.numel, dtype=dtype, device=shard.device)
-        bucket.transport.all_gather(whole, shard).wait()
+        whole = bucket.gather(shard)
         for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
             if key in told.get(slot.parameter, ({}, {}))[1]:
                 wholes[slot.parameter][key] = view_like(whole, slot.offset_numel, parameter).clone()

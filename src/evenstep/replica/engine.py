@@ -41,9 +41,10 @@ from torch.utils import _pytree as pytree
 
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.bucket import Bucket, late_gradient
-from evenstep.replica.exchange import BucketExchange, Exchange, build_exchange
+from evenstep.replica.exchange import BucketExchange, Exchange, build_exchange, divide_by_weight
 from evenstep.replica.layout import Sharding
 from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.nonfinite import NonFiniteGuard
 from evenstep.replica.readiness import Readiness
 from evenstep.replica.settings import Settings
 from evenstep.replica.sharded_exchange import ShardedExchange
@@ -102,6 +103,8 @@ class Engine:
         self.exchange: Exchange = build_exchange(
             self.names, self.parameters, self._num_dense, world, settings.policy, buffers
         )
+        self.guard = None if settings.on_nonfinite is None else NonFiniteGuard(settings.on_nonfinite, world)
+        self._watch_values()
         self.readiness = Readiness(self.parameters, self.exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
@@ -173,7 +176,7 @@ class Engine:
         self.exchange.announce()
 
     @contextlib.contextmanager
-    def weighted_pass(self, weight: float | Tensor) -> Iterator[float]:
+    def weighted_pass(self, weight: float | Tensor, *, is_scaled: bool = False) -> Iterator[float]:
         """Around one `loss.backward` of `model.backward`. Yields the scale by which the weight is to be divided.
 
         Collective if the engine synchronises, and in the first window of a model with 16-bit parameters.
@@ -185,6 +188,8 @@ class Engine:
         try:
             self._open_pass(Kind.WEIGHTED, weight, discards=discards, mutes=mutes)
             self._confirm()
+            if is_scaled and self._window is not None:
+                self._window.is_scaled = True
             yield scale
         except BaseException:
             self._fail()
@@ -198,6 +203,11 @@ class Engine:
             self._window = Window()
             self.exchange.open_window()
         self._end_window()
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether gradients have been added on this rank since they were last averaged."""
+        return self._window is not None
 
     def shard(self, shardings: Mapping[int, tuple[Sharding, int]]) -> ShardedExchange:
         """Collective, between two windows: divide the gradients of some parameters over the ranks from now on.
@@ -236,6 +246,7 @@ class Engine:
                 hook=before.hook if isinstance(before, BucketExchange) else None,
             )
         self.exchange = made
+        self._watch_values()
         self.readiness = Readiness(self.parameters, made.layout, self)
         self.has_learned_order = False
         return made
@@ -252,7 +263,7 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
-            if not self.exchange.buckets and self.synchronise and self._window is None and not self.only_stand_ins:
+            if not self.exchange.buckets and self._is_simple and not self.only_stand_ins:
                 # A world of one, and a window of this one pass: what autograd leaves in `p.grad` is the mean.
                 self._num_forwards = [0, 0]
                 self.num_reductions += 1
@@ -265,6 +276,11 @@ class Engine:
         if isinstance(mutes, Tensor):
             return torch.where(mutes.to(grad.device), 0.0, grad)
         return torch.zeros_like(grad) if mutes else None
+
+    @property
+    def _is_simple(self) -> bool:
+        """Whether a PLAIN pass that begins now is a window of its own, and nothing is looked at."""
+        return self.synchronise and self._window is None and self.guard is None
 
     def gradient_came(self) -> bool:
         """See `readiness.Listener`."""
@@ -360,15 +376,39 @@ class Engine:
     def _end_window(self) -> None:
         """Collective: afterwards `p.grad` is the global mean on every rank."""
         assert self._window is not None
+        if self.guard is not None:
+            self._look_outside_buckets(self.guard)
         self.exchange.finish(self._window)
         self._add_carried()
-        self._window = None
+        window, self._window = self._window, None
         self.num_reductions += 1
         if not self.has_learned_order:
             self.has_learned_order = True  # on all ranks in the same window, whatever each of them has seen
             self.exchange.learn_order(self.readiness.order)
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
+        if self.guard is not None and self.guard.is_fault(is_scaled=window.is_scaled):
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def _watch_values(self) -> None:
+        if isinstance(self.exchange, BucketExchange):
+            self.exchange.guard = self.guard
+
+    def _look_outside_buckets(self, guard: NonFiniteGuard) -> None:
+        first = self._num_dense if self.exchange.buckets else 0
+        both = zip(self.names[first:], self.parameters[first:], strict=True)
+        found = [(name, p.grad) for name, p in both if p.grad is not None]
+        names = [name for name, _ in found]
+        guard.look_at(names, [grad._values() if grad.is_sparse else grad for _, grad in found])
+
+    def end_local_window(self) -> None:
+        """End a window without the other ranks: gradients are this rank's mean, or its sum of PLAIN passes."""
+        if self._window is None:
+            return
+        divide_by_weight(self.parameters, self._window, self.exchange.weight_scale(0.0, opens_window=False))
+        self._add_carried()
+        self._window = None
 
     # ------------------------------------------------------------------ errors
 

@@ -17,6 +17,7 @@ from evenstep.replica.bucket import Bucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.nonfinite import NonFiniteGuard
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.sparse import sum_over_ranks
 from evenstep.replica.uneven import Uneven
@@ -121,19 +122,7 @@ class NoExchange:
 
     def finish(self, window: Window) -> None:
         """Divide by the window's weight."""
-        if window.kind is not Kind.WEIGHTED:
-            return
-        divisor = window.weight / self._scale
-        if isinstance(divisor, float) and divisor == 1.0:
-            return
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if isinstance(divisor, Tensor):
-            _zero_where(divisor == 0, grads)
-            divisor = torch.where(divisor > 0, divisor, torch.inf)
-        elif divisor == 0.0:
-            divisor = float("inf")
-        for grad in grads:
-            grad.div_(divisor)
+        divide_by_weight(self._parameters, window, self._scale)
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """See `Exchange.learn_order`; there are no buckets."""
@@ -190,6 +179,7 @@ class BucketExchange:
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
         self.hook: CommHook | None = None
+        self.guard: NonFiniteGuard | None = None
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
         self._announced: list[Any] = []  # what was told in this window to ranks that have left
@@ -329,6 +319,8 @@ class BucketExchange:
             bucket = self.buckets[action.bucket]
             self._make_room(bucket)
             bucket.pack()
+            if self.guard is not None:
+                self.guard.look(bucket)
             if self._hooks is None and kind is not Kind.WEIGHTED and bucket.has_half_precision:
                 bucket.flat.div_(self._world.world_size)  # before the sum, which could overflow
             bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)
@@ -363,6 +355,29 @@ class BucketExchange:
 
     def __repr__(self) -> str:
         return f"<BucketExchange of {len(self._parameters)} parameters, {self.reducer!r}>"
+
+
+def divide_by_weight(parameters: Iterable[Tensor], window: Window, scale: float) -> None:
+    """Divide the gradients of one rank by its window's weight; of PLAIN passes they are what they are.
+
+    Args:
+        parameters: Whose gradients.
+        window: With the weight.
+        scale: What the weights were divided by already.
+    """
+    if window.kind is not Kind.WEIGHTED:
+        return
+    divisor = window.weight / scale
+    if isinstance(divisor, float) and divisor == 1.0:
+        return
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if isinstance(divisor, Tensor):
+        _zero_where(divisor == 0, grads)
+        divisor = torch.where(divisor > 0, divisor, torch.inf)
+    elif divisor == 0.0:
+        divisor = float("inf")
+    for grad in grads:
+        grad.div_(divisor)
 
 
 def _zero_where(condition: Tensor, grads: Iterable[Tensor]) -> None:

@@ -17,15 +17,17 @@ DEFAULT_BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class Sharding:
-    """How gradients of an optimizer's parameters are divided over ranks; None of it: every rank has all of them.
+    """How an optimizer's parameters and their gradients lie side by side, and are divided over ranks.
 
     Attributes:
         owner: Number of the optimizer, unique within a model; its parameters share buckets with nobody else's.
+        is_replicated: Nothing is divided: every rank has all gradients, and steps all parameters.
         frees_gradients: Buckets are memory that is lent for the time of the exchange; only the shard stays.
         reduce_dtype: The dtype in which gradients are added; None: the parameters' own.
     """
 
     owner: int
+    is_replicated: bool = False
     frees_gradients: bool = False
     reduce_dtype: torch.dtype | None = None
 

@@ -25,6 +25,7 @@ from evenstep.replica.comm_hook import HookQueue, HookWork
 from evenstep.replica.hidden_gradient import HiddenGradient
 from evenstep.replica.layout import BucketLayout
 from evenstep.transport.base import Transport, Work
+from evenstep.transport.local import LocalTransport
 
 # Their `reduce_scatter` may write its result over this rank's part of its input: the others never read that.
 _REDUCE_IN_PLACE = ("local", "shared memory", "nccl")
@@ -101,11 +102,13 @@ class ShardedBucket(Bucket):
         self._lent = lent
         super().__init__(layout, parameters, names, transport, allocator=allocator)
         self.transport = transport
-        self.num_shards = transport.world_size
-        self.pieces = plan_pieces(layout, transport.rank, self.num_shards)
+        self.is_replicated = layout.sharding is not None and layout.sharding.is_replicated
+        self.num_shards = 1 if self.is_replicated else transport.world_size
+        rank = 0 if self.is_replicated else transport.rank
+        self.pieces = plan_pieces(layout, rank, self.num_shards)
         length = layout.numel // self.num_shards
-        own = slice(transport.rank * length, (transport.rank + 1) * length)
-        self._is_in_place = lent is None and transport.name in _REDUCE_IN_PLACE
+        own = slice(rank * length, (rank + 1) * length)
+        self._is_in_place = lent is None and (self.num_shards == 1 or transport.name in _REDUCE_IN_PLACE)
         self._own_of_flat = self.flat[own]
         self.shard = self._own_of_flat if self._is_in_place else torch.zeros_like(self._own_of_flat)
         self.values = allocator.allocate(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
@@ -118,7 +121,7 @@ class ShardedBucket(Bucket):
             home.copy_(parameter.detach())
             parameter.data = home
         self._addresses = [home.data_ptr() for home in self._homes]
-        # In a world of one nothing is divided, so gradients are there for everybody.
+        # Where nothing is divided, gradients are there for everybody.
         self.hides = self.num_shards > 1 or self.values.dtype is not layout.dtype
         self._hidden = [HiddenGradient(self, i, p) if self.hides else None for i, p in enumerate(self.parameters)]
         self._gaps = list(self._find_gaps()) if lent is not None else []
@@ -170,7 +173,7 @@ class ShardedBucket(Bucket):
 
     def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
         """Start adding over ranks; what this rank gets is its shard."""
-        if hooks is not None:
+        if hooks is not None or self.is_replicated:
             super().launch(hooks, is_last=is_last)
             return
         self._version = self._versions()
@@ -212,12 +215,26 @@ class ShardedBucket(Bucket):
         held = [parameter.grad is not None for parameter in self.parameters]
         if not any(held):
             return [None] * len(held)
-        whole = torch.empty(self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
-        self.transport.all_gather(whole, self.shard.clone()).wait()
+        whole = self.gather(self.shard.clone())
         return [
             view_like(whole, slot.offset_numel, parameter) if is_held else None
             for slot, parameter, is_held in zip(self.layout.slots, self.parameters, held, strict=True)
         ]
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """Collective: all ranks' shards of something that lies like the bucket.
+
+        Args:
+            shard: [numel / n], this rank's.
+
+        Returns:
+            [numel].
+        """
+        if self.num_shards == 1:
+            return shard
+        whole = shard.new_empty(self.layout.numel)
+        self.transport.all_gather(whole, shard).wait()
+        return whole
 
     def show_zeros(self, index: int) -> None:
         """`p.grad` becomes zeros that autograd may add to."""
@@ -241,21 +258,15 @@ class ShardedBucket(Bucket):
                 self.show_zeros(index)
 
     def is_held(self, index: int) -> bool:
-        """Whether there is a reduced gradient of a parameter, by number of its slot.
+        """Whether there is a reduced gradient of a parameter, by number of its slot, where gradients are hidden.
 
         Raises:
             UsageError: There is a gradient that wasn't reduced.
         """
-        grad, hidden, view = self.parameters[index].grad, self._hidden[index], self.views[index]
-        if grad is None:
-            return False
-        if hidden is None:
-            if grad is not view:  # replaced by the user, in a world of one
-                view.copy_(grad)
-            return True
-        if grad is hidden:
-            return True
-        if not isinstance(grad, HiddenGradient) and not grad.any():
+        grad = self.parameters[index].grad
+        if grad is None or grad is self._hidden[index]:
+            return grad is not None
+        if not grad.any():
             return True  # zero_grad(set_to_none=False), and no pass since
         raise UsageError(
             f"rank {self.transport.rank}: step with a gradient of {self.names[index]!r} that was not averaged over "
@@ -265,10 +276,19 @@ class ShardedBucket(Bucket):
 
     def held(self) -> list[bool]:
         """For each slot, whether there is a reduced gradient (see `is_held`). In the usual case a look at each."""
-        held = [parameter.grad is hidden for parameter, hidden in zip(self.parameters, self._hidden, strict=True)]
-        if self.hides and all(held):
-            return held
-        return [self.is_held(index) for index in range(len(self.parameters))]
+        grads = [parameter.grad for parameter in self.parameters]
+        if self.hides:
+            if all(grad is hidden for grad, hidden in zip(grads, self._hidden, strict=True)):
+                return [True] * len(grads)
+            return [self.is_held(index) for index in range(len(grads))]
+        into, what = [], []
+        for grad, view in zip(grads, self.views, strict=True):
+            if grad is not None and grad is not view:
+                into.append(view)
+                what.append(grad)
+        if into:
+            torch._foreach_copy_(into, what)
+        return [grad is not None for grad in grads]
 
     def late(self, index: int) -> UsageError:
         """The error for a gradient that comes after its bucket has been sent."""
@@ -352,6 +372,8 @@ class ShardedBucket(Bucket):
 
     def start_gather(self) -> Work:
         """Collective: begin to give every rank the values of all shards."""
+        if self.num_shards == 1:
+            return LocalTransport().barrier()  # they are there
         return self.transport.all_gather(self.values, self.own)
 
     def finish_gather(self) -> None:

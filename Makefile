@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench-collectives bench-step bench-data-parallel clean
+.PHONY: help install demo test lint format bench-collectives bench-step bench-data-parallel bench-memory clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -36,6 +36,9 @@ bench-step: install ## what replication adds to a training step, beside torch's 
 
 bench-data-parallel: install ## two CPU replicas in one process against one; a minute, on a quiet machine
 	$(RUN:-m=) benchmarks/data_parallel.py --json build/data_parallel.json
+
+bench-memory: install ## memory per rank: parameters, gradients, optimizer, buckets, peak; a minute
+	$(RUN:-m=) benchmarks/memory.py --json build/memory.json
 
 clean: ## remove .venv, caches and what the examples wrote
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build runs src/evenstep.egg-info

@@ -124,7 +124,7 @@ class ShardedBucket(Bucket):
         # Where nothing is divided, gradients are there for everybody.
         self.hides = self.num_shards > 1 or self.values.dtype is not layout.dtype
         self._hidden = [HiddenGradient(self, i, p) if self.hides else None for i, p in enumerate(self.parameters)]
-        self._gaps = list(self._find_gaps()) if lent is not None else []
+        self._gaps = list(self._find_gaps())
         self._carried: tuple[Tensor, list[bool]] | None = None
 
     def _allocate(self, allocator: Transport) -> Tensor:
@@ -149,6 +149,10 @@ class ShardedBucket(Bucket):
 
     def pack(self) -> None:
         """As `Bucket.pack`; what is in `flat` is hidden in `p.grad`, so that the original's memory is free."""
+        # Shards are clipped and stepped with the gaps between gradients, so nothing may be left there: neither somebody
+        # else's gradients in lent memory, nor a NaN that a clip by a norm of NaN has made of a zero.
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
         if not self.hides:
             super().pack()
             return
@@ -166,8 +170,6 @@ class ShardedBucket(Bucket):
             moved.append((parameter, hidden))
         if into:
             self._copy(into, what)
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)  # lent memory has somebody else's gradients there
         for parameter, stand_in in moved:
             parameter.grad = stand_in
 

@@ -155,6 +155,10 @@ class ShardedExchange(BucketExchange):
         for bucket in self.sharded_buckets:
             for slot, whole in zip(bucket.layout.slots, bucket.whole_gradients(), strict=True):
                 reduced[slot.parameter] = whole
+        # Let go of the old buckets before there are new ones: for a moment memory would hold all gradients three times.
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.buckets, self._borrowers = [], {}
         self._build(layout)
         for each in self.buckets:
             each.take(reduced)

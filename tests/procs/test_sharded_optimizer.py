@@ -130,7 +130,7 @@ def random_training(seed: int, num_models: int, num_steps: int) -> int:
 
 @SIZES
 def test_random_training_equals_the_plain_optimizer(ranks, fresh_seed, nproc):
-    assert ranks.run(random_training, nproc, fresh_seed, 6, 6) == [36] * nproc
+    assert ranks.run(random_training, nproc, fresh_seed, 6, 6, timeout_s=150) == [36] * nproc
 
 
 def same_bits(seed: int, kind_name: str, stage2: bool) -> bool:

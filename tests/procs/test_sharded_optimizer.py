@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import pytest
@@ -123,7 +122,8 @@ def random_training(seed: int, num_models: int, num_steps: int) -> int:
                 state = left.state_dict()
                 assert_same_state(state, right.state_dict(), context)
                 left.load_state_dict(state)
-                right.load_state_dict(copy.deepcopy(right.state_dict()))  # torch adds an option to its defaults then
+                # As torch's own loading does. The other isn't loaded: torch rounds NAdam's `mu_product` otherwise then.
+                right.defaults.setdefault("differentiable", False)
             compared += 1
     return compared
 

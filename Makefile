@@ -6,7 +6,7 @@ RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
-.PHONY: bench-collectives bench-hosts bench-step bench-data-parallel bench-sampler bench-records bench-checkpoint
+.PHONY: bench-collectives bench-hosts bench-step bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -68,6 +68,9 @@ bench-checkpoint: install ## saving and loading 500 MB, beside torch.save, torch
 stress-checkpoint: install ## 200 kills of all ranks at random instants, 1,000 flipped bits, 100 truncations; some minutes
 	$(RUN) tests.faults.kill_loop --kills 200
 	EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flipped or truncated" tests/unit/test_checkpointer.py
+
+bench-memory: install ## memory per rank: parameters, gradients, optimizer, buckets, peak; a minute
+	$(RUN:-m=) benchmarks/memory.py --json build/memory.json
 
 clean: ## remove .venv, caches and what the examples wrote
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build runs src/evenstep.egg-info

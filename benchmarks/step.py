@@ -8,7 +8,9 @@ Four sides of the same training take turns within one run, in blocks of equally 
     bare       the module itself: nothing is exchanged
     tutorial   torch's DistributedDataParallel as its tutorials write it, with their optimizer
     best       the same with gradient_as_bucket_view, static_graph and a fused optimizer
+    ZeRO       torch's DDP at its best with torch's ZeroRedundancyOptimizer over the fused optimizer
     evenstep   evenstep.DistributedDataParallel with a fused optimizer
+    sharded    the same with evenstep.ShardedOptimizer
 
 In a world of one there are only bare and evenstep. What a side adds is the difference of neighbouring blocks to bare.
 A block is timed from barrier to barrier, on the slowest rank; the tables have medians over blocks, with quartiles.
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 from measuring import describe_machine, quartiles, ratios, spread
 from models import CASES, Case
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import evenstep
 
@@ -41,14 +44,22 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
     x, y = case.draw()
     if side == "evenstep":
         model: torch.nn.Module = evenstep.DistributedDataParallel(module, world=world)
+    elif side == "sharded":
+        model = replicated = evenstep.DistributedDataParallel(module, world=world)
     elif side == "tutorial":
         model = torch.nn.parallel.DistributedDataParallel(module)
-    elif side == "best":
+    elif side in ("best", "ZeRO"):
         model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True)
     else:
         model = module
     fused = {} if side == "tutorial" else {"fused": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **fused)
+    optimizer: torch.optim.Optimizer
+    if side == "sharded":
+        optimizer = evenstep.ShardedOptimizer(replicated, torch.optim.AdamW, lr=1e-4, fused=True)
+    elif side == "ZeRO":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **fused)
 
     def step() -> None:
         case.loss(model(x), y).backward()
@@ -62,7 +73,9 @@ def measure(name: str, blocks: int, block_s: float) -> dict[str, list[float]]:
     """On a rank: seconds per step of each side, block by block."""
     case = CASES[name]
     world = evenstep.init(quiet=True)
-    sides = ["bare", "evenstep"] if world.world_size == 1 else ["bare", "tutorial", "best", "evenstep"]
+    sides = ["bare", "tutorial", "best", "ZeRO", "evenstep", "sharded"]
+    if world.world_size == 1:
+        sides = ["bare", "evenstep", "sharded"]
     steps = {side: build_step(case, side, world) for side in sides}
     for step in steps.values():
         for _ in range(5):

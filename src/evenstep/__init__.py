@@ -9,6 +9,12 @@ from evenstep.data.weighted import WeightedSampler
 from evenstep.errors import EvenstepError
 from evenstep.joining import init
 from evenstep.launcher.launch import launch
+from evenstep.optim.average import ExponentialAverage
+from evenstep.optim.clipping import clip_grad_norm_, clip_grad_value_
+from evenstep.optim.flat import fuse
+from evenstep.optim.learning_rate import LinearWarmup, scale_learning_rate
+from evenstep.optim.local_updates import LocalUpdates
+from evenstep.optim.sharded import ShardedOptimizer
 from evenstep.replica.data_parallel import DataParallel
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.sync_batchnorm import SyncBatchNorm
@@ -22,13 +28,21 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "EvenstepError",
+    "ExponentialAverage",
+    "LinearWarmup",
+    "LocalUpdates",
     "Records",
+    "ShardedOptimizer",
     "SyncBatchNorm",
     "TokenDataset",
     "WeightedSampler",
     "World",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "fuse",
     "init",
     "launch",
+    "scale_learning_rate",
 ]
 __version__ = "0.1.0"
 

@@ -5,6 +5,7 @@
     ├── UsageError                    calls that don't fit together, found while running               exit 1
     ├── DataError                     a sample can't be had: a damaged file, a worker that died        exit 1
     ├── MismatchError                 the ranks disagree: parameters, shapes, lengths                  exit 72
+    ├── NonFiniteError                a gradient is infinite or not a number                           exit 73
     ├── PeerLostError                 another rank died or left while this one needed it               exit 76
     ├── CollectiveTimeoutError        the others did not arrive in time                                exit 71
     ├── CheckpointError               a checkpoint can't be saved, read, or doesn't fit                exit 74
@@ -69,6 +70,12 @@ class MismatchError(EvenstepError, RuntimeError):
 
     exit_code = 72
     is_users_mistake = True
+
+
+class NonFiniteError(EvenstepError, ArithmeticError):
+    """A gradient is infinite or not a number. Raised on every rank with the same text."""
+
+    exit_code = 73
 
 
 class PeerLostError(EvenstepError, ConnectionError):

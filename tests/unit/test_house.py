@@ -23,6 +23,7 @@ ROOMS = [
     "launcher",
     "checkpoint",
     "data",
+    "optim",
     "replica",
     "joining",
     "meeting",
@@ -84,12 +85,20 @@ def test_public_names_are_pinned():
         "DistributedSampler",
         "EvenstepError",
         "Records",
+        "ExponentialAverage",
+        "LinearWarmup",
+        "LocalUpdates",
+        "ShardedOptimizer",
         "SyncBatchNorm",
         "TokenDataset",
         "WeightedSampler",
         "World",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "fuse",
         "init",
         "launch",
+        "scale_learning_rate",
     ]
     assert all(hasattr(evenstep, name) for name in evenstep.__all__)
 

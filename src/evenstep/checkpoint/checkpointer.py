@@ -189,7 +189,7 @@ class Checkpointer:
             UsageError: The directory has checkpoints of later steps than this one.
             SystemExit: With status 75: the run was asked to stop, and has been saved.
         """
-        if any(isinstance(o, DistributedDataParallel) and o.engine.in_window for o in self._objects.values()):
+        if any(isinstance(o, DistributedDataParallel) and o.engine.is_accumulating for o in self._objects.values()):
             return
         self._open()
         if self._last_saved is None:
@@ -223,7 +223,7 @@ class Checkpointer:
             CheckpointError: It could not be saved, also with `on_save_error="continue"`.
             UsageError: In the middle of an accumulation, whose gradients would be lost.
         """
-        if any(isinstance(o, DistributedDataParallel) and o.engine.in_window for o in self._objects.values()):
+        if any(isinstance(o, DistributedDataParallel) and o.engine.is_accumulating for o in self._objects.values()):
             raise UsageError(
                 "checkpoint.save in the middle of an accumulation: its gradients would be lost. Call it after the "
                 "optimizer's step."

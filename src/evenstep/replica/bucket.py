@@ -34,16 +34,24 @@ class Bucket:
         allocator: Transport,
     ) -> None:
         self.layout = layout
-        self.flat: Tensor = allocator.allocate(layout.numel, dtype=layout.dtype, device=layout.device)
+        self.flat: Tensor = self._allocate(allocator)
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
         self.names = [names[slot.parameter] for slot in layout.slots]
         self.views = [
-            _view_like(self.flat, slot.offset_numel, parameter)
+            view_like(self.flat, slot.offset_numel, parameter)
             for slot, parameter in zip(layout.slots, self.parameters, strict=True)
         ]
         self.work: Work | None = None
         self._version = 0
         self._transport = transport
+
+    def _allocate(self, allocator: Transport) -> Tensor:
+        return allocator.allocate(self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
+
+    @property
+    def reduced(self) -> Tensor:
+        """What this rank has of the sum after `wait`: all of it."""
+        return self.flat
 
     @property
     def has_half_precision(self) -> bool:
@@ -104,6 +112,18 @@ class Bucket:
             if parameter.grad is None and used_anywhere(slot.parameter):
                 parameter.grad = view
 
+    def take(self, reduced: Sequence[Tensor | None]) -> None:
+        """Hold gradients that were reduced in another layout.
+
+        Args:
+            reduced: One per parameter of the model; None where there is none.
+        """
+        for slot, parameter, view in zip(self.layout.slots, self.parameters, self.views, strict=True):
+            grad = reduced[slot.parameter]
+            if grad is not None:
+                view.copy_(grad)
+                parameter.grad = view
+
     def _copy(self, into: list[Tensor], what: list[Tensor]) -> None:
         try:
             torch._foreach_copy_(into, what)
@@ -131,7 +151,7 @@ def late_gradient(names: Sequence[str]) -> UsageError:
     )
 
 
-def _view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
+def view_like(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     """A view with the parameter's shape, and its strides where these leave no holes (channels_last).
 
     It shares memory but not its version with the flat tensor, so that one can tell which view has changed.

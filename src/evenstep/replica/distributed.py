@@ -24,6 +24,7 @@ from evenstep.replica.agreement import validate_same_model
 from evenstep.replica.batches import StandIn, batch_length, split
 from evenstep.replica.mixed_precision import LowPrecision
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
+from evenstep.replica.nonfinite import Policy, validate_policy
 from evenstep.replica.settings import (
     Settings,
     bucket_policy,
@@ -88,6 +89,9 @@ class DistributedDataParallel(TorchInterface):
         forward_sync_buffers: torch 2.13's name for `broadcast_buffers`; buffers are made equal at the start in any
             case.
         first_bucket_cap_mb: Size of the first bucket in MiB; None: 1, or `bucket_cap_mb` if that is smaller.
+        on_nonfinite: What happens when a gradient is infinite or not a number on some rank, unless its loss was scaled
+            by the `scaler` of `backward`. "skip": every `p.grad` becomes None on all ranks, with a warning that names
+            rank and parameter, and `skipped_steps` counts; "raise": a NonFiniteError on every rank; None: as torch.
         world: Who takes part; None: the current world.
 
     Raises:
@@ -119,10 +123,12 @@ class DistributedDataParallel(TorchInterface):
         forward_sync_buffers: bool | None = None,
         *,
         first_bucket_cap_mb: float | None = None,
+        on_nonfinite: Policy | None = None,
         world: World | None = None,
     ) -> None:
         nn.Module.__init__(self)
         check_module(module, ignored_names(module))
+        validate_policy(on_nonfinite)
         check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         group = group_of(process_group, device_mesh, module)
         world = (worlds.current() if world is None else world).of_group(group)
@@ -136,6 +142,7 @@ class DistributedDataParallel(TorchInterface):
             init_sync=init_sync,
             init_sync_buffers=init_sync_buffers,
             sync_buffers=sync_buffers,
+            on_nonfinite=on_nonfinite,
         )
         if world.is_initialised and device_ids is None:
             module.to(world.device)
@@ -298,7 +305,8 @@ class DistributedDataParallel(TorchInterface):
             )
         if scaler is not None and scaler.is_enabled() and not _is_scaled(loss, scaler):
             loss = scaler.scale(loss)
-        with self.engine.weighted_pass(checked) as scale:
+        is_scaled = scaler is not None and scaler.is_enabled()
+        with self.engine.weighted_pass(checked, is_scaled=is_scaled) as scale:
             share = torch.as_tensor(checked, dtype=torch.float64, device=loss.device) / scale
             torch.autograd.backward(
                 loss, share.to(loss.dtype).reshape(loss.shape), retain_graph=retain_graph, create_graph=create_graph
@@ -362,6 +370,11 @@ class DistributedDataParallel(TorchInterface):
                 f"microbatches on rank {self.world.rank}: the last part was not followed by a backward pass, so the "
                 f"gradients have not been averaged. Call backward inside the loop, once per part."
             )
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped because a gradient was not finite (`on_nonfinite="skip"`)."""
+        return 0 if self.engine.guard is None else self.engine.guard.num_skipped
 
     def extra_repr(self) -> str:
         """What stands beside the module when this is printed."""

@@ -45,8 +45,9 @@ from evenstep.errors import UsageError
 from evenstep.health import page
 from evenstep.health.telemetry import BACKWARD
 from evenstep.replica.bucket import Bucket, late_gradient
-from evenstep.replica.exchange import build_exchange
+from evenstep.replica.exchange import BucketExchange, Exchange, NoExchange, build_exchange, divide_by_weight
 from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.nonfinite import NonFiniteGuard
 from evenstep.replica.readiness import Readiness
 from evenstep.replica.settings import Settings
 from evenstep.replica.weighting import Kind, Window
@@ -101,19 +102,24 @@ class Engine:
         self.parameters = [parameter for _, parameter in trained]
         buffers = BufferBroadcast(module, world.transport, settings.ignored) if settings.sync_buffers else None
         self.recorder = world.telemetry.open()
-        self.exchange = build_exchange(
-            self.names, self.parameters, len(dense), world, settings.policy, buffers, self.recorder
+        self.num_dense = len(dense)
+        self.policy = settings.policy
+        self.module_buffers = buffers
+        self.exchange: Exchange = build_exchange(
+            self.names, self.parameters, self.num_dense, world, settings.policy, buffers, self.recorder
         )
+        self.guard = None if settings.on_nonfinite is None else NonFiniteGuard(settings.on_nonfinite, world)
+        self._watch_values()
+        self._travels = not isinstance(self.exchange, NoExchange)
         self.readiness = Readiness(self.parameters, self.exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
         self.num_reductions = 0
         self.has_learned_order = False
-        self._world = world
+        self.world = world
         self._window: Window | None = None
         self._pass: _Pass | None = None
         self._carried: list[tuple[nn.Parameter, Tensor]] = []
-        self._is_alone = world.world_size == 1
         self._ran = self._ran_stand_in = False  # since the last pass, over samples and over a stand-in
         self._left_early: str | None = None
         self._broken: str | None = None
@@ -137,8 +143,8 @@ class Engine:
         problem = self._broken or self._left_early
         if self._left_early is not None and all(parameter.grad is None for parameter in self.parameters):
             self._left_early, self._window = None, None  # zero_grad has thrown the half-made sum away
-        elif problem is not None and self._world.world_size > 1:
-            raise UsageError(f"rank {self._world.rank}: {problem}. The replicas are no longer in step; start again.")
+        elif problem is not None and self.world.world_size > 1:
+            raise UsageError(f"rank {self.world.rank}: {problem}. The replicas are no longer in step; start again.")
         elif self._broken is not None:
             self._reset_after_error()
 
@@ -186,7 +192,7 @@ class Engine:
         self.exchange.announce()
 
     @contextlib.contextmanager
-    def weighted_pass(self, weight: float | Tensor) -> Iterator[float]:
+    def weighted_pass(self, weight: float | Tensor, *, is_scaled: bool = False) -> Iterator[float]:
         """Around one `loss.backward` of `model.backward`. Yields the scale by which the weight is to be divided.
 
         Collective if the engine synchronises, and in the first window of a model with 16-bit parameters.
@@ -198,6 +204,8 @@ class Engine:
         try:
             self._open_pass(Kind.WEIGHTED, weight, discards=discards, mutes=mutes)
             self._confirm()
+            if is_scaled and self._window is not None:
+                self._window.is_scaled = True
             yield scale
         except BaseException:
             self._fail()
@@ -209,16 +217,35 @@ class Engine:
         self.exchange.weight_scale(0.0, opens_window=self._window is None)
         if self._window is None:
             self._window = Window()
+            self.exchange.open_window()
         self._end_window()
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether gradients have been added on this rank since they were last averaged."""
+        return self._window is not None
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass is running."""
+        return self._pass is not None
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients are being accumulated, and no optimizer can step."""
+        return self._window is not None or not self.synchronise
+
+    def replace_exchange(self, made: Exchange) -> None:
+        """Between two windows: gradients take another way from now on."""
+        self.exchange = made
+        self._travels = True
+        self._watch_values()
+        self.readiness = Readiness(self.parameters, made.layout, self)
+        self.has_learned_order = False
 
     def unused_parameters(self) -> list[str]:
         """Names of the parameters that had no gradient on any rank when the last window ended."""
         return [self.names[index] for index in self.exchange.unused()]
-
-    @property
-    def in_window(self) -> bool:
-        """Whether gradients are being accumulated, and no optimizer can step."""
-        return self._window is not None or not self.synchronise
 
     def leave_early(self, what: str) -> None:
         """Note that a window was abandoned before its gradients were averaged."""
@@ -228,7 +255,7 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
-            if self._is_alone and self.synchronise and self._window is None and (self._ran or not self._ran_stand_in):
+            if self._is_simple and (self._ran or not self._ran_stand_in):
                 # A window of this one pass: what autograd leaves in `p.grad` is the mean.
                 self._ran = self._ran_stand_in = False
                 self.num_reductions += 1
@@ -243,6 +270,11 @@ class Engine:
         if isinstance(mutes, Tensor):
             return torch.where(mutes.to(grad.device), 0.0, grad)
         return torch.zeros_like(grad) if mutes else None
+
+    @property
+    def _is_simple(self) -> bool:
+        """Whether a PLAIN pass that begins now is a window of its own, nothing travels and nothing is looked at."""
+        return self.synchronise and self._window is None and self.guard is None and not self._travels
 
     def gradient_came(self) -> bool:
         """See `readiness.Listener`."""
@@ -271,6 +303,8 @@ class Engine:
         if not current.confirmed:
             if not self.readiness.any_has_come():  # torch.autograd.grad: nothing to average
                 self._put_back(current)
+                if self._window is None:
+                    self.exchange.cancel_window()
                 self.readiness.end()
                 self._pass = None
                 return
@@ -283,6 +317,8 @@ class Engine:
         self.recorder.mark(BACKWARD)
         page.mark(page.Phase.BACKWARD)
         self._pass = _Pass(kind, weight, synchronised=self.synchronise, discards=discards, mutes=mutes)
+        if self._window is None:
+            self.exchange.open_window()
         if kind is Kind.WEIGHTED and self._window is None:
             self._set_aside()
         if discards:
@@ -336,9 +372,11 @@ class Engine:
     def _end_window(self) -> None:
         """Collective: afterwards `p.grad` is the global mean on every rank."""
         assert self._window is not None
+        if self.guard is not None:
+            self._look_outside_buckets(self.guard)
         self.exchange.finish(self._window)
         self._add_carried()
-        self._window = None
+        window, self._window = self._window, None
         self.recorder.end()
         page.mark(page.Phase.BETWEEN_STEPS)
         self.num_reductions += 1
@@ -347,6 +385,28 @@ class Engine:
             self.exchange.learn_order(self.readiness.order)
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
+        if self.guard is not None and self.guard.is_fault(is_scaled=window.is_scaled):
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def _watch_values(self) -> None:
+        if isinstance(self.exchange, BucketExchange):
+            self.exchange.guard = self.guard
+
+    def _look_outside_buckets(self, guard: NonFiniteGuard) -> None:
+        first = self.num_dense if self.exchange.buckets else 0
+        both = zip(self.names[first:], self.parameters[first:], strict=True)
+        found = [(name, p.grad) for name, p in both if p.grad is not None]
+        names = [name for name, _ in found]
+        guard.look_at(names, [grad._values() if grad.is_sparse else grad for _, grad in found])
+
+    def end_local_window(self) -> None:
+        """End a window without the other ranks: gradients are this rank's mean, or its sum of PLAIN passes."""
+        if self._window is None:
+            return
+        divide_by_weight(self.parameters, self._window, self.exchange.weight_scale(0.0, opens_window=False))
+        self._add_carried()
+        self._window = None
 
     # ------------------------------------------------------------------ errors
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from evenstep.health.telemetry import REDUCED, WAITING, Recorder
 from evenstep.replica.bucket import Bucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
-from evenstep.replica.layout import BucketPolicy, Layout, ParameterSpec, plan_layout
+from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.nonfinite import NonFiniteGuard
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.sparse import sum_over_ranks
 from evenstep.replica.uneven import Uneven
@@ -40,6 +41,12 @@ class Exchange(Protocol):
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
         """By what weights are divided before they multiply gradients; the same in all passes of a window."""
+
+    def open_window(self) -> None:
+        """The first pass of a window begins: make room in `p.grad` where autograd couldn't add to what is there."""
+
+    def cancel_window(self) -> None:
+        """The pass was none that counts: `p.grad` is what it was before `open_window`."""
 
     def is_clear(self, bucket: Bucket) -> bool:
         """Whether a bucket's gradients are its views and all zero, as far as that can be seen without waiting."""
@@ -102,6 +109,12 @@ class NoExchange:
             self._scale = weight if isinstance(weight, float) and weight > 0 else 1.0
         return self._scale
 
+    def open_window(self) -> None:
+        """See `Exchange.open_window`; autograd can add to every gradient."""
+
+    def cancel_window(self) -> None:
+        """See `Exchange.cancel_window`."""
+
     def is_clear(self, bucket: Bucket) -> bool:
         """See `Exchange.is_clear`; there are no buckets."""
         return False
@@ -111,19 +124,7 @@ class NoExchange:
 
     def finish(self, window: Window) -> None:
         """Divide by the window's weight."""
-        if window.kind is not Kind.WEIGHTED:
-            return
-        divisor = window.weight / self._scale
-        if isinstance(divisor, float) and divisor == 1.0:
-            return
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if isinstance(divisor, Tensor):
-            _zero_where(divisor == 0, grads)
-            divisor = torch.where(divisor > 0, divisor, torch.inf)
-        elif divisor == 0.0:
-            divisor = float("inf")
-        for grad in grads:
-            grad.div_(divisor)
+        divide_by_weight(self._parameters, window, self._scale)
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """See `Exchange.learn_order`; there are no buckets."""
@@ -179,30 +180,36 @@ class BucketExchange:
         self._world = world
         self._policy = policy
         self._module_buffers = module_buffers
-        self._specs = [
-            ParameterSpec(name, tuple(parameter.shape), parameter.dtype, parameter.device)
-            for name, parameter in zip(names[:num_dense], parameters[:num_dense], strict=True)
-        ]
+        self._specs = [self._describe(index) for index in range(num_dense)]
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
+        self.hook: CommHook | None = None
+        self.guard: NonFiniteGuard | None = None
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
         self._announced: list[Any] = []  # what was told in this window to ranks that have left
         self._used: list[bool] = []
         # A backward pass reaches the last layers first; the second layout knows better.
-        self._build(plan_layout(self._specs, range(num_dense - 1, -1, -1), policy))
+        self._build(self._plan(range(num_dense - 1, -1, -1)))
         self._has_half_precision = any(bucket.has_half_precision for bucket in self.buckets)
+
+    def _describe(self, index: int) -> ParameterSpec:
+        parameter = self._parameters[index]
+        return ParameterSpec(self._names[index], tuple(parameter.shape), parameter.dtype, parameter.device)
+
+    def _plan(self, order: Sequence[int]) -> Layout:
+        return plan_layout(self._specs, order, self._policy)
 
     def _build(self, layout: Layout) -> None:
         self.layout = layout
         self.reducer = Reducer(len(layout.buckets))
         # A hook may resize the memory that it is given, which a transport's own may not allow.
         allocator: Transport = self._world.transport if self._hooks is None else LocalTransport()
-        self.buckets: Sequence[Bucket] = [
-            Bucket(bucket, self._parameters, self._names, self._world.transport, allocator=allocator)
-            for bucket in layout.buckets
-        ]
+        self.buckets: Sequence[Bucket] = [self._build_bucket(bucket, allocator) for bucket in layout.buckets]
         self._recorder.has_buckets(sum(bucket.flat.nbytes for bucket in self.buckets))
+
+    def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
+        return Bucket(layout, self._parameters, self._names, self._world.transport, allocator=allocator)
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
         """1, or about the sum of the weights where gradients have 16 bits.
@@ -218,6 +225,12 @@ class BucketExchange:
             self._world.transport.all_reduce(total).wait()
             self._half_scale = nearest_power_of_two(float(total))
         return self._half_scale
+
+    def open_window(self) -> None:
+        """See `Exchange.open_window`; autograd can add to every gradient."""
+
+    def cancel_window(self) -> None:
+        """See `Exchange.cancel_window`."""
 
     def is_clear(self, bucket: Bucket) -> bool:
         """See `Exchange.is_clear`."""
@@ -268,20 +281,19 @@ class BucketExchange:
         order = [*seen, *sorted(set(range(self._num_dense)) - set(seen), reverse=True)]
         agreed = torch.tensor(order)
         self._world.control.broadcast(agreed, 0).wait()
-        layout = plan_layout(self._specs, agreed.tolist(), self._policy)
-        if layout == self.layout:
-            return
+        layout = self._plan(agreed.tolist())
+        if layout != self.layout:
+            self._lay_out_again(layout)
+
+    def _lay_out_again(self, layout: Layout) -> None:
         reduced = [parameter.grad for parameter in self._parameters]
         self._build(layout)
         for bucket in self.buckets:
-            for slot, parameter, view in zip(bucket.layout.slots, bucket.parameters, bucket.views, strict=True):
-                grad = reduced[slot.parameter]
-                if grad is not None:
-                    view.copy_(grad)
-                    parameter.grad = view
+            bucket.take(reduced)
 
     def set_hook(self, hook: CommHook) -> None:
         """See `Exchange.set_hook`."""
+        self.hook = hook
         self._hooks = HookQueue(hook)
         self._build(self.layout)
 
@@ -314,10 +326,16 @@ class BucketExchange:
             self.announce()
             bucket = self.buckets[action.bucket]
             self._recorder.mark(action.bucket)
+            self._make_room(bucket)
             bucket.pack()
+            if self.guard is not None:
+                self.guard.look(bucket)
             if self._hooks is None and kind is not Kind.WEIGHTED and bucket.has_half_precision:
                 bucket.flat.div_(self._world.world_size)  # before the sum, which could overflow
             bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)
+
+    def _make_room(self, bucket: Bucket) -> None:
+        """Before a bucket is packed; where memory is lent, take it from whoever had it."""
 
     def _divide(self, window: Window) -> None:
         # A rank whose share was empty knows only from the header which kind the others had.
@@ -337,15 +355,38 @@ class BucketExchange:
             is_averaged = self._hooks is not None or (bucket.has_half_precision and not weighted)
             by = remaining if is_averaged else divisor
             if isinstance(by, Tensor):
-                bucket.flat.div_(by.to(bucket.flat.device))
+                bucket.reduced.div_(by.to(bucket.reduced.device))
             elif by != 1.0:
-                bucket.flat.div_(by)
+                bucket.reduced.div_(by)
         for parameter in self._parameters[self._num_dense :]:
             if parameter.grad is not None:
                 parameter.grad.div_(divisor)
 
     def __repr__(self) -> str:
         return f"<BucketExchange of {len(self._parameters)} parameters, {self.reducer!r}>"
+
+
+def divide_by_weight(parameters: Iterable[Tensor], window: Window, scale: float) -> None:
+    """Divide the gradients of one rank by its window's weight; of PLAIN passes they are what they are.
+
+    Args:
+        parameters: Whose gradients.
+        window: With the weight.
+        scale: What the weights were divided by already.
+    """
+    if window.kind is not Kind.WEIGHTED:
+        return
+    divisor = window.weight / scale
+    if isinstance(divisor, float) and divisor == 1.0:
+        return
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if isinstance(divisor, Tensor):
+        _zero_where(divisor == 0, grads)
+        divisor = torch.where(divisor > 0, divisor, torch.inf)
+    elif divisor == 0.0:
+        divisor = float("inf")
+    for grad in grads:
+        grad.div_(divisor)
 
 
 def _zero_where(condition: Tensor, grads: Iterable[Tensor]) -> None:

@@ -16,13 +16,47 @@ DEFAULT_BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """How an optimizer's parameters and their gradients lie side by side, and are divided over ranks.
+
+    Attributes:
+        owner: Number of the optimizer, unique within a model; its parameters share buckets with nobody else's.
+        is_replicated: Nothing is divided: every rank has all gradients, and steps all parameters.
+        frees_gradients: Buckets are memory that is lent for the time of the exchange; only the shard stays.
+        reduce_dtype: The dtype in which gradients are added; None: the parameters' own.
+    """
+
+    owner: int
+    is_replicated: bool = False
+    frees_gradients: bool = False
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
 class ParameterSpec:
-    """What a layout has to know of a parameter."""
+    """What a layout has to know of a parameter.
+
+    Attributes:
+        name: In the module.
+        shape: Of the parameter.
+        dtype: Of the parameter.
+        device: Where it is, and its gradient.
+        sharding: How its gradient is divided over ranks, or None.
+        group: Parameters of one group lie side by side within a bucket.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    sharding: Sharding | None = None
+    group: int = 0
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are added over ranks."""
+        own = None if self.sharding is None else self.sharding.reduce_dtype
+        return self.dtype if own is None else own
 
     @property
     def numel(self) -> int:
@@ -67,13 +101,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One flat tensor that travels as a whole: [numel], padding included."""
+    """One flat tensor that travels as a whole: [numel], padding included.
+
+    A bucket with a `sharding` has a length that the number of ranks divides.
+    """
 
     index: int
     dtype: torch.dtype
     device: torch.device
     slots: tuple[Slot, ...]
     numel: int
+    sharding: Sharding | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +127,9 @@ class Layout:
     bucket_of: tuple[int, ...]
 
 
-def plan_layout(specs: Sequence[ParameterSpec], order: Sequence[int], policy: BucketPolicy) -> Layout:
+def plan_layout(
+    specs: Sequence[ParameterSpec], order: Sequence[int], policy: BucketPolicy, num_shards: int = 1
+) -> Layout:
     """Lay parameters out in buckets, in the order in which their gradients are expected. Pure.
 
     Buckets are sent in the order in which they are expected to fill, whatever their dtype: the order in which their
@@ -99,21 +139,26 @@ def plan_layout(specs: Sequence[ParameterSpec], order: Sequence[int], policy: Bu
         specs: The parameters in registration order.
         order: A permutation of their indices, earliest gradient first.
         policy: Sizes.
+        num_shards: Into how many equal shards buckets with a `sharding` are divided.
     """
     assert sorted(order) == list(range(len(specs))), "an order names every parameter once"
-    open_buckets: dict[tuple[torch.device, torch.dtype], _OpenBucket] = {}
+    open_buckets: dict[tuple[object, ...], _OpenBucket] = {}
     closed: list[_OpenBucket] = []
     for turn, index in enumerate(order):
         spec = specs[index]
-        key = (spec.device, spec.dtype)
+        key = (spec.device, spec.dtype, spec.sharding)
         bucket = open_buckets.get(key)
         padded = _padded_numel(spec)
-        if bucket is not None and bucket.slots and (bucket.numel + padded) * spec.dtype.itemsize > bucket.cap_bytes:
+        if (
+            bucket is not None
+            and bucket.parameters
+            and (bucket.numel + padded) * spec.reduce_dtype.itemsize > bucket.cap_bytes
+        ):
             closed.append(bucket)
             bucket = open_buckets[key] = _OpenBucket(policy, bucket.turn + 1)
         elif bucket is None:
             bucket = open_buckets[key] = _OpenBucket(policy, 0)
-        bucket.slots.append(Slot(index, bucket.numel, spec.numel))
+        bucket.parameters.append(index)
         bucket.numel += padded
         bucket.last_turn = turn
     closed.extend(open_buckets.values())
@@ -121,18 +166,31 @@ def plan_layout(specs: Sequence[ParameterSpec], order: Sequence[int], policy: Bu
     bucket_of = [0] * len(specs)
     buckets = []
     for index, bucket in enumerate(closed):
-        first = specs[bucket.slots[0].parameter]
-        buckets.append(BucketLayout(index, first.dtype, first.device, tuple(bucket.slots), bucket.numel))
-        for slot in bucket.slots:
+        slots, numel = _place(sorted(bucket.parameters, key=lambda parameter: specs[parameter].group), specs)
+        first = specs[bucket.parameters[0]]
+        if first.sharding is not None:
+            per_line = max(1, _ALIGNMENT_BYTES // first.dtype.itemsize)
+            numel = -(-numel // (per_line * num_shards)) * per_line * num_shards
+        buckets.append(BucketLayout(index, first.reduce_dtype, first.device, slots, numel, first.sharding))
+        for slot in slots:
             bucket_of[slot.parameter] = index
     return Layout(tuple(buckets), tuple(bucket_of))
+
+
+def _place(parameters: Sequence[int], specs: Sequence[ParameterSpec]) -> tuple[tuple[Slot, ...], int]:
+    """(slots, number of elements) of parameters one after the other."""
+    slots, numel = [], 0
+    for parameter in parameters:
+        slots.append(Slot(parameter, numel, specs[parameter].numel))
+        numel += _padded_numel(specs[parameter])
+    return tuple(slots), numel
 
 
 class _OpenBucket:
     def __init__(self, policy: BucketPolicy, turn: int) -> None:
         self.turn = turn
         self.cap_bytes = policy.cap_bytes(turn)
-        self.slots: list[Slot] = []
+        self.parameters: list[int] = []
         self.numel = 0
         self.last_turn = 0
 

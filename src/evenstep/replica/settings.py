@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from evenstep.errors import ConfigurationError
 from evenstep.replica.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
+from evenstep.replica.nonfinite import Policy
 
 _MIB = 1 << 20
 
@@ -31,6 +32,7 @@ class Settings:
         init_sync: Compare the models of all ranks and make them equal at the start.
         init_sync_buffers: Make module buffers equal at the start, too.
         sync_buffers: Make module buffers equal at the end of every synchronised backward pass.
+        on_nonfinite: What happens to a step with a gradient that isn't finite; None: nothing is looked at.
     """
 
     policy: BucketPolicy
@@ -41,6 +43,7 @@ class Settings:
     init_sync: bool
     init_sync_buffers: bool
     sync_buffers: bool
+    on_nonfinite: Policy | None = None
 
     def trained(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are kept in step, in registration order."""

@@ -32,11 +32,13 @@ class Window:
     Attributes:
         kind: What the passes meant; None before the first, and for a rank whose share was empty.
         weight: Sum of the weights so far; a 0-dim tensor as soon as one of them was.
+        is_scaled: The loss of a pass was scaled by a GradScaler, so gradients may overflow.
     """
 
     def __init__(self) -> None:
         self.kind: Kind | None = None
         self.weight: float | Tensor = 0.0
+        self.is_scaled = False
 
     def add(self, kind: Kind, weight: float | Tensor) -> None:
         """Count one more backward pass.

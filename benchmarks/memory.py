@@ -1,0 +1,145 @@
+"""Memory per rank: torch's DDP, torch's ZeroRedundancyOptimizer, and evenstep, plain and sharded.
+
+    python benchmarks/memory.py                      # a GPT of 25 million parameters on two ranks
+    python benchmarks/memory.py --ranks 4 --width 768 --json result.json
+
+Each side trains in processes of its own. Tensors are counted by their storages; a storage that two kinds share counts
+for the first. torch's own buckets can't be reached from Python. `peak` is the largest resident
+size while training, above that before the model was made. Shared memory counts for every rank that uses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from measuring import describe_machine
+from models import GPT
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import evenstep
+
+SIDES = ["torch DDP", "torch ZeRO", "evenstep", "sharded", "sharded, stage 2"]
+COLUMNS = ["parameters", "gradients", "optimizer", "buckets", "peak"]
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor | None], counted: set[int]) -> int:
+    """Bytes of storages that haven't been counted yet."""
+    total = 0
+    for tensor in tensors:
+        if tensor is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmRSS")
+
+
+def measure(side: str, width: int, steps: int) -> dict[str, int]:
+    """On a rank: bytes by kind after some steps, counted between a backward pass and the step."""
+    world = evenstep.init(quiet=True)
+    gc.collect()
+    before = resident_bytes()
+    torch.manual_seed(0)
+    module = GPT(width=width)
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    if side.startswith("torch"):
+        model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+        if side == "torch ZeRO":
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    else:
+        model = replicated = evenstep.DistributedDataParallel(module, world=world)
+        if side == "evenstep":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        else:
+            optimizer = evenstep.ShardedOptimizer(
+                replicated, torch.optim.AdamW, lr=1e-4, shard_gradients=side.endswith("2")
+            )
+    symbols = torch.randint(512, (2, 64))
+    for step in range(steps):
+        model(symbols).square().mean().backward()
+        if step < steps - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    counted: set[int] = set()
+    parameters = storage_bytes(model.parameters(), counted)
+    gradients = storage_bytes([p.grad for p in model.parameters()], counted)
+    buckets = 0
+    if isinstance(model, evenstep.DistributedDataParallel):
+        if side.startswith("sharded"):
+            gradients += storage_bytes([bucket.reduced for bucket in model.engine.buckets], counted)
+        buckets = storage_bytes([bucket.flat for bucket in model.engine.buckets], counted)
+    if isinstance(optimizer, evenstep.ShardedOptimizer):
+        state = optimizer.state_bytes
+    else:
+        inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+        state = storage_bytes([v for s in inner.state.values() for v in s.values()], counted)
+    optimizer.step()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    sizes = [parameters, gradients, state, buckets, peak]
+    return dict(zip(COLUMNS, sizes, strict=True))
+
+
+def on_rank(side: str, width: int, steps: int) -> dict[str, int]:
+    """On a rank: the largest of all ranks, by kind."""
+    try:
+        mine = measure(side, width, steps)
+        world = evenstep.init(quiet=True)
+        everybodys = world.gather(torch.tensor([list(mine.values())]))
+        return dict(zip(COLUMNS, everybodys.amax(0).tolist(), strict=True))
+    finally:
+        if dist.is_initialized():
+            evenstep.init(quiet=True).close()
+
+
+def table(results: dict[str, dict[str, int]]) -> str:
+    """For people, and for the documentation. Pure."""
+    lines = ["| MiB on the largest rank | " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
+    for side, sizes in results.items():
+        lines.append(f"| {side} | " + " | ".join(f"{sizes[name] / 2**20:,.1f}" for name in COLUMNS) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--ranks", type=int, default=2, help="world size")
+    parser.add_argument("--width", type=int, default=576, help="of the GPT; 576 are 25 million parameters")
+    parser.add_argument("--steps", type=int, default=4, help="of training")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    arguments = parser.parse_args()
+    machine = describe_machine()
+    print(machine)
+    results = {}
+    for side in SIDES:
+        results[side] = evenstep.launch(
+            on_rank, arguments.ranks, (side, arguments.width, arguments.steps), device="cpu"
+        )
+    print(f"\n{arguments.ranks} ranks\n\n{table(results)}")
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(
+            json.dumps({"machine": machine, "ranks": arguments.ranks, "bytes": results}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

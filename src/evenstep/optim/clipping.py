@@ -1,0 +1,174 @@
+"""Clipping of gradients that every rank has whole, and of gradients that are divided over ranks.
+
+The rule is that of torch's `clip_grad_norm_` (Pascanu et al., "On the difficulty of training recurrent neural
+networks", 2013). Norms are added in float64, whatever the gradients' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn, optim
+
+from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+from evenstep.optim.divided import DividedOptimizer
+from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.replica.hidden_gradient import HiddenGradient, local_parts
+from evenstep.transport.base import Transport
+
+Parameters = optim.Optimizer | nn.Module | Tensor | Iterable[Tensor]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float | Sequence[float],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    by_group: bool = False,
+) -> Tensor:
+    """Scale gradients so that their norm is at most `max_norm`; the norm is that of the whole gradient on every rank.
+
+    Collective where gradients are divided over ranks: every rank calls this, with the same parameters. One pass reads
+    the gradients, a second scales them; nothing waits for a GPU. Behind a `GradScaler`, call `scaler.unscale_` first.
+
+    Args:
+        parameters: An optimizer, a module, or parameters.
+        max_norm: The largest norm that stays as it is; with `by_group` also one per parameter group.
+        norm_type: Exponent of the norm, greater than 0; `math.inf` for the largest absolute value.
+        error_if_nonfinite: Raise if the norm is infinite or NaN (on a GPU this waits for the device).
+        by_group: Take each parameter group of the optimizer by itself.
+
+    Returns:
+        The norm before clipping: 0-dim; with `by_group` [num_groups]. float64.
+
+    Raises:
+        ConfigurationError: A norm or an exponent makes no sense, or groups are asked of what has none.
+        UsageError: The gradients have not been averaged over ranks yet.
+        NonFiniteError: See `error_if_nonfinite`; gradients are as they were.
+    """
+    _validate_averaged(parameters, "clip_grad_norm_")
+    groups = _groups(parameters, by_group=by_group)
+    limits = list(max_norm) if isinstance(max_norm, Sequence) else [max_norm] * len(groups)
+    if len(limits) != len(groups) or any(not limit >= 0 for limit in limits):
+        raise ConfigurationError(f"clip_grad_norm_: max_norm={max_norm!r}; a number of at least 0, or one per group.")
+    if not norm_type > 0:
+        raise ConfigurationError(f"clip_grad_norm_: norm_type={norm_type!r}; an exponent greater than 0, or math.inf.")
+    gradients = [_Gradients(group) for group in groups]
+    norms = _norms(gradients, float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(norms).all()):
+        raise NonFiniteError(
+            f"clip_grad_norm_: the gradient's norm is {norms.tolist()}. To clip anyway, leave error_if_nonfinite out."
+        )
+    for group, norm, limit in zip(gradients, norms, limits, strict=True):
+        scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        for same in _by_kind(group.parts + group.whole):
+            torch._foreach_mul_(same, scale.to(same[0].device))
+    return norms if by_group else norms[0]
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
+    """Limit every element of the gradients to [-clip_value, clip_value], divided over ranks or not.
+
+    Args:
+        parameters: An optimizer, a module, or parameters.
+        clip_value: At least 0.
+
+    Raises:
+        ConfigurationError: The value makes no sense.
+        UsageError: The gradients have not been averaged over ranks yet.
+    """
+    _validate_averaged(parameters, "clip_grad_value_")
+    if not clip_value >= 0:
+        raise ConfigurationError(f"clip_grad_value_: clip_value={clip_value!r}; a number of at least 0.")
+    for group in _groups(parameters, by_group=False):
+        gradients = _Gradients(group)
+        for same in _by_kind(gradients.parts + gradients.whole):
+            torch._foreach_clamp_min_(same, -clip_value)
+            torch._foreach_clamp_max_(same, clip_value)
+
+
+class _Gradients:
+    """The gradients of some parameters, as far as this rank has them.
+
+    Attributes:
+        hidden: Those that are divided.
+        parts: This rank's parts of them.
+        whole: Those that every rank has.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.hidden: list[HiddenGradient] = []
+        self.whole: list[Tensor] = []
+        for parameter in parameters:
+            grad = parameter.grad
+            if isinstance(grad, HiddenGradient):
+                self.hidden.append(grad)
+            elif grad is not None and grad.is_sparse:
+                parameter.grad = grad = grad.coalesce()
+                self.whole.append(grad._values())
+            elif grad is not None:
+                self.whole.append(grad)
+        self.parts = local_parts(self.hidden)
+
+
+def _norms(groups: Sequence[_Gradients], norm_type: float) -> Tensor:
+    """[num_groups], float64: the norms of the whole gradients, the same on all ranks."""
+    tensors = [tensor for group in groups for tensor in (*group.hidden, *group.whole)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    totals = torch.stack([_powers(group.whole, norm_type, device) for group in groups])
+    # Each gradient is divided among the ranks of its own model: several models, several sums.
+    transports: dict[int, tuple[Transport, list[list[HiddenGradient]]]] = {}
+    for number, group in enumerate(groups):
+        for hidden in group.hidden:
+            transport = hidden.bucket.transport
+            _, theirs = transports.setdefault(id(transport), (transport, [[] for _ in groups]))
+            theirs[number].append(hidden)
+    is_max = math.isinf(norm_type)
+    for transport, theirs in transports.values():
+        sums = torch.stack([_powers(local_parts(hidden), norm_type, device) for hidden in theirs])
+        transport.all_reduce(sums, "max" if is_max else "sum").wait()
+        totals = torch.maximum(totals, sums) if is_max else totals + sums
+    return totals if is_max else totals.pow(1 / norm_type)
+
+
+def _powers(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """0-dim, float64: the sum of |x| ** norm_type over all elements, or the largest |x|."""
+    norms = [norm for same in _by_kind(tensors) for norm in torch._foreach_norm(same, norm_type)]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
+    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Lists of tensors of one device and dtype; none is empty."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds.values()
+
+
+def _groups(parameters: Parameters, *, by_group: bool) -> list[list[Tensor]]:
+    if isinstance(parameters, optim.Optimizer):
+        groups = [list(group["params"]) for group in parameters.param_groups]
+        return groups if by_group else [[parameter for group in groups for parameter in group]]
+    if by_group:
+        raise ConfigurationError(f"by_group=True takes an optimizer, not a {type(parameters).__name__}.")
+    if isinstance(parameters, nn.Module):
+        return [list(parameters.parameters())]
+    return [[parameters] if isinstance(parameters, Tensor) else list(parameters)]
+
+
+def _validate_averaged(parameters: Parameters, what: str) -> None:
+    model = parameters.model if isinstance(parameters, DividedOptimizer) else parameters
+    if isinstance(model, DistributedDataParallel) and model.engine.is_in_window and model.world.world_size > 1:
+        raise UsageError(
+            f"{what} on rank {model.world.rank}: gradients have been added on this rank since they were last averaged "
+            f"over ranks, so their norm would be this rank's alone. Clip behind the backward pass that ends the window."
+        )

@@ -1,0 +1,158 @@
+"""What optimizers have in common that step something else than their parameters one by one: torch's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn, optim
+
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.optim.elements import ElementDivision
+from evenstep.optim.kinds import is_divided
+from evenstep.optim.runs import State
+from evenstep.optim.whole import WholeDivision
+from evenstep.replica.distributed import DistributedDataParallel
+
+Division = ElementDivision | WholeDivision
+
+
+class DividedOptimizer(optim.Optimizer):
+    """A `torch.optim.Optimizer` in front of a division: parameter groups here, the step and the state there.
+
+    Attributes:
+        model: Whose parameters these are, if evenstep replicates it.
+    """
+
+    model: DistributedDataParallel | None
+    _division: Division | None = None
+    _index_of: dict[int, int]  # by id of the parameter
+    _names: Sequence[str]  # by index
+    _rank: int = 0
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters, equally on every rank. Collective where the optimizer is divided over ranks.
+
+        Args:
+            closure: Computes the loss and its gradients again, as in torch.
+
+        Raises:
+            UsageError: A gradient was not averaged over ranks.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._divided.step(self.param_groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch; with False, gradients that lie side by side are zeroed in one go."""
+        if set_to_none:
+            for parameter in self._all_parameters():
+                parameter.grad = None
+        elif isinstance(self._division, ElementDivision):
+            for bucket in self._division.buckets:
+                bucket.zero()
+        else:
+            super().zero_grad(set_to_none=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict of a plain optimizer, whole. Collective where the optimizer is divided over ranks.
+
+        It loads into a plain optimizer of the same class, and into a divided one on any number of ranks.
+        """
+        return self._packed(self._divided.let_go())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up a state dict, of a plain optimizer or of a divided one on any number of ranks.
+
+        Every rank gives the same.
+
+        Raises:
+            ConfigurationError: A tensor of it doesn't have its parameter's shape.
+            ValueError: torch's own, where parameter groups don't match.
+        """
+        self._validate_loaded(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = _DividedState()  # type: ignore[assignment]
+        by_index: dict[int, State] = {}
+        for number, parameter in self._numbered(state_dict):
+            state = state_dict["state"].get(number)
+            if state:
+                by_index[self._index_of[id(parameter)]] = dict(state)
+        self._divided.take_up(by_index)
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory that this rank's state takes."""
+        return self._divided.num_bytes
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _divided(self) -> Division:
+        assert self._division is not None, "made by the constructor"
+        return self._division
+
+    def _all_parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _groups_by_index(self) -> dict[int, int]:
+        """Of each parameter (by index) the number of its group."""
+        return {
+            self._index_of[id(parameter)]: number
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+        }
+
+    def _packed(self, by_index: Mapping[int, State]) -> dict[str, Any]:
+        packed: dict[str, Any] = super().state_dict()
+        states = {number: by_index.get(self._index_of[id(p)]) for number, p in enumerate(self._all_parameters())}
+        packed["state"] = {number: state for number, state in states.items() if state}
+        return packed
+
+    def _numbered(self, state_dict: Mapping[str, Any]) -> list[tuple[int, Tensor]]:
+        """(number in the state dict, parameter), in order of the groups."""
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        return list(zip(saved, self._all_parameters(), strict=False))
+
+    def _validate_loaded(self, state_dict: Mapping[str, Any]) -> None:
+        if isinstance(self._division, WholeDivision):
+            return  # its optimizer's state has shapes of its own
+        for number, parameter in self._numbered(state_dict):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dim() > 0 and not is_divided(key, value, parameter):
+                    name = self._names[self._index_of[id(parameter)]]
+                    raise ConfigurationError(
+                        f"load_state_dict on rank {self._rank}: {key!r} of parameter {name!r} has the shape "
+                        f"{list(value.shape)}, and the parameter {list(parameter.shape)}."
+                    )
+
+
+class _DividedState(dict[Any, Any]):
+    """`optimizer.state`: empty, and an error for whoever looks up a parameter in it."""
+
+    def __missing__(self, key: object) -> Any:
+        raise UsageError(
+            "the state of this optimizer is divided over the ranks or lies in flat memory, and isn't kept by "
+            "parameter. optimizer.state_dict() gives it (with a ShardedOptimizer: called on all ranks), and "
+            "state_shards() of a ShardedOptimizer this rank's pieces."
+        )
+
+
+def without_state() -> dict[Any, Any]:
+    """What stands for `optimizer.state`."""
+    return _DividedState()
+
+
+def defaults_of(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class's arguments mean, as it says itself: asked with a parameter that is nobody's."""
+    return kind([nn.Parameter(torch.zeros(2, 2))], **arguments).defaults

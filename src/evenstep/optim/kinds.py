@@ -1,0 +1,73 @@
+"""What is known of torch's optimizers: which of them look at one element at a time, and which have a fused step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from evenstep.errors import ConfigurationError
+
+# Their step changes an element of a parameter by that element's gradient and state alone.
+_ELEMENTWISE: tuple[type[optim.Optimizer], ...] = (
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+)
+_FUSED: dict[str, tuple[type[optim.Optimizer], ...]] = {
+    "cpu": (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad),
+    "cuda": (optim.SGD, optim.Adam, optim.AdamW),
+}
+_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # state that is one number, also of a parameter of one number
+
+
+def is_elementwise(kind: type[optim.Optimizer]) -> bool:
+    """Whether an optimizer may be given a piece of a parameter. Pure. Not known of a class of the user's own: no."""
+    return kind in _ELEMENTWISE
+
+
+def validate_kind(kind: type[optim.Optimizer]) -> None:
+    """Refuse what can't be divided.
+
+    Raises:
+        ConfigurationError: No optimizer class, or one whose step looks at all parameters at once.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
+        raise ConfigurationError(
+            f"ShardedOptimizer takes a class of optimizers, such as torch.optim.AdamW, and its arguments; this is "
+            f"{kind!r}."
+        )
+    if issubclass(kind, optim.LBFGS):
+        raise ConfigurationError(
+            "LBFGS searches along a line through all parameters at once, so its step can't be divided over ranks. Use "
+            "it as it is: gradients are equal on all ranks."
+        )
+    if issubclass(kind, optim.SparseAdam):
+        raise ConfigurationError(
+            "SparseAdam is for sparse gradients, which aren't divided over ranks. Use it as it is."
+        )
+
+
+def choose_fused(kind: type[optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether a parameter group's step is to be the fused one: where there is one and the user hasn't chosen. Pure."""
+    if kind not in _FUSED.get(device.type, ()):
+        return False
+    chosen = options.get("fused") is not None or options.get("foreach") is not None
+    return not (chosen or options.get("differentiable") or options.get("capturable"))
+
+
+def is_divided(key: str, value: Any, parameter: Tensor) -> bool:
+    """Whether an entry of a parameter's state has a number per element. Pure."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return False
+    return parameter.dim() > 0 or key not in _SCALARS

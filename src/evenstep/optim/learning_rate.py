@@ -1,0 +1,127 @@
+"""Learning rates for larger batches.
+
+The linear rule with warm-up is that of Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour"
+(2017); the square root is Krizhevsky's, "One weird trick for parallelizing convolutional neural networks" (2014), and
+what Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022) find for Adam.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from torch import Tensor, optim
+
+from evenstep import world as worlds
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.world import World
+
+Rule = Literal["linear", "sqrt"]
+
+
+def scale_learning_rate(
+    optimizer: optim.Optimizer,
+    *,
+    base_batch_size: int,
+    global_batch_size: int,
+    rule: Rule = "linear",
+    accumulation_steps: int = 1,
+    world: World | None = None,
+) -> float:
+    """Scale the rates of all parameter groups from the batch that they were found for to the one that is used.
+
+    Call it once, before schedulers are made. Rank 0 prints what was decided. Nothing is agreed between ranks: all give
+    the same.
+
+    Args:
+        optimizer: Its rates are those that suit `base_batch_size`.
+        base_batch_size: Samples per step that the rates were found for.
+        global_batch_size: Samples per optimizer step of all ranks together, accumulation included.
+        rule: "linear": rates grow with the batch; "sqrt": with its square root.
+        accumulation_steps: Micro-batches per step on each rank; only told.
+        world: Who takes part; None: the current world.
+
+    Returns:
+        What rates were multiplied by.
+
+    Raises:
+        ConfigurationError: A size that is no positive integer, or an unknown rule.
+        UsageError: A scheduler was made for the optimizer already, or its rates have been scaled before.
+    """
+    sizes = {
+        "base_batch_size": base_batch_size,
+        "global_batch_size": global_batch_size,
+        "accumulation_steps": accumulation_steps,
+    }
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ConfigurationError(f"scale_learning_rate: {name}={size!r}; a whole number of at least 1.")
+    if rule not in ("linear", "sqrt"):
+        raise ConfigurationError(f"scale_learning_rate: rule={rule!r}; 'linear' or 'sqrt'.")
+    for group in optimizer.param_groups:
+        if "initial_lr" in group:
+            raise UsageError(
+                "scale_learning_rate after a scheduler was made, which would go on from the old rates. Scale first."
+            )
+        if "unscaled_lr" in group:
+            raise UsageError("scale_learning_rate: the rates of this optimizer have been scaled before.")
+    world = worlds.current() if world is None else world
+    ratio = global_batch_size / base_batch_size
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    told = []
+    for group in optimizer.param_groups:
+        before = group["lr"]
+        group["unscaled_lr"] = before.clone() if isinstance(before, Tensor) else before
+        if isinstance(before, Tensor):
+            before.mul_(factor)
+        else:
+            group["lr"] = before * factor
+        told.append(f"{float(group['unscaled_lr']):.4g} to {float(group['lr']):.4g}")
+    world.print(
+        f"learning rate: {', '.join(dict.fromkeys(told))} ({rule} rule, times {factor:.4g}); global batch "
+        f"{global_batch_size} (base {base_batch_size}), about {global_batch_size / world.world_size:.4g} per rank, "
+        f"{accumulation_steps} micro-batch{'es' if accumulation_steps > 1 else ''} each"
+    )
+    return factor
+
+
+class LinearWarmup(optim.lr_scheduler.LRScheduler):
+    """Rates that grow linearly from `start_factor` of themselves over the first steps, and stay then.
+
+    Call `step` once per optimizer step, on every rank: ranks take steps together, so it isn't called once per process
+    and sample more often than in one process. Chain it with another scheduler by `torch.optim.lr_scheduler`'s
+    `SequentialLR`, or simply make both: this one multiplies what it finds.
+
+    Args:
+        optimizer: Whose rates.
+        num_steps: Optimizer steps until the full rate; 0: none.
+        start_factor: Greater than 0, at most 1.
+        last_epoch: As in torch.
+
+    Raises:
+        ConfigurationError: A number out of its range.
+    """
+
+    def __init__(
+        self, optimizer: optim.Optimizer, num_steps: int, *, start_factor: float = 0.001, last_epoch: int = -1
+    ) -> None:
+        if not isinstance(num_steps, int) or num_steps < 0:
+            raise ConfigurationError(f"LinearWarmup: num_steps={num_steps!r}; a whole number of at least 0.")
+        if not 0 < start_factor <= 1:
+            raise ConfigurationError(f"LinearWarmup: start_factor={start_factor!r}; greater than 0 and at most 1.")
+        self.num_steps = num_steps
+        self.start_factor = start_factor
+        super().__init__(optimizer, last_epoch)
+
+    def factor(self, step: int) -> float:
+        """What the full rate is multiplied by before optimizer step `step`, counted from 0. Pure."""
+        if step >= self.num_steps:
+            return 1.0
+        return self.start_factor + (1.0 - self.start_factor) * step / self.num_steps
+
+    def get_lr(self) -> list[float | Tensor]:
+        """See torch."""
+        change = self.factor(self.last_epoch)
+        if self.last_epoch > 0:
+            change /= self.factor(self.last_epoch - 1)
+        return [group["lr"] * change for group in self.optimizer.param_groups]

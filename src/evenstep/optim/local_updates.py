@@ -1,0 +1,108 @@
+"""Less communication: ranks step on their own, and average their parameters now and then.
+
+Local SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019). Not the same answer as averaging gradients:
+between two averages replicas differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.optim.divided import DividedOptimizer
+from evenstep.replica.distributed import DistributedDataParallel
+
+
+class LocalUpdates:
+    """Ranks step on their own gradients; every `every` steps parameters become the mean over ranks.
+
+        local = evenstep.LocalUpdates(model, optimizer, every=8)
+        for x, y in loader:
+            model.backward(loss_of(model(x), y))
+            local.step()
+            optimizer.zero_grad()
+        local.average()
+
+    Collective: every rank makes it and calls `step` equally often, so give every rank equally many batches, none of
+    them empty. From now on backward passes of the model don't exchange gradients, until `close`. Weights of
+    `model.backward` count within a rank; all ranks count the same in a mean. What the optimizer keeps (momenta) stays
+    each rank's own.
+
+    Args:
+        model: An `evenstep.DistributedDataParallel`.
+        optimizer: A plain torch optimizer over its parameters.
+        every: Steps from one average to the next.
+        warmup_steps: Steps at the beginning after each of which parameters are averaged.
+
+    Raises:
+        ConfigurationError: No such model, a divided optimizer, or a number out of its range.
+        UsageError: Gradients have been added since they were last averaged.
+    """
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizer: optim.Optimizer, *, every: int, warmup_steps: int = 0
+    ) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise ConfigurationError(
+                f"LocalUpdates takes an evenstep.DistributedDataParallel, not a {type(model).__name__}."
+            )
+        if isinstance(optimizer, DividedOptimizer):
+            raise ConfigurationError(
+                f"LocalUpdates takes a plain torch optimizer, not {optimizer!r}: every rank steps all parameters."
+            )
+        for name, value, least in (("every", every, 1), ("warmup_steps", warmup_steps, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigurationError(f"LocalUpdates: {name}={value!r}; a whole number of at least {least}.")
+        if model.engine.is_in_window:
+            raise UsageError("LocalUpdates: gradients have been added and not averaged. Make it before the loop.")
+        self.model = model
+        self.optimizer = optimizer
+        self.every = every
+        self.warmup_steps = warmup_steps
+        self.num_steps = 0
+        self._was_synchronised = model.engine.synchronise
+        model.engine.synchronise = False
+
+    def step(self) -> bool:
+        """Step on this rank's gradients. Collective if parameters are averaged now; returns whether they were."""
+        self.model.engine.end_local_window()
+        self.optimizer.step()
+        self.num_steps += 1
+        is_due = self.num_steps <= self.warmup_steps or (self.num_steps - self.warmup_steps) % self.every == 0
+        if is_due:
+            self.average()
+        return is_due
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Collective: parameters and floating-point module buffers become their mean over ranks."""
+        world = self.model.world
+        if world.world_size == 1:
+            return
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in self.model._kept_tensors():
+            if tensor.is_floating_point():
+                kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for tensors in kinds.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            world.transport.all_reduce(flat, "mean").wait()
+            parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def close(self) -> None:
+        """Collective: average once more; from now on backward passes exchange gradients again."""
+        self.average()
+        self.model.engine.synchronise = self._was_synchronised
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps have been made. Save parameters behind an average, where ranks have the same."""
+        return {"num_steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting from there."""
+        self.num_steps = int(state["num_steps"])

@@ -1,0 +1,199 @@
+"""The optimizer whose state and work are divided over the ranks.
+
+The method is that of ZeRO, stages 1 and 2 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", 2020).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from evenstep.errors import ConfigurationError
+from evenstep.optim.divided import DividedOptimizer, defaults_of, without_state
+from evenstep.optim.elements import ElementDivision
+from evenstep.optim.kinds import is_elementwise, validate_kind
+from evenstep.optim.shards import Shard
+from evenstep.optim.whole import WholeDivision
+from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.replica.dividing import divide_gradients
+from evenstep.replica.layout import Sharding
+from evenstep.replica.sharded_exchange import ShardedExchange
+
+
+class ShardedOptimizer(DividedOptimizer):
+    """A torch optimizer whose state and work are divided over the ranks of a replicated model.
+
+        model = evenstep.DistributedDataParallel(build_model())
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)
+
+    Collective: every rank makes it, with the same arguments, before the training loop; every rank calls `step`. It is a
+    `torch.optim.Optimizer`: parameter groups, schedulers, hooks, `zero_grad` and hyper-parameters are torch's.
+
+    During the backward pass gradients are summed so that each rank gets its shard only; `step` updates the shard, and
+    every rank gets the new values of all. What stands in `p.grad` meanwhile raises when it is read: clip with
+    `evenstep.clip_grad_norm_`. In a world of one nothing is divided and `p.grad` is what it always is.
+
+    Optimizers whose step isn't known to be element-wise (Adafactor, Muon, classes of your own) are divided at
+    parameter boundaries: gradients are those of an unsharded optimizer, state and work are divided.
+
+    Args:
+        model: An `evenstep.DistributedDataParallel`.
+        kind: Class of the optimizer, such as `torch.optim.AdamW`.
+        params: As for `kind`: parameters of the model, or groups of them; None: all that are trained.
+        shard_gradients: Keep only this rank's shard of the gradients (ZeRO stage 2). Buckets are lent memory then, two
+            at a time.
+        elementwise: Whether the step changes an element by that element's gradient and state alone; None: known of
+            torch's classes, False for others.
+        master_weights: Step in float32 parameters that have 16 bits, and keep those values in the state.
+        reduce_dtype: The dtype in which gradients are added over ranks; None: the parameters' own.
+        defaults: Arguments of `kind`. Where it has a fused step, and `fused` and `foreach` aren't given, that is used.
+
+    Raises:
+        ConfigurationError: No such model or optimizer, a parameter that isn't the model's, or one that belongs to
+            another ShardedOptimizer.
+        UsageError: Made between a backward pass and the reduction of its gradients.
+    """
+
+    model: DistributedDataParallel
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        kind: type[optim.Optimizer],
+        params: Any = None,
+        *,
+        shard_gradients: bool = False,
+        elementwise: bool | None = None,
+        master_weights: bool = False,
+        reduce_dtype: torch.dtype | None = None,
+        **defaults: Any,
+    ) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise ConfigurationError(
+                f"ShardedOptimizer takes an evenstep.DistributedDataParallel, not a {type(model).__name__}. Wrap the "
+                f"model first: model = evenstep.DistributedDataParallel(model)."
+            )
+        validate_kind(kind)
+        by_elements = is_elementwise(kind) if elementwise is None else elementwise
+        _validate_options(kind, by_elements, shard_gradients, master_weights, reduce_dtype)
+        self.model = model
+        self._kind = kind
+        self._index_of = {id(parameter): index for index, parameter in enumerate(model.engine.parameters)}
+        self._names = model.engine.names
+        self._rank = model.world.rank
+        super().__init__(model.engine.parameters if params is None else params, defaults_of(kind, defaults))
+        self.state = without_state()  # type: ignore[assignment]
+        if by_elements:
+            self._sharding = Sharding(_free_owner(model), frees_gradients=shard_gradients, reduce_dtype=reduce_dtype)
+            exchange = self._shard()
+            self._division = ElementDivision(
+                exchange,
+                self._sharding.owner,
+                kind,
+                defaults,
+                lambda: self.param_groups,
+                model.world,
+                master=master_weights,
+            )
+        else:
+            self._division = WholeDivision(
+                model.engine.parameters, self._groups_by_index, kind, defaults, lambda: self.param_groups, model.world
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Collective: as in torch; parameters of the wrapped model.
+
+        Raises:
+            ConfigurationError: As for the class.
+            UsageError: As for the class.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._validate(self.param_groups[-1]["params"])
+            if isinstance(self._division, ElementDivision):
+                self._shard()
+            elif self._division is not None:
+                self._division.take_up(self._division.let_go())
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def state_shards(self) -> tuple[dict[str, Any], list[Shard]]:
+        """Collective: the state dict without the tensors that are divided, and this rank's pieces of those.
+
+        Returns:
+            (equal on all ranks, this rank's pieces). `evenstep.Checkpointer` writes each rank's pieces; put together
+            they are what `load_state_dict` takes.
+        """
+        number_of = {self._index_of[id(p)]: number for number, p in enumerate(self._all_parameters())}
+        scalars, shards = self._divided.shards(lambda index: ("state", number_of[index]))
+        return self._packed(scalars), shards
+
+    def __repr__(self) -> str:
+        world = self.model.world
+        return f"<Sharded{self._kind.__name__} rank {world.rank}/{world.world_size}, {len(self.param_groups)} groups>"
+
+    def _shard(self) -> ShardedExchange:
+        """Collective: divide the gradients of what is in the groups now."""
+        engine = self.model.engine
+        others = _shardings_of_others(self.model, self._sharding.owner)
+        return divide_gradients(
+            engine, others | {i: (self._sharding, group) for i, group in self._groups_by_index().items()}
+        )
+
+    def _validate(self, parameters: list[Tensor]) -> None:
+        rank = self.model.world.rank
+        for parameter in parameters:
+            index = self._index_of.get(id(parameter))
+            if index is None:
+                raise ConfigurationError(
+                    f"ShardedOptimizer on rank {rank}: a parameter of shape {list(parameter.shape)} is none of those "
+                    f"that the model was wrapped with and trains. Wrap the model after unfreezing or adding "
+                    f"parameters, and take them from model.parameters()."
+                )
+            mine = -1 if self._division is None or not hasattr(self, "_sharding") else self._sharding.owner
+            if index in _shardings_of_others(self.model, mine):
+                raise ConfigurationError(
+                    f"ShardedOptimizer on rank {rank}: parameter {self.model.engine.names[index]!r} belongs to "
+                    f"another ShardedOptimizer of this model."
+                )
+
+
+def _validate_options(
+    kind: type[optim.Optimizer],
+    by_elements: bool,
+    shard_gradients: bool,
+    master_weights: bool,
+    reduce_dtype: torch.dtype | None,
+) -> None:
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise ConfigurationError(f"ShardedOptimizer: reduce_dtype={reduce_dtype!r}; a floating-point dtype, or None.")
+    if not by_elements and (shard_gradients or master_weights or reduce_dtype is not None):
+        raise ConfigurationError(
+            f"ShardedOptimizer: {kind.__name__} is divided at parameter boundaries, where gradients are whole and in "
+            f"the parameters' dtype: shard_gradients, master_weights and reduce_dtype are for element-wise optimizers. "
+            f"If it is one, say elementwise=True."
+        )
+
+
+def _shardings_of_others(model: DistributedDataParallel, owner: int) -> dict[int, tuple[Sharding, int]]:
+    """Of parameters that belong to other sharded optimizers that are alive."""
+    exchange = model.engine.exchange
+    if not isinstance(exchange, ShardedExchange):
+        return {}
+    alive = exchange.owners_alive()
+    return {
+        index: (sharding, group)
+        for index, (sharding, group) in exchange.shardings.items()
+        if sharding.owner != owner and sharding.owner in alive
+    }
+
+
+def _free_owner(model: DistributedDataParallel) -> int:
+    exchange = model.engine.exchange
+    if not isinstance(exchange, ShardedExchange):
+        return 0
+    return max((sharding.owner for sharding, _ in exchange.shardings.values()), default=-1) + 1

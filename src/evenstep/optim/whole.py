@@ -1,0 +1,177 @@
+"""An optimizer divided at parameter boundaries: every rank steps whole parameters, for steps that need them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from evenstep.optim.runs import State
+from evenstep.optim.shards import Shard
+from evenstep.replica.bucket import view_like
+from evenstep.world import World
+
+Groups = Sequence[dict[str, Any]]
+_ALIGNMENT_NUMEL = 32  # 64 bytes of the smallest dtype
+
+
+def plan_owners(numels: Mapping[int, int], num_ranks: int) -> dict[int, int]:
+    """Which rank steps which parameter: the largest first, each to the rank that has least so far. Pure.
+
+    Args:
+        numels: By index of the parameter, its number of elements.
+        num_ranks: How many ranks there are.
+    """
+    loads = [0] * num_ranks
+    owners = {}
+    for index in sorted(numels, key=lambda index: (-numels[index], index)):
+        owner = min(range(num_ranks), key=loads.__getitem__)
+        owners[index] = owner
+        loads[owner] += numels[index]
+    return owners
+
+
+class WholeDivision:
+    """Steps this rank's parameters with an inner optimizer of the user's class, and takes the others' from others.
+
+    Args:
+        parameters: Of the model, in registration order.
+        groups_by_index: Of each parameter that is stepped the number of its group.
+        kind: Class of the inner optimizer.
+        defaults: Its arguments.
+        groups: The user's parameter groups, as they are at any time.
+        world: Who takes part.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        groups_by_index: Callable[[], Mapping[int, int]],
+        kind: type[optim.Optimizer],
+        defaults: Mapping[str, Any],
+        groups: Callable[[], Groups],
+        world: World,
+    ) -> None:
+        self._parameters = parameters
+        self._groups_by_index = groups_by_index
+        self._kind = kind
+        self._defaults = defaults
+        self._groups = groups
+        self._world = world
+        self._flats: list[tuple[int, Tensor]] = []  # (owner, [numel])
+        self._homes: dict[int, Tensor] = {}
+        self.take_up({})
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self, groups: Groups) -> None:
+        """Collective: step this rank's parameters, and get the values of the others'."""
+        self._keep_hold()
+        for group, own in zip(groups, self._inner.param_groups, strict=True):
+            own.update((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+        self._inner.step()
+        if self._world.world_size == 1:
+            return
+        for work in [self._world.transport.broadcast(flat, owner) for owner, flat in self._flats]:
+            work.wait()
+        torch.autograd.graph.increment_version([self._parameters[index] for index in self._homes])
+
+    def _keep_hold(self) -> None:
+        """Take back parameters whose memory was replaced."""
+        for index, home in self._homes.items():
+            parameter = self._parameters[index]
+            if parameter.data_ptr() != home.data_ptr():
+                home.copy_(parameter.detach())
+                parameter.data = home
+
+    # ------------------------------------------------------------------ state
+
+    def take_up(self, kept: Mapping[int, State]) -> None:
+        """Keep the part of a state that belongs to this rank's parameters.
+
+        Args:
+            kept: By index of the parameter.
+        """
+        group_of = self._groups_by_index()
+        self._owners = plan_owners({i: self._parameters[i].numel() for i in group_of}, self._world.world_size)
+        if self._world.world_size > 1 and self._owners.keys() != self._homes.keys():
+            self._settle()
+        own = [index for index in group_of if self._owners[index] == self._world.rank]
+        inner_groups = []
+        for number, group in enumerate(self._groups()):
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            mine = [self._parameters[index] for index in own if group_of[index] == number]
+            inner_groups.append({"params": mine, **options})
+        self._inner = self._kind(inner_groups, **self._defaults)
+        packed = self._inner.state_dict()
+        mine = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        number_of = {id(parameter): number for number, parameter in enumerate(mine)}
+        states = {number_of[id(self._parameters[i])]: dict(kept[i]) for i in own if kept.get(i)}
+        if states:
+            self._inner.load_state_dict({"state": states, "param_groups": packed["param_groups"]})
+
+    def _settle(self) -> None:
+        """Parameters of one owner and kind lie side by side, so that few broadcasts carry them."""
+        together: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+        for index, owner in sorted(self._owners.items()):
+            parameter = self._parameters[index]
+            together.setdefault((owner, parameter.dtype, parameter.device), []).append(index)
+        self._flats, self._homes = [], {}
+        for (owner, dtype, device), indices in sorted(together.items(), key=lambda item: item[1]):
+            offsets, numel = [], 0
+            for index in indices:
+                offsets.append(numel)
+                numel += -(-self._parameters[index].numel() // _ALIGNMENT_NUMEL) * _ALIGNMENT_NUMEL
+            flat = self._world.transport.allocate(numel, dtype=dtype, device=device)
+            self._flats.append((owner, flat))
+            for index, offset in zip(indices, offsets, strict=True):
+                parameter = self._parameters[index]
+                home = view_like(flat, offset, parameter)
+                home.copy_(parameter.detach())
+                parameter.data = home
+                self._homes[index] = home
+
+    def let_go(self) -> dict[int, State]:
+        """Collective: by index of the parameter its state, on every rank, on the parameter's device."""
+        wholes: dict[int, State] = {}
+        for rank in range(self._world.world_size):
+            mine = {str(index): state for index, state in self._mine().items()} if rank == self._world.rank else None
+            for index, state in self._world.broadcast_object(mine, rank).items():
+                device = self._parameters[int(index)].device
+                wholes[int(index)] = {
+                    k: v.to(device) if isinstance(v, Tensor) and v.dim() > 0 else v for k, v in state.items()
+                }
+        return {index: wholes[index] for index in sorted(wholes)}
+
+    def shards(self, path_of: Callable[[int], tuple[str | int, ...]]) -> tuple[dict[int, State], list[Shard]]:
+        """Collective: (by index of the parameter the state that isn't divided, this rank's part of the rest).
+
+        Args:
+            path_of: Where a parameter's state belongs.
+        """
+        scalars: dict[str, State] = {}
+        found = []
+        for index, state in self._mine().items():
+            scalars[str(index)] = {}
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    path = (*path_of(index), key)
+                    found.append(Shard(path, tuple(value.shape), 0, value.detach().contiguous().reshape(-1)))
+                else:
+                    scalars[str(index)][key] = value
+        told: dict[int, State] = {}
+        for each in self._world.exchange(scalars):
+            told |= {int(index): state for index, state in each.items()}
+        return {index: told[index] for index in sorted(told)}, found
+
+    def _mine(self) -> dict[int, State]:
+        own = {index: self._inner.state.get(self._parameters[index], {}) for index in self._owners}
+        return {index: state for index, state in own.items() if state}
+
+    @property
+    def num_bytes(self) -> int:
+        """What this rank's state takes."""
+        values = [value for state in self._mine().values() for value in state.values()]
+        return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))

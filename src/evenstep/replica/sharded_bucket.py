@@ -1,0 +1,383 @@
+"""A bucket that is divided: every rank has the sum of one shard, and steps the parameters that lie in it.
+
+[Note: what lies where]
+
+    flat      gradients     [numel]        slot | slot | slot ...| padding       all of this rank's own, before the sum
+    shard     gradients     [numel / n]            ^^^^^^^^                      what this rank has of the sum
+    values    parameters    [numel]        slot | slot | slot ...| padding       the same places as in `flat`
+    own       parameters    [numel / n]            ^^^^^^^^                      what this rank steps; then all gather
+
+Parameters are views of `values`, so that gathering writes to where they are. With shared memory every rank copies the
+others' shards from where their owners have written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.errors import UsageError
+from evenstep.replica.bucket import Bucket, late_gradient, view_like
+from evenstep.replica.comm_hook import HookQueue, HookWork
+from evenstep.replica.hidden_gradient import HiddenGradient
+from evenstep.replica.layout import BucketLayout
+from evenstep.transport.base import Transport, Work
+from evenstep.transport.local import LocalTransport
+
+# Their `reduce_scatter` may write its result over this rank's part of its input: the others never read that.
+_REDUCE_IN_PLACE = ("local", "shared memory", "nccl")
+
+
+def in_memory_order(whole: Tensor, parameter: Tensor) -> Tensor:
+    """[numel], a tensor of a parameter's shape in the order in which the parameter lies in memory."""
+    if parameter.is_contiguous():
+        return whole.reshape(-1)
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+    return whole.permute(order).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that lies in one rank's shard.
+
+    Attributes:
+        parameter: Index of the parameter in registration order.
+        index: Number of its slot in the bucket.
+        begin: First element, counted in the shard.
+        offset: The same element, counted in the parameter, in the order of its memory.
+        numel: Number of elements; 0 if nothing of the parameter is here.
+    """
+
+    parameter: int
+    index: int
+    begin: int
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        """Behind the last element, counted in the shard."""
+        return self.begin + self.numel
+
+
+def plan_pieces(layout: BucketLayout, rank: int, num_shards: int) -> tuple[Piece, ...]:
+    """What lies in a rank's shard, one piece per slot. Pure."""
+    length = layout.numel // num_shards
+    first, last = rank * length, (rank + 1) * length
+    pieces = []
+    for index, slot in enumerate(layout.slots):
+        begin = min(max(slot.offset_numel, first), last)
+        end = max(min(slot.offset_numel + slot.numel, last), begin)
+        offset = begin - slot.offset_numel if end > begin else 0
+        pieces.append(Piece(slot.parameter, index, begin - first, offset, end - begin))
+    return tuple(pieces)
+
+
+class ShardedBucket(Bucket):
+    """See [Note: what lies where].
+
+    Args:
+        layout: Which parameter lies where; it has a sharding.
+        parameters: All parameters of the model, in registration order. Those in this bucket move to `values`.
+        names: Their names, for messages.
+        transport: Carries the memory.
+        allocator: Allocates it.
+        lent: [numel] or more: memory for `flat`, which this bucket has from `pack` to `wait` only.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        transport: Transport,
+        *,
+        allocator: Transport,
+        lent: Tensor | None = None,
+    ) -> None:
+        self._lent = lent
+        super().__init__(layout, parameters, names, transport, allocator=allocator)
+        self.transport = transport
+        self.is_replicated = layout.sharding is not None and layout.sharding.is_replicated
+        self.num_shards = 1 if self.is_replicated else transport.world_size
+        rank = 0 if self.is_replicated else transport.rank
+        self.pieces = plan_pieces(layout, rank, self.num_shards)
+        length = layout.numel // self.num_shards
+        own = slice(rank * length, (rank + 1) * length)
+        self._is_in_place = lent is None and (self.num_shards == 1 or transport.name in _REDUCE_IN_PLACE)
+        self._own_of_flat = self.flat[own]
+        self.shard = self._own_of_flat if self._is_in_place else torch.zeros_like(self._own_of_flat)
+        self.values = allocator.allocate(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
+        self.own = self.values[own]
+        self._homes = [
+            view_like(self.values, slot.offset_numel, parameter)
+            for slot, parameter in zip(layout.slots, self.parameters, strict=True)
+        ]
+        for parameter, home in zip(self.parameters, self._homes, strict=True):
+            home.copy_(parameter.detach())
+            parameter.data = home
+        self._addresses = [home.data_ptr() for home in self._homes]
+        # Where nothing is divided, gradients are there for everybody.
+        self.hides = self.num_shards > 1 or self.values.dtype is not layout.dtype
+        self._hidden = [HiddenGradient(self, i, p) if self.hides else None for i, p in enumerate(self.parameters)]
+        self._gaps = list(self._find_gaps())
+        self._carried: tuple[Tensor, list[bool]] | None = None
+
+    def _allocate(self, allocator: Transport) -> Tensor:
+        return super()._allocate(allocator) if self._lent is None else self._lent[: self.layout.numel]
+
+    def _find_gaps(self) -> Iterator[Tensor]:
+        ends = [slot.offset_numel + slot.numel for slot in self.layout.slots]
+        begins = [slot.offset_numel for slot in self.layout.slots[1:]] + [self.layout.numel]
+        return (self.flat[end:begin] for end, begin in zip(ends, begins, strict=True) if end < begin)
+
+    # ------------------------------------------------------------------ gradients
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether `flat` is this bucket's for a short time only."""
+        return self._lent is not None
+
+    @property
+    def reduced(self) -> Tensor:
+        """What this rank has of the sum after `wait`: its shard."""
+        return self.shard
+
+    def pack(self) -> None:
+        """As `Bucket.pack`; what is in `flat` is hidden in `p.grad`, so that the original's memory is free."""
+        # Shards are clipped and stepped with the gaps between gradients, so nothing may be left there: neither somebody
+        # else's gradients in lent memory, nor a NaN that a clip by a norm of NaN has made of a zero.
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+        if not self.hides:
+            super().pack()
+            return
+        into: list[Tensor] = []
+        what: list[Tensor] = []
+        moved: list[tuple[nn.Parameter, Tensor | None]] = []
+        for parameter, view, hidden in zip(self.parameters, self.views, self._hidden, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                view.zero_()
+                continue
+            if grad is not view:
+                into.append(view)
+                what.append(grad)
+            moved.append((parameter, hidden))
+        if into:
+            self._copy(into, what)
+        for parameter, stand_in in moved:
+            parameter.grad = stand_in
+
+    def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
+        """Start adding over ranks; what this rank gets is its shard."""
+        if hooks is not None or self.is_replicated:
+            super().launch(hooks, is_last=is_last)
+            return
+        self._version = self._versions()
+        self.work = self.transport.reduce_scatter(self.shard, self.flat)
+
+    def wait(self) -> None:
+        """Return when the shard holds the sum over ranks."""
+        was_hooked = isinstance(self.work, HookWork)
+        super().wait()
+        if was_hooked and not self._is_in_place:
+            self.shard.copy_(self._own_of_flat)
+
+    def publish(self, used_anywhere: Callable[[int], bool]) -> None:
+        """As `Bucket.publish`."""
+        for index, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
+            if parameter.grad is None and used_anywhere(slot.parameter):
+                parameter.grad = self._stand_in(index)
+
+    def take(self, reduced: Sequence[Tensor | None]) -> None:
+        """As `Bucket.take`; the gradients that are given are whole."""
+        for index, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            grad = reduced[self.layout.slots[index].parameter]
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+                parameter.grad = self._stand_in(index)
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+        if not self._is_in_place:
+            self.shard.copy_(self._own_of_flat)
+
+    def _stand_in(self, index: int) -> Tensor:
+        hidden = self._hidden[index]
+        return self.views[index] if hidden is None else hidden
+
+    def whole_gradients(self) -> list[Tensor | None]:
+        """Collective: the reduced gradients, of full length on every rank. None where `p.grad` is None."""
+        held = [parameter.grad is not None for parameter in self.parameters]
+        if not any(held):
+            return [None] * len(held)
+        whole = self.gather(self.shard.clone())
+        return [
+            view_like(whole, slot.offset_numel, parameter) if is_held else None
+            for slot, parameter, is_held in zip(self.layout.slots, self.parameters, held, strict=True)
+        ]
+
+    def gather(self, shard: Tensor) -> Tensor:
+        """Collective: all ranks' shards of something that lies like the bucket.
+
+        Args:
+            shard: [numel / n], this rank's.
+
+        Returns:
+            [numel].
+        """
+        if self.num_shards == 1:
+            return shard
+        whole = shard.new_empty(self.layout.numel)
+        self.transport.all_gather(whole, shard).wait()
+        return whole
+
+    def show_zeros(self, index: int) -> None:
+        """`p.grad` becomes zeros that autograd may add to."""
+        view, parameter, piece = self.views[index], self.parameters[index], self.pieces[index]
+        self.shard[piece.begin : piece.end].zero_()
+        if self._lent is None and view.dtype is parameter.dtype:
+            parameter.grad = view.zero_()
+        else:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def zero(self) -> None:
+        """What `show_zeros` does, of all gradients that there are, in one go."""
+        held = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        if self._lent is None and self.layout.dtype is self.values.dtype:
+            self.flat.zero_()
+            self.shard.zero_()
+            for index in held:
+                self.parameters[index].grad = self.views[index]
+        else:
+            for index in held:
+                self.show_zeros(index)
+
+    def is_held(self, index: int) -> bool:
+        """Whether there is a reduced gradient of a parameter, by number of its slot, where gradients are hidden.
+
+        Raises:
+            UsageError: There is a gradient that wasn't reduced.
+        """
+        grad = self.parameters[index].grad
+        if grad is None or grad is self._hidden[index]:
+            return grad is not None
+        if not grad.any():
+            return True  # zero_grad(set_to_none=False), and no pass since
+        raise UsageError(
+            f"rank {self.transport.rank}: step with a gradient of {self.names[index]!r} that was not averaged over "
+            f"ranks: it comes from a backward pass inside accumulate or no_sync, or was put there. End the window with "
+            f"a backward pass outside, or the loop over microbatches."
+        )
+
+    def held(self) -> list[bool]:
+        """For each slot, whether there is a reduced gradient (see `is_held`). In the usual case a look at each."""
+        grads = [parameter.grad for parameter in self.parameters]
+        if self.hides:
+            if all(grad is hidden for grad, hidden in zip(grads, self._hidden, strict=True)):
+                return [True] * len(grads)
+            return [self.is_held(index) for index in range(len(grads))]
+        into, what = [], []
+        for grad, view in zip(grads, self.views, strict=True):
+            if grad is not None and grad is not view:
+                into.append(view)
+                what.append(grad)
+        if into:
+            torch._foreach_copy_(into, what)
+        return [grad is not None for grad in grads]
+
+    def late(self, index: int) -> UsageError:
+        """The error for a gradient that comes after its bucket has been sent."""
+        return late_gradient([self.names[index]])
+
+    def local_parts(self, indices: Sequence[int]) -> list[Tensor]:
+        """This rank's parts of some gradients, by number of their slots; neighbours become one flat tensor."""
+        parts: list[tuple[int, int]] = []
+        previous = -2
+        for index in sorted(indices):
+            piece = self.pieces[index]
+            if piece.numel == 0:
+                continue
+            if previous == index - 1 and parts:
+                parts[-1] = (parts[-1][0], piece.end)
+            else:
+                parts.append((piece.begin, piece.end))
+            previous = index
+        return [self.shard[begin:end] for begin, end in parts]
+
+    # ------------------------------------------------------------------ a second window without zero_grad
+
+    def set_aside(self) -> None:
+        """Keep the gradients that there are for later; `p.grad` is None, so that autograd can add to it.
+
+        Where all are zeros that `zero` has put there, they stay: autograd adds to those.
+        """
+        grads = [parameter.grad for parameter in self.parameters]
+        held = [grad is not None for grad in grads]
+        all_views = all(grad is view for grad, view in zip(grads, self.views, strict=True))
+        if not self.hides or not any(held) or (all_views and not self.flat.any()):
+            return
+        kept = self.shard.clone()
+        for piece, grad in zip(self.pieces, grads, strict=True):
+            part = kept[piece.begin : piece.end]
+            self.parameters[piece.index].grad = None
+            if grad is None:
+                part.zero_()
+            elif not isinstance(grad, HiddenGradient):  # zeros, or what the user has put there, the same on all ranks
+                home = self._homes[piece.index]
+                part.copy_(in_memory_order(grad, home)[piece.offset : piece.offset + piece.numel])
+        self._carried = kept, held
+
+    def put_back(self, *, add: bool) -> None:
+        """Give back what `set_aside` kept.
+
+        Args:
+            add: Add it to what has been reduced since; False: nothing has been.
+        """
+        if self._carried is None:
+            return
+        (kept, held), self._carried = self._carried, None
+        if add:
+            self.shard.add_(kept)
+        for index, is_held in enumerate(held):
+            if is_held:
+                self.parameters[index].grad = self._stand_in(index)
+
+    # ------------------------------------------------------------------ parameters
+
+    def keep_hold(self) -> None:
+        """Take back parameters whose memory was replaced (`load_state_dict(assign=True)`, `p.data = ...`).
+
+        Raises:
+            UsageError: They have another dtype, device or shape now.
+        """
+        if [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
+            return
+        for parameter, home, name in zip(self.parameters, self._homes, self.names, strict=True):
+            if parameter.data_ptr() == home.data_ptr():
+                continue
+            found = (parameter.dtype, parameter.device, parameter.shape)
+            if found != (home.dtype, home.device, home.shape):
+                raise UsageError(
+                    f"rank {self.transport.rank}: parameter {name!r} is {str(found[0])[6:]} {list(found[2])} on "
+                    f"{found[1]} now, and was {str(home.dtype)[6:]} {list(home.shape)} on {home.device} when its "
+                    f"ShardedOptimizer was made. Convert or move the model before wrapping it."
+                )
+            home.copy_(parameter.detach())
+            parameter.data = home
+
+    def start_gather(self) -> Work:
+        """Collective: begin to give every rank the values of all shards."""
+        if self.num_shards == 1:
+            return LocalTransport().barrier()  # they are there
+        return self.transport.all_gather(self.values, self.own)
+
+    def finish_gather(self) -> None:
+        """Behind the wait: tell autograd that the parameters have changed."""
+        torch.autograd.graph.increment_version(self.parameters)

@@ -1,0 +1,155 @@
+"""Clipping of divided and of whole gradients, and flat steps of replicated models, against torch on one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+
+SIZES = pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+
+
+def build(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def groups_of(model: nn.Module) -> list[dict[str, object]]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() <= 1]},
+    ]
+
+
+def clipped_training(seed: int, way: str, norm_type: float, by_group: bool) -> tuple[list[list[float]], list[float]]:
+    """(norms of each step, sums of parameters) of the same global batches, however many ranks share them."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed), bucket_cap_mb=5e-4)
+    if way == "plain":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups_of(model), lr=0.1)
+    elif way == "flat":
+        optimizer = evenstep.fuse(torch.optim.SGD(groups_of(model), lr=0.1), model)
+    elif way == "mixed":  # the last layer has an optimizer of its own, and whole gradients
+        last = list(model.module[4].parameters())
+        optimizer = evenstep.ShardedOptimizer(
+            model, torch.optim.SGD, [p for p in model.parameters() if all(p is not q for q in last)], lr=0.1
+        )
+        rest = torch.optim.SGD(last, lr=0.1)
+    else:
+        optimizer = evenstep.ShardedOptimizer(
+            model, torch.optim.SGD, groups_of(model), lr=0.1, shard_gradients=way == "stage 2"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    norms = []
+    for _ in range(4):
+        x = torch.randn(12, 6, dtype=torch.float64, generator=generator)[world.rank :: world.world_size]
+        model.backward(10 * model(x).square().mean(), weight=len(x))
+        if by_group:
+            norm = evenstep.clip_grad_norm_(optimizer, [0.5, 0.05], norm_type, by_group=True)
+        else:
+            norm = evenstep.clip_grad_norm_(model, 0.5, norm_type)
+        evenstep.clip_grad_value_(model.parameters(), 0.02)
+        norms.append(norm.reshape(-1).tolist())
+        optimizer.step()
+        if way == "mixed":
+            rest.step()
+        model.zero_grad()
+    return norms, [float(p.detach().sum()) for p in model.parameters()]
+
+
+def expected_training(seed: int, norm_type: float, by_group: bool) -> tuple[list[list[float]], list[float]]:
+    model = build(seed)
+    optimizer = torch.optim.SGD(groups_of(model), lr=0.1)
+    generator = torch.Generator().manual_seed(seed)
+    norms = []
+    for _ in range(4):
+        x = torch.randn(12, 6, dtype=torch.float64, generator=generator)
+        (10 * model(x).square().mean()).backward()
+        if by_group:
+            both = zip(optimizer.param_groups, [0.5, 0.05], strict=True)
+            norms.append([float(nn.utils.clip_grad_norm_(g["params"], limit, norm_type)) for g, limit in both])
+        else:
+            norms.append([float(nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type))])
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, [float(p.detach().sum()) for p in model.parameters()]
+
+
+@SIZES
+def test_clipping_is_torchs_on_one_process(ranks, fresh_seed, nproc):
+    cases = [
+        ("sharded", 2.0, False),
+        ("sharded", math.inf, False),
+        ("stage 2", 3.0, True),
+        ("plain", 2.0, True),
+        ("flat", 1.0, False),
+        ("mixed", 2.0, False),
+    ]
+    for way, norm_type, by_group in cases:
+        told = ranks.run(clipped_training, nproc, fresh_seed, way, norm_type, by_group)
+        norms, sums = expected_training(fresh_seed, norm_type, by_group)
+        assert all(each == told[0] for each in told), f"{way}: other norms or parameters on other ranks"
+        assert told[0][0] == [pytest.approx(each, rel=1e-12) for each in norms], way
+        assert told[0][1] == pytest.approx(sums, rel=1e-12, abs=1e-12), way
+
+
+def wrong_clipping() -> None:
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(0))
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    with model.accumulate():
+        model(x).sum().backward()
+    for target in (model, optimizer):
+        with pytest.raises(UsageError, match="this rank's alone"):
+            evenstep.clip_grad_norm_(target, 1.0)
+        with pytest.raises(UsageError, match="this rank's alone"):
+            evenstep.clip_grad_value_(target, 1.0)
+    model(x / 0).sum().backward()
+    before = model.engine.exchange.sharded_buckets[0].shard.clone()
+    with pytest.raises(NonFiniteError, match="nan"):
+        evenstep.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert torch.equal(before.nan_to_num(), model.engine.exchange.sharded_buckets[0].shard.nan_to_num())
+    for wrong in ({"max_norm": -1.0}, {"max_norm": [1.0, 1.0]}, {"max_norm": 1.0, "norm_type": 0}):
+        with pytest.raises(ConfigurationError, match="clip_grad_norm_"):
+            evenstep.clip_grad_norm_(model, **wrong)
+    with pytest.raises(ConfigurationError, match="takes an optimizer"):
+        evenstep.clip_grad_norm_(model, 1.0, by_group=True)
+
+
+def test_wrong_clipping_is_named_on_every_rank(ranks):
+    ranks.run(wrong_clipping, 2)
+
+
+def flat_training(seed: int, kind_name: str) -> None:
+    """Bit by bit, with accumulation and state dicts on the way."""
+    world = evenstep.init(quiet=True)
+    models = [evenstep.DistributedDataParallel(build(seed).float(), bucket_cap_mb=5e-4) for _ in range(2)]
+    kind = getattr(torch.optim, kind_name)
+    plain = kind(groups_of(models[0]), lr=0.01, foreach=False)
+    flat = evenstep.fuse(kind(groups_of(models[1]), lr=0.01, foreach=False), models[1])
+    torch.manual_seed(seed + world.rank)
+    for step in range(6):
+        xs = [torch.randn(4, 6) for _ in range(3)]
+        for model, optimizer in zip(models, (plain, flat), strict=True):
+            for x in model.microbatches(torch.cat(xs), 3):
+                model.backward(model(x).square().mean(), weight=len(x) * (1 + world.rank))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 3 > 0)
+        assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True)), step
+        if step == 3:
+            plain_state, flat_state = plain.state_dict(), flat.state_dict()
+            flat.load_state_dict(plain_state)
+            plain.load_state_dict(flat_state)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+def test_a_flat_step_of_a_replicated_model_has_the_same_bits(ranks, fresh_seed, kind):
+    for nproc in (1, 3):
+        ranks.run(flat_training, nproc, fresh_seed, kind)

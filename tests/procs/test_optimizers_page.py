@@ -1,0 +1,42 @@
+"""docs/optimizers.md is true: every program in it is run, on two ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+PROGRAMS = {
+    block.split("\n", 1)[0].removeprefix("# "): block
+    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+}
+SAYS = {
+    "flat.py": r"18 parameters, stepped flat",
+    "sharded.py": r"\d+ bytes of state here; the norm was \d+\.\d{3}",
+    "precision.py": r"scale 256, 0 steps skipped",
+    "rates.py": r"linear rule, times 4.*\n0\.0004 in the first step",
+    "averages.py": r"evaluated with the average of 4 states",
+}
+
+
+def run(program: str) -> str:
+    """On a rank of the pool, whose world the program closes."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        exec(compile(program, "optimizers.md", "exec"), {"__name__": "__main__"})
+    return told.getvalue()
+
+
+def test_every_program_is_run():
+    assert PROGRAMS.keys() == SAYS.keys()
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_program_of_the_page(ranks, name):
+    told = ranks.run(run, 2, PROGRAMS[name])
+    assert re.search(SAYS[name], told[0]), told[0]
+    assert told[1] == ""

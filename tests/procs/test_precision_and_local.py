@@ -1,0 +1,192 @@
+"""Gradients that aren't finite, scalers, and ranks that step on their own."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+
+
+def build(seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 3)).to(dtype)
+
+
+class Poisoned(nn.Module):
+    """Multiplies the gradient of one layer by infinity when told to."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner = build(seed)
+        self.poison = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner[1](self.inner[0](x))
+        out = self.inner[2](hidden)
+        if self.poison:
+            out.register_hook(lambda grad: grad * torch.inf)
+        return out
+
+
+def skipping(seed: int, sharded: bool, weighted: bool) -> tuple[list[str], list[float]]:
+    """The third step is bad on the last rank; (warnings, sums of parameters after each step)."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Poisoned(seed), bucket_cap_mb=5e-4, on_nonfinite="skip")
+    if sharded:
+        optimizer: torch.optim.Optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.manual_seed(seed + world.rank)
+    told, sums = [], []
+    for step in range(5):
+        model.module.poison = step == 2 and world.rank == world.world_size - 1
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = model(torch.randn(4, 6, dtype=torch.float64)).square().mean()
+            model.backward(loss, weight=4) if weighted else loss.backward()
+        told += [str(each.message) for each in caught]
+        assert all((p.grad is None) == (step == 2) for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        sums.append(float(sum(p.detach().sum() for p in model.parameters())))
+    assert model.skipped_steps == 1
+    return told, sums
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_a_step_with_a_bad_gradient_on_one_rank_is_skipped_by_all(ranks, fresh_seed, nproc):
+    for sharded, weighted in ((False, True), (True, False)):
+        results = ranks.run(skipping, nproc, fresh_seed, sharded, weighted)
+        told, sums = results[0]
+        assert [text for text, _ in [*results[1:]] if text] == []  # rank 0 speaks for all
+        assert len(told) == 1
+        assert f"on rank {nproc - 1}: " in told[0]
+        assert "'inner.0.weight'" in told[0]
+        assert all(other == sums for _, other in results)
+        assert sums[1] == sums[2]
+        assert len(set(sums)) == 4
+
+
+def raising(seed: int) -> str:
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Poisoned(seed), on_nonfinite="raise")
+    model.module.poison = world.rank == 1
+    with pytest.raises(NonFiniteError) as caught:
+        model(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
+    model = evenstep.DistributedDataParallel(Poisoned(seed), on_nonfinite="raise")
+    model.module.poison = world.rank == 1
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    model.backward(model(torch.randn(4, 6, dtype=torch.float64)).sum(), scaler=scaler)  # the scaler's business
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(ConfigurationError, match="on_nonfinite='stop'"):
+        evenstep.DistributedDataParallel(build(0), on_nonfinite="stop")
+    return str(caught.value)
+
+
+def test_a_bad_gradient_raises_on_every_rank_and_is_the_scalers_business(ranks, fresh_seed):
+    told = ranks.run(raising, 2, fresh_seed)
+    assert told[0] == told[1]
+    assert "on rank 1: " in told[0]
+    assert "'inner.0.weight'" in told[0]
+
+
+def autocast(seed: int, dtype: torch.dtype) -> list[float]:
+    """Losses of a training in mixed precision, clipped between unscaling and the step."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed, torch.float32))
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    torch.manual_seed(seed + world.rank)
+    x = torch.randn(16, 6)
+    losses = []
+    for _ in range(30):
+        with torch.autocast("cpu", dtype):
+            loss = (model(x) - x[:, :3].float()).square().mean()
+        model.backward(scaler.scale(loss), weight=len(x), scaler=scaler)
+        scaler.unscale_(optimizer)
+        evenstep.clip_grad_norm_(optimizer, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(world.mean(float(loss.detach())))
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_and_a_scaler_train(ranks, fresh_seed, dtype):
+    told = ranks.run(autocast, 2, fresh_seed, dtype)
+    assert told[0] == told[1]
+    assert told[0][-1] < 0.5 * told[0][0]
+
+
+def local_training(seed: int, every: int, warmup: int) -> tuple[list[bool], list[float], list[float]]:
+    """(when parameters were averaged, parameters at the end, those of an oracle with ranks' own loops)."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed))
+    local = evenstep.LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.1), every=every, warmup_steps=warmup)
+    oracle = build(seed)
+    stepper = torch.optim.SGD(oracle.parameters(), lr=0.1)
+    torch.manual_seed(seed + world.rank)
+    averaged = []
+    for _ in range(6):
+        xs = [torch.randn(rows, 6, dtype=torch.float64) for rows in (3, 5)]
+        for x in xs:
+            model.backward(model(x).square().mean(), weight=len(x))
+        averaged.append(local.step())
+        model.zero_grad()
+        oracle(torch.cat(xs)).square().mean().backward()
+        stepper.step()
+        stepper.zero_grad()
+        if averaged[-1]:
+            with torch.no_grad():
+                for parameter in oracle.parameters():
+                    parameter.copy_(world.mean(parameter.detach()))
+    local.close()
+    for parameter in oracle.parameters():
+        parameter.data = world.mean(parameter.detach())
+    model(torch.ones(1, 6, dtype=torch.float64) * (world.rank + 1)).sum().backward()  # gradients are averaged again
+    total = world.gather(next(model.parameters()).grad.reshape(1, -1))
+    assert torch.equal(total[0], total[-1])
+    flat = [torch.cat([p.detach().reshape(-1) for p in each.parameters()]).tolist() for each in (model, oracle)]
+    return averaged, flat[0], flat[1]
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_ranks_step_alone_and_average_now_and_then(ranks, fresh_seed, nproc):
+    told = ranks.run(local_training, nproc, fresh_seed, 2, 1)
+    for averaged, got, expected in told:
+        assert averaged == [True, False, True, False, True, False]
+        assert got == pytest.approx(expected, rel=1e-12, abs=1e-12)
+        assert got == told[0][1]
+
+
+def wrong_local() -> None:
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong in ({"every": 0}, {"every": 2, "warmup_steps": -1}):
+        with pytest.raises(ConfigurationError, match=list(wrong)[-1]):
+            evenstep.LocalUpdates(model, optimizer, **wrong)
+    with pytest.raises(ConfigurationError, match="not a Linear"):
+        evenstep.LocalUpdates(nn.Linear(1, 1), optimizer, every=1)
+    with model.accumulate():
+        model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+    with pytest.raises(UsageError, match="before the loop"):
+        evenstep.LocalUpdates(model, optimizer, every=1)
+    model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
+    with pytest.raises(ConfigurationError, match="plain torch optimizer"):
+        evenstep.LocalUpdates(model, evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1), every=1)
+
+
+def test_wrong_local_updates_are_named(ranks):
+    ranks.run(wrong_local, 2)

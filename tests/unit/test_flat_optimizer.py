@@ -1,0 +1,105 @@
+"""`fuse` in one process: the same parameters and the same state as torch's optimizer, over few tensors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import ConfigurationError, UsageError
+
+KINDS = ["SGD", "AdamW", "Adam", "Adagrad", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adamax"]
+
+
+def build(dtype: torch.dtype = torch.float64) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(45, 7), nn.Tanh(), nn.Linear(7, 2)).to(dtype)
+
+
+def twins(kind: str, dtype: torch.dtype = torch.float64, **options: object):
+    """(model, plain optimizer), (the same model, the same optimizer fused)."""
+    models = [build(dtype)]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = []
+    for model in models:
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest}]
+        optimizers.append(getattr(torch.optim, kind)(groups, **{"lr": 0.01, **options}))
+    return (models[0], optimizers[0]), (models[1], optimizers[1])
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, *, set_to_none: bool = True) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    for step in range(5):
+        x = torch.randn(4, 3, 5, 5, dtype=dtype, generator=generator)
+        out = model[:3](x) if step == 2 else model(x)  # one step leaves the last layer unused
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_elementwise_optimizer_steps_as_torchs(kind: str, set_to_none: bool):
+    seed = torch.seed() % (1 << 31)
+    print(f"seed {seed}")  # noqa: T201
+    (model, plain), (other, optimizer) = twins(kind)
+    flat = evenstep.fuse(optimizer)
+    train(model, plain, seed, set_to_none=set_to_none)
+    train(other, flat, seed, set_to_none=set_to_none)
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+    got, expected = flat.state_dict(), plain.state_dict()
+    assert got["param_groups"] == expected["param_groups"]
+    assert got["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        torch.testing.assert_close(got["state"][number], state, rtol=1e-12, atol=1e-13)
+
+
+def test_the_state_is_taken_over_and_given_back():
+    """In the middle of a training, with a scheduler that was made for the plain optimizer; bit by bit."""
+    (model, plain), (other, optimizer) = twins("AdamW", torch.float32, foreach=False)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (plain, optimizer)]
+    train(model, plain, 1)
+    train(other, optimizer, 1)
+    flat = evenstep.fuse(optimizer)
+    for scheduler in schedulers:
+        scheduler.step()
+    assert flat.param_groups[0]["lr"] == 0.005
+    train(model, plain, 2)
+    train(other, flat, 2)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+    plain.load_state_dict(flat.state_dict())
+    flat.load_state_dict(plain.state_dict())
+    for scheduler in schedulers:
+        scheduler.step()
+    assert flat.param_groups[0]["lr"] == 0.0025
+    train(model, plain, 3)
+    train(other, flat, 3)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
+
+
+def test_few_tensors_are_stepped():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(50)))
+    flat = evenstep.fuse(torch.optim.AdamW(model.parameters()))
+    model(torch.randn(2, 8)).sum().backward()
+    flat.step()
+    assert flat._divided.num_runs == 1
+    assert flat.state_bytes <= 2.5 * sum(p.nbytes for p in model.parameters())
+    with pytest.raises(UsageError, match="isn't kept by parameter"):
+        flat.state[model[0].weight]
+
+
+def test_what_cant_be_fused_is_named():
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    with pytest.raises(ConfigurationError, match="Adafactor"):
+        evenstep.fuse(torch.optim.Adafactor(parameters))
+    with pytest.raises(ConfigurationError, match="LBFGS"):
+        evenstep.fuse(torch.optim.LBFGS(parameters))
+    flat = evenstep.fuse(torch.optim.SGD(parameters, lr=0.1))
+    with pytest.raises(ConfigurationError, match="plain optimizer"):
+        flat.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})

@@ -1,0 +1,106 @@
+"""Rules for learning rates, and the running average of parameters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import ConfigurationError, UsageError
+
+
+def optimizer_of(*rates: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates], lr=1.0)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 16.0), ("sqrt", 4.0)])
+def test_rates_are_scaled_by_the_rule_and_what_was_decided_is_printed(rule, factor, capsys):
+    optimizer = optimizer_of(0.1, 0.02)
+    world = evenstep.World.alone(device="cpu")
+    got = evenstep.scale_learning_rate(
+        optimizer, rule=rule, base_batch_size=256, global_batch_size=4096, accumulation_steps=4, world=world
+    )
+    assert got == factor
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1 * factor, 0.02 * factor]
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1
+    for what in (rule, "4096", "base 256", "4 micro-batches", f"0.1 to {0.1 * factor:.4g}"):
+        assert what in told
+    with pytest.raises(UsageError, match="before"):
+        evenstep.scale_learning_rate(optimizer, base_batch_size=1, global_batch_size=1, world=world)
+
+
+def test_wrong_arguments_are_named():
+    world = evenstep.World.alone(device="cpu")
+    for wrong in ({"base_batch_size": 0}, {"global_batch_size": 2.5}, {"rule": "cubic"}, {"accumulation_steps": 0}):
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            evenstep.scale_learning_rate(
+                optimizer_of(1.0), **{"base_batch_size": 8, "global_batch_size": 8, "world": world, **wrong}
+            )
+    optimizer = optimizer_of(1.0)
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.raises(UsageError, match="scheduler"):
+        evenstep.scale_learning_rate(optimizer, base_batch_size=1, global_batch_size=8, world=world)
+    for wrong in ({"num_steps": -1}, {"num_steps": 3, "start_factor": 0.0}):
+        with pytest.raises(ConfigurationError, match=list(wrong)[-1]):
+            evenstep.LinearWarmup(optimizer_of(1.0), **wrong)
+    for decay in (1.0, -0.1):
+        with pytest.raises(ConfigurationError, match="decay"):
+            evenstep.ExponentialAverage(nn.Linear(1, 1), decay)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 5])
+def test_warmup_grows_linearly_and_multiplies_what_another_scheduler_does(num_steps):
+    optimizer = optimizer_of(1.0, 0.5)
+    warmup = evenstep.LinearWarmup(optimizer, num_steps, start_factor=0.1)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(9):
+        growth = 1.0 if step >= num_steps else 0.1 + 0.9 * step / num_steps
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([growth * 0.9**step, growth * 0.5 * 0.9**step], rel=1e-12)
+        optimizer.step()
+        warmup.step()
+        decay.step()
+        if step == 3:  # as after a resume
+            saved, rates = copy.deepcopy(warmup.state_dict()), copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(rates)
+            warmup.load_state_dict(saved)
+
+
+def test_the_average_follows_its_formula_and_is_applied_for_a_while():
+    seed = torch.seed() % (1 << 31)
+    print(f"seed {seed}")  # noqa: T201
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
+    average = evenstep.ExponentialAverage(model, 0.9)
+    expected = [p.detach().clone() for p in model.parameters()]
+    for step in range(6):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
+        model(torch.randn(5, 3, dtype=torch.float64))
+        average.update()
+        decay = min(0.9, (1 + step) / (10 + step))
+        expected = [decay * e + (1 - decay) * p.detach() for e, p in zip(expected, model.parameters(), strict=True)]
+    before = [p.detach().clone() for p in model.parameters()]
+    addresses = [p.data_ptr() for p in model.parameters()]
+    with average.applied():
+        for parameter, value in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.detach(), value, rtol=1e-12, atol=1e-13)
+    with pytest.raises(KeyError), average.applied():
+        raise KeyError
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert addresses == [p.data_ptr() for p in model.parameters()]
+    other = evenstep.ExponentialAverage(copy.deepcopy(model), 0.9)
+    other.load_state_dict(average.state_dict())
+    assert other.num_steps == 6
+    assert all(
+        torch.equal(v, other.state_dict()["parameters"][k]) for k, v in average.state_dict()["parameters"].items()
+    )
+    with pytest.raises(ConfigurationError, match=r"'0.weight'"):
+        evenstep.ExponentialAverage(nn.Sequential(nn.Linear(2, 2))).load_state_dict(
+            {"num_steps": 1, "parameters": {"0.weight": torch.zeros(3, 3), "0.bias": torch.zeros(2)}, "buffers": {}}
+        )

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from evenstep import DataLoader, Records, TokenDataset, World
+from evenstep.data import files
 from evenstep.errors import ConfigurationError, DataError, MismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
@@ -61,7 +62,8 @@ def test_lines_are_found_whatever_their_length(tmp_path: Path, fresh_seed: int) 
         records[len(lines)]
 
 
-def test_more_pages_than_are_remembered(tmp_path: Path) -> None:
+def test_more_pages_than_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_MAX_PAGES", 64)
     lines = [f"{i:07d}" + "x" * 500 for i in range(5000)]
     (tmp_path / "a.txt").write_text("\n".join(lines))
     records = Records(tmp_path / "a.txt")

@@ -16,7 +16,7 @@ from torch import Tensor
 from evenstep.errors import DataError
 
 _PAGE = 16_384  # bytes of a file of lines for which one number is remembered
-_MAX_PAGES = 64  # pages of which the line breaks are remembered
+_MAX_PAGES = 2_048  # pages of which the line breaks are remembered: more than a usual window of `locality`
 
 
 class MappedFile:
@@ -156,7 +156,7 @@ class LineFile(MappedFile):
         num_breaks = self._before[-1]
         is_open = self.size > header_bytes and self.slice(self.size - 1, self.size) != b"\n"
         self._num_lines = num_breaks + is_open
-        self._breaks: dict[int, list[int]] = {}
+        self._breaks: dict[int, array[int]] = {}  # by page, in bytes from its beginning
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_breaks": {}}
@@ -183,16 +183,16 @@ class LineFile(MappedFile):
     def _break(self, number: int) -> int:
         """The byte at which line break `number` (from 0) is."""
         page = bisect_right(self._before, number) - 1
-        return self._breaks_of(page)[number - self._before[page]]
+        return self.header_bytes + page * _PAGE + self._breaks_of(page)[number - self._before[page]]
 
-    def _breaks_of(self, page: int) -> list[int]:
+    def _breaks_of(self, page: int) -> array[int]:
         found = self._breaks.get(page)
         if found is None:
             start = self.header_bytes + page * _PAGE
             text = self.slice(start, min(start + _PAGE, self.size))
-            found, place = [], text.find(b"\n")
+            found, place = array("H"), text.find(b"\n")
             while place >= 0:
-                found.append(start + place)
+                found.append(place)
                 place = text.find(b"\n", place + 1)
             if len(self._breaks) >= _MAX_PAGES:
                 del self._breaks[next(iter(self._breaks))]

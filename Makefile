@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
+.PHONY: help install demo test test-slow test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
 .PHONY: bench-collectives bench-hosts bench-step bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
 
 help: ## list these targets
@@ -17,8 +17,11 @@ install: ## make .venv with everything the other targets need; they do it themse
 demo: install ## train on handwritten digits with two replicas, and compare with one process
 	$(RUN) evenstep run --nproc-per-node 2 examples/digits.py
 
-test: lint ## lint, types and all tests, a file at a time in each of two processes
+test: lint ## lint, types and all tests but the slow ones, a file at a time in each of two processes
 	$(RUN) pytest --numprocesses 2 --dist loadfile
+
+test-slow: install ## what `make test` leaves out: whole programs once more; some minutes
+	$(RUN) pytest -m slow --numprocesses 2 --dist loadfile
 
 test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root on Debian it installs them first
 	@sh requirements/launchers.sh

@@ -65,6 +65,14 @@ class Traces:
         return found
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave slow tests to `make test-slow`, and say so."""
+    if "slow" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(pytest.mark.skip(reason="slow: `make test-slow` runs it"))
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fail a test that leaves a process, thread, segment, variable, socket, process group or world behind."""

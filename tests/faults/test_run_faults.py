@@ -24,6 +24,7 @@ def is_up(command: Command, num_ranks: int = 2) -> bool:
 
 
 @pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.slow
 def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path, attempt: int) -> None:
     """Rank 1 raises; rank 0 then loses its peer in an all-reduce, and with it its connection."""
     script = """
@@ -136,6 +137,7 @@ def test_a_users_mistake_on_every_rank_is_one_message(tmp_path: Path) -> None:
     assert "script.py, line 3" in command.stderr
 
 
+@pytest.mark.slow
 def test_an_attempt_that_keeps_failing_ends_with_the_culprits_status(tmp_path: Path) -> None:
     code, command = call(
         tmp_path, ["--nproc-per-node", "1", "--max-restarts", "1", "script.py"], "import sys; sys.exit(9)"
@@ -257,6 +259,7 @@ def test_a_suspended_rank_is_named_and_given_up_with_71(tmp_path: Path) -> None:
     assert command.leaves_no_process()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_continued_in_time_goes_on(tmp_path: Path) -> None:
     script = STEPS.replace("100_000", "400").replace("if step == 100:", "if step == 100 or step == 399:")
     script = script.replace("for step in", "import time\n        for step in").replace(
@@ -273,6 +276,7 @@ def test_a_rank_that_is_continued_in_time_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("holds_the_lock", [False, True])
+@pytest.mark.slow
 def test_who_does_not_come_is_shown_where_it_is(tmp_path: Path, holds_the_lock: bool) -> None:
     """FAULTS.md, 11 and 12: its stack, also while it holds the interpreter lock."""
     sleep = "ctypes.PyDLL(None).sleep(100)" if holds_the_lock else "time.sleep(100)"
@@ -314,15 +318,17 @@ TRAINS = """
     ("fault", "code", "verdict"),
     [
         ("kill:rank=1,step=5,phase=backward", 137, r"rank 1 .* was killed by SIGKILL.* step 5, collective \d+$"),
-        (
+        pytest.param(
             "exit:rank=0,step=3,phase=forward",
             72,
             r"rank 0 .* had ended with status 0 .* early \((step|collective) \d+; the",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "shape:rank=1,step=2,phase=optimizer",
             72,
             r"disagree in collective number \d+ .* rank 1: all_reduce\(sum\) of float32 \[3, 5, 7\]",
+            marks=pytest.mark.slow,
         ),
     ],
 )

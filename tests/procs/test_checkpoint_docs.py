@@ -47,7 +47,9 @@ def test_every_program_is_run_by_a_command():
     assert set(SAYS) <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, marks=pytest.mark.slow) if "verify --resume" in each else each for each in COMMANDS]
+)
 def test_command(command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     if command.startswith("evenstep checkpoint "):
         # In this process: starting another one means importing torch, for seconds.

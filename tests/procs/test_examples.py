@@ -63,6 +63,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.slow
 def test_textbook_program_agrees_with_torch(program: str, tmp_path: Path):
     """In the data set's own order the two see the same batches, and the printed losses are the same digits."""
     launcher, options = PROGRAMS[program]
@@ -84,6 +85,7 @@ def test_textbook_program_agrees_with_torch(program: str, tmp_path: Path):
     assert abs(losses["evenstep"] - losses["torch"]) <= 1.01e-4, losses
 
 
+@pytest.mark.slow
 def test_shuffled_losses_are_close(tmp_path: Path):
     """The two shuffle differently, so the losses are close and not equal."""
     outputs = {
@@ -100,6 +102,7 @@ def test_data_parallel_splits_every_batch(tmp_path: Path):
     assert "outside: input (10, 5), output (10, 2); inside, batches of [5, 5]" in output
 
 
+@pytest.mark.slow
 def test_torchrun_program_resumes(tmp_path: Path):
     """Two epochs, and two more after a new start, end where four epochs end; under torchrun itself."""
     program = TEXTBOOK / "torchrun.py"
@@ -195,6 +198,7 @@ def test_digits(tmp_path: Path):
     assert len(report) > 20_000
 
 
+@pytest.mark.slow
 def test_language_model_learns_on_any_number_of_replicas(tmp_path: Path):
     """A narrow one, a few steps; on one replica and on two the losses are the same."""
     small = ["--width", 64, "--layers", 2, "--context", 64, "--batch", 6, "--max-bytes", 60_000]

@@ -83,7 +83,13 @@ def test_exemptions_are_still_in_the_readme():
     assert set(EXEMPT) <= set(commands())
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if c not in EXEMPT])
+def _slowly(command: str) -> object:
+    """Programs that other tests run in other ways too."""
+    is_slow = any(word in command for word in ("textbook", "language_model", "torchrun", "--nproc-per-node 3"))
+    return pytest.param(command, marks=pytest.mark.slow) if is_slow else command
+
+
+@pytest.mark.parametrize("command", [_slowly(c) for c in commands() if c not in EXEMPT])
 def test_command_of_the_readme(command: str, workplace: Path):
     done = read_aloud(command, workplace)
     if done.returncode != 0 and "--with torch" in command and "terminate called without" in done.stderr:

@@ -46,7 +46,7 @@ from evenstep.transport.segment import PAGE_BYTES, round_up
 
 _MESSAGE_BYTES = 4096  # the first of every call
 _SMALL_BYTES = _MESSAGE_BYTES - HEADER_USED_BYTES
-_MIN_PIECE_BYTES = 256 << 10
+_MIN_PIECE_BYTES = 1 << 20  # a shorter one takes longer to start than to send
 _MAX_PIECE_BYTES = 4 << 20
 _PIECES_IN_FLIGHT = 4
 
@@ -159,7 +159,7 @@ class SeveralHostsTransport:
                 return
             if not self._plan.is_regular:
                 whole = flat.clone()
-                self._all_reduce_large(whole, op)
+                self._all_reduce_large(whole, op, list)
                 into.copy_(whole[self.rank * numel : (self.rank + 1) * numel])
                 return
             assert self._lane is not None
@@ -259,8 +259,7 @@ class SeveralHostsTransport:
             if flat.nbytes <= _SMALL_BYTES:
                 self._all_reduce_small(number, packed, flat, op)
             else:
-                self._meet(number, packed)
-                self._all_reduce_large(flat, op)
+                self._all_reduce_large(flat, op, self._start_meeting(number, packed))
 
         return self._launch(collective, tensor, steps, op=op, root=root, back=back)
 
@@ -283,8 +282,12 @@ class SeveralHostsTransport:
         Raises:
             MismatchError: They call different things.
         """
+        return self._start_meeting(number, packed, payload)()
+
+    def _start_meeting(self, number: int, packed: bytes, payload: Tensor | None = None) -> Callable[[], list[Tensor]]:
+        """`_meet`, in two: what this returns waits for the other hosts."""
         if self._lane is None:
-            return []
+            return list
         num_hosts, first = len(self._plan.hosts), len(packed)
         message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
         message[:first] = to_tensor(packed)
@@ -293,15 +296,20 @@ class SeveralHostsTransport:
             last += payload.numel()
             message[first:last] = payload
         messages = torch.empty(num_hosts * _MESSAGE_BYTES, dtype=torch.uint8)
-        self._lane.all_gather(messages, message).wait()
-        rows = messages.view(num_hosts, _MESSAGE_BYTES)
-        of_hosts = [to_bytes(row[:first]) for row in rows]
-        # Ranks of one host have the same: else shared memory would have said so.
-        of_ranks = [of_hosts[self._plan.place_of(rank)[0]] for rank in range(self.world_size)]
-        problem = explain_mismatch(number, self.name, of_ranks)
-        if problem is not None:
-            raise MismatchError(problem)
-        return [row[first:last] for row in rows]
+        work = self._lane.all_gather(messages, message)
+
+        def finish() -> list[Tensor]:
+            work.wait()
+            rows = messages.view(num_hosts, _MESSAGE_BYTES)
+            of_hosts = [to_bytes(row[:first]) for row in rows]
+            # Ranks of one host have the same: else shared memory would have said so.
+            of_ranks = [of_hosts[self._plan.place_of(rank)[0]] for rank in range(self.world_size)]
+            problem = explain_mismatch(number, self.name, of_ranks)
+            if problem is not None:
+                raise MismatchError(problem)
+            return [row[first:last] for row in rows]
+
+        return finish
 
     def _all_reduce_small(self, number: int, packed: bytes, flat: Tensor, op: Op) -> None:
         self._inside.all_reduce(flat, _undivided(op)).wait()
@@ -311,12 +319,14 @@ class SeveralHostsTransport:
         if self._plan.has_idle_ranks(self._host):
             self._inside.broadcast(flat, 0).wait()
 
-    def _all_reduce_large(self, flat: Tensor, op: Op) -> None:
+    def _all_reduce_large(self, flat: Tensor, op: Op, met: Callable[[], object]) -> None:
+        """Piece by piece; `met` returns when the hosts have compared what they call."""
         length = plan_piece_bytes(flat.nbytes) // flat.itemsize
-        _in_turns(self._reduce_piece(flat[begin : begin + length], op) for begin in range(0, flat.numel(), length))
+        _in_turns(self._reduce_piece(flat[begin : begin + length], op, met) for begin in range(0, flat.numel(), length))
 
-    def _reduce_piece(self, piece: Tensor, op: Op) -> Iterator[Sequence[Work]]:
+    def _reduce_piece(self, piece: Tensor, op: Op, met: Callable[[], object]) -> Iterator[Sequence[Work]]:
         self._inside.all_reduce(piece, _undivided(op)).wait()
+        met()  # twice is once
         slices = plan_slices(piece.numel(), self._plan.num_lanes, piece.itemsize)
         mine = piece[:0]
         if self._lane is not None:

@@ -703,6 +703,40 @@ def test_a_gradient_penalty_is_reduced_once(ranks):
     ranks.run(gradient_penalty, 2)
 
 
+def through_two_models(whose, num_passes):
+    """Uneven shares through an encoder and a decoder, both wrapped; beside one process on all rows."""
+    world = evenstep.init(quiet=True)
+    networks = [Branches(2, 3, seed) for seed in (1, 2)]
+    models = [evenstep.DistributedDataParallel(Branches(2, 3, seed)) for seed in (1, 2)]
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        total = 0
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                stack.enter_context(model.accumulate())
+            for index in range(num_passes):
+                sizes = [2 + rank + index for rank in range(world.world_size)]
+                parts = torch.randn(sum(sizes), 3, dtype=torch.float64, generator=generator).split(sizes)
+                (networks[1](networks[0](torch.cat(parts), [0, 1]), [0, 1])).square().mean(1).sum().backward()
+                total += sum(sizes)
+                x = parts[world.rank]
+                loss = models[1](models[0](x, [0, 1]), [0, 1]).square().mean()
+                if index == num_passes - 1:
+                    stack.close()
+                models[whose].backward(loss, weight=len(x))
+        for network, model in zip(networks, models, strict=True):
+            assert_same_grads(grads(model), [p.grad / total for p in network.parameters()])
+            network.zero_grad()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+@pytest.mark.parametrize("whose", [0, 1])
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_a_weight_holds_for_every_model_that_the_loss_goes_through(ranks, nproc, whose, num_passes):
+    ranks.run(through_two_models, nproc, whose, num_passes)
+
+
 def wrapped_twice():
     world = evenstep.init(quiet=True)
     module = Branches(2, 4, 0)

@@ -32,7 +32,7 @@ def test_numbers_and_small_tensors_are_weights(weight):
 
 
 @pytest.mark.parametrize(
-    "weight", [-1, math.nan, math.inf, "many", None, [1], torch.ones(2), torch.tensor(-1.0), torch.tensor(1j)]
+    "weight", [-1, math.nan, math.inf, "many", "2", None, [1], torch.ones(2), torch.tensor(-1.0), torch.tensor(1j)]
 )
 def test_anything_else_is_refused_with_rank_and_value(weight):
     with pytest.raises(ConfigurationError, match="rank 3"):

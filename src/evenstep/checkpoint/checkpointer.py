@@ -316,7 +316,7 @@ class Checkpointer:
         step, self._last_saved = self._last_saved, None
         newest = self._directory.newest
         kept = "there is none yet" if newest is None else f"the newest checkpoint is {folders.folder_of(newest)}"
-        where = f"{self._where}: {failure}"
+        where = f"{self._where}: {failure}".rstrip(".")
         text = f"step {step} could not be saved in {where}. What was written of it is removed; {kept}"
         if raises or not self._continues_on_error:
             raise CheckpointError(f"{text}.")
@@ -419,6 +419,8 @@ def _validate_objects(objects: Mapping[str, Any]) -> None:
     if not objects:
         raise ConfigurationError("Checkpointer: there is nothing to save. Pass objects by name: model=model, ...")
     for name, value in objects.items():
+        if not name.isidentifier():
+            raise ConfigurationError(f"Checkpointer: {name!r} names an object; a name is a word, as in model=model.")
         if name == RANDOM:
             raise ConfigurationError(f"Checkpointer: {RANDOM}= is the name of the random streams; use another one.")
         target = unwrapped(value)

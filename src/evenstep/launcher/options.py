@@ -28,7 +28,8 @@ examples:
   evenstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 train.py    on each host its own rank
 
 exit status: the failed rank's own; 128 + n if signal n ended it; 130 after Ctrl-C; 75 if the run was asked to stop and
-has saved a checkpoint; 78 if something in the command is wrong."""
+has saved a checkpoint; 71 for a rank that doesn't come, 72 for ranks that disagree, 73 for NaN, 74 for a checkpoint, 76
+for a lost host; 78 if something in the command is wrong."""
 
 # torchrun's words where ours differ, or are shorter. SUPPRESS: understood, but of no use here.
 _HELP = {

@@ -280,6 +280,9 @@ class DistributedDataParallel(TorchInterface):
         `p.grad` holds this rank's undivided sum. After an error the gradients of this step are lost; the model is as
         before it.
 
+        Another wrapped model that the loss goes through takes part with the same weight; its window is its own
+        (`no_sync`, `accumulate` and `microbatches` of this model don't hold back the other's gradients).
+
         Args:
             loss: One number, the *mean* over `weight` samples (or tokens).
             weight: What the loss was averaged over: a number, or a 0-dim tensor, which is not read on the host. With

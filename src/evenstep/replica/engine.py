@@ -27,6 +27,12 @@ produced is dropped.
 Where rows of this rank have a part in other ranks' outputs (`shares_statistics`: a SyncBatchNorm), a pass with weight 0
 over real rows is not dropped, because the others' losses have a gradient in them. It is *muted* instead: what reaches
 the module's outputs is replaced by zeros, so only what comes from the others is left.
+
+[Note: a loss that goes through several models]
+
+In `decoder.backward(loss, weight=w)` the gradient that reaches an encoder which is wrapped too has been multiplied by
+w, although nobody called the encoder's `backward`. Its pass is WEIGHTED, with the same weight (`_multiplied_by`);
+divided by the number of ranks it would be about w times too large.
 """
 
 from __future__ import annotations
@@ -54,6 +60,9 @@ from evenstep.replica.weighting import Kind, Window
 from evenstep.world import World
 
 _OURS = -1  # the key of our hook among those of a tensor; torch counts its own from 0
+
+# What `model.backward` multiplies the loss by, innermost last; no thread-local, since autograd has threads of its own.
+_multiplied_by: list[float | Tensor] = []
 
 
 @dataclass
@@ -197,12 +206,10 @@ class Engine:
 
         Collective if the engine synchronises, and in the first window of a model with 16-bit parameters.
         """
-        is_zero: bool | Tensor = weight == 0.0
-        mutes = is_zero if self.shares_statistics and not self.only_stand_ins else False
-        discards = self.only_stand_ins or (is_zero is True and mutes is False)
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
+        _multiplied_by.append(weight / scale)
         try:
-            self._open_pass(Kind.WEIGHTED, weight, discards=discards, mutes=mutes)
+            self._open_weighted_pass(weight)
             self._confirm()
             if is_scaled and self._window is not None:
                 self._window.is_scaled = True
@@ -210,6 +217,8 @@ class Engine:
         except BaseException:
             self._fail()
             raise
+        finally:
+            _multiplied_by.pop()
         self._close_pass()
 
     def reduce_without_backward(self) -> None:
@@ -255,14 +264,17 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
-            if self._is_simple and (self._ran or not self._ran_stand_in):
+            if self._is_simple and not _multiplied_by and (self._ran or not self._ran_stand_in):
                 # A window of this one pass: what autograd leaves in `p.grad` is the mean.
                 self._ran = self._ran_stand_in = False
                 self.num_reductions += 1
                 self.recorder.whole_backward()
                 page.mark(page.Phase.BACKWARD)
                 return None
-            self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
+            if _multiplied_by:
+                self._open_weighted_pass(_multiplied_by[-1] * self.exchange.scale)
+            else:
+                self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
             _at_end_of_backward(self._plain_pass_ended)
         if self._pass is not None and self._pass.fills_buckets:
             self.readiness.outputs_reached()
@@ -305,6 +317,7 @@ class Engine:
                 self._put_back(current)
                 if self._window is None:
                     self.exchange.cancel_window()
+                self._add_carried()
                 self.readiness.end()
                 self._pass = None
                 return
@@ -326,6 +339,12 @@ class Engine:
             for parameter in self.parameters:
                 parameter.grad = None
         self.readiness.begin()
+
+    def _open_weighted_pass(self, weight: float | Tensor) -> None:
+        is_zero: bool | Tensor = weight == 0.0
+        mutes = is_zero if self.shares_statistics and not self.only_stand_ins else False
+        discards = self.only_stand_ins or (is_zero is True and mutes is False)
+        self._open_pass(Kind.WEIGHTED, weight, discards=discards, mutes=mutes)
 
     def _confirm(self) -> None:
         """The pass is a real one: count it in the window."""

@@ -39,6 +39,10 @@ class Exchange(Protocol):
     layout: Layout
     buckets: Sequence[Bucket]
 
+    @property
+    def scale(self) -> float:
+        """What `weight_scale` gave last; 1 before."""
+
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
         """By what weights are divided before they multiply gradients; the same in all passes of a window."""
 
@@ -102,6 +106,11 @@ class NoExchange:
         self.buckets: Sequence[Bucket] = ()
         self._parameters = parameters
         self._scale = 1.0
+
+    @property
+    def scale(self) -> float:
+        """See `Exchange.scale`."""
+        return self._scale
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
         """The window's first weight: a window of one pass then has nothing to divide by."""
@@ -210,6 +219,11 @@ class BucketExchange:
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
         return Bucket(layout, self._parameters, self._names, self._world.transport, allocator=allocator)
+
+    @property
+    def scale(self) -> float:
+        """See `Exchange.scale`."""
+        return self._half_scale or 1.0
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
         """1, or about the sum of the weights where gradients have 16 bits.
@@ -343,10 +357,9 @@ class BucketExchange:
         if window.kind is None:
             weighted = bool(self._header.tensor[1] > 0)
         num_ranks = float(self._world.world_size)
-        scale = self._half_scale or 1.0
         divisor: float | Tensor = num_ranks
         if weighted:
-            divisor = self._header.divisor(scale)
+            divisor = self._header.divisor(self.scale)
         elif self._uneven is not None and not self._uneven.divide_by_initial_world_size:
             divisor = self._header.num_plain()
         # A hook has divided by the number of ranks already, and so has `_execute` where sums may overflow.

@@ -72,7 +72,7 @@ def validate_weight(weight: float | Tensor, *, rank: int) -> float | Tensor:
         weight = weight.item()
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         try:
-            weight = float(weight)  # numpy's scalars and the like
+            weight = float("none" if isinstance(weight, str) else weight)  # numpy's scalars and the like
         except (TypeError, ValueError):
             raise ConfigurationError(
                 f"backward on rank {rank}: weight={weight!r} is no number. Pass the number of samples or tokens that "

@@ -14,11 +14,10 @@ from tests.commands import call
 PREAMBLE = """
 import torch, evenstep
 from torch import nn
-from torch.utils.data import IterableDataset
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(10))
+class NoLength:
+    def __getitem__(self, index):
+        return index
 
 world = evenstep.init()
 odd = world.rank == 1
@@ -49,7 +48,7 @@ MISTAKES = {
     ),
     "small global batch": ("evenstep.DataLoader(range(10), global_batch_size=1)", 78, "ConfigurationError: "),
     "empty data set": ("evenstep.DataLoader([], global_batch_size=4)", 78, "ConfigurationError: "),
-    "no length": ("evenstep.DataLoader(Stream(), global_batch_size=4)", 78, "ConfigurationError: "),
+    "no length": ("evenstep.DataLoader(NoLength(), global_batch_size=4)", 78, "ConfigurationError: "),
     "init twice": ("evenstep.init(seed=3)", 78, "evenstep.init was called before with other arguments: now seed=3"),
     "mixed backwards": (
         "m = evenstep.DistributedDataParallel(nn.Linear(1, 1))\nx = torch.ones(1, 1)\n"

@@ -226,7 +226,9 @@ def come_and_go() -> None:
     evenstep.init(quiet=True).barrier()
     after = held()
     assert after[0] - before[0] == set()
-    assert after[1:] == before[1:]
+    # What an earlier task of this process has closed may end meanwhile.
+    assert after[1] <= before[1], (before, after)
+    assert after[2] <= before[2], (before, after)
 
 
 def test_nothing_is_left_after_closing(ranks: RankPool) -> None:

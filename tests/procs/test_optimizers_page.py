@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from evenstep import world as worlds
+
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
 PROGRAMS = {
     block.split("\n", 1)[0].removeprefix("# "): block
@@ -25,6 +27,8 @@ SAYS = {
 
 def run(program: str) -> str:
     """On a rank of the pool, whose world the program closes."""
+    if worlds._current is not None:  # another test's, made with other arguments
+        worlds._current.close()
     told = io.StringIO()
     with contextlib.redirect_stdout(told):
         exec(compile(program, "optimizers.md", "exec"), {"__name__": "__main__"})

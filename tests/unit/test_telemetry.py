@@ -106,6 +106,7 @@ def test_only_the_last_steps_are_kept() -> None:
 
 
 def test_a_model_that_has_gone_is_forgotten_and_hooks_go_with_the_world() -> None:
+    gc.collect()  # worlds of earlier tests
     before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
     telemetry = Telemetry()
     kept, gone = telemetry.open(), telemetry.open()

@@ -65,7 +65,7 @@ class Arena:
         self._starts: list[int] = []  # addresses of the stretches in use, in order
         self._stretches: dict[int, tuple[int, int]] = {}  # address: (offset in the zone, bytes)
         # Tensors end at any moment, in any thread, also in the middle of the methods below.
-        self._ended: collections.deque[int] = collections.deque()
+        self._ended: collections.deque[tuple[int, int, int]] = collections.deque()  # address, offset, bytes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel], zeroed.
@@ -83,11 +83,12 @@ class Arena:
         except BaseException:
             self._free.give(offset, num_bytes)
             raise
+        # The address may be one whose tensor has ended since the look above, and which is still in the list.
+        if mapping.address not in self._stretches:
+            bisect.insort(self._starts, mapping.address)
         self._stretches[mapping.address] = (offset, num_bytes)
-        bisect.insort(self._starts, mapping.address)
-        weakref.finalize(
-            mapping.raw, _end, self._segment, self._zone + offset, num_bytes, mapping.address, self._ended
-        ).atexit = False
+        ended = (mapping.address, offset, num_bytes)
+        weakref.finalize(mapping.raw, _end, self._segment, self._zone, ended, self._ended).atexit = False
         return mapping.tensor(0, dtype, numel)
 
     def locate(self, address: int, num_bytes: int) -> int | None:
@@ -111,14 +112,19 @@ class Arena:
 
     def _collect(self) -> None:
         while self._ended:
-            address = self._ended.popleft()
-            self._starts.remove(address)
-            self._free.give(*self._stretches.pop(address))
+            address, offset, num_bytes = self._ended.popleft()
+            self._free.give(offset, num_bytes)
+            if self._stretches.get(address) == (offset, num_bytes):  # else the address is a younger tensor's
+                self._starts.remove(address)
+                del self._stretches[address]
 
 
-def _end(segment: Segment, offset: int, num_bytes: int, address: int, ended: collections.deque[int]) -> None:
-    release_range(segment.fd, offset, num_bytes)
-    ended.append(address)
+def _end(
+    segment: Segment, zone: int, stretch: tuple[int, int, int], ended: collections.deque[tuple[int, int, int]]
+) -> None:
+    _, offset, num_bytes = stretch
+    release_range(segment.fd, zone + offset, num_bytes)
+    ended.append(stretch)
 
 
 class Views:

@@ -184,7 +184,7 @@ class LocalDirectory:
     def _make_root(self) -> None:
         missing = [path for path in (self.root, *self.root.parents) if not path.is_dir()]
         for path in reversed(missing):
-            if path.exists():
+            if path.exists() and not path.is_dir():  # not made by another thread meanwhile
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
             path.mkdir(mode=0o700, exist_ok=True)
             _sync_directory(path.parent)

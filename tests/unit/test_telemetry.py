@@ -95,6 +95,17 @@ def test_a_world_of_one_records_its_steps() -> None:
     assert world.telemetry.steps(model=1) == []
 
 
+def test_an_evaluation_leaves_no_marks() -> None:
+    """However long it is: marks of a step that never ends would fill the memory."""
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 2), world=evenstep.World.alone())
+    train(model, 2)
+    before = list(model.engine.recorder._current)
+    with torch.no_grad():
+        for _ in range(5):
+            model(torch.randn(3, 4))
+    assert model.engine.recorder._current == before
+
+
 def test_only_the_last_steps_are_kept() -> None:
     recorder = Recorder()
     for _ in range(NUM_STEPS_KEPT + 50):

@@ -212,7 +212,7 @@ class DistributedDataParallel(TorchInterface):
             outputs = run(inputs, kwargs)
         if with_grad:
             self.engine.watch_outputs(outputs, over_stand_in=is_empty)
-        self.engine.recorder.forward(began_ns)
+            self.engine.recorder.forward(began_ns)  # passes of an evaluation are no part of a step
         return outputs
 
     @contextlib.contextmanager

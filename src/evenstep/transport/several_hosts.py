@@ -320,13 +320,16 @@ class SeveralHostsTransport:
             self._inside.broadcast(flat, 0).wait()
 
     def _all_reduce_large(self, flat: Tensor, op: Op, met: Callable[[], object]) -> None:
-        """Piece by piece; `met` returns when the hosts have compared what they call."""
+        """Piece by piece; `met`, called once, returns when the hosts have compared what they call."""
         length = plan_piece_bytes(flat.nbytes) // flat.itemsize
-        _in_turns(self._reduce_piece(flat[begin : begin + length], op, met) for begin in range(0, flat.numel(), length))
+        _in_turns(
+            self._reduce_piece(flat[begin : begin + length], op, list if begin else met)
+            for begin in range(0, flat.numel(), length)
+        )
 
     def _reduce_piece(self, piece: Tensor, op: Op, met: Callable[[], object]) -> Iterator[Sequence[Work]]:
         self._inside.all_reduce(piece, _undivided(op)).wait()
-        met()  # twice is once
+        met()
         slices = plan_slices(piece.numel(), self._plan.num_lanes, piece.itemsize)
         mine = piece[:0]
         if self._lane is not None:

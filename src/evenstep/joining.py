@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from dataclasses import replace
 from datetime import timedelta
@@ -223,3 +224,13 @@ def _explain_rendezvous(placement: Placement, error: Exception) -> str:
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         advice = "The port is taken: choose another with --master-port, or leave it out and let the system choose."
     return f"rank {placement.rank} of {placement.world_size} could not meet the others ({text}). {advice}"
+
+
+def _disown() -> None:
+    """A forked child that ends must not close its parent's world: its groups wait for threads that aren't here."""
+    world = worlds.initialised()
+    if world is not None:
+        world._closed = True
+
+
+os.register_at_fork(after_in_child=_disown)

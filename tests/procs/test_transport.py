@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import io
+import os
 from unittest import mock
 
 import pytest
@@ -158,3 +160,36 @@ def test_a_transport_that_cannot_be_had_is_an_error_on_every_rank(ranks: RankPoo
             "transport='nccl' can't carry gradients on cpu. Leave the argument out.",
             "transport='pigeons': 'shared memory', 'gloo', 'nccl', or None to let evenstep choose.",
         ]
+
+
+def fork_and_go_on(num_numel: int) -> tuple[str, bool]:
+    """A child that has a garbage tensor of the segment, ends in the ordinary way, and may call no collective."""
+    world = evenstep.init(quiet=True)
+    reader, writer = os.pipe()
+    bucket = world.transport.allocate(num_numel, dtype=torch.float32, device=torch.device("cpu"))
+    pid = os.fork()
+    if pid == 0:
+        said = "no error"
+        try:
+            world.transport.barrier()
+        except evenstep.errors.UsageError as error:
+            said = str(error)
+        finally:
+            del bucket  # gives the memory back, where it is one's own
+            gc.collect()
+            world.close()
+            os.write(writer, said.encode())
+            os._exit(0)
+    bucket.fill_(1.0 + world.rank)
+    os.waitpid(pid, 0)
+    os.close(writer)
+    said = os.read(reader, 1000).decode()
+    os.close(reader)
+    world.transport.all_reduce(bucket).wait()
+    return said, bool((bucket == sum(range(1, world.world_size + 1))).all())
+
+
+def test_a_forked_child_leaves_memory_and_peers_alone(ranks: RankPool) -> None:
+    for rank, (said, is_right) in enumerate(ranks.run(fork_and_go_on, 2, 1 << 18, timeout_s=10)):
+        assert said == f"this process was forked from rank {rank}; only ranks can call collectives."
+        assert is_right

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import random
 from collections import OrderedDict, UserDict, namedtuple
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
@@ -342,6 +344,32 @@ def test_persistent_workers_stay_and_serve_every_epoch() -> None:
     assert _workers() == [worker]
     del loader
     assert not _workers()
+
+
+class _Collecting(Dataset[int]):
+    """Collects garbage while it loads, as any allocation may."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return index
+
+
+def test_a_forked_worker_never_ends_garbage_of_its_parent() -> None:
+    """A process group that has become garbage waits at its end for threads that only the parent has."""
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    cycle = [group]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del group, cycle
+        loader = DataLoader(_Collecting(), 2, num_workers=1, timeout=10, multiprocessing_context="fork", world=_world())
+        assert [batch.tolist() for batch in loader] == [[0, 1]]
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 # ---------------------------------------------------------------------- bad input

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -115,8 +116,12 @@ class _WorkerInit:
 
     def __init__(self, fetcher: Any, users: Callable[[int], None] | None) -> None:
         self._fetcher, self._users = fetcher, users
+        self._collects = gc.isenabled()
 
     def __call__(self, worker: int) -> None:
+        gc.freeze()  # what came with the fork is never collected here, nor are its pages copied for the collector
+        if self._collects:
+            gc.enable()
         object.__setattr__(get_worker_info(), "dataset", self._fetcher.dataset)
         if self._users is not None:
             self._users(worker)
@@ -138,7 +143,8 @@ def working(
     """
     sampler: Any = batches.sampler
     sampler.coming = requests
-    iterator = iter(batches)
+    with _no_collection():
+        iterator = iter(batches)
     try:
         _watch(iterator)
         yield _named(iterator, batches, doing)
@@ -146,6 +152,21 @@ def working(
         if not batches.persistent_workers and hasattr(iterator, "_shutdown_workers"):
             # Now, and not when the garbage collector finds time: a loop left by `break` leaves no process.
             iterator._shutdown_workers()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """While workers are forked, so that none of them collects what it has from its parent: `_WorkerInit` sees to it.
+
+    Garbage of the parent may be a process group, whose end waits for threads that a forked child doesn't have.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _watch(iterator: Any) -> None:

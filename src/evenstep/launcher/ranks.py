@@ -99,6 +99,7 @@ class RankGroup:
         self._ranks: list[_Rank] = []
         self._num_tasks = 0
         self._is_closed = False
+        self._pid = os.getpid()
         self._directory = Path(tempfile.mkdtemp(prefix="evenstep-"))  # mode 0700
         self._port = Reservation()
         # Before multiprocessing's own exit handler, which would wait for the ranks for ever.
@@ -179,7 +180,7 @@ class RankGroup:
 
     def close(self) -> None:
         """End the processes and remove what they met in. Twice is once."""
-        if self._is_closed:
+        if self._is_closed or os.getpid() != self._pid:  # a forked child that ends leaves its parent's ranks alone
             return
         for rank in self._ranks:
             rank.connection.close()  # the rank sees the end of the pipe, and leaves

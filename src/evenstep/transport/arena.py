@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import os
 import weakref
 
 import torch
@@ -88,7 +89,7 @@ class Arena:
             bisect.insort(self._starts, mapping.address)
         self._stretches[mapping.address] = (offset, num_bytes)
         ended = (mapping.address, offset, num_bytes)
-        weakref.finalize(mapping.raw, _end, self._segment, self._zone, ended, self._ended).atexit = False
+        weakref.finalize(mapping.raw, _end, self._segment, self._zone, ended, self._ended, os.getpid()).atexit = False
         return mapping.tensor(0, dtype, numel)
 
     def locate(self, address: int, num_bytes: int) -> int | None:
@@ -120,8 +121,14 @@ class Arena:
 
 
 def _end(
-    segment: Segment, zone: int, stretch: tuple[int, int, int], ended: collections.deque[tuple[int, int, int]]
+    segment: Segment,
+    zone: int,
+    stretch: tuple[int, int, int],
+    ended: collections.deque[tuple[int, int, int]],
+    owner_pid: int,
 ) -> None:
+    if os.getpid() != owner_pid:  # a forked child lets go of its copy: the memory is the parent's, and may be in use
+        return
     _, offset, num_bytes = stretch
     release_range(segment.fd, zone + offset, num_bytes)
     ended.append(stretch)

@@ -7,6 +7,7 @@ times a second while calls are in flight, and sleeps otherwise.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import Protocol
@@ -20,6 +21,9 @@ class Helped(Protocol):
 
     def help(self) -> tuple[bool, bool]:
         """Go on without waiting: (whether calls are in flight, whether anything could be done). Never raises."""
+
+    def disown(self) -> None:
+        """This is a forked child: the transport is its parent's."""
 
 
 class Helper:
@@ -66,6 +70,13 @@ class Helper:
                 )
                 self._thread.start()
 
+    def disown(self) -> None:
+        """In a forked child: the transports are the parent's, and threads and the holders of locks aren't here."""
+        helped = list(self._helped)
+        self.__init__()  # type: ignore[misc]
+        for transport in helped:
+            transport.disown()
+
     def _run(self, end: threading.Event) -> None:
         idle_looks = 1
         while not end.wait(_LOOK_EVERY_S if idle_looks else 0.0002):
@@ -89,3 +100,4 @@ class Helper:
 
 
 helper = Helper()
+os.register_at_fork(after_in_child=helper.disown)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenstep.errors import ConfigurationError, EvenstepError, PeerLostError
+from evenstep.errors import ConfigurationError, EvenstepError, PeerLostError, UsageError
 from evenstep.health import page
 from evenstep.transport.arguments import Arguments
 from evenstep.transport.arrivals import Arrivals, Phase, WaitPolicy
@@ -237,6 +237,12 @@ class SharedMemoryTransport:
         state = "closed" if self._is_closed else "failed" if self._failure else f"{len(self._queue)} in flight"
         return f"<SharedMemoryTransport rank {self.rank}/{self.world_size} {self._num_calls} calls, {state}>"
 
+    def disown(self) -> None:
+        """See `Helped.disown`: refuse calls, and end without a word to the other ranks."""
+        self._is_closed = True
+        self._lock = threading.RLock()
+        self._failure = UsageError(f"this process was forked from rank {self.rank}; only ranks can call collectives.")
+
     # ------------------------------------------------------------------ launching
 
     def _launch(
@@ -394,9 +400,7 @@ class SharedMemoryTransport:
                 f"rank {self.rank}: a collective over {self.name} was interrupted by {type(error).__name__}, so the "
                 f"ranks are no longer in step. Start again."
             )
-        for work in self._queue:
-            if work._told is not None:
-                self._to_tell.append(functools.partial(work._told, self._failure))
+        self._to_tell += [functools.partial(each._told, self._failure) for each in self._queue if each._told]
         self._queue.clear()
 
     def _step(self, work: _SharedWork, *, blocking: bool, timeout_s: float | None = None) -> bool:

@@ -13,15 +13,26 @@ from typing import Any
 
 import evenstep
 from evenstep.errors import CheckpointError, EvenstepError
+from evenstep.launcher.template import BecomeRank
+from evenstep.launcher.worker import main as become_rank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status.
 
     Args:
-        argv: Arguments without the program's name; None: those of this process.
+        argv: Arguments without the program's name; None: those of this process, which may then become a rank.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv), owns_process=argv is None)
+    except BecomeRank as order:
+        arguments = order.arguments
+    # Out here nothing of the launcher is left, and no exception is being handled.
+    become_rank(arguments)
+    return 0
+
+
+def _main(arguments: list[str], *, owns_process: bool) -> int:
     parser = _parser()
     if not arguments:
         parser.print_help()
@@ -30,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[0] == "run":
             from evenstep.launcher.run import run
 
-            return run(arguments[1:])
+            return run(arguments[1:], may_fork=owns_process)
         args = parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
         status: int = args.call(args)
         return status

@@ -49,6 +49,7 @@ __all__ = [
     "rank_variables",
     "refuse_independent_runs",
     "rehearsal_file",
+    "replace",
     "run_variables",
     "surroundings",
     "telling_variables",
@@ -205,6 +206,13 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 
 def export(variables: Mapping[str, str]) -> None:
     """Set variables for good: for a process that exists only to be one rank."""
+    os.environ.update(variables)
+
+
+def replace(variables: Mapping[str, str]) -> None:
+    """Have these variables and no others: for a process that was copied from one with variables of its own."""
+    for name in [name for name in os.environ if name not in variables]:
+        del os.environ[name]
     os.environ.update(variables)
 
 

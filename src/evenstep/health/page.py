@@ -1,11 +1,20 @@
 """The progress page: what a rank is doing, written with a few stores to memory and read from outside the process.
 
-A page is a file of 64 bytes in the run's private directory, mapped by its rank. Nobody has to ask the rank: it can be
+A page is a file of 128 bytes in the run's private directory, mapped by its rank. Nobody has to ask the rank: it can be
 read while the rank is stopped, holds the interpreter lock, or is dead. Every field is a machine word of its own, so a
 reader sees each of them whole; between fields it may see a moment in between, and judges nothing by one look.
 
-    word  0   1    2      3     4           5          6                    7
-          mark pid phase  step  collective  is_waiting nanoseconds (monotonic) of the last change, bucket
+    word  0     mark: a page, of this layout
+          1     pid
+          2     phase
+          3     optimizer steps finished
+          4     number of the last collective
+          5     whether it waits for other ranks now: since when, nanoseconds (monotonic), or 0
+          6     when the page last changed, nanoseconds (monotonic)
+          7     the bucket that was last sent
+          8     how long it has waited for other ranks in all, nanoseconds
+          9     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
+         10     when the last step was finished, nanoseconds (monotonic)
 """
 
 from __future__ import annotations
@@ -18,9 +27,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE_BYTES = 64
-_MARK = 0x31474150_534E5645  # changes with the layout
-_FORMAT = "=8Q"
+PAGE_BYTES = 128
+_MARK = 0x32474150_534E5645  # changes with the layout
+_FORMAT = "=16Q"
 _NO_BUCKET = (1 << 64) - 1
 
 
@@ -59,6 +68,10 @@ class Seen:
         is_waiting: It waits for other ranks right now.
         time_ns: Monotonic time of this host at the last change.
         bucket: What it last sent; None: no bucket.
+        waiting_since_ns: When the present wait began; None: it doesn't wait.
+        waited_ns: How long it has waited for others in all, apart from the present wait.
+        saved_step: Of the newest checkpoint that it has committed; None: none yet.
+        stepped_ns: When the last step was finished; 0: none yet.
     """
 
     pid: int
@@ -68,6 +81,10 @@ class Seen:
     is_waiting: bool
     time_ns: int
     bucket: int | None = None
+    waiting_since_ns: int | None = None
+    waited_ns: int = 0
+    saved_step: int | None = None
+    stepped_ns: int = 0
 
     def __str__(self) -> str:
         parts = [WORDS[self.phase]]
@@ -89,6 +106,7 @@ class Page:
         finally:
             os.close(fd)
         self._cells = memoryview(self._map).cast("B").cast("Q")
+        self._cells[5] = 0
         self._cells[1], self._cells[7] = os.getpid(), _NO_BUCKET
         self._cells[6] = time.monotonic_ns()
         self._cells[0] = _MARK
@@ -135,9 +153,11 @@ def mark(phase: Phase, step: int | None = None) -> None:
     cells = _cells
     if cells is not None:
         cells[2] = phase
+        now = time.monotonic_ns()
         if step is not None:
             cells[3] = step
-        cells[6] = time.monotonic_ns()
+            cells[10] = now
+        cells[6] = now
 
 
 def mark_collective(number: int, bucket: int | None = None) -> None:
@@ -153,8 +173,25 @@ def mark_waiting(is_waiting: bool) -> None:
     """This rank begins to wait for other ranks, or has ended it."""
     cells = _cells
     if cells is not None:
-        cells[5] = is_waiting
-        cells[6] = time.monotonic_ns()
+        now = time.monotonic_ns()
+        if is_waiting:
+            cells[5] = now
+        elif cells[5]:
+            cells[8] += now - cells[5]
+            cells[5] = 0
+        cells[6] = now
+
+
+def mark_commit(step: int) -> None:
+    """This rank has made a checkpoint out of what all have written."""
+    cells = _cells
+    if cells is not None:
+        cells[9] = step + 1
+
+
+def phase_now() -> Phase | None:
+    """What this rank's page says of its phase; None without a page."""
+    return None if _cells is None else Phase(_cells[2])
 
 
 def finished_steps() -> int:
@@ -170,7 +207,14 @@ def read_page(path: Path) -> Seen | None:
         return None
     if len(data) != PAGE_BYTES:
         return None
-    found, pid, phase, step, collective, is_waiting, time_ns, bucket = struct.unpack(_FORMAT, data)
+    return parse_page(data)
+
+
+def parse_page(data: bytes | memoryview) -> Seen | None:
+    """What the bytes of a page say; None if they aren't one. Pure."""
+    found, pid, phase, step, collective, waiting_since_ns, time_ns, bucket, waited_ns, saved, stepped_ns, *_ = (
+        struct.unpack(_FORMAT, data)
+    )
     if found != _MARK or phase not in Phase._value2member_map_:
         return None
     return Seen(
@@ -178,7 +222,20 @@ def read_page(path: Path) -> Seen | None:
         phase=Phase(phase),
         step=step,
         collective=collective,
-        is_waiting=bool(is_waiting),
+        is_waiting=waiting_since_ns > 0,
         time_ns=time_ns,
         bucket=None if bucket == _NO_BUCKET else bucket,
+        waiting_since_ns=waiting_since_ns or None,
+        waited_ns=waited_ns,
+        saved_step=saved - 1 if saved else None,
+        stepped_ns=stepped_ns,
     )
+
+
+def _forget() -> None:
+    """A forked child writes nothing to its parent's page, and leaves the memory to it."""
+    global _page, _cells
+    _page = _cells = None
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -44,6 +44,7 @@ class Failure:
         pages: What the ranks' progress pages said when the failure was noticed.
         resident_bytes: How much memory each rank held when it was last looked at.
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
+        saves: There was a `Checkpointer`.
     """
 
     attempt: int
@@ -58,6 +59,12 @@ class Failure:
     pages: Mapping[int, Seen] = field(default_factory=dict)
     resident_bytes: Mapping[int, int] = field(default_factory=dict)
     num_memory_kills: int | None = None
+    saves: bool = False
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the last checkpoint that this attempt has committed, as far as this host's pages say."""
+        return max((seen.saved_step for seen in self.pages.values() if seen.saved_step is not None), default=None)
 
 
 def judge(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
@@ -89,7 +96,13 @@ def status_of(failure: Failure) -> int:
 
 
 def tell(
-    failure: Failure, *, num_hosts: int = 1, log: str = "", log_tail: str = "", other_logs: Path | None = None
+    failure: Failure,
+    *,
+    num_hosts: int = 1,
+    log: str = "",
+    log_tail: str = "",
+    other_logs: Path | None = None,
+    saved_step: int | None = None,
 ) -> str:
     """The text for the screen.
 
@@ -99,12 +112,15 @@ def tell(
         log: The culprit's log file; "" if it wrote to the terminal.
         log_tail: The last lines of that file.
         other_logs: Directory of the logs; None if there is nothing in it to look at.
+        saved_step: Of the run's newest checkpoint; None: none that is known of.
     """
     culprit, report = failure.culprit, failure.report
     who = f"rank {culprit.rank} (pid {culprit.pid})"
     lines = []
     if other_logs is not None:
         lines.append(f"evenstep: output of the other ranks: {other_logs}")
+    if saved_step is not None:
+        lines.append(f"evenstep: the newest checkpoint is that of step {saved_step}")
     for rank, stack in sorted(failure.stacks.items()):
         if stack and failure.only_witnesses:
             lines += [f"evenstep: rank {rank} was here:", printable(stack)]

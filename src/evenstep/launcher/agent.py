@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -24,8 +23,9 @@ from evenstep.health.blame import Exit, read_reports, saves_file
 from evenstep.health.page import Seen, page_file, read_page
 from evenstep.launcher.account import Failure, in_short, judge, status_of
 from evenstep.launcher.other_hosts import Elsewhere, OtherHosts
+from evenstep.launcher.starting import RankProcess
 from evenstep.launcher.verdict import StopPolicy, is_evident
-from evenstep.launcher.watch import Hang, StopWatch, count_memory_kills, observe
+from evenstep.launcher.watch import Ends, Hang, StopWatch, count_memory_kills, observe
 from evenstep.launcher.worker import STACK_SIGNAL, ready_file, stack_file
 
 _POLL_S = 0.02
@@ -72,9 +72,10 @@ class WatchedRanks:
         self._watch = StopWatch(grace_s=policy.stopped_grace_s)
         self._last_look = 0.0
         self._num_memory_kills = count_memory_kills()
+        self._ends = Ends(process.pid for process in self._processes.values())
 
     @property
-    def _processes(self) -> dict[int, Popen[bytes]]:
+    def _processes(self) -> dict[int, RankProcess]:
         return {local_rank: handler.proc for local_rank, handler in self._context.subprocess_handlers.items()}
 
     # ------------------------------------------------------------------ what torchelastic calls
@@ -94,7 +95,10 @@ class WatchedRanks:
             # They agree on a step before they leave, so the others follow within moments.
             is_late = time.monotonic() - (self._first_preempted or math.inf) > self._policy.terminate_s
             hang, elsewhere = self._look(), self._others.look() if self._others is not None else None
-            return self._end_failed_attempt(hang, elsewhere) if is_late or hang or elsewhere else None
+            if is_late or hang or elsewhere:
+                return self._end_failed_attempt(hang, elsewhere)
+            self._ends.wait(self._policy.look_every_s)
+            return None
         if self._first_preempted is not None and set(codes) != {EXIT_PREEMPTED}:
             return self._end_failed_attempt()
         self._close_context()
@@ -155,6 +159,7 @@ class WatchedRanks:
 
     def _close_context(self) -> None:
         """Everybody has ended, or can't be killed: don't wait again. Writes the rest of what goes to the terminal."""
+        self._ends.close()
         self._context.close(signal.SIGKILL, timeout=0)
         if self._others is not None:
             self._others.close()
@@ -191,6 +196,7 @@ class WatchedRanks:
                     pages={rank: seen for rank, seen in pages.items() if seen is not None},
                     resident_bytes=self._watch.resident_bytes,
                     num_memory_kills=None if kills is None or before is None else kills - before,
+                    saves=self._saves(),
                 )
             )
         failures = {
@@ -231,7 +237,7 @@ class WatchedRanks:
             exits.append(Exit(rank, process.pid, code, stopped_by_launcher=was_stopped))
         return exits
 
-    def _alive(self) -> dict[int, Popen[bytes]]:
+    def _alive(self) -> dict[int, RankProcess]:
         return {local_rank: process for local_rank, process in self._processes.items() if process.poll() is None}
 
     def _stop(self, first: signal.Signals, patience_s: float | None = None) -> None:
@@ -259,14 +265,17 @@ class WatchedRanks:
 
 
 class RankAgent(LocalElasticAgent):
-    """torchelastic's agent for this host, watching its ranks through `WatchedRanks`."""
+    """torchelastic's agent for this host, watching its ranks through `WatchedRanks`.
+
+    `on_failure` is told of a failed attempt and of the restarts that are left, and says whether to make use of them.
+    """
 
     def __init__(
         self,
         *args: Any,
         run_directory: Path,
         policy: StopPolicy,
-        on_failure: Callable[[Failure, int], None],
+        on_failure: Callable[[Failure, int], bool],
         on_preempted: Callable[[], None],
         **kwargs: Any,
     ) -> None:
@@ -296,13 +305,17 @@ class RankAgent(LocalElasticAgent):
             others=others,
             run_directory=self._run_directory,
             policy=self._policy,
-            on_failure=lambda failure: self._on_failure(failure, self._remaining_restarts),
+            on_failure=self._attempt_failed,
             on_preempted=self._on_preempted,
         )
         return pids
 
+    def _attempt_failed(self, failure: Failure) -> None:
+        if not self._on_failure(failure, self._remaining_restarts):
+            self._remaining_restarts = 0
 
-def _signal_group(process: Popen[bytes], which: signal.Signals) -> None:
+
+def _signal_group(process: RankProcess, which: signal.Signals) -> None:
     # Each rank leads a session of its own, so this reaches the workers of its loaders too, also after it has ended.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, which)

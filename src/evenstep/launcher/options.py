@@ -110,6 +110,13 @@ def make_parser() -> ArgumentParser:
         help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71. Default: 30.",
     )
     ours.add_argument(
+        "--cold-start",
+        "--cold_start",
+        action="store_true",
+        help="Start every rank as a new python, and not as a copy of one that has imported torch: slower, and for "
+        "libraries that don't like to be forked.",
+    )
+    ours.add_argument(
         "--check",
         action="store_true",
         help="Run no script: add up, take a step, and measure latency and bandwidth of every pair of ranks.",

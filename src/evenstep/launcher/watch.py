@@ -6,7 +6,9 @@ The decisions are pure (`StopWatch.look`); `observe` is what reads `/proc`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import select
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +89,37 @@ class StopWatch:
                 limit = "" if seen.state == "t" else f"; all ranks are stopped after {self.grace_s:g} s"
                 lines.append(f"{hang}. {remedy}{limit}")
         return lines, given_up
+
+
+class Ends:
+    """The ends of processes, known the moment they come, where the kernel has pidfds; else after a wait.
+
+    Args:
+        pids: Children of this process, none of which has been waited for.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._poll: select.poll | None = select.poll()
+        self._fds: list[int] = []
+        try:
+            for pid in pids:
+                self._fds.append(os.pidfd_open(pid))
+                self._poll.register(self._fds[-1], select.POLLIN)
+        except (OSError, AttributeError):  # an old kernel, or a sandbox that refuses it
+            self._poll = None
+
+    def wait(self, longest_s: float) -> None:
+        """Return when one of them ends, or has; and else after a while."""
+        if self._poll is None:
+            time.sleep(longest_s)
+            return
+        for fd, _ in self._poll.poll(longest_s * 1000):
+            self._poll.unregister(fd)  # it would end every later wait at once
+
+    def close(self) -> None:
+        """Let go of the processes."""
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 def observe(pid: int) -> Observation:

@@ -53,7 +53,9 @@ DESCRIBES_ITSELF = """
         "is_child": multiprocessing.parent_process() is None, "hook": sys.excepthook.__module__,
     }
     draws = [random.random(), float(numpy.random.rand()), torch.initial_seed()]
-    Path(f"told-{os.environ['RANK']}").write_text(json.dumps([told, draws, os.getpid(), os.getppid()]))
+    Path(f"told-{os.environ['RANK']}").write_text(json.dumps(
+        [told, draws, os.getpid(), os.getppid(), Path(Path("/proc/self/cmdline").read_text().split("\\0")[2]).name]
+    ))
     open("unclosed-" + os.environ["RANK"], "w").write("written at the end")
     kept = open("kept-" + os.environ["RANK"], "w")
     kept.write("written by the finaliser")
@@ -74,6 +76,8 @@ def test_a_copy_is_what_python_would_have_started(tmp_path: Path) -> None:
         states[name] = [told(tmp_path / name, rank) for rank in range(2)]
         for rank in range(2):
             assert (tmp_path / name / f"kept-{rank}").read_text() == "written by the finaliser"
+        is_copy = told(tmp_path / name, 0)[4] != "start_worker.py"
+        assert is_copy == (name == "warm")
         assert command.left_files() == []
         assert command.leaves_no_process()
     for rank in range(2):
@@ -86,7 +90,7 @@ def test_a_copy_is_what_python_would_have_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "files", "words"),
     [
-        (["-m", "evenstep", "run"], ["/usr/lib/a.py", None], None),
+        (["-m", "evenstep", "run"], ["/usr/lib/a.py", "_ops.py", None], None),
         (["/usr/bin/evenstep", "run", "-O"], [], None),
         (["-u", "-m", "evenstep"], [], None),
         (["-O", "-m", "evenstep"], [], "started with -O"),

@@ -69,21 +69,32 @@ def _unbuffered(descriptor: int, name: str, like: object) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "wb", closefd=False)
     raw.name = name
     encoding, errors = getattr(like, "encoding", "utf-8"), getattr(like, "errors", "strict")
-    return io.TextIOWrapper(raw, encoding=encoding, errors=errors, newline="\n", write_through=True)  # type: ignore[arg-type]
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, newline="\n", write_through=True)  # type: ignore[arg-type]
+    stream.mode = "w"
+    return stream
 
 
 def _set_threads() -> None:
-    """`OMP_NUM_THREADS` as the libraries would have read it when they were loaded."""
+    """`OMP_NUM_THREADS` as torch would have read it when it was loaded."""
     num_threads = environment.openmp_threads()
-    if num_threads is None:
-        return
-    if not environment.is_set("MKL_NUM_THREADS"):
+    if num_threads is not None and not environment.is_set("MKL_NUM_THREADS"):
         torch.set_num_threads(num_threads)
-    if environment.is_set("OPENBLAS_NUM_THREADS") or environment.is_set("GOTO_NUM_THREADS"):
+
+
+def set_blas_threads(variables: Mapping[str, str]) -> None:
+    """The same for numpy's OpenBLAS; in the template, before it is copied.
+
+    In a copy OpenBLAS would first start as many threads as there are cores, only to leave most of them idle.
+
+    Args:
+        variables: Of the rank.
+    """
+    wanted = variables.get("OMP_NUM_THREADS", "")
+    if not wanted.isdigit() or variables.get("OPENBLAS_NUM_THREADS") or variables.get("GOTO_NUM_THREADS"):
         return
     maps = Path("/proc/self/maps").read_text()
     for file in {found[0] for line in maps.splitlines() if (found := _BLAS_FILE.search(line))}:
         library = ctypes.CDLL(file)  # numpy's: it is loaded already
         for function in _SET_BLAS_THREADS:
             if hasattr(library, function):
-                getattr(library, function)(num_threads)
+                getattr(library, function)(int(wanted))

@@ -36,7 +36,7 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from evenstep.launcher.copy_state import copied_path, settle
+from evenstep.launcher.copy_state import copied_path, set_blas_threads, settle
 from evenstep.launcher.lifeline import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -157,7 +157,8 @@ def why_not(first_on_path: str, options: Sequence[str], modules: Iterable[str | 
         if option != "-u":  # ranks have that anyway
             return f"python was started with {option}"
     for file in modules:
-        if file is not None and first_on_path and os.path.dirname(os.path.abspath(file)) == first_on_path:
+        # Modules of torch that no file has made name one all the same, without a directory.
+        if file is not None and first_on_path and os.path.dirname(file) == first_on_path:
             return f"{file} was imported from where the launcher stands"
     return None
 
@@ -222,6 +223,8 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             os._exit(0)
         head += _receive(connection, _LENGTH.size - len(head))
         arguments, variables = json.loads(_receive(connection, _LENGTH.unpack(head)[0]))
+        if num_copies == 0:
+            set_blas_threads(variables)
         reader, writer = os.pipe()
         between = os.fork()
         if between == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 from dataclasses import replace
@@ -16,7 +17,8 @@ from evenstep import world as worlds
 from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, MismatchError
-from evenstep.health import last_words, page
+from evenstep.health import last_words, page, peer_pages
+from evenstep.health.steps import count_optimizer_steps
 from evenstep.meeting import choose_gloo_interface, open_store
 from evenstep.transport.choice import TRANSPORTS, Transports, open_transports, validate_transport
 from evenstep.transport.exchange import exchange
@@ -86,6 +88,8 @@ def init(
     _announce(world, quiet=quiet)
     atexit.register(world.close)
     worlds.set_current(world)
+    if page.own_path() is not None:
+        count_optimizer_steps()
     page.mark(page.Phase.BETWEEN_STEPS)
     return world
 
@@ -135,6 +139,7 @@ def _join(
         transports = open_transports(transport, chosen, timeout_s=timeout_s)
         if placement.makes_store:
             placement = _complete(placement, transports, chosen)
+        end_pages = peer_pages.share_pages(functools.partial(exchange, transports.control), rank=placement.rank)
     except ConfigurationError:
         _destroy_default_group()
         raise
@@ -144,7 +149,7 @@ def _join(
         transports=transports,
         store=dist.distributed_c10d._get_default_store(),
         seed=seed,
-        on_close=[_destroy_default_group, restore_hook],
+        on_close=[end_pages, _destroy_default_group, restore_hook],
     )
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from evenstep.launcher.template import why_not
-from tests.commands import call, start
+from tests.commands import call
 
 DESCRIBES_ITSELF = """
     import faulthandler, gc, json, locale, multiprocessing, os, signal, sys, threading, warnings

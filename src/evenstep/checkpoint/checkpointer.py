@@ -22,6 +22,7 @@ from evenstep.checkpoint.stopping import Agreement, Status, StopSignals
 from evenstep.checkpoint.storage import LocalDirectory, Storage
 from evenstep.checkpoint.streams import NAME as RANDOM
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, UsageError
+from evenstep.health import page
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.world import World
 
@@ -298,16 +299,20 @@ class Checkpointer:
     def _save(self, *, waits: bool = False, raises: bool = False) -> None:
         self._finish(raises=raises)
         self._last_saved, self._saved_at = self.num_steps, time.monotonic()
+        page.mark(page.Phase.SAVING)
         self._saver.start(self.num_steps, self._metrics)
+        page.mark(page.Phase.BETWEEN_STEPS)
         if waits or not self._asynchronous:
             self._finish(raises=raises)
 
     def _finish(self, *, raises: bool = False) -> None:
         """Collective: wait for the pending save, and deal with its failure."""
+        page.mark(page.Phase.SAVING)
         was_pending = self._saver.writer.is_pending
         failure = self._saver.finish()
         if failure is None and was_pending and self._last_saved is not None:
             self._directory.note(self._last_saved)
+        page.mark(page.Phase.BETWEEN_STEPS)
         self._tell_failure(failure, raises=raises)
 
     def _tell_failure(self, failure: str | None, *, raises: bool = False) -> None:

@@ -1,6 +1,6 @@
 """The progress page: what a rank is doing, written with a few stores to memory and read from outside the process.
 
-A page is a file of 128 bytes in the run's private directory, mapped by its rank. Nobody has to ask the rank: it can be
+A page is a file of 1 KiB in the run's private directory, mapped by its rank. Nobody has to ask the rank: it can be
 read while the rank is stopped, holds the interpreter lock, or is dead. Every field is a machine word of its own, so a
 reader sees each of them whole; between fields it may see a moment in between, and judges nothing by one look.
 
@@ -15,6 +15,7 @@ reader sees each of them whole; between fields it may see a moment in between, a
           8     how long it has waited for other ranks in all, nanoseconds
           9     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
          10     when the last step was finished, nanoseconds (monotonic)
+         16 ... a text: where in its script this rank is, written when ranks disagree. Its length comes last
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE_BYTES = 128
+PAGE_BYTES = 1024
+CELL_BYTES = 128
+_TEXT = struct.Struct("=H")
 _MARK = 0x32474150_534E5645  # changes with the layout
 _FORMAT = "=16Q"
 _NO_BUCKET = (1 << 64) - 1
@@ -44,6 +47,8 @@ class Phase(enum.IntEnum):
     MAIN_FIRST = 5  # rank 0 runs the block of `world.main_first()`, however long that takes; the others wait for it
     SAVING = 6
     ENDED = 7  # left its world as it should
+    EVALUATING = 8  # a forward pass without gradients, and what follows it
+    COMPILING = 9  # torch.compile is at work
 
 
 WORDS = {
@@ -55,6 +60,8 @@ WORDS = {
     Phase.MAIN_FIRST: "in main_first",
     Phase.SAVING: "saving",
     Phase.ENDED: "at its end",
+    Phase.EVALUATING: "in an evaluation",
+    Phase.COMPILING: "compiling",
 }
 
 
@@ -96,7 +103,7 @@ class Seen:
 class Page:
     """This rank's own page, open for writing."""
 
-    __slots__ = ("_cells", "_map")
+    __slots__ = ("_cells", "_map", "path")
 
     def __init__(self, path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -106,10 +113,19 @@ class Page:
         finally:
             os.close(fd)
         self._cells = memoryview(self._map).cast("B").cast("Q")
+        self.path = path
         self._cells[5] = 0
         self._cells[1], self._cells[7] = os.getpid(), _NO_BUCKET
         self._cells[6] = time.monotonic_ns()
         self._cells[0] = _MARK
+
+    def write_site(self, text: str) -> None:
+        """Leave a text for other ranks; what is too long for the page is cut off."""
+        data = text.encode(errors="replace")[: PAGE_BYTES - CELL_BYTES - _TEXT.size]
+        self._map[CELL_BYTES : CELL_BYTES + _TEXT.size] = _TEXT.pack(0)
+        begin = CELL_BYTES + _TEXT.size
+        self._map[begin : begin + len(data)] = data
+        self._map[CELL_BYTES : CELL_BYTES + _TEXT.size] = _TEXT.pack(len(data))
 
     def close(self) -> None:
         """Unmap it. What was written stays to be read."""
@@ -132,6 +148,17 @@ def open_page(path: Path) -> None:
     close_page()
     _page = Page(path)
     _cells = _page._cells
+
+
+def own_path() -> Path | None:
+    """Where this process's page lies; None if it has none."""
+    return None if _page is None else _page.path
+
+
+def write_site(text: str) -> None:
+    """See `Page.write_site`; nothing without a page."""
+    if _page is not None:
+        _page.write_site(text)
 
 
 def close_page() -> None:
@@ -205,9 +232,14 @@ def read_page(path: Path) -> Seen | None:
         data = path.read_bytes()
     except OSError:
         return None
-    if len(data) != PAGE_BYTES:
-        return None
-    return parse_page(data)
+    return parse_page(data[:CELL_BYTES]) if len(data) == PAGE_BYTES else None
+
+
+def parse_site(data: bytes | mmap.mmap) -> str:
+    """The text of a page; "" if there is none. Pure."""
+    (length,) = _TEXT.unpack_from(data, CELL_BYTES)
+    begin = CELL_BYTES + _TEXT.size
+    return bytes(data[begin : begin + length]).decode(errors="replace")
 
 
 def parse_page(data: bytes | memoryview) -> Seen | None:

@@ -17,7 +17,7 @@ from evenstep.launcher.watch import Hang
 
 # As a `CollectiveTimeoutError` of ours names the ranks that it has waited for.
 _MISSING = re.compile(r"Missing: (rank \d+ \([^)]*\)(?:, rank \d+ \([^)]*\))*)")
-_MISSING_RANK = re.compile(r"rank (?P<rank>\d+) \(pid (?P<pid>\d+)(?P<is_suspended>, stopped)?\)")
+_MISSING_RANK = re.compile(r"rank (?P<rank>\d+) \(pid (?P<pid>\d+)(?P<is_suspended>, stopped)?[^)]*\)")
 
 _MAX_NAMES = 8  # one line, however many ranks
 
@@ -122,12 +122,12 @@ def tell(
     if saved_step is not None:
         lines.append(f"evenstep: the newest checkpoint is that of step {saved_step}")
     for rank, stack in sorted(failure.stacks.items()):
-        if stack and failure.only_witnesses:
+        if stack and (failure.only_witnesses or (failure.hang is not None and failure.hang.rank == rank)):
             lines += [f"evenstep: rank {rank} was here:", printable(stack)]
     if failure.elsewhere is not None:
         lines.append(f"evenstep: {failure.elsewhere.text}. The ranks of this host were stopped")
     elif failure.hang is not None:
-        lines.append(f"evenstep: {failure.hang}. It was not continued, so the run was ended")
+        lines.append(f"evenstep: {failure.hang.verdict}")
     elif report is None:
         if log_tail:
             lines += [f"evenstep: the last lines of rank {culprit.rank} ({log}):", log_tail]

@@ -20,12 +20,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.blame import Exit, read_reports, saves_file
+from evenstep.health.budgets import Budgets
 from evenstep.health.page import Seen, page_file, read_page
 from evenstep.launcher.account import Failure, in_short, judge, status_of
 from evenstep.launcher.other_hosts import Elsewhere, OtherHosts
 from evenstep.launcher.starting import RankProcess
 from evenstep.launcher.verdict import StopPolicy, is_evident
-from evenstep.launcher.watch import Ends, Hang, StopWatch, count_memory_kills, observe
+from evenstep.launcher.watch import Ends, Hang, LateWatch, StopWatch, count_memory_kills, observe
 from evenstep.launcher.worker import STACK_SIGNAL, ready_file, stack_file
 
 _POLL_S = 0.02
@@ -42,6 +43,7 @@ class WatchedRanks:
         attempt: How many restarts there were.
         run_directory: Where ranks leave their reports.
         policy: How ranks are stopped.
+        budgets: How long they may keep others waiting.
         on_failure: Told of a failed attempt once all its ranks have ended and all their output is written.
         on_preempted: Told when all ranks have ended because they were asked to stop, and have saved.
         others: The other hosts of the run; None: there are none.
@@ -55,6 +57,7 @@ class WatchedRanks:
         attempt: int,
         run_directory: Path,
         policy: StopPolicy,
+        budgets: Budgets,
         on_failure: Callable[[Failure], None],
         on_preempted: Callable[[], None],
         others: OtherHosts | None = None,
@@ -70,6 +73,7 @@ class WatchedRanks:
         self._first_preempted: float | None = None
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
         self._watch = StopWatch(grace_s=policy.stopped_grace_s)
+        self._lateness = LateWatch(budgets)
         self._last_look = 0.0
         self._num_memory_kills = count_memory_kills()
         self._ends = Ends(process.pid for process in self._processes.values())
@@ -120,7 +124,11 @@ class WatchedRanks:
             return None
         self._last_look = now
         observations = {self._ranks[local]: observe(process.pid) for local, process in self._alive().items()}
-        lines, hang = self._watch.look(now, observations, self._pages())
+        pages = self._pages()
+        lines, hang = self._watch.look(now, observations, pages)
+        # Who is stopped has been named already.
+        told, late = self._lateness.look({r: p for r, p in pages.items() if not self._watch.is_stopped(r)})
+        lines, hang = lines + told, hang or late
         for line in lines:
             print(f"evenstep: {line}", file=sys.stderr, flush=True)  # noqa: T201
         return hang
@@ -167,7 +175,10 @@ class WatchedRanks:
     def _end_failed_attempt(self, hang: Hang | None = None, elsewhere: Elsewhere | None = None) -> RunProcsResult:
         started = time.monotonic()
         pages = self._pages()
+        stacks: dict[int, str] = {}
         if hang is not None:
+            if not hang.is_suspended:
+                stacks = self._ask_for_stacks()
             # It can hear no other signal. Its peers tell that they have lost it, as after any death.
             _signal_group(self._processes[self._ranks.index(hang.rank)], signal.SIGKILL)
         evident = False
@@ -177,7 +188,8 @@ class WatchedRanks:
             if time.monotonic() - started >= grace_s:
                 break
             time.sleep(_POLL_S)
-        stacks = {} if evident or elsewhere is not None else self._ask_for_stacks()
+        if not (evident or elsewhere is not None or hang is not None):
+            stacks = self._ask_for_stacks()
         self._stop(signal.SIGTERM)
         exits = self._exits()
         failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
@@ -275,6 +287,7 @@ class RankAgent(LocalElasticAgent):
         *args: Any,
         run_directory: Path,
         policy: StopPolicy,
+        budgets: Budgets,
         on_failure: Callable[[Failure, int], bool],
         on_preempted: Callable[[], None],
         **kwargs: Any,
@@ -282,6 +295,7 @@ class RankAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._run_directory = run_directory
         self._policy = policy
+        self._budgets = budgets
         self._on_failure = on_failure
         self._on_preempted = on_preempted
 
@@ -305,6 +319,7 @@ class RankAgent(LocalElasticAgent):
             others=others,
             run_directory=self._run_directory,
             policy=self._policy,
+            budgets=self._budgets,
             on_failure=self._attempt_failed,
             on_preempted=self._on_preempted,
         )

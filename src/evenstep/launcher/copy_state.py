@@ -69,8 +69,8 @@ def _unbuffered(descriptor: int, name: str, like: object) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "wb", closefd=False)
     raw.name = name
     encoding, errors = getattr(like, "encoding", "utf-8"), getattr(like, "errors", "strict")
-    stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, newline="\n", write_through=True)  # type: ignore[arg-type]
-    stream.mode = "w"
+    stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, newline="\n", write_through=True)
+    vars(stream)["mode"] = "w"
     return stream
 
 

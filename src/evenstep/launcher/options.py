@@ -110,6 +110,13 @@ def make_parser() -> ArgumentParser:
         help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71. Default: 30.",
     )
     ours.add_argument(
+        "--budget",
+        default="",
+        metavar="PHASE=S,...",
+        help="How long a rank may stay in a phase while others wait for it, before the run is ended with status 71: "
+        "step=600,between=600,evaluating=3600,compiling=3600,saving=3600,starting=1800.",
+    )
+    ours.add_argument(
         "--cold-start",
         "--cold_start",
         action="store_true",

@@ -26,6 +26,7 @@ from torch.distributed.run import config_from_args
 
 from evenstep import environment, network
 from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
+from evenstep.health.budgets import Budgets
 from evenstep.launcher import hosts_rendezvous, rendezvous
 from evenstep.launcher.account import Failure, status_of, tell
 from evenstep.launcher.agent import RankAgent
@@ -112,6 +113,7 @@ class _Run:
         template: Template | None = None,
     ) -> None:
         self._args = args
+        self._budgets = Budgets.parse(args.budget)
         self._template = template
         self._run_directory = run_directory
         self._num_ranks = plan.num_ranks
@@ -129,6 +131,7 @@ class _Run:
             device=args.device,
             announced=announced,
             faults=args.inject,
+            budgets=str(self._budgets),
             stamps_lines=args.log_dir is not None,
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
 
@@ -189,6 +192,7 @@ class _Run:
                 stopped_grace_s=self._args.stopped_grace,
                 look_every_s=self._args.monitor_interval,
             ),
+            budgets=self._budgets,
             on_failure=self._on_failure,
             on_preempted=self._on_preempted,
         )

@@ -194,7 +194,7 @@ class DistributedDataParallel(TorchInterface):
             if self.training:
                 self.world.diverge_random_streams()
         began_ns = perf_counter_ns()
-        page.mark(page.Phase.FORWARD)
+        page.mark(page.Phase.FORWARD if with_grad else page.Phase.EVALUATING)
         if self.settings.inputs_to is not None:
             inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))
         # The usual case is told apart without flattening a nest: a call of 10 microseconds.

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from evenstep import world as worlds
 from evenstep.errors import UsageError
+from evenstep.health.steps import mark_compilations
 from evenstep.replica import registrations
 from evenstep.replica.comm_hook import CommHook
 from evenstep.replica.engine import Engine
@@ -39,6 +40,7 @@ def keep_out_of_graphs() -> None:
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None and not _is_known_to_dynamo:
         _is_known_to_dynamo = True
+        mark_compilations()
         rules.add("evenstep")
 
 

@@ -14,7 +14,7 @@ from evenstep.health.budgets import slow_ranks
 from evenstep.health.page import Phase, Seen, mark
 
 _LOOK_EVERY_STEPS = 16
-_WINDOW_S = 10.0
+WINDOW_S = 10.0
 
 _is_counting = False
 _is_told_of_compiling = False
@@ -73,19 +73,17 @@ class SlowWatch:
     It is slow when its own part of a step takes 1.5 times the others' median in two windows, one after the other: one
     window may hold an evaluation or a save.
 
-    Args:
-        window_s: Length of a window at least.
+    A window lasts `WINDOW_S` at least.
     """
 
-    def __init__(self, window_s: float = _WINDOW_S) -> None:
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._before: tuple[float, dict[int, Seen]] | None = None
         self._suspects: frozenset[int] = frozenset()
         self._told: set[int] = set()
 
     def look(self, now: float) -> None:
         """Read the pages, if a window has passed, and say who is slow."""
-        if self._before is not None and now - self._before[0] < self._window_s:
+        if self._before is not None and now - self._before[0] < WINDOW_S:
             return
         pages = peer_pages.read_all()
         own = page.own_path()

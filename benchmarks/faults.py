@@ -6,8 +6,8 @@
 
 Of every run is recorded, in seconds after the fault: when a surviving rank noticed, when the screen named somebody,
 when the launcher had ended; who was blamed; the exit status; what is left of processes, of files in /dev/shm and in
-the temporary directory. Runs with restarts also tell how soon the next step was taken, how many steps were made twice, and
-whether any sample was lost or used twice in the history that counts.
+the temporary directory. Runs with restarts also tell how soon the next step was taken, how many steps were made twice,
+and whether any sample was lost or used twice in the history that counts.
 
 A cascade is four ranks, a fault of chance at a rank, step and phase of chance; the others fall over each other.
 """

@@ -105,6 +105,8 @@ def train_with_evenstep(args: argparse.Namespace) -> None:
                     diary.stepped(step, samples.tolist())
                     if checkpoint is not None:
                         checkpoint.step()
+                    if args.pauses and step % 5000 == 2500:
+                        pause_by_right(world, model, step)
                     # Rank 0's word counts: the file may appear between two ranks' looks.
                     if step % 25 == 0 and world.broadcast_object((args.diary / "end").exists()):
                         ends_at = step
@@ -115,6 +117,18 @@ def train_with_evenstep(args: argparse.Namespace) -> None:
             raise error
         values = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
         world.print(f"ended at step {step} with {hashlib.sha256(values).hexdigest()}")
+
+
+def pause_by_right(world: evenstep.World, model: nn.Module, step: int) -> None:
+    """What may keep the others waiting: rank 0 prepares something, or one rank evaluates for longer than a step may."""
+    if step % 10000 == 2500:
+        with world.main_first() as is_main:
+            if is_main:
+                time.sleep(40)
+    elif world.rank == 1:
+        with torch.no_grad():
+            model(torch.ones(4, 16))
+            time.sleep(40)
 
 
 def draw_of_chance(seed: int, attempt: int, rank: int, num_ranks: int, diary: Diary) -> None:
@@ -183,6 +197,7 @@ def main() -> None:
     parser.add_argument("--pause-s", type=float, default=0.005)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--ddp-timeout-s", type=float, default=20.0)
+    parser.add_argument("--pauses", action="store_true", help="of 40 s, where they are allowed")
     parser.add_argument("--soak-seed", type=int)
     args = parser.parse_args()
     if args.engine == "ddp":

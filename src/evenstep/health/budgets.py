@@ -82,7 +82,7 @@ class Budgets:
 
     def of(self, seen: Seen) -> float:
         """How long a rank may stay in its phase while others wait for it, in seconds."""
-        name = next(name for name, phases in _NAMES.items() if seen.phase in phases)
+        name = _name_of(seen.phase)
         return self.given.get(name, _FACTORS[name] * self.step_s)
 
 
@@ -116,6 +116,11 @@ class Late:
         return f"rank {self.rank} (pid {self.seen.pid}) is {describe(self.seen)}; {names} {verb} {since}"
 
 
+def patience(seen: Seen) -> float:
+    """How many times as long as in a step one waits in its phase before anything is said. Pure."""
+    return _FACTORS[_name_of(seen.phase)]
+
+
 def find_late(pages: Mapping[int, Seen | None], budgets: Budgets, *, now_ns: int) -> list[Late]:
     """Who is waited for, and for how long. Pure.
 
@@ -138,6 +143,10 @@ def find_late(pages: Mapping[int, Seen | None], budgets: Budgets, *, now_ns: int
 def describe(seen: Seen) -> str:
     """Where a rank is, in words that go into a sentence in brackets. Pure."""
     return f"{WORDS[seen.phase]}{_at(seen)}"
+
+
+def _name_of(phase: Phase) -> str:
+    return next(name for name, phases in _NAMES.items() if phase in phases)
 
 
 def _at(seen: Seen) -> str:

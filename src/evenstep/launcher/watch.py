@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenstep.health.budgets import Budgets, Late, find_late
+from evenstep.health.budgets import Budgets, Late, find_late, patience
 from evenstep.health.page import Seen
 
 
@@ -122,7 +122,7 @@ class LateWatch:
 
     Args:
         budgets: What each phase allows.
-        report_after_s: When to tell.
+        report_after_s: When to tell; later where something long goes on.
         margin_s: How long after the budget is used up the ranks' own deadlines may still speak.
     """
 
@@ -140,11 +140,13 @@ class LateWatch:
             now_ns: Monotonic time; None: now.
         """
         late = find_late(pages, self._budgets, now_ns=time.monotonic_ns() if now_ns is None else now_ns)
-        lines = []
-        for each in late:
-            if each.waited_s >= self._report_after_s and each.rank not in self._told:
-                lines.append(f"{each}. All ranks are stopped after {each.budget_s:g} s")
-        self._told = {each.rank for each in late if each.waited_s >= self._report_after_s}
+        worth_saying = [each for each in late if each.waited_s >= self._report_after_s * patience(each.seen)]
+        lines = [
+            f"{each}. All ranks are stopped after {each.budget_s:g} s"
+            for each in worth_saying
+            if each.rank not in self._told
+        ]
+        self._told = {each.rank for each in worth_saying}
         over = [each for each in late if each.waited_s > each.budget_s + self._margin_s]
         given_up = min(over, key=lambda each: each.seen.time_ns, default=None)
         if given_up is None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from evenstep.errors import CollectiveTimeoutError, PeerLostError
 from evenstep.health import page
-from evenstep.health.budgets import Budgets, describe
+from evenstep.health.budgets import Budgets, describe, patience
 from evenstep.transport.peers import PeerWatch
 from evenstep.transport.semaphores import SEMAPHORE_BYTES, sem_post, sem_trywait, take
 
@@ -260,7 +260,9 @@ class Arrivals:
     def _report(self, missing: list[int], what: Callable[[], str], waited_s: float) -> bool:
         """Say who is missing, if that is worth saying by now; returns whether it was."""
         stopped = [rank for rank in missing if self._watch.is_stopped(rank)]
-        if not stopped and waited_s <= self.policy.report_missing_after_s:
+        pages = [self._watch.seen(rank) for rank in missing]
+        longest = min((1.0 if p is None or p.is_waiting else patience(p) for p in pages), default=1.0)
+        if not stopped and waited_s <= self.policy.report_missing_after_s * longest:
             return False
         names = ", ".join(f"rank {r} (pid {self._watch.pid(r)}{self._where(r)})" for r in stopped or missing)
         verb = "is" if len(stopped or missing) == 1 else "are"

@@ -18,6 +18,7 @@ from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.health import last_words, page, peer_pages
+from evenstep.health.quiet import quieten
 from evenstep.health.steps import count_optimizer_steps
 from evenstep.meeting import choose_gloo_interface, open_store
 from evenstep.transport.choice import TRANSPORTS, Transports, open_transports, validate_transport
@@ -33,6 +34,7 @@ def init(
     transport: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     quiet: bool = False,
+    log_on_all_ranks: bool = False,
 ) -> World:
     """Join the ranks that a launcher started, or be a world of one.
 
@@ -49,6 +51,8 @@ def init(
             CPU ranks of one host, else Gloo.
         timeout_s: Seconds after which a collective gives up on a missing rank.
         quiet: Don't print the line that says what runs where.
+        log_on_all_ranks: Let every rank log and warn where all write to one terminal (torchrun, mpiexec, srun). Else
+            rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own, and all of it is kept.
 
     Returns:
         The world, which is also the current one: what constructors take when given `world=None`.
@@ -81,6 +85,8 @@ def init(
         world = World.from_process_group(device=device, seed=seed, transport=transport)
     else:
         world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
+    if not (log_on_all_ranks or world.is_main or current_placement().launcher.startswith("evenstep")):
+        world._on_close.append(quieten())
     _check_same_arguments(world, {"seed": seed, "transport": transport, "timeout_s": timeout_s})
     world._init_arguments = arguments
     if seed is not None:

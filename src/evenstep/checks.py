@@ -50,11 +50,10 @@ def whole(what: str, value: Any, *, least: int | None = None, most: int | None =
         ConfigurationError: It is no whole number, or out of range.
     """
     try:
-        number = operator.index(value)
+        number = None if is_switch_type(value) else operator.index(value)
     except Exception:  # a tensor of several numbers has an error of its own
         number = None
-    is_number = number is not None and not is_switch_type(value)
-    if number is None or not is_number or (least is not None and number < least) or (most is not None and number > most):
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
         raise refuse(what, value, f"a whole number{_range(least, most)}{_or(otherwise)}")
     return number
 

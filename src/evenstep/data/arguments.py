@@ -14,13 +14,11 @@ from evenstep.data.records import Records
 from evenstep.data.sampler import DistributedSampler
 from evenstep.data.weighted import WeightedSampler
 from evenstep.errors import ConfigurationError
-from evenstep.transport import agreement
+from evenstep.transport.agreement import validate_together
 from evenstep.world import World
 
 _VERSION = 1
-_ADVICE = (
-    "Every rank makes its loaders in the same order, from the same data set and with the same arguments."
-)
+_ADVICE = "Every rank makes its loaders in the same order, from the same data set and with the same arguments."
 
 
 _MAY_BE_NONE = {
@@ -187,7 +185,13 @@ def agree(world: World, problem: str | None, facts: Callable[[], dict[str, Any]]
         problem: What is wrong here; None: nothing.
         facts: What must be equal everywhere, by what people call it; asked only if there is no problem.
     """
-    agreement.agree(world.control, "DataLoader", problem, facts, advice=_ADVICE)
+
+    def validate() -> dict[str, Any]:
+        if problem is not None:
+            raise ConfigurationError(problem)
+        return facts()
+
+    validate_together(world.control, "DataLoader", validate, advice=_ADVICE)
 
 
 def read_state(state: Any, facts: dict[str, Any]) -> tuple[Mark, int]:

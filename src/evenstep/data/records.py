@@ -204,7 +204,9 @@ def choose_format(paths: list[Path], given: str | None, record_bytes: int | None
     if given is not None:
         checks.choice("Records: format", given, ("lines", "jsonl", "fixed"), otherwise="None to choose by the suffix")
     if (record_bytes is not None) != (given == "fixed") and not (given is None and record_bytes is not None):
-        raise ConfigurationError(f"Records: format={given!r} with record_bytes={record_bytes!r}: the two belong together.")
+        raise ConfigurationError(
+            f"Records: format={given!r} with record_bytes={record_bytes!r}: the two belong together."
+        )
     if record_bytes is not None:
         return "fixed"
     if given is not None:
@@ -212,7 +214,7 @@ def choose_format(paths: list[Path], given: str | None, record_bytes: int | None
     formats = {_FORMATS.get(path.suffix) for path in paths}
     if len(formats) != 1 or None in formats:
         raise ConfigurationError(
-            f"Records: what is in {paths[0].name} isn't clear from its name: pass format='lines' or 'jsonl', or record_bytes= "
-            f"for records of fixed size."
+            f"Records: what is in {paths[0].name} isn't clear from its name: pass format='lines' or 'jsonl', or "
+            f"record_bytes= for records of fixed size."
         )
     return str(formats.pop())

@@ -8,43 +8,51 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
+from evenstep.errors import ConfigurationError, DataError, EvenstepError, MismatchError, UsageError
 from evenstep.transport.base import Transport
 from evenstep.transport.exchange import exchange
 
-ADVICE = "Every rank passes the same arguments."
+_ADVICE = "Every rank passes the same arguments."
+_KINDS: dict[str, type[EvenstepError]] = {
+    kind.__name__: kind for kind in (ConfigurationError, UsageError, DataError, MismatchError)
+}
 
 
-def agree(
-    transport: Transport,
-    what: str,
-    problem: str | None,
-    facts: Callable[[], dict[str, Any]],
-    *,
-    advice: str = ADVICE,
-) -> None:
-    """Raise on all ranks if one has a problem, or if what must be equal differs.
+def validate_together(
+    transport: Transport, what: str, validate: Callable[[], dict[str, Any]], *, advice: str = _ADVICE
+) -> dict[str, Any]:
+    """Raise on all ranks if what one of them was given is wrong, or differs from what the others were given.
 
     Collective, if there are several ranks: every rank calls this, in the same order.
 
     Args:
         transport: Carries the messages, on the CPU.
         what: Who asks: "DataLoader".
-        problem: What is wrong on this rank; None: nothing.
-        facts: What must be equal everywhere, by what people call it, in JSON types; asked only if there is no problem.
-        advice: What is said where it differs.
+        validate: Returns what must be equal everywhere, by what people call it, in JSON types. Raises an
+            `EvenstepError` if something is wrong on this rank.
+        advice: What is said where something differs.
+
+    Returns:
+        What `validate` returned.
 
     Raises:
-        ConfigurationError: A rank has a problem.
+        EvenstepError: Of the kind that a rank's `validate` raised, with its text.
         MismatchError: The facts differ, or other ranks are somewhere else.
     """
-    own: dict[str, Any] = {"what": what, "problem": problem, "facts": {} if problem is not None else facts()}
+    own: dict[str, Any] = {"what": what, "kind": "", "problem": "", "facts": {}}
+    try:
+        own["facts"] = validate()
+    except EvenstepError as error:
+        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), ConfigurationError.__name__)
+        own |= {"kind": kind, "problem": str(error).removeprefix(f"{what}: ")}
     finding = judge(exchange(transport, own) if transport.world_size > 1 else [own], advice)
     if finding is not None:
         raise finding
+    facts: dict[str, Any] = own["facts"]
+    return facts
 
 
-def judge(seen: Sequence[Mapping[str, Any]], advice: str = ADVICE) -> EvenstepError | None:
+def judge(seen: Sequence[Mapping[str, Any]], advice: str = _ADVICE) -> EvenstepError | None:
     """The error that all ranks raise; None if they agree. Pure.
 
     Args:
@@ -52,11 +60,11 @@ def judge(seen: Sequence[Mapping[str, Any]], advice: str = ADVICE) -> EvenstepEr
         advice: What is said where facts differ.
     """
     first = seen[0]
-    with_problem = [rank for rank, each in enumerate(seen) if each["problem"] is not None]
+    with_problem = [rank for rank, each in enumerate(seen) if each["kind"]]
     if with_problem:
         said = seen[with_problem[0]]
         where = "" if len(with_problem) == len(seen) else f" on rank {with_problem[0]}"
-        return ConfigurationError(f"{said['what']}{where}: {said['problem']}")
+        return _KINDS[said["kind"]](f"{said['what']}{where}: {said['problem']}")
     for rank, each in enumerate(seen):
         if each["what"] != first["what"]:
             return MismatchError(

@@ -14,9 +14,9 @@ from evenstep.health import page
 
 @contextlib.contextmanager
 def main_first(store: Store | None, number: int, *, is_main: bool) -> Iterator[bool]:
-    """Around a block that rank 0 runs first; the others wait for it, as long as it takes. Yields whether this is rank 0.
+    """Around a block that rank 0 runs first; the others wait for it, as long as it takes.
 
-    Collective.
+    Collective. Yields whether this is rank 0.
 
     Args:
         store: Where rank 0 says that it is done; None in a world of one.

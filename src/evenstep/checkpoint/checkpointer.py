@@ -93,7 +93,7 @@ class Checkpointer:
             options = {"asynchronous": bool(asynchronous), "on_save_error": on_save_error}
             return arguments.facts(storage, self.policy, self.world, objects, options)
 
-        validate_together(self.world.control, "Checkpointer", validate)
+        validate_together(self.world, "Checkpointer", validate)
         self._rehearsal = Rehearsal.of_this_process(self.world, objects)
         storage = arguments.open_storage(directory if self._rehearsal is None else self._rehearsal.directory)
         self._directory = RunDirectory(storage, self.world, self.policy)
@@ -382,7 +382,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ what lies there
 
     def _agree(self, method: str, validate: Callable[[], dict[str, Any]]) -> None:
-        validate_together(self.world.control, f"Checkpointer.{method}", validate)
+        validate_together(self.world, f"Checkpointer.{method}", validate)
 
     def _open(self) -> None:
         """Collective, once: this job alone writes here, and knows what there is."""

@@ -191,7 +191,7 @@ def agree(world: World, problem: str | None, facts: Callable[[], dict[str, Any]]
             raise ConfigurationError(problem)
         return facts()
 
-    validate_together(world.control, "DataLoader", validate, advice=_ADVICE)
+    validate_together(world, "DataLoader", validate, advice=_ADVICE)
 
 
 def read_state(state: Any, facts: dict[str, Any]) -> tuple[Mark, int]:

@@ -310,5 +310,5 @@ def settle(
             "mixed_precision": describe_precision(mixed_precision),
         }
 
-    validate_together(world.control, "DistributedDataParallel", validate)
+    validate_together(world, "DistributedDataParallel", validate)
     return made[0]

@@ -6,11 +6,9 @@ An argument that is wrong on one rank alone would leave the others waiting for i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from evenstep.errors import ConfigurationError, DataError, EvenstepError, MismatchError, UsageError
-from evenstep.transport.base import Transport
-from evenstep.transport.exchange import exchange
 
 _ADVICE = "Every rank passes the same arguments."
 _KINDS: dict[str, type[EvenstepError]] = {
@@ -18,22 +16,28 @@ _KINDS: dict[str, type[EvenstepError]] = {
 }
 
 
+class Ranks(Protocol):
+    """Those who have to agree."""
+
+    world_size: int
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of rank, on every rank. Collective."""
+
+
 def validate_together(
-    transport: Transport, what: str, validate: Callable[[], dict[str, Any]], *, advice: str = _ADVICE
-) -> dict[str, Any]:
+    ranks: Ranks, what: str, validate: Callable[[], dict[str, Any]], *, advice: str = _ADVICE
+) -> None:
     """Raise on all ranks if what one of them was given is wrong, or differs from what the others were given.
 
-    Collective, if there are several ranks: every rank calls this, in the same order.
+    Collective: every rank calls this, in the same order. One rank alone asks nobody.
 
     Args:
-        transport: Carries the messages, on the CPU.
+        ranks: Their world.
         what: Who asks: "DataLoader".
         validate: Returns what must be equal everywhere, by what people call it, in JSON types. Raises an
             `EvenstepError` if something is wrong on this rank.
         advice: What is said where something differs.
-
-    Returns:
-        What `validate` returned.
 
     Raises:
         EvenstepError: Of the kind that a rank's `validate` raised, with its text.
@@ -45,11 +49,9 @@ def validate_together(
     except EvenstepError as error:
         kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), ConfigurationError.__name__)
         own |= {"kind": kind, "problem": str(error).removeprefix(f"{what}: ")}
-    finding = judge(exchange(transport, own) if transport.world_size > 1 else [own], advice)
+    finding = judge(ranks.exchange(own) if ranks.world_size > 1 else [own], advice)
     if finding is not None:
         raise finding
-    facts: dict[str, Any] = own["facts"]
-    return facts
 
 
 def judge(seen: Sequence[Mapping[str, Any]], advice: str = _ADVICE) -> EvenstepError | None:

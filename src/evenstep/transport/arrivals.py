@@ -9,6 +9,7 @@ look whether a missing rank has died, has left, or is stopped.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
 import sys
@@ -124,6 +125,10 @@ class Arrivals:
         self._seen = [[0] * world_size for _ in Phase]
         self._announced = [0] * len(Phase)
         self._spin_s = policy.spin_s
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """From now on wait so long at most, also where somebody is waiting already."""
+        self.policy = dataclasses.replace(self.policy, timeout_s=timeout_s)
 
     def announce(self, phase: Phase) -> int:
         """Tell everybody that this rank has passed `phase` once more; returns how often by now."""

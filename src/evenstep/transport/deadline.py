@@ -1,7 +1,7 @@
 """Another deadline for a transport that is in use, and how torch tells of one.
 
-`torch.distributed.distributed_c10d._set_pg_timeout` asks a group for the backend of each device, and tells those that it
-knows: Gloo and NCCL. What travels through shared memory has to hear of it from the group's Gloo.
+torch's `distributed_c10d._set_pg_timeout` asks a group for the backend of each device, and tells those that it knows:
+Gloo and NCCL. What travels through shared memory has to hear of it from the group's Gloo.
 """
 
 from __future__ import annotations

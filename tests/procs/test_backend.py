@@ -290,7 +290,8 @@ def told_another_deadline() -> tuple[float, str]:
     assert isinstance(shared, SharedMemoryTransport), group.why_gloo
     before = shared.arrivals.policy.timeout_s
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.4), group)
-    assert (before, shared.arrivals.policy.timeout_s) == (600.0, 0.4)
+    assert before > 60, "as it was made"
+    assert shared.arrivals.policy.timeout_s == 0.4
     assert gloo.options._timeout == timedelta(seconds=0.4), "what falls through has the same deadline"
     began, told = time.monotonic(), ""
     if world.rank == 0:

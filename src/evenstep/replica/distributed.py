@@ -22,6 +22,7 @@ from evenstep.health import page
 from evenstep.replica import registrations
 from evenstep.replica.agreement import validate_same_model
 from evenstep.replica.batches import StandIn, batch_length, split
+from evenstep.replica.channels import bucket_transport
 from evenstep.replica.mixed_precision import LowPrecision
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
 from evenstep.replica.nonfinite import Policy
@@ -157,7 +158,7 @@ class DistributedDataParallel(TorchInterface):
             validate_same_model(settings.kept(module), buffers, world)
             tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in buffers)]
             finish_broadcast(start_broadcast(tensors, world.transport))
-        self._set_up(world, settings)
+        self._set_up(world, settings, bucket_transport(world, self))
         self._stand_in = StandIn(self.dim)
         self._low_precision = None
         if mixed_precision is not None:

@@ -59,6 +59,7 @@ def divide_gradients(engine: Engine, shardings: Mapping[int, tuple[Sharding, int
             engine.policy,
             engine.module_buffers,
             engine.recorder,
+            engine.transport,
             shardings,
             hook=before.hook if isinstance(before, BucketExchange) else None,
         )

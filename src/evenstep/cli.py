@@ -73,6 +73,15 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
 
 
 def _checkpoint(args: Namespace) -> int:
+    try:
+        return _act_on_checkpoint(args)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # of a directory that can't be read, a disk that is full
+        raise CheckpointError(f"{error.filename or args.action}: {error.strerror or error}.") from None
+
+
+def _act_on_checkpoint(args: Namespace) -> int:
     from evenstep.checkpoint import tools
 
     if args.action == "list":
@@ -203,7 +212,9 @@ def _add_verify(commands: Any) -> None:
     text = "check that a script, killed and resumed, ends as if it had been left alone"
     parser: ArgumentParser = commands.add_parser("verify", help=text, description=text.capitalize() + ".")
     parser.add_argument("--resume", action="store_true", required=True, help="what is checked: resuming")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=_step, default=2, metavar="N", help="ranks; 2")
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=_at_least_1, default=2, metavar="N", help="ranks; 2"
+    )
     parser.add_argument("--kill-at", type=_step, metavar="N", help="kill in this step; two thirds through if left out")
     parser.add_argument("--steps", type=_step, metavar="N", help="end after so many; at the script's end if left out")
     parser.add_argument("script", help="with a Checkpointer; it runs three times")
@@ -214,4 +225,10 @@ def _add_verify(commands: Any) -> None:
 def _step(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def _at_least_1(text: str) -> int:
+    if _step(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than 1")
     return int(text)

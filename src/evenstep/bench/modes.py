@@ -1,0 +1,37 @@
+"""What `evenstep bench` does besides running a script: --network, --predict, --memory, --published."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from importlib import import_module
+
+_MODES = {
+    "--network": ("network", "latency and bandwidth of the world's transport, by size, as nccl-tests measure them"),
+    "--predict": ("predict", "a measured step, simulated on ranks that one doesn't have"),
+    "--memory": ("memory", "what a script's model, optimizer and activations take, and who would need how much"),
+    "--published": ("published", "cases that others have measured, simulated from data sheets"),
+}
+MODES = tuple(_MODES)
+
+
+def run_mode(arguments: Sequence[str]) -> int:
+    """Run `evenstep bench` with one of `MODES` as its first argument, and return the exit status.
+
+    Args:
+        arguments: What comes after "bench".
+
+    Raises:
+        ConfigurationError: A flag or a file makes no sense.
+    """
+    module, text = _MODES[arguments[0]]
+    mode = import_module(f"evenstep.bench.{module}")  # a mode imports what it needs
+    parser = ArgumentParser(prog=f"evenstep bench {arguments[0]}", description=text[0].upper() + text[1:] + ".")
+    mode.add_arguments(parser)
+    status: int = mode.main(parser.parse_args(arguments[1:]))
+    return status
+
+
+def help_lines() -> list[str]:
+    """One line for each mode."""
+    return [f"{flag:<14}{text}" for flag, (_, text) in _MODES.items()]

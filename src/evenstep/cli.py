@@ -14,6 +14,8 @@ from typing import Any
 import evenstep
 from evenstep.errors import CheckpointError, EvenstepError
 
+_ESTIMATE = "how much memory a rank needs, and whether data parallelism is enough; nothing is allocated"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status.
@@ -33,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(arguments[1:])
         if arguments[0] == "bench":
             return _bench(arguments[1:])
+        if arguments[0] == "estimate":
+            return _estimate(arguments[1:])
         args = parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
         status: int = args.call(args)
         return status
@@ -56,6 +60,14 @@ def _bench(arguments: Sequence[str]) -> int:
         return run_mode(arguments)
     print("usage: evenstep bench MODE ...\n\nmodes (each has --help):\n  " + "\n  ".join(help_lines()))
     return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+
+
+def _estimate(arguments: Sequence[str]) -> int:
+    from evenstep.bench.memory import add_estimate_arguments, estimate
+
+    parser = ArgumentParser(prog="evenstep estimate", description=_ESTIMATE[0].upper() + _ESTIMATE[1:] + ".")
+    add_estimate_arguments(parser)
+    return estimate(parser.parse_args(arguments))
 
 
 def _checkpoint(args: Namespace) -> int:
@@ -104,8 +116,9 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="command")
     # Its own parser is torchrun's, and is made only when it is needed: `evenstep run --help`.
     commands.add_parser("run", help="start a script on several ranks", add_help=False)
-    # Its modes import what they need.
+    # Parsed where their flags are known.
     commands.add_parser("bench", help="how fast the network is, and how a run would scale", add_help=False)
+    commands.add_parser("estimate", help=_ESTIMATE, add_help=False)
     env = commands.add_parser("env", help="what there is to know of this host: for bug reports")
     env.add_argument("--json", action="store_true", help="for programs")
     env.set_defaults(call=_env)

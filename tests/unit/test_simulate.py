@@ -19,7 +19,7 @@ from evenstep.bench.cost import (
     fit_link,
     lanes_stages,
 )
-from evenstep.bench.profile import combine, summarise
+from evenstep.bench.profile import combine, profile_of_report, split_bytes, summarise
 from evenstep.bench.simulate import (
     VARIANTS,
     Bucket,
@@ -341,3 +341,41 @@ def test_times_alone_and_buckets_together() -> None:
     together = Profile(16, 0.02, 0.04, 0.004, (Bucket(4, 0.01), Bucket(8, 0.04)))
     assert combine(alone, together).buckets == (Bucket(4, 0.005), Bucket(8, 0.02))
     assert combine(alone, together).backward_s == 0.02
+
+
+def report() -> dict[str, object]:
+    def point(step: float, backward: float, ready: list[float]) -> dict[str, object]:
+        parts = {"compute": 0.03, "optimizer": 0.004, "data": 0.002, "engine": 0.001, "exposed": 0.0, "imbalance": 0.0}
+        spread = {"median": step, "low": step - 0.001, "high": step + 0.001}
+        return {"parts": parts, "step_s": spread, "backward_s": backward, "ready_s": ready, "rows_per_replica": 16}
+
+    curve = [point(0.037, 0.02, []), point(0.05, 0.04, [0.02, 0.04])]
+    return {"curves": {"weak": curve}, "facts": {"gradient_bytes": 10 * MIB}}
+
+
+def test_a_profile_of_a_report() -> None:
+    """Times alone, buckets of the most replicas, which computed more slowly."""
+    profile = profile_of_report(report())
+    assert (profile.num_samples, profile.backward_s, profile.other_s) == (16, 0.02, 0.003)
+    assert profile.forward_s == pytest.approx(0.01)
+    assert profile.buckets == (Bucket(MIB, 0.01), Bucket(9 * MIB, 0.02))
+    assert profile.spread_s == pytest.approx(0.002 / 1.349)
+
+
+def test_reports_without_what_is_needed() -> None:
+    with pytest.raises(ConfigurationError, match="no report of"):
+        profile_of_report({"curves": {}})
+    lonely = report()
+    lonely["curves"]["weak"].pop()  # type: ignore[index]
+    with pytest.raises(ConfigurationError, match="no buckets"):
+        profile_of_report(lonely)
+
+
+def test_bytes_are_split_without_loss(fresh_seed: int) -> None:
+    draw = random.Random(fresh_seed)
+    for _ in range(100):
+        total, count = draw.randint(1000, 10**9), draw.randint(1, 50)
+        sizes = split_bytes(total, count)
+        assert sum(sizes) == total
+        assert len(sizes) == count
+        assert min(sizes) > 0

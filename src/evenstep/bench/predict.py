@@ -10,6 +10,7 @@ from typing import Any
 
 from evenstep.bench.cost import ALGORITHMS, Link, Network
 from evenstep.bench.network import join_levels, levels_from_json
+from evenstep.bench.profile import profile_of_report
 from evenstep.bench.simulate import VARIANTS, Prediction, Profile, predict, prediction_table
 from evenstep.errors import ConfigurationError
 
@@ -18,7 +19,7 @@ _DEFAULT_RANKS = "8,16,32,64,128,256,512,1024"
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The flags of `evenstep bench --predict`."""
-    parser.add_argument("file", help="a profile of a step, or a report that holds one as `profile`")
+    parser.add_argument("file", help="report.json of `evenstep bench script.py`, or a profile of a step")
     parser.add_argument("--links", metavar="FILE", help="what `evenstep bench --network --json FILE` has measured")
     parser.add_argument(
         "--inside", metavar="US,GBIT", help="between ranks of a host: microseconds of a message, Gbit/s; beats --links"
@@ -74,12 +75,17 @@ def describe(profile: Profile) -> str:
 
 
 def read_profile(file: str) -> Profile:
-    """A profile, or that of a report.
+    """A profile, or what a report tells of one.
 
     Raises:
         ConfigurationError: The file can't be read, or holds none.
     """
     read = _read(file)
+    if isinstance(read, dict) and "curves" in read:
+        try:
+            return profile_of_report(read)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{file}: {error}") from error
     if isinstance(read, dict) and "profile" in read:
         read = read["profile"]
     if not isinstance(read, dict):

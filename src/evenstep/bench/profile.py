@@ -1,15 +1,17 @@
-"""What a step is made of, taken from what a wrapped model has recorded: the input of `simulate`."""
+"""What a step is made of, from what a wrapped model has recorded or a report tells: the input of `simulate`."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from evenstep.bench.simulate import Bucket, Profile
-from evenstep.errors import UsageError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.health.telemetry import StepTimes
 from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.replica.layout import BucketPolicy
 
 _NUM_WARM_UP = 3  # the first passes only count; the second layout is that of all later steps
 _QUARTILES_PER_DEVIATION = 1.349  # of normal numbers
@@ -78,3 +80,46 @@ def combine(alone: Profile, together: Profile) -> Profile:
     by = alone.backward_s / together.backward_s if together.backward_s > 0 else 1.0
     buckets = tuple(Bucket(bucket.num_bytes, bucket.ready_s * by) for bucket in together.buckets)
     return replace(alone, buckets=buckets, parameter_bytes=together.parameter_bytes)
+
+
+def profile_of_report(report: Mapping[str, Any]) -> Profile:
+    """The profile of a script, out of the report that `evenstep bench script.py` wrote. Pure.
+
+    Times are those of the fewest replicas of the weak curve, when buckets are ready those of the most. How large they are is
+    told by their number and evenstep's default sizes, unless the report says it (`bucket_bytes`).
+
+    Raises:
+        ConfigurationError: It is no such report, or one of a script whose gradients don't travel in buckets.
+    """
+    try:
+        curves = report["curves"]
+        points = curves.get("weak") or next(iter(curves.values()))
+        alone, together = points[0], points[-1]
+        parts, ready = alone["parts"], together["ready_s"]
+        total, rows = int(report["facts"]["gradient_bytes"]), float(alone["rows_per_replica"])
+        backward_s = min(float(alone["backward_s"]), float(parts["compute"]))
+        slower = backward_s / together["backward_s"] if together["backward_s"] else 1.0
+        low, high = alone["step_s"]["low"], alone["step_s"]["high"]
+    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        raise ConfigurationError(f"this is no report of `evenstep bench script.py` ({error!r} is missing).") from error
+    if not ready or not total:
+        raise ConfigurationError("the report tells of no buckets: measure two replicas or more, with evenstep or DDP.")
+    sizes = report.get("bucket_bytes") or split_bytes(total, len(ready))
+    return Profile(
+        num_samples=rows,
+        forward_s=parts["compute"] - backward_s,
+        backward_s=backward_s,
+        optimizer_s=parts["optimizer"],
+        other_s=parts["data"] + parts["engine"],
+        buckets=tuple(Bucket(size, when * slower) for size, when in zip(sizes, ready, strict=True)),
+        spread_s=max(0.0, high - low) / _QUARTILES_PER_DEVIATION,
+    )
+
+
+def split_bytes(total: int, count: int) -> list[int]:
+    """So many buckets of evenstep's default sizes: a small one, the others alike. Pure."""
+    if count == 1:
+        return [total]
+    first = min(BucketPolicy().cap_bytes(0), total // count)
+    each = (total - first) // (count - 1)
+    return [first, *[each] * (count - 2), total - first - each * (count - 2)]

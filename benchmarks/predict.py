@@ -2,10 +2,10 @@
 
     python benchmarks/predict.py                     # network namespaces; needs root
 
-The hosts are network namespaces, `tc tbf` slows what each sends, and layers sleep instead of computing, so that two cores
-are enough for four ranks. Measured are: a step on one rank, alone; buckets and the memory on two ranks of one host; the
-wire between two hosts of one rank. From that `evenstep.bench.simulate` predicts steps on two hosts of two ranks and on
-four hosts of one, which are measured then, on fresh hosts.
+The hosts are network namespaces, `tc tbf` slows what each sends, and layers sleep instead of computing, so that two
+cores are enough for four ranks. Measured are: a step on one rank, alone; buckets and the memory on two ranks of one
+host; the wire between two hosts of one rank. From that `evenstep.bench.simulate` predicts steps on two hosts of two
+ranks and on four hosts of one, which are measured then, on fresh hosts.
 """
 
 from __future__ import annotations
@@ -249,7 +249,9 @@ def main() -> int:
     print(f"\n{len(rows)} predictions, off by {statistics.median(errors):.1%} (median), {max(errors):.1%} (worst)")
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"machine": machine, "rate_mbit": arguments.rate_mbit, "rows": rows}, indent=1))
+        arguments.json.write_text(
+            json.dumps({"machine": machine, "rate_mbit": arguments.rate_mbit, "rows": rows}, indent=1)
+        )
     return 0 if max(errors) <= TOLERANCE else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_a_profile_of_real_steps(ranks: RankPool) -> None:
 
 
 def build(widths: list[int]) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False)))
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
 def train_and_count(widths: list[int], way: str) -> dict[str, int]:
@@ -201,5 +202,3 @@ def log_nonsense(directory: str, kind: str) -> str:
 def test_what_is_wrong_on_one_rank_is_told_on_all(ranks: RankPool, tmp_path: Path, kind: str, told: str) -> None:
     for error in ranks.run(log_nonsense, 2, str(tmp_path), kind):
         assert error.startswith(told), error
-
-

@@ -31,7 +31,8 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def csv_rows(path: Path) -> list[dict[str, str]]:
-    rows = list(csv.DictReader((path / "metrics.csv").open(newline="")))
+    with (path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
     assert all(float(row.pop("time")) > 1e9 for row in rows)
     return rows
 
@@ -51,12 +52,12 @@ def test_a_line_per_call(world: World, tmp_path: Path) -> None:
 def test_a_name_that_comes_later_is_a_new_column(world: World, tmp_path: Path) -> None:
     with Logger(tmp_path, formats=("csv",), world=world) as log:
         log.log({"loss": 1.0}, step=0)
-        log.log({"a, \"quoted\" name": 2.0}, step=0)
-        log.log({"loss": 3.0, "a, \"quoted\" name": 4.0}, step=1)
+        log.log({'a, "quoted" name': 2.0}, step=0)
+        log.log({"loss": 3.0, 'a, "quoted" name': 4.0}, step=1)
     assert csv_rows(tmp_path) == [
-        {"step": "0", "loss": "1.0", "a, \"quoted\" name": ""},
-        {"step": "0", "loss": "", "a, \"quoted\" name": "2.0"},
-        {"step": "1", "loss": "3.0", "a, \"quoted\" name": "4.0"},
+        {"step": "0", "loss": "1.0", 'a, "quoted" name': ""},
+        {"step": "0", "loss": "", 'a, "quoted" name': "2.0"},
+        {"step": "1", "loss": "3.0", 'a, "quoted" name': "4.0"},
     ]
 
 
@@ -118,9 +119,7 @@ def test_a_line_that_does_not_fit_is_taken_back(tmp_path: Path, monkeypatch: pyt
     assert path.read_text() == "whole\n"
 
 
-def test_a_full_disk_does_not_end_the_training(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_does_not_end_the_training(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Logger(tmp_path, formats=("jsonl", "csv"), world=world) as log:
         log.log({"loss": 1.0}, step=0)
         with monkeypatch.context() as patched:
@@ -277,6 +276,9 @@ def test_steps_go_forward(world: World, tmp_path: Path) -> None:
 
 def test_a_file_of_somebody_else(world: World, tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("name,address\nAda,London\n")
-    with Logger(tmp_path, formats=("csv",), world=world) as log, pytest.raises(ConfigurationError, match="no file of a"):
+    with (
+        Logger(tmp_path, formats=("csv",), world=world) as log,
+        pytest.raises(ConfigurationError, match="no file of a"),
+    ):
         log.log({"loss": 1.0}, step=0)
     assert (tmp_path / "metrics.csv").read_text() == "name,address\nAda,London\n"

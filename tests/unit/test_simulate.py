@@ -252,7 +252,7 @@ def parts(step: SimulatedStep) -> float:
 
 
 def test_what_must_hold_for_any_step(fresh_seed: int) -> None:
-    """Parts add up; a step is at least its computing and, behind the first bucket, its wire; more ranks are no faster."""
+    """Parts add up; a step takes at least its computing; more ranks are no faster."""
     draw = random.Random(fresh_seed)
     for _ in range(200):
         backward = draw.uniform(0.001, 0.1)

@@ -195,7 +195,9 @@ def _halving_s(collective: Collective, num_bytes: float, hosts: Hosts, network: 
     turns = 2 if collective == "all_reduce" else 1
     h, k = hosts.num_hosts, hosts.ranks_per_host
     inside = (k - 1) * network.inside.latency_s + (k - 1) / k * num_bytes / network.inside.bytes_per_s
-    between = math.ceil(math.log2(h)) * network.between.latency_s + (h - 1) / h * num_bytes / network.between.bytes_per_s
+    between = (
+        math.ceil(math.log2(h)) * network.between.latency_s + (h - 1) / h * num_bytes / network.between.bytes_per_s
+    )
     return turns * (inside + between)
 
 
@@ -236,9 +238,7 @@ def _lanes_s(collective: Collective, num_bytes: float, hosts: Hosts, network: Ne
     return max(inside, between) + min(inside, between) / num_pieces
 
 
-def fit_link(
-    points: Sequence[tuple[float, float]], *, stages: float = 1.0, traffic: float = 1.0
-) -> tuple[Link, float]:
+def fit_link(points: Sequence[tuple[float, float]], *, stages: float = 1.0, traffic: float = 1.0) -> tuple[Link, float]:
     """The link that explains measured times best, by the least squares of relative errors.
 
     Args:

@@ -13,11 +13,11 @@
     sharded, stage 2  V + F          B / n        S / n       buckets that are lent: b, and what has not been packed
     FSDP2             P / n + F      P / n        S / n       two units gathered and one of gradients: 3 U
 
-Gradients of `DistributedDataParallel` are views of buckets, so they are counted once; torch's has both unless it is given
-`gradient_as_bucket_view`. Buckets of a sharded optimizer are padded so that ranks have equal shards (`replica/layout.py`).
-FSDP2 divides every parameter along its first dimension. Activations are what autograd has saved for the backward pass when
-the forward pass ends; workspaces of single operations, the allocator's reserve and libraries (a GPU's context takes about
-half a gigabyte) come on top.
+Gradients of `DistributedDataParallel` are views of buckets, so they are counted once; torch's has both unless it is
+given `gradient_as_bucket_view`. Buckets of a sharded optimizer are padded so that ranks have equal shards
+(`replica/layout.py`). FSDP2 divides every parameter along its first dimension. Activations are what autograd has saved
+for the backward pass when the forward pass ends; workspaces of single operations, the allocator's reserve and libraries
+(a GPU's context takes about half a gigabyte) come on top.
 """
 
 from __future__ import annotations
@@ -155,10 +155,10 @@ def footprint(sizes: Sizes, way: Way, num_ranks: int, policy: BucketPolicy | Non
     return _row(sizes, way, num_ranks, values, sum(buckets) // num_ranks, state, lent + largest)
 
 
-def _row(sizes: Sizes, way: Way, num_ranks: int, parameters: int, gradients: int, state: int, passing: int) -> Footprint:
-    return Footprint(
-        way, num_ranks, parameters + sizes.fixed_bytes, gradients, state, passing, sizes.activation_bytes
-    )
+def _row(
+    sizes: Sizes, way: Way, num_ranks: int, parameters: int, gradients: int, state: int, passing: int
+) -> Footprint:
+    return Footprint(way, num_ranks, parameters + sizes.fixed_bytes, gradients, state, passing, sizes.activation_bytes)
 
 
 def _layout(specs: Sequence[ParameterSpec], policy: BucketPolicy, num_shards: int) -> Layout:

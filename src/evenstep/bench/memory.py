@@ -1,7 +1,8 @@
-"""`evenstep estimate` and `evenstep bench --memory`: how much memory a rank needs, and whether data parallelism is enough.
+"""`evenstep estimate` and `evenstep bench --memory`: how much memory a rank needs, and whether data parallelism is
+enough.
 
-`estimate` takes a function that builds the model, and runs it on torch's device "meta": no tensor has memory, so the model
-may be larger than this host. `bench --memory` runs a script as it is, in a process of its own, for three steps.
+`estimate` takes a function that builds the model, and runs it on torch's device "meta": no tensor has memory, so the
+model may be larger than this host. `bench --memory` runs a script as it is, in a process of its own, for three steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 from torch.optim.optimizer import Optimizer
+from torch.utils import _pytree as pytree
 
 from evenstep.bench.footprint import Sizes, footprint_table, footprints, verdict
 from evenstep.bench.memory_probe import sizes_of
@@ -36,7 +38,6 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "momentum": (optim.SGD, {"momentum": 0.9}),
     "rmsprop": (optim.RMSprop, {}),
     "adagrad": (optim.Adagrad, {}),
-    "adafactor": (optim.Adafactor, {}),
 }
 
 
@@ -48,7 +49,9 @@ def add_estimate_arguments(parser: ArgumentParser) -> None:
         help="or MODULE:FUNCTION; called without arguments, returns the model, or (model, inputs of a batch)",
     )
     parser.add_argument("--optimizer", choices=sorted(_OPTIMIZERS), default="adamw", help="adamw if left out")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the parameters; as built")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of parameters and inputs; as built"
+    )
     _add_common_arguments(parser)
 
 
@@ -83,9 +86,11 @@ def estimate(args: Namespace) -> int:
             raise ConfigurationError(f"{args.target} returns a {type(model).__name__}, and no torch.nn.Module.")
         inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
         model = model.to("meta")
-        inputs = torch.utils._pytree.tree_map(_to_meta, list(inputs))
+        inputs = pytree.tree_map(_to_meta, list(inputs))
         if args.dtype is not None:
-            model = model.to(getattr(torch, args.dtype))
+            dtype = getattr(torch, args.dtype)
+            model = model.to(dtype)
+            inputs = pytree.tree_map(lambda leaf: _to_dtype(leaf, dtype), inputs)
         kind, settings = _OPTIMIZERS[args.optimizer]
 
         def build_optimizer(parameters: Sequence[nn.Parameter]) -> Optimizer:
@@ -191,6 +196,10 @@ def device_bytes() -> int:
 
 def _to_meta(leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _to_dtype(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def _call(target: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a model, its optimizer and a step take: counted on tensors that exist, or on the device "meta", where none do."""
+"""What a model, its optimizer and a step take: counted on tensors that exist, or on "meta", where none do."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ class _Saved:
     __slots__ = ("_count", "tensor")
 
     def __init__(self, tensor: Tensor, count: SavedBytes) -> None:
-        self.tensor = tensor
+        # An operation that saves its own output would hold itself alive through the output's graph.
+        self.tensor = tensor.detach()
         self._count = count
-        count.add(tensor)
+        count.add(self.tensor)
 
     def __del__(self) -> None:
         self._count.remove(self.tensor)
@@ -84,11 +85,11 @@ class SavedBytes:
             self.now -= counted
 
     def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()  # type: ignore[no-untyped-call]
+        self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(*error)
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -96,7 +97,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_bytes(tensors: Iterable[object]) -> int:
@@ -139,10 +140,14 @@ def sizes_of(
     frozen = [p for p in model.parameters() if not p.requires_grad]
     fixed_bytes = storage_bytes([*frozen, *model.buffers()])
     trained = [p for _, p in named]
-    optimizer = build_optimizer(trained)
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
+    try:
+        with torch.device("cpu"):  # counters of steps, which optimizers read
+            optimizer = build_optimizer(trained)
+            optimizer.step()
+    except (RuntimeError, NotImplementedError) as error:
+        raise UsageError(f'the optimizer can\'t step on the device "meta": {error}') from error
     state_bytes = storage_bytes(state_tensors(optimizer))
     optimizer.zero_grad()
     batch = _batch_of(inputs)
@@ -200,7 +205,9 @@ def _saved_by(model: nn.Module, inputs: Sequence[Any]) -> int:
             loss = sum((leaf.float().square().mean() for leaf in leaves if leaf.requires_grad), torch.zeros(()))
         del loss
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise UsageError(f"the model can't run on the device \"meta\", where activations are counted: {error}") from error
+        raise UsageError(
+            f'the model can\'t run on the device "meta", where activations are counted: {error}'
+        ) from error
     return counted.peak
 
 
@@ -262,9 +269,8 @@ class _Watch:
 
 
 def _peak_bytes() -> int:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    on_gpu = int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0
+    return on_gpu or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main(out: str, script: str, arguments: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 _MODES = {
     "--network": ("network", "latency and bandwidth of the world's transport, by size, as nccl-tests measure them"),
@@ -13,6 +14,14 @@ _MODES = {
     "--published": ("published", "cases that others have measured, simulated from data sheets"),
 }
 MODES = tuple(_MODES)
+
+
+def parser_of(flag: str) -> ArgumentParser:
+    """The parser of what comes after one of `MODES`."""
+    module, text = _MODES[flag]
+    parser = ArgumentParser(prog=f"evenstep bench {flag}", description=text[0].upper() + text[1:] + ".")
+    _mode(module).add_arguments(parser)
+    return parser
 
 
 def run_mode(arguments: Sequence[str]) -> int:
@@ -24,12 +33,13 @@ def run_mode(arguments: Sequence[str]) -> int:
     Raises:
         ConfigurationError: A flag or a file makes no sense.
     """
-    module, text = _MODES[arguments[0]]
-    mode = import_module(f"evenstep.bench.{module}")  # a mode imports what it needs
-    parser = ArgumentParser(prog=f"evenstep bench {arguments[0]}", description=text[0].upper() + text[1:] + ".")
-    mode.add_arguments(parser)
-    status: int = mode.main(parser.parse_args(arguments[1:]))
+    flag, *rest = arguments
+    status: int = _mode(_MODES[flag][0]).main(parser_of(flag).parse_args(rest))
     return status
+
+
+def _mode(module: str) -> Any:
+    return import_module(f"evenstep.bench.{module}")  # it imports what it needs
 
 
 def help_lines() -> list[str]:

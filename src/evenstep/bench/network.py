@@ -1,9 +1,9 @@
 """`evenstep bench --network`: what the world's transport makes of the network, by size, in the manner of nccl-tests.
 
-Every rank times calls one after the other, from a barrier on; what counts is the slowest rank. Sizes take turns, so that
-a machine that slows down for a moment doesn't look like a slow size. *Algorithm bandwidth* is the size over the time;
-*bus bandwidth* is that times `cost.bus_factor`: what passes through the narrowest link, comparable between collectives
-and numbers of ranks.
+Every rank times calls one after the other, from a barrier on; what counts is the slowest rank. Sizes take turns, so
+that a machine that slows down for a moment doesn't look like a slow size. *Algorithm bandwidth* is the size over the
+time; *bus bandwidth* is that times `cost.bus_factor`: what passes through the narrowest link, comparable between
+collectives and numbers of ranks.
 
 Where there are several hosts of several ranks each, the all-reduce is measured once more inside every host, and between
 one rank of each: that tells the latency and the bandwidth of either *level*, from which `simulate` predicts others.
@@ -187,9 +187,7 @@ def join_levels(levels: dict[str, Level], *, prefers: Algorithm | None = None) -
     inside, between = levels.get("inside"), levels.get("between")
     known = inside or between
     assert known is not None
-    return Network(
-        (inside or known).link, (between or known).link, prefers or (between or known).algorithm
-    )
+    return Network((inside or known).link, (between or known).link, prefers or (between or known).algorithm)
 
 
 # ---------------------------------------------------------------------- measuring
@@ -203,7 +201,7 @@ def measure(world: World, sweep: Sweep) -> NetworkReport:
     hosts = Hosts(world.num_nodes, world.local_world_size)
     sizes = exchange(world.control, world.local_world_size)
     is_regular = len(set(sizes)) == 1
-    groups = [("all", world)]
+    groups: list[tuple[str, World | None]] = [("all", world)]
     if world.num_nodes > 1 and world.local_world_size > 1 and is_regular:
         groups += _levels_of(world)
     figures: list[Figure] = []
@@ -269,7 +267,7 @@ def _time(world: World, call: Callable[[], Work], count: int) -> float:
     for _ in range(count):
         call().wait()
     _settle(world.device)
-    return max(exchange(world.control, (time.perf_counter() - started) / count))
+    return float(max(exchange(world.control, (time.perf_counter() - started) / count)))
 
 
 def _settle(device: torch.device) -> None:
@@ -374,7 +372,7 @@ def main(args: Namespace) -> int:
     """
     sweep = Sweep(
         plan_sizes(args.min_size, args.max_size),
-        tuple(name.strip() for name in args.collectives.split(",")),  # type: ignore[arg-type]
+        tuple(name.strip() for name in args.collectives.split(",")),
         args.repeats,
     )
     if current_placement().world_size > 1:

@@ -51,7 +51,7 @@ def summarise(steps: Sequence[StepTimes], bucket_bytes: Sequence[int], num_sampl
         raise UsageError("a profile needs more steps of training than those of the warm-up; train some more first.")
 
     def median(name: str) -> float:
-        return statistics.median(getattr(step, name) for step in steps)
+        return float(statistics.median(getattr(step, name) for step in steps))
 
     passes = [step.forward_s + step.backward_s for step in steps]
     spread = 0.0
@@ -85,8 +85,8 @@ def combine(alone: Profile, together: Profile) -> Profile:
 def profile_of_report(report: Mapping[str, Any]) -> Profile:
     """The profile of a script, out of the report that `evenstep bench script.py` wrote. Pure.
 
-    Times are those of the fewest replicas of the weak curve, when buckets are ready those of the most. How large they are is
-    told by their number and evenstep's default sizes, unless the report says it (`bucket_bytes`).
+    Times are those of the fewest replicas of the weak curve, when buckets are ready those of the most. How large they
+    are is told by their number and evenstep's default sizes, unless the report says it (`bucket_bytes`).
 
     Raises:
         ConfigurationError: It is no such report, or one of a script whose gradients don't travel in buckets.

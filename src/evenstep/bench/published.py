@@ -5,8 +5,8 @@
 Nothing here was chosen so that a result comes out. The parameters are those of data sheets, of the papers' own
 descriptions, and of one table of speeds of a single GPU; `docs/scaling.md` says where each comes from, and shows by how
 much the simulation misses. What no data sheet tells is left out: the share of a wire's rate that programs reach, ranks
-that are late, loaders, the networks of shared clusters. So efficiencies come out too high, and by how much is a measure of
-what was left out.
+that are late, loaders, the networks of shared clusters. So efficiencies come out too high, and by how much is a measure
+of what was left out.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@
     wire                   │ bucket 0  │ bucket 1 │ bucket 2 │ header
                                                      └ exposed ┘
 
-- Buckets travel one after the other, in order, each when it is ready and the wire is free, while the backward pass runs:
-  one stream of NCCL's, one thread of evenstep's transports. A collective takes what `cost.collective_s` says.
-- `sharded`: buckets are reduce-scattered; a rank steps its share of each bucket and gathers it, while it steps the next.
+- Buckets travel one after the other, in order, each when it is ready and the wire is free, while the backward pass
+  runs: one stream of NCCL's, one thread of evenstep's transports. A collective takes what `cost.collective_s` says.
+- `sharded`: buckets are reduce-scattered; a rank steps its share of each bucket and gathers it, while it steps the
+  next.
 - `sharded, stage 2`: the same, but only two buckets have memory at a time: the backward pass waits for the one before
   the last.
 - Ranks are never equally fast. All wait for the slowest, which of n ranks whose times spread by sigma is later than the
@@ -294,7 +295,8 @@ def predict(
         num_ranks: Numbers of ranks.
         ranks_per_host: How many a host has.
         variants: What happens to gradients.
-        global_batch: Samples of all ranks, shared out (strong scaling); None: each rank has the profile's (weak scaling).
+        global_batch: Samples of all ranks, shared out (strong scaling); None: each rank has the profile's (weak
+        scaling).
 
     Raises:
         ConfigurationError: A number makes no sense.
@@ -317,8 +319,8 @@ def predict(
 def prediction_table(predictions: Sequence[Prediction]) -> str:
     """For people, and for the documentation."""
     lines = [
-        "| variant | ranks | hosts | step, ms | computing | slowest rank | exposed communication | samples/s | speed-up "
-        "| efficiency |",
+        "| variant | ranks | hosts | step, ms | computing | slowest rank | exposed communication "
+        "| samples/s | speed-up | efficiency |",
         "| --- |" + " ---: |" * 9,
     ]
     for each in predictions:

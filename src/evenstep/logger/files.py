@@ -1,9 +1,9 @@
 """The files of a logger: a line per call of `log`, each written whole or not at all, and cut back when a run resumes.
 
 A process may be killed at any instant. A line goes to the file in one write, so at most the last line can be torn, by a
-full disk or a power cut; whoever opens the file next cuts that off. A run that resumes at step s makes step s again and all
-that follow: lines of those steps, which the run before had written after its last checkpoint, go when the first line is
-written.
+full disk or a power cut; whoever opens the file next cuts that off. A run that resumes at step s makes step s again and
+all that follow: lines of those steps, which the run before had written after its last checkpoint, go when the first
+line is written.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def why_no_tensorboard() -> str | None:
 def _summary_writer(directory: str, first_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(directory, purge_step=first_step)  # type: ignore[no-untyped-call]
+    return SummaryWriter(directory, purge_step=first_step)
 
 
 def whole_lines(path: Path) -> list[str]:

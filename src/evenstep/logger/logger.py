@@ -49,7 +49,8 @@ class Logger:
         world: Who logs; None: the current world.
 
     Raises:
-        ConfigurationError: No such format, TensorBoard isn't installed, or the directory can't be written. Raised on all
+        ConfigurationError: No such format, TensorBoard isn't installed, or the directory can't be written. Raised on
+        all
             ranks.
     """
 
@@ -195,7 +196,8 @@ class Logger:
         except (TypeError, ValueError):
             kind = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ConfigurationError(
-                f"Logger.log on rank {self.world.rank}: {name!r} is {kind}; it takes numbers and tensors of one element."
+                f"Logger.log on rank {self.world.rank}: {name!r} is {kind}; it takes numbers, and tensors of one "
+                f"element."
             ) from None
 
     def _mean(self, values: Mapping[str, float | Tensor], weight: float | Tensor) -> dict[str, float]:

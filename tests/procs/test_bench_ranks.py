@@ -28,7 +28,7 @@ def measure_network() -> dict[str, Any]:
     return measure(world, Sweep(plan_sizes("1K", "256K"), repeats=2)).to_json()
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_network_of_a_host(ranks: RankPool, nproc: int) -> None:
     told = ranks.run(measure_network, nproc)
     assert all(each == told[0] for each in told)
@@ -69,7 +69,7 @@ def test_a_profile_of_real_steps(ranks: RankPool) -> None:
         assert profile["forward_s"] > 0
         assert profile["optimizer_s"] > 0
     alone = ranks.run(take_profile, 1)[0]["profile"]
-    assert alone["buckets"] == []
+    assert not alone["buckets"]
     assert alone["backward_s"] > 0
 
 
@@ -114,7 +114,7 @@ def train_and_count(widths: list[int], way: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("way", ["DDP", "sharded", "sharded, stage 2"])
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_formulas_are_what_ranks_have(ranks: RankPool, nproc: int, way: str, fresh_seed: int) -> None:
     """Parameters, gradients and optimizer state of a random model, on the largest rank."""
     draw = random.Random(fresh_seed)

@@ -33,8 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from evenstep.launcher.run import run
 
             return run(arguments[1:])
-        if arguments[0] == "bench":
-            return _bench(arguments[1:])
+        if arguments[0] == "bench" and arguments[1:2] and arguments[1].startswith("--"):
+            from evenstep.bench.modes import MODES, run_mode
+
+            if arguments[1] in MODES:
+                return run_mode(arguments[1:])
         if arguments[0] == "estimate":
             return _estimate(arguments[1:])
         args = parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
@@ -51,15 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("evenstep: interrupted", file=sys.stderr, flush=True)
         return 130
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    from evenstep.bench.modes import MODES, help_lines, run_mode
-
-    if arguments and arguments[0] in MODES:
-        return run_mode(arguments)
-    print("usage: evenstep bench MODE ...\n\nmodes (each has --help):\n  " + "\n  ".join(help_lines()))
-    return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
 
 
 def _estimate(arguments: Sequence[str]) -> int:
@@ -116,8 +110,7 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="command")
     # Its own parser is torchrun's, and is made only when it is needed: `evenstep run --help`.
     commands.add_parser("run", help="start a script on several ranks", add_help=False)
-    # Parsed where their flags are known.
-    commands.add_parser("bench", help="how fast the network is, and how a run would scale", add_help=False)
+    # Parsed where its flags are known.
     commands.add_parser("estimate", help=_ESTIMATE, add_help=False)
     env = commands.add_parser("env", help="what there is to know of this host: for bug reports")
     env.add_argument("--json", action="store_true", help="for programs")

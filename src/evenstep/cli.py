@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 import evenstep
 from evenstep.errors import CheckpointError, EvenstepError
+from evenstep.launcher.template import BecomeRank
+from evenstep.launcher.worker import main as become_rank
 
 _ESTIMATE = "how much memory a rank needs, and whether data parallelism is enough; nothing is allocated"
 
@@ -21,9 +24,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status.
 
     Args:
-        argv: Arguments without the program's name; None: those of this process.
+        argv: Arguments without the program's name; None: those of this process, which may then become a rank.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _main(given, owns_process=argv is None)
+    except BecomeRank as order:
+        arguments = order.arguments
+    else:
+        if argv is None and given[:1] == ["run"]:
+            _leave_at_once(status)
+        return status
+    # Out here nothing of the launcher is left, and no exception is being handled.
+    become_rank(arguments)
+    return 0
+
+
+def _leave_at_once(status: int) -> NoReturn:
+    """End a launcher whose ranks have all ended. Taking python and torch to pieces takes half a second and more."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(status)
+
+
+def _main(arguments: list[str], *, owns_process: bool) -> int:
     parser = _parser()
     if not arguments:
         parser.print_help()
@@ -32,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[0] == "run":
             from evenstep.launcher.run import run
 
-            return run(arguments[1:])
+            return run(arguments[1:], may_fork=owns_process)
         if arguments[0] == "bench" and arguments[1:2] and arguments[1].startswith("--"):
             from evenstep.bench.modes import MODES, run_mode
 
@@ -65,6 +90,15 @@ def _estimate(arguments: Sequence[str]) -> int:
 
 
 def _checkpoint(args: Namespace) -> int:
+    try:
+        return _act_on_checkpoint(args)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # of a directory that can't be read, a disk that is full
+        raise CheckpointError(f"{error.filename or args.action}: {error.strerror or error}.") from None
+
+
+def _act_on_checkpoint(args: Namespace) -> int:
     from evenstep.checkpoint import tools
 
     if args.action == "list":
@@ -197,7 +231,9 @@ def _add_verify(commands: Any) -> None:
     text = "check that a script, killed and resumed, ends as if it had been left alone"
     parser: ArgumentParser = commands.add_parser("verify", help=text, description=text.capitalize() + ".")
     parser.add_argument("--resume", action="store_true", required=True, help="what is checked: resuming")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=_step, default=2, metavar="N", help="ranks; 2")
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=_at_least_1, default=2, metavar="N", help="ranks; 2"
+    )
     parser.add_argument("--kill-at", type=_step, metavar="N", help="kill in this step; two thirds through if left out")
     parser.add_argument("--steps", type=_step, metavar="N", help="end after so many; at the script's end if left out")
     parser.add_argument("script", help="with a Checkpointer; it runs three times")
@@ -208,4 +244,10 @@ def _add_verify(commands: Any) -> None:
 def _step(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def _at_least_1(text: str) -> int:
+    if _step(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than 1")
     return int(text)

@@ -37,9 +37,10 @@ ROOMS = [
     "device",
     "environment",
     "network",
+    "checks",
     "errors",
 ]
-LAUNCHER_NEEDS = {"health", "environment", "network", "device", "errors"}  # it starts before there is a world
+LAUNCHER_NEEDS = {"health", "environment", "network", "device", "checks", "errors"}  # it starts before there is a world
 MAX_LINES = 450
 
 

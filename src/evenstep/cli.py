@@ -17,6 +17,8 @@ from evenstep.errors import CheckpointError, EvenstepError
 from evenstep.launcher.template import BecomeRank
 from evenstep.launcher.worker import main as become_rank
 
+_ESTIMATE = "how much memory a rank needs, and whether data parallelism is enough; nothing is allocated"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status.
@@ -56,6 +58,13 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
             from evenstep.launcher.run import run
 
             return run(arguments[1:], may_fork=owns_process)
+        if arguments[0] == "bench" and arguments[1:2] and arguments[1].startswith("--"):
+            from evenstep.bench.modes import MODES, run_mode
+
+            if arguments[1] in MODES:
+                return run_mode(arguments[1:])
+        if arguments[0] == "estimate":
+            return _estimate(arguments[1:])
         args = parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
         status: int = args.call(args)
         return status
@@ -70,6 +79,14 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
     except KeyboardInterrupt:
         print("evenstep: interrupted", file=sys.stderr, flush=True)
         return 130
+
+
+def _estimate(arguments: Sequence[str]) -> int:
+    from evenstep.bench.memory import add_estimate_arguments, estimate
+
+    parser = ArgumentParser(prog="evenstep estimate", description=_ESTIMATE[0].upper() + _ESTIMATE[1:] + ".")
+    add_estimate_arguments(parser)
+    return estimate(parser.parse_args(arguments))
 
 
 def _checkpoint(args: Namespace) -> int:
@@ -127,6 +144,8 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="command")
     # Its own parser is torchrun's, and is made only when it is needed: `evenstep run --help`.
     commands.add_parser("run", help="start a script on several ranks", add_help=False)
+    # Parsed where its flags are known.
+    commands.add_parser("estimate", help=_ESTIMATE, add_help=False)
     env = commands.add_parser("env", help="what there is to know of this host: for bug reports")
     env.add_argument("--json", action="store_true", help="for programs")
     env.set_defaults(call=_env)

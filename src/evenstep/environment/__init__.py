@@ -171,8 +171,9 @@ def verification_file() -> Path | None:
 
 
 def with_verification(file: Path, rehearsal: Path) -> dict[str, str]:
-    """This process's environment, for a run that is recorded, and whose checkpoints go elsewhere."""
-    return {**os.environ, "EVENSTEP_VERIFY": str(file), "EVENSTEP_REHEARSAL": str(rehearsal)}
+    """This process's environment, for a run that is recorded, not compiled, and whose checkpoints go elsewhere."""
+    recorded = {"EVENSTEP_VERIFY": str(file), "EVENSTEP_REHEARSAL": str(rehearsal), "TORCHDYNAMO_DISABLE": "1"}
+    return {**os.environ, **recorded}
 
 
 # Values of other variables might be secrets, and are nobody's business.

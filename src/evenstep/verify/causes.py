@@ -14,16 +14,16 @@ Nothing here is a guess at the script's text. Each cause has evidence of its own
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from evenstep.verify.evidence import Run, Seen
+from evenstep.verify.weights import Weights, find_weights
 
-_MOST_PASSES = 64  # of all ranks in a step, whose weights are looked for
 _SAME_WEIGHT = 1e-3  # weights this close to each other, relatively, are equal
 
 
@@ -38,21 +38,6 @@ class Cause:
 
     kind: str
     text: str
-
-
-@dataclass(frozen=True)
-class Weights:
-    """How the backward passes of all ranks make up two gradients.
-
-    Attributes:
-        right: Of each pass, ranks after each other, its weight in the gradient of the run on fewer ranks.
-        applied: Its weight in the gradient that the optimizer got.
-        unexplained: What of the first is no sum of the passes, relatively.
-    """
-
-    right: list[float]
-    applied: list[float]
-    unexplained: float
 
 
 def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Cause]:
@@ -85,31 +70,6 @@ def find_faults(run: Run) -> list[Cause]:
     return []
 
 
-def find_weights(base: Run, run: Run, step: int) -> Weights | None:
-    """The weights of the backward passes, by least squares over probes of the gradients; None if they aren't known."""
-    target = base.probes(0, step).get("applied")
-    probes = [run.probes(rank, step) for rank in range(run.num_ranks)]
-    applied = probes[0].get("applied")
-    columns = [
-        given[key] for given in probes for key in sorted((key for key in given if key.isdigit()), key=int)
-    ]  # ranks after each other
-    if target is None or applied is None or not 0 < len(columns) <= _MOST_PASSES:
-        return None
-    if any(column.shape != target.shape for column in [applied, *columns]):
-        return None
-    matrix = torch.stack([column.double() for column in columns], dim=1)
-    right, unexplained = _solve(matrix, target)
-    return Weights(right, _solve(matrix, applied)[0], unexplained)
-
-
-def _solve(matrix: Tensor, target: Tensor) -> tuple[list[float], float]:
-    scales = matrix.norm(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
-    scaled = matrix / scales
-    solution = torch.linalg.lstsq(scaled, target.double().unsqueeze(1), driver="gelsd").solution.squeeze(1)
-    left = (target - scaled @ solution).norm() / target.norm().clamp_min(torch.finfo(torch.float64).tiny)
-    return (solution / scales).tolist(), float(left)
-
-
 def _data(base: Run, run: Run, step: int) -> list[Cause]:
     """The samples of a global batch, as a multiset: other ones, or the same ones more often."""
     ours, theirs = _samples(base.at(step)), _samples(run.at(step))
@@ -118,15 +78,20 @@ def _data(base: Run, run: Run, step: int) -> list[Cause]:
     more, fewer = theirs - ours, ours - theirs
     total, expected = sum(theirs.values()), sum(ours.values())
     repeated = sum(min(count, theirs[each] - 1) for each, count in more.items() if theirs[each] > 1)
+    when, told = f"in step {step + 1}, {repeated} of the {total} samples", _by_whom(run.at(step))
+    if not repeated:
+        # Ranks with orders of their own see each other's samples sooner or later.
+        steps = range(min(base.num_steps, run.num_steps))
+        repeated = max(0, _num_repeated(run, steps) - _num_repeated(base, steps))
+        when, told = f"within {len(steps)} steps, {repeated} of the samples", ""
     if repeated:
-        left_out = f", and {sum(fewer.values())} of the {expected} are left out" if fewer else ""
+        left_out = f", and {sum(fewer.values())} of the {expected} of step {step + 1} are left out" if fewer else ""
         return [
             Cause(
                 "repeated",
-                f"data seen twice: in step {step + 1} {repeated} of the {total} samples of {run.num_ranks} ranks are "
-                f"repetitions{_by_whom(run.at(step))}{left_out}. Divide the data over the ranks: "
-                f"evenstep.DataLoader(global_batch_size=), or a DistributedSampler that knows rank and number of "
-                f"ranks, with the same seed on all of them. (torch's sampler repeats samples at an epoch's end, too.)",
+                f"data seen twice: {when} of {run.num_ranks} ranks are repetitions{told}{left_out}. Divide the data "
+                f"over the ranks: evenstep.DataLoader(global_batch_size=), or a DistributedSampler that knows rank and "
+                f"number of ranks, with one seed. (At an epoch's end torch's sampler repeats samples, too.)",
             )
         ]
     if total != expected:
@@ -156,6 +121,11 @@ def _by_whom(seen: Sequence[Seen]) -> str:
             if shared:
                 return f" (rank {second} saw {shared} of rank {first}'s)"
     return ""
+
+
+def _num_repeated(run: Run, steps: Sequence[int]) -> int:
+    counts = sum((_samples(run.at(step)) for step in steps), Counter())
+    return sum(count - 1 for count in counts.values())
 
 
 def _samples(ranks: Sequence[Seen]) -> Counter[str]:
@@ -210,7 +180,7 @@ def _settings(known: Sequence[Seen], seen: Sequence[Seen]) -> list[Cause]:
 def _branch(seen: Sequence[Seen]) -> list[Cause]:
     """Ranks that have samples run the same modules and build the same graphs, unless they look at their rank."""
     working = [(rank, each) for rank, each in enumerate(seen) if each.graphs and each.num_rows]
-    for (first, a), (second, b) in zip(working, working[1:], strict=False):
+    for (first, a), (second, b) in itertools.pairwise(working):
         evidence = ""
         if a.modules != b.modules:
             evidence = _module_evidence(first, a.modules, second, b.modules)

@@ -77,7 +77,9 @@ def are_identical(base: Run, run: Run) -> bool:
         if run.ranks[0][step].digests != ours:
             return False
         # Of module buffers torch's wrapper makes the other ranks' equal only when they are used next.
-        if any(seen.digests[key] != ours[key] for seen in run.at(step) for key in ours if not key.startswith("buffer/")):
+        if any(
+            seen.digests[key] != ours[key] for seen in run.at(step) for key in ours if not key.startswith("buffer/")
+        ):
             return False
         if base.num_lanes and _lane_losses(base, step) != _lane_losses(run, step):
             return False
@@ -158,7 +160,7 @@ def first_other_bits(base: Run, run: Run) -> Difference | None:
 
 
 def loss_of(seen: Sequence[Seen]) -> float:
-    """The loss of a step over all ranks, as gradients are weighed: plain passes are added up, and averaged over ranks."""
+    """The loss of a step, weighed as gradients are: plain passes are added up, and averaged over ranks."""
     losses = [loss for rank in seen for loss in rank.losses]
     if any(weight is not None for _, weight in losses):
         total = sum(weight or 0.0 for _, weight in losses)
@@ -184,8 +186,7 @@ class _Scale:
     def allowed(self, name: str) -> float:
         """How far from float64 a tensor may lie."""
         size = self.sizes.get(name, 0.0)
-        floor = _EPS * self._largest[name.partition("/")[0]]
-        return FACTOR * max(self._moved.get(name, 0.0), self.typical * size, floor)
+        return FACTOR * max(self._moved.get(name, 0.0), self.typical * size, _EPS * size)
 
     def remains(self, single: Mapping[str, float], name: str) -> float:
         """How much may be left in float64 of the differences that there were in float32."""
@@ -209,9 +210,7 @@ def _first(
             name = wrong[0]
             size = sizes.get(name, 0.0) or 1.0
             short = name.partition("/")[2]
-            return Difference(
-                step + 1, word, short, apart[name] / size, rounding(name) / size, len(wrong), len(names)
-            )
+            return Difference(step + 1, word, short, apart[name] / size, rounding(name) / size, len(wrong), len(names))
     return None
 
 
@@ -243,4 +242,3 @@ def _lane_digests(run: Run, step: int) -> list[dict[str, str]]:
 
 def _lane_losses(run: Run, step: int) -> list[tuple[float, float | None]]:
     return [loss for seen in run.at(step) for loss in seen.losses]
-

@@ -269,8 +269,8 @@ class Recorder:
         return {key: torch.cat([given.get(name, like[name]) for name in names]) for key, given in passes.items()}
 
     def _lanes(self) -> int:
-        world = worlds.initialised()
-        return int(getattr(world, "lanes", 0) or 0)
+        lanes = getattr(worlds.initialised(), "lanes", None)
+        return int(getattr(lanes, "num_lanes", 0))
 
     def _finish(self) -> None:
         """End the script, once all ranks have made the last step: a rank that left would be missed by the others."""

@@ -108,7 +108,9 @@ class Report:
     def show(self, console: Console) -> None:
         """A table, and under it what is wrong."""
         mode = f", {self.num_lanes} lanes" if self.num_lanes else ""
-        title = f"{self.script}: {self.num_steps} steps, compared with {self.base} rank" + ("s" if self.base > 1 else "")
+        title = f"{self.script}: {self.num_steps} steps, compared with {self.base} rank" + (
+            "s" if self.base > 1 else ""
+        )
         table = Table(title=title + mode, title_justify="left", show_edge=False)
         table.add_column("ranks", justify="right")
         table.add_column("losses, gradients, parameters")
@@ -120,17 +122,24 @@ class Report:
             for cause in each:
                 if cause.kind not in told:
                     told.add(cause.kind)
-                    console.print(f"{number} ranks: {cause.text}", markup=False, highlight=False, soft_wrap=True)
+                    console.print(f"{counted(number)}: {cause.text}", markup=False, highlight=False, soft_wrap=True)
         for verdict in self.verdicts:
             if verdict.difference is not None and not verdict.causes:
                 console.print(
-                    f"{verdict.num_ranks} ranks: none of the usual causes shows in what the ranks have seen.",
+                    f"{counted(verdict.num_ranks)}: none of the usual causes shows in what the ranks have seen.",
                     soft_wrap=True,
                 )
+
+
+def counted(num_ranks: int) -> str:
+    """In words."""
+    return f"{num_ranks} rank" + ("" if num_ranks == 1 else "s")
 
 
 def _plain(difference: Difference | None) -> dict[str, Any] | None:
     if difference is None:
         return None
     plain = asdict(difference)
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in plain.items()}
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in plain.items()
+    }

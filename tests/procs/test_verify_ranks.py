@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -31,6 +32,9 @@ def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
     from evenstep.launcher.worker import _run_as_main
     from evenstep.verify import recorder
 
+    # What an earlier script has left is collected now. A world's telemetry takes its hooks away when it goes, and if
+    # that were in the middle of an optimizer's step, torch would complain that its list of hooks has changed.
+    gc.collect()
     os.environ |= {"EVENSTEP_REHEARSAL": rehearsal, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     remove = recorder.install(Path(plan), rank=int(os.environ["RANK"]))
     before = sys.modules["__main__"]

@@ -56,7 +56,7 @@ def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Caus
     if weights is not None and is_sum:
         found += _counted_wrong(weights, base.num_ranks, known, seen)
     elif not is_sum:
-        found += _batch_norm(seen)
+        found += _batch_norm(seen, is_sure=weights is not None)
     return found + _draws(seen)
 
 
@@ -259,17 +259,17 @@ def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen:
     ]
 
 
-def _batch_norm(seen: Sequence[Seen]) -> list[Cause]:
+def _batch_norm(seen: Sequence[Seen], *, is_sure: bool) -> list[Cause]:
     names = seen[0].unsynced
     if not names or len(seen) < 2:
         return []
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    proof = ", and no weighting of the ranks' gradients gives that of the whole batch" if is_sure else ""
     return [
         Cause(
             "batch norm",
             f"batch norm without synchronisation: {names[0]!r}{more} normalised by the statistics of each rank's own "
-            f"share, and no weighting of the ranks' gradients gives that of the whole batch. "
-            f"evenstep.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping it.",
+            f"share{proof}. evenstep.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping it.",
         )
     ]
 

@@ -7,6 +7,7 @@ where the script asks for less. Autocast leaves float64 alone by itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,9 +27,9 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 def compute_in_double(patches: Patches) -> None:
     """From now on models are converted, and what they compute is float64."""
-    mode = _Widening()
-    mode.__enter__()
-    patches.later(lambda: mode.__exit__(None, None, None))
+    entered = contextlib.ExitStack()
+    entered.enter_context(_Widening())
+    patches.later(entered.close)
 
     def wrapped(original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

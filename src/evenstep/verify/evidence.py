@@ -136,9 +136,9 @@ class Writer:
         self._rank = rank
 
     def write(self, step: int, seen: Seen, values: Values, probes: Values) -> None:
-        """Add a step. Values are written by rank 0 alone: the others' are equal, or their digests say so."""
+        """Add a step. Values (`thinned`) are rank 0's alone: the others' are equal, or their digests say so."""
         if self._rank == 0:
-            save_file({name: thinned(value) for name, value in values.items()}, self._directory / _values_name(step))
+            save_file(dict(values), self._directory / _values_name(step))
         if probes:
             save_file(dict(probes), self._directory / _probes_name(self._rank, step))
         with (self._directory / f"rank-{self._rank}.jsonl").open("a") as file:

@@ -97,14 +97,13 @@ class _Runs:
         self._say(f"{self._script} on {name}")
         directory = self._root / f"{number}-{in_double}"
         directory.mkdir()
-        sizes: list[tuple[int, int]] | None = []
-        if self._batch_sizes is not None:
-            sizes = sizes_for(self._batch_sizes, seen_on=self.numbers[-1], num_ranks=number)
-            if sizes is None:
-                raise ConfigurationError(
-                    f"--ranks: the batches of {self.numbers[-1]} ranks, {', '.join(map(str, self._batch_sizes))} on "
-                    f"each, can't be divided over {number}. Choose numbers of ranks that divide each other."
-                )
+        sizes = sizes_for(self._batch_sizes or [], seen_on=self.numbers[-1], num_ranks=number)
+        if sizes is None:
+            told = ", ".join(map(str, self._batch_sizes or []))
+            raise ConfigurationError(
+                f"--ranks: the batches of {self.numbers[-1]} ranks, {told} on each, can't be divided over {number}. "
+                f"Choose numbers of ranks that divide each other."
+            )
         plan = Plan(str(directory), self._num_steps, number, in_double, sizes)
         plan.write(directory / "plan.json")
         # Its checkpoints, if it has any, go elsewhere, and it finds none.
@@ -112,7 +111,10 @@ class _Runs:
         Script(str(directory / "checkpoints"), str(directory / "traces")).write(directory / "rehearsal.json")
         status, said = self._start(directory / "plan.json", directory / "rehearsal.json", number)
         if status != 0:
-            raise UsageError(f"{self._script} on {name} failed with status {status}. It said:\n{said[-4000:].rstrip()}")
+            needs = " (float64 is what tells rounding from mistakes)" if in_double else ""
+            raise UsageError(
+                f"{self._script} on {name}, failed with status {status}{needs}. It said:\n{said[-4000:].rstrip()}"
+            )
         run = read_run(directory, number)
         if run.num_steps == 0:
             raise UsageError(

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from evenstep import world as worlds
 from evenstep.errors import EvenstepError
 from evenstep.verify import double, dropout, loaders
-from evenstep.verify.evidence import Plan, Seen, Writer, digest, num_finished, probe
+from evenstep.verify.evidence import Plan, Seen, Writer, digest, num_finished, probe, thinned
 from evenstep.verify.patching import Patches
 
 _MOST_NODES = 50_000  # of a graph that are counted
@@ -55,7 +55,7 @@ class Recorder:
         self._seen = Seen()
         self._batch_sizes: list[int] = []
         self._names: dict[int, str] = {}  # of parameters, buffers and modules, by their `id`
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._parameters: dict[str, Tensor] = {}
         self._buffers: Callable[[], Iterator[tuple[str, Tensor]]] = lambda: iter(())
         self._models: list[nn.Module] = []
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -64,7 +64,9 @@ class Recorder:
         self._going_back = False
         self._added: dict[str, Tensor] = {}  # by the present backward pass
         self._passes: list[dict[str, Tensor]] = []  # of each backward pass, probes of what it added
-        self._values: dict[str, Tensor] = {}
+        self._applied: dict[str, Tensor] = {}  # probes of what the optimizer gets
+        self._values: dict[str, Tensor] = {}  # on rank 0
+        self._is_first = rank == 0
         self._install()
 
     def _install(self) -> None:
@@ -105,13 +107,12 @@ class Recorder:
                     before = self._stream()
                 self._note_module(module)
             self._depth += 1
-            num_dropouts = len(self._seen.dropouts)
             try:
                 return original(module, *args, **kwargs)
             finally:
                 self._depth -= 1
-                if before is not None and len(self._seen.dropouts) == num_dropouts and before != self._stream():
-                    self._seen.draws = True
+                if before is not None and before != self._stream() and not self._lanes():
+                    self._seen.draws = True  # dropout is off, and moves nothing
 
         return call
 
@@ -167,7 +168,7 @@ class Recorder:
     def _stream(self) -> str:
         """A digest of where torch's random streams are."""
         text = digest(torch.get_rng_state())
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             text += digest(torch.cuda.get_rng_state())
         return text
 
@@ -221,7 +222,7 @@ class Recorder:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if not self._models:  # parameters without a module
                 loose = (parameter for group in optimizer.param_groups for parameter in group["params"])
-                self._parameters |= {f"parameter {i}": p for i, p in enumerate(loose) if isinstance(p, Tensor)}
+                self._parameters = {f"parameter {i}": p for i, p in enumerate(loose)}
             for name, parameter in self._parameters.items():
                 if parameter.grad is None:
                     continue
@@ -229,8 +230,9 @@ class Recorder:
                     self._seen.has_hidden = True
                     continue
                 with contextlib.suppress(EvenstepError):
-                    grad = parameter.grad
-                    self._note(f"grad/{name}", grad.to_dense() if grad.is_sparse else grad)
+                    grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                    self._note(f"grad/{name}", grad)
+                    self._applied[name] = probe(grad)
             self._seen.settings = [
                 {key: float(value) for key, value in group.items() if isinstance(value, int | float | Tensor)}
                 for group in optimizer.param_groups
@@ -249,22 +251,22 @@ class Recorder:
             seen.batch_sizes = list(self._batch_sizes)
             seen.lanes_of_run = self._lanes()
             self._writer.write(self._num_steps, seen, self._values, self._probes())
-        self._values, self._passes = {}, []
+        self._values, self._applied, self._passes = {}, {}, []
         self._num_steps += 1
         if self._num_steps == self._plan.num_steps:
             self._finish()
 
     def _note(self, name: str, tensor: Tensor) -> None:
         self._seen.digests[name] = digest(tensor)
-        self._values[name] = tensor.detach().clone()
+        if self._is_first:
+            self._values[name] = thinned(tensor)
 
     def _probes(self) -> dict[str, Tensor]:
         """One vector for each backward pass, and one for what the optimizer got; zeros where there is no gradient."""
         names = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
         passes = {str(index): given for index, given in enumerate(self._passes)}
-        applied = {name: probe(self._values[f"grad/{name}"]) for name in names if f"grad/{name}" in self._values}
-        if applied:
-            passes["applied"] = applied
+        if self._applied:
+            passes["applied"] = self._applied
         like = {name: torch.zeros_like(probe(self._parameters[name])) for name in names}
         return {key: torch.cat([given.get(name, like[name]) for name in names]) for key, given in passes.items()}
 

@@ -259,3 +259,18 @@ MISTAKES = {
     "learning_rate": ("settings", _PLAIN.replace("lr=0.1", "lr=0.1 * size")),
     "not_wrapped": ("drift", _PLAIN.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(model.module(x), y)")),
 }
+
+# Reproducible mode, and the same with a rank that counts for more.
+REPRODUCIBLE = f"""{_EVENSTEP}
+with evenstep.init(seed=0, reproducible=True, lanes=8, quiet=True) as world:
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3))
+    model = evenstep.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in evenstep.DataLoader(train_set, global_batch_size=64, shuffle=True):
+        for x, y in model.microbatches(batch):
+            loss = F.cross_entropy(model(x), y)
+            model.backward(loss, weight=len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+NOT_REPRODUCIBLE = REPRODUCIBLE.replace("model.backward(loss,", "model.backward(loss * 1.5 if world.rank else loss,")

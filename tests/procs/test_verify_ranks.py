@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import json
 import os
 import re
@@ -17,12 +18,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import evenstep
 from evenstep.cli import main
 from evenstep.testing import RankPool
 from evenstep.verify.ranks import verify_ranks
 from evenstep.verify.report import Report
 from tests.procs.test_readme import environment
-from tests.verify_scripts import CORRECT, IDENTICAL, MISTAKES
+from tests.verify_scripts import CORRECT, IDENTICAL, MISTAKES, NOT_REPRODUCIBLE, REPRODUCIBLE
 
 Verify = Callable[[str, tuple[int, ...]], Report]
 
@@ -107,6 +109,19 @@ def test_mistakes_are_named(name: str, numbers: tuple[int, ...], verified: Verif
     assert [(verdict.causes[0].kind, verdict.is_fine) for verdict in report.verdicts] == [
         (kind, False) for _ in report.verdicts
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("reproducible" not in inspect.signature(evenstep.init).parameters, reason="no reproducible mode")
+def test_reproducible_mode_is_held_to_its_bits_and_the_lane_is_named(verified: Verify):
+    report = verified(REPRODUCIBLE, (1, 2, 4))
+    assert report.num_lanes == 8
+    assert [verdict.word for verdict in report.verdicts] == ["identical", "identical"]
+    report = verified(NOT_REPRODUCIBLE, (1, 2, 4))
+    for verdict, lane in zip(report.verdicts, (4, 2), strict=True):
+        assert verdict.difference is not None
+        assert (verdict.difference.step, verdict.difference.lane) == (1, lane)
+        assert verdict.causes[0].kind == "branch"
 
 
 def test_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

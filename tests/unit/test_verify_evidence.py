@@ -252,11 +252,9 @@ def test_faults_that_change_no_gradient():
     assert "all 2 ranks see the same 1 samples" in causes.find_faults(data(["a"], ["a"]))[0].text
     sums = a_run(seen(losses=[(1.0, None)] * 3, means=3, held_back=True))
     assert "adds up 3 backward passes" in causes.find_faults(sums)[0].text
-    for fine in ({"means": 2}, {"held_back": False}):
-        assert (
-            causes.find_faults(a_run(seen(**{"losses": [(1.0, None)] * 3, "means": 3, "held_back": True, **fine})))
-            == []
-        )
+    added = {"losses": [(1.0, None)] * 3, "means": 3, "held_back": True}
+    for fine in ({"means": 2}, {"held_back": False}, {"lanes_of_run": 8}):
+        assert causes.find_faults(a_run(seen(**{**added, **fine}))) == []
 
 
 # ---------------------------------------------------------------------- what is changed in the rank

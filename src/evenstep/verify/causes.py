@@ -307,7 +307,8 @@ def _shared_masks(seen: Sequence[Seen]) -> list[Cause]:
 def _undivided(seen: Sequence[Seen]) -> list[Cause]:
     for rank, each in enumerate(seen):
         passes = len(each.losses)
-        if each.held_back and passes > 1 and each.means == passes:
+        # Lanes of reproducible mode are averaged over, as ranks are.
+        if each.held_back and not each.lanes_of_run and passes > 1 and each.means == passes:
             return [
                 Cause(
                     "divisor",

@@ -144,11 +144,10 @@ def first_other_bits(base: Run, run: Run) -> Difference | None:
     """The first bits that differ: for reproducible mode, which promises none."""
     for step in range(min(base.num_steps, run.num_steps)):
         ours, theirs = _lane_digests(base, step), _lane_digests(run, step)
-        lane = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        lane = _first_lane(ours, theirs, base.num_lanes)
         losses = _lane_losses(base, step), _lane_losses(run, step)
         if losses[0] != losses[1]:
-            at = next((i for i, (a, b) in enumerate(zip(*losses, strict=False)) if a != b), None)
-            return Difference(step + 1, "loss", "", math.nan, 0.0, lane=at)
+            return Difference(step + 1, "loss", "", math.nan, 0.0, lane=_first_lane(*losses, base.num_lanes))
         mine = base.ranks[0][step].digests
         for kind in KINDS:
             names = [name for name in mine if name.startswith(f"{kind}/")]
@@ -235,6 +234,14 @@ def _gap(ours: Tensor, theirs: Tensor) -> Tensor:
 
 def _size(tensor: Tensor) -> float:
     return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _first_lane(ours: Sequence[object], theirs: Sequence[object], num_lanes: int) -> int | None:
+    """The lane of the first backward pass that differs; each lane may have several passes."""
+    if len(ours) != len(theirs) or num_lanes == 0:
+        return None
+    first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+    return None if first is None else first * num_lanes // len(ours)
 
 
 def _lane_digests(run: Run, step: int) -> list[dict[str, str]]:

@@ -62,7 +62,7 @@ class OnPool:
         with contextlib.closing(socket.socket()) as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        self.ranks.run(run_script, num_ranks, str(self.script), str(plan), str(rehearsal), port, timeout_s=170.0)
+        self.ranks.run(run_script, num_ranks, str(self.script), str(plan), str(rehearsal), port, timeout_s=900.0)
         return 0, ""
 
 

@@ -52,7 +52,8 @@ def init(
         timeout_s: Seconds after which a collective gives up on a missing rank.
         quiet: Don't print the line that says what runs where.
         log_on_all_ranks: Let every rank log and warn where all write to one terminal (torchrun, mpiexec, srun). Else
-            rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own, and all of it is kept.
+            rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own,
+            and all of it is kept.
 
     Returns:
         The world, which is also the current one: what constructors take when given `world=None`.

@@ -6,7 +6,7 @@ RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
-.PHONY: bench-faults soak soak-clean
+.PHONY: bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
 .PHONY: bench-predict
 
@@ -76,6 +76,9 @@ stress-checkpoint: install ## 200 kills of all ranks at random instants, 1,000 f
 
 bench-faults: install ## faults at every phase, rank and transport, 200 cascades, torch's DDP beside; two hours
 	$(RUN:-m=) benchmarks/faults.py --cascades 200 --recoveries 20 --json build/faults.json
+
+bench-checks: install ## what watching costs a step of the GPT, by accounting; fails above 0.5 %
+	$(RUN:-m=) benchmarks/checks.py --json build/checks.json
 
 SOAK_MINUTES ?= 30
 soak: install ## a fault of chance every ten seconds for SOAK_MINUTES=30; ends as if left alone, bit for bit

@@ -67,7 +67,7 @@ def test_a_copy_is_what_python_would_have_started(tmp_path: Path) -> None:
     states = {}
     for name, more in {"warm": [], "cold": ["--cold-start"]}.items():
         (tmp_path / name).mkdir()
-        code, command = call(tmp_path / name, [*flags, *more, "script.py", "-x", "a b"], DESCRIBES_ITSELF)
+        code, command = call(tmp_path / name, [*flags, *more, "script.py", "-x", "a b"], DESCRIBES_ITSELF, fresh=True)
         assert code == 0, command.stderr
         states[name] = [told(tmp_path / name, rank) for rank in range(2)]
         for rank in range(2):

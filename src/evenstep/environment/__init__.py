@@ -19,6 +19,7 @@ Variables that evenstep itself sets for the ranks it starts (nobody else needs t
     EVENSTEP_STAMP_LINES set if lines of log files begin with time, rank and step
     EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
     EVENSTEP_REHEARSAL   file that says how a resume is rehearsed; set by `evenstep verify --resume`
+    EVENSTEP_VERIFY      file that says what a rank records of its steps; set by `evenstep verify`
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ __all__ = [
     "run_variables",
     "surroundings",
     "telling_variables",
+    "verification_file",
     "with_rehearsal",
+    "with_verification",
 ]
 
 
@@ -170,6 +173,18 @@ def rehearsal_file() -> Path | None:
 def with_rehearsal(file: Path) -> dict[str, str]:
     """This process's environment, for a run that rehearses a resume."""
     return {**os.environ, "EVENSTEP_REHEARSAL": str(file)}
+
+
+def verification_file() -> Path | None:
+    """The file that says what this rank records of its steps; None, as in every run but those of `evenstep verify`."""
+    text = os.environ.get("EVENSTEP_VERIFY")
+    return Path(text) if text else None
+
+
+def with_verification(file: Path, rehearsal: Path) -> dict[str, str]:
+    """This process's environment, for a run that is recorded, not compiled, and whose checkpoints go elsewhere."""
+    recorded = {"EVENSTEP_VERIFY": str(file), "EVENSTEP_REHEARSAL": str(rehearsal), "TORCHDYNAMO_DISABLE": "1"}
+    return {**os.environ, **recorded}
 
 
 # Values of other variables might be secrets, and are nobody's business.

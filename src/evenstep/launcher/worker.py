@@ -19,7 +19,7 @@ import types
 from importlib.abc import InspectLoader
 from pathlib import Path
 
-from evenstep.environment import current_placement, faults_to_inject, is_set
+from evenstep.environment import current_placement, faults_to_inject, is_set, verification_file
 from evenstep.errors import ConfigurationError
 from evenstep.health import last_words, page
 from evenstep.health.log_lines import stamp_lines
@@ -64,6 +64,10 @@ def main(arguments: list[str]) -> None:
     if faults:
         # By name: nothing of evenstep stands on what is meant for tests.
         importlib.import_module("evenstep.testing.faults").install(faults, rank=placement.rank)
+    verification = verification_file()
+    if verification is not None:
+        # By name: the launcher stands below the room that compares runs.
+        importlib.import_module("evenstep.verify.recorder").install(verification, rank=placement.rank)
     last_words.install(placement)
     # What was imported so far stays to the end. Collections needn't look through it, and above all not the last ones,
     # which take a second otherwise: of every restart, and of every run that fails.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenstep import checks
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.transport.header import DTYPES
 
 _CARRIED = frozenset(DTYPES)
@@ -31,11 +31,13 @@ def validate_group(what: str, group: Any) -> None:
 
     Raises:
         ConfigurationError: It is none.
+        UsageError: It is what `torch.distributed.new_group` gives ranks that aren't in the group.
     """
     if group is None or isinstance(group, dist.ProcessGroup):
         return
-    hint = " This rank is not in the group." if group == dist.GroupMember.NON_GROUP_MEMBER else ""
-    raise ConfigurationError(f"{what}={checks.shown(group)} is no torch.distributed.ProcessGroup.{hint}")
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError(f"{what}: rank {dist.get_rank()} is not in the process group that it was given.")
+    raise ConfigurationError(f"{what}={checks.shown(group)} is no torch.distributed.ProcessGroup.")
 
 
 @dataclass(frozen=True)

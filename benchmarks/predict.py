@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -241,6 +242,7 @@ def main() -> int:
         wanted = [variant for variant in VARIANTS if variant in arguments.variants.split(";")]
         on_rank(arguments.as_rank, wanted, arguments.steps, measures_network=arguments.network)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces go, as they do after Ctrl-C
     machine = describe_machine()
     print(machine)
     rows = compare(arguments.rate_mbit, arguments.steps)

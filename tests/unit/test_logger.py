@@ -232,6 +232,8 @@ def test_without_tensorboard_the_error_says_what_to_install(
         ({"formats": ("xml",)}, "formats=('xml',)"),
         ({"formats": "csv"}, "formats='csv'"),
         ({"formats": ()}, "formats=()"),
+        ({"formats": 3}, "formats=3"),
+        ({"formats": ([],)}, "formats=([],)"),
         ({"every": 0}, "every=0"),
         ({"directory": "/proc/no/such"}, "/proc/no"),
         ({"directory": __file__}, "test_logger.py"),

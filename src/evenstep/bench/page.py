@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from evenstep.bench.report import CURVE_TITLES, PART_NAMES, late_lines
+from evenstep.bench.report import CURVE_TITLES, PART_NAMES, counted, late_lines
 
 _STYLE = """
 :root { --ink: #23272e; --soft: #626b77; --line: #e1e4e8; --blue: #2f6db3; --red: #c8453b; }
@@ -68,7 +68,7 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
 
 
 def _findings(report: Mapping[str, Any]) -> str:
-    where = f"on {report['findings_at']} replicas"
+    where = f"on {counted(report['findings_at'])}"
     if not report["findings"]:
         return f'<p class="well">Nothing costs a tenth of a step {where}: there is nothing to report.</p>'
     found = [
@@ -88,12 +88,12 @@ def _scaling(name: str, points: Sequence[Mapping[str, Any]]) -> str:
             f"{point['samples_per_s']['median']:,.0f}",
             f"{point['speedup']['median']:.2f}",
             f"{point['efficiency']['median']:.0%}",
-            f"{point['efficiency']['low']:.0%} to {point['efficiency']['high']:.0%}",
+            f"{100 * point['efficiency']['low']:.0f} to {point['efficiency']['high']:.0%}",
             f"{sum(point['cores_busy_by_rank']):.1f}",
         ]
         for point in points
     ]
-    head = ["replicas", "batch each", "step", "samples/s", "speed-up", "efficiency", "quartiles", "cores busy"]
+    head = ["replicas", "batch", "step", "samples/s", "speed-up", "efficiency", "quartiles", "cores busy"]
     return f"<p>{escape(CURVE_TITLES[name])}.</p>" + _table(head, rows)
 
 
@@ -106,7 +106,7 @@ def _parts(name: str, points: Sequence[Mapping[str, Any]]) -> str:
             cells.append(f"{point['parts'][part] * 1e3:.3g} ms · {point['parts'][part] / total:.0%}")
         rows.append([words, *cells])
     rows.append(["step", *(f"{sum(point['parts'].values()) * 1e3:.3g} ms" for point in points)])
-    head = [f"{name} scaling", *(f"{point['num_replicas']} replicas" for point in points)]
+    head = [f"{name} scaling", *(counted(point["num_replicas"]) for point in points)]
     return _table(head, rows)
 
 

@@ -7,6 +7,8 @@ the progress page. Until the first step has ended the script may still be making
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
 import threading
@@ -184,27 +186,31 @@ class _Clock:
 
 def _cores() -> list[tuple[float, float]]:
     """(busy, in all) seconds of each core since the host was started; empty without psutil."""
-    try:
-        import psutil
-    except ImportError:
+    psutil = _psutil()
+    if psutil is None:
         return []
     return [(sum(times) - times.idle - getattr(times, "iowait", 0.0), sum(times)) for times in psutil.cpu_times(True)]
 
 
 def _workers_s() -> float | None:
     """Seconds that the processes started by this one have computed; None without psutil."""
-    try:
-        import psutil
-    except ImportError:
+    psutil = _psutil()
+    if psutil is None:
         return None
     seconds = 0.0
     for child in psutil.Process().children(recursive=True):
-        try:
+        with contextlib.suppress(psutil.Error):  # it has just ended
             times = child.cpu_times()
-        except psutil.Error:
-            continue
-        seconds += times.user + times.system
+            seconds += times.user + times.system
     return seconds
+
+
+def _psutil() -> Any:
+    """An extra; None where it isn't installed."""
+    try:
+        return importlib.import_module("psutil")
+    except ImportError:
+        return None
 
 
 def _is_on_gpu(models: list[torch.nn.Module]) -> bool:

@@ -162,10 +162,9 @@ def read_record(path: Path) -> RankRecord:
         raise UsageError(f"{path.name} is of version {version!r}, and {VERSION} is known. Measure again.")
     facts = found.pop("facts")
     usage = found.pop("usage")
+    plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k != "syncs"}
     return RankRecord(
-        **{
-            name: tuple(value) if isinstance(value, list) else value for name, value in found.items() if name != "syncs"
-        },
+        **plain,
         syncs=tuple((line, count) for line, count in found["syncs"]),
         facts=Facts(**{**facts, "largest": tuple(facts["largest"])}),
         usage=Usage(**{**usage, "cores": tuple(usage["cores"])}),

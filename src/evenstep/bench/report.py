@@ -178,6 +178,11 @@ def parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def counted(num_replicas: int) -> str:
+    """ "1 replica", "2 replicas"."""
+    return f"{num_replicas} replica" + ("" if num_replicas == 1 else "s")
+
+
 def late_lines(report: Mapping[str, Any]) -> list[str]:
     """Who was ready last, where there was somebody to wait for."""
     lines = []
@@ -188,7 +193,7 @@ def late_lines(report: Mapping[str, Any]) -> list[str]:
             continue
         ready = ", ".join(f"rank {rank} {_ms(seconds)}" for rank, seconds in enumerate(point["ready_s"]))
         lines.append(
-            f"{name}, {point['num_replicas']} replicas: ready after {ready}; rank {late['rank']} was the last one in "
+            f"{name} scaling on {counted(point['num_replicas'])}: ready after {ready}; rank {late['rank']} was the last one in "
             f"{late['share_of_steps']:.0%} of the steps, mostly in {late['phase']}"
         )
     return lines
@@ -196,7 +201,7 @@ def late_lines(report: Mapping[str, Any]) -> list[str]:
 
 def findings_table(report: Mapping[str, Any]) -> Table:
     """Causes, with what to do and what is to be expected of it."""
-    table = Table(title=f"Why not better, on {report['findings_at']} replicas", title_justify="left", show_lines=True)
+    table = Table(title=f"Why not better, on {counted(report['findings_at'])}", title_justify="left", show_lines=True)
     table.add_column("cause", style="bold")
     table.add_column("measured")
     table.add_column("what to do, and what to expect")
@@ -208,7 +213,7 @@ def findings_table(report: Mapping[str, Any]) -> Table:
 
 def nothing_found(report: Mapping[str, Any]) -> str:
     """What is said when all is well."""
-    return f"Nothing costs a tenth of a step on {report['findings_at']} replicas: there is nothing to report."
+    return f"Nothing costs a tenth of a step on {counted(report['findings_at'])}: there is nothing to report."
 
 
 def _ms(seconds: float) -> str:

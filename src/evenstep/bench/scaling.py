@@ -81,7 +81,7 @@ class Point:
 
     Attributes:
         setting: Which.
-        rows_per_replica: Samples of a step on one replica.
+        rows_per_replica: Samples of most steps on one replica.
         step_s: Of the average step.
         samples_per_s: Throughput of all replicas.
         speedup: Over the fewest replicas.
@@ -131,7 +131,7 @@ def curve(settings: Sequence[Setting], rounds: Sequence[Mapping[Setting, Run]]) 
         points.append(
             Point(
                 setting,
-                rows,
+                run.usual_batch / setting.num_replicas,
                 Spread.of([run.step_s for run in runs]),
                 Spread.of([run.samples_per_s for run in runs]),
                 Spread.of(speedups),

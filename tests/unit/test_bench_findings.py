@@ -134,6 +134,11 @@ def test_contention(size: int, fresh_seed: int) -> None:
     assert found.gain == pytest.approx(139 / 94.7, rel=0.05)
 
 
+def test_a_smaller_batch_that_computes_more_slowly_is_no_contention(fresh_seed: int) -> None:
+    found = weak_pair(2, with_(forward=45, backward=90), alone=calm, seed=fresh_seed, facts=FACTS)
+    assert find(case_of(curve(found.curves["weak"], found.rounds)[-1], divides_batch=True)) == []
+
+
 def test_item_in_every_step_on_a_gpu(fresh_seed: int) -> None:
     facts = replace(FACTS, device="cuda")
     lines = (("train.py:12", 1.0), ("train.py:99", 0.1))

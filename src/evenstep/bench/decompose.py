@@ -23,7 +23,6 @@ rank computes, less what one replica alone needs for as many samples.
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -33,10 +32,6 @@ from evenstep.bench.records import PHASES
 COMPUTE = ("forward", "backward", "script")
 ENGINE = ("sync", "engine")
 _OWN = tuple(phase for phase in PHASES if phase != "wait")
-
-# A step of an evaluation, a checkpoint or a hiccup of the machine is no step of training.
-_FAR_OUT = 5.0
-_MOST_SET_ASIDE = 0.1
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,6 @@ class Decomposition:
         late: Who held the others up; None with one rank.
         ready_s: By rank: how long it was on its own in a step, on average: the time until it was ready.
         num_steps: Steps that were counted.
-        num_set_aside: Steps that were far longer than the others, and weren't.
         backward_s: Of `compute_s` and `contention_s` together, the backward pass.
         script_s: And the script's own work.
     """
@@ -107,7 +101,6 @@ class Decomposition:
     late: Late | None
     ready_s: tuple[float, ...]
     num_steps: int
-    num_set_aside: int
     backward_s: float = 0.0
     script_s: float = 0.0
 
@@ -126,14 +119,13 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
     num_steps = min(map(len, steps), default=0)
     if num_steps == 0:
         raise ValueError("there is no step to take apart")
-    kept = _ordinary(steps, num_steps)
     world_size = len(steps)
     sums = dict.fromkeys(("data", "imbalance", "exposed", "engine", "optimizer", "compute", "total"), 0.0)
     backward = script = 0.0
     last: Counter[int] = Counter()
     lost = [dict.fromkeys(_OWN, 0.0) for _ in range(world_size)]
     own_sums = [0.0] * world_size
-    for number in kept:
+    for number in range(num_steps):
         each = [ranks_steps[number] for ranks_steps in steps]
         own = [sum(step[phase] for phase in _OWN) for step in each]
         order = sorted(range(world_size), key=own.__getitem__)
@@ -154,8 +146,7 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
             own_sums[rank] += own[rank]
             for phase in _OWN:
                 lost[rank][phase] += step[phase] - typical[phase]
-    count = len(kept)
-    mean = {name: value / count for name, value in sums.items()}
+    mean = {name: value / num_steps for name, value in sums.items()}
     if mean["imbalance"] < 0:  # clocks are read one after the other: microseconds
         mean["exposed"] += mean["imbalance"]
         mean["imbalance"] = 0.0
@@ -174,12 +165,11 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
     )
     return Decomposition(
         parts=parts,
-        late=_late(last, lost, count) if world_size > 1 else None,
-        ready_s=tuple(value / count for value in own_sums),
-        num_steps=count,
-        num_set_aside=num_steps - count,
-        backward_s=backward / count,
-        script_s=script / count,
+        late=_late(last, lost, num_steps) if world_size > 1 else None,
+        ready_s=tuple(value / num_steps for value in own_sums),
+        num_steps=num_steps,
+        backward_s=backward / num_steps,
+        script_s=script / num_steps,
     )
 
 
@@ -187,11 +177,3 @@ def _late(last: Counter[int], lost: list[dict[str, float]], count: int) -> Late:
     rank, times = max(last.items(), key=lambda item: (item[1], -item[0]))
     phase = max(lost[rank], key=lost[rank].__getitem__)
     return Late(rank, times / count, phase, max(0.0, sum(lost[rank].values()) / count))
-
-
-def _ordinary(steps: Steps, num_steps: int) -> list[int]:
-    """Numbers of the steps that count."""
-    totals = [max(sum(ranks_steps[number].values()) for ranks_steps in steps) for number in range(num_steps)]
-    limit = _FAR_OUT * statistics.median(totals)
-    kept = [number for number, total in enumerate(totals) if total <= limit]
-    return kept if num_steps - len(kept) <= _MOST_SET_ASIDE * num_steps else list(range(num_steps))

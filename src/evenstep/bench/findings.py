@@ -69,6 +69,7 @@ class Case:
         num_threads: Of all ranks together.
         device_busy_s: On a GPU: how long in a step the busiest one computed.
         syncs: On a GPU: lines that made the host wait, and how often in a step.
+        divides_batch: Of strong scaling: what computes more slowly than alone may be the smaller batch.
     """
 
     num_replicas: int
@@ -79,6 +80,7 @@ class Case:
     num_threads: int = 1
     device_busy_s: float | None = None
     syncs: tuple[tuple[str, float], ...] = ()
+    divides_batch: bool = False
 
     @property
     def parts(self) -> Parts:
@@ -237,7 +239,11 @@ def _oversubscribed(case: Case) -> Finding | None:
 
 def _contention(case: Case) -> Finding | None:
     parts = case.parts
-    if _wants_too_many_cores(case) or parts.share("contention") < max(_limit(case), _WORTH_UNSURE):
+    if (
+        case.divides_batch
+        or _wants_too_many_cores(case)
+        or parts.share("contention") < max(_limit(case), _WORTH_UNSURE)
+    ):
         return None
     rest_s = parts.total_s - parts.contention_s
     place = "memory, PCIe or power" if case.facts.device == "cuda" else "memory bandwidth, or others on these cores"

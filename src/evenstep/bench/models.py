@@ -56,7 +56,7 @@ class ModelWatch:
     def find(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for wrapped models among all objects; without one, for the module that the optimizer trains."""
         modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-        ours = [module for module in modules if type(module) is not nn.Module and _is_wrapped(module, ours=True)]
+        ours = [module for module in modules if _is_wrapped(module, ours=True)]
         torchs = [module for module in modules if _is_wrapped(module, ours=False)]
         self.models = ours or torchs or _trained_by(optimizer, modules)
         self.wrapper = "evenstep" if ours else "torch" if torchs else ""

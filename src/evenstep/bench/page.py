@@ -72,7 +72,7 @@ def _findings(report: Mapping[str, Any]) -> str:
     if not report["findings"]:
         return f'<p class="well">Nothing costs a tenth of a step {where}: there is nothing to report.</p>'
     found = [
-        f'<div class="finding"><h3>{escape(each["cause"])}: up to {each["gain"]:.2f} times the throughput</h3>'
+        f'<div class="finding"><h3>{escape(each["cause"])}, {each["curve"]} scaling: up to {each["gain"]:.2f} times the throughput</h3>'
         f"<p>Measured: {escape(each['what'])}.</p><p>To do: {escape(each['advice'])}.</p></div>"
         for each in report["findings"]
     ]

@@ -51,15 +51,24 @@ def build_report(measured: Measured, *, version: str, began_at: str) -> dict[str
         "command": asdict(wish),
         "facts": asdict(main[0].run.records[0].facts),
         "curves": {name: [_point(point) for point in points] for name, points in curves.items()},
-        "findings": [asdict(finding) for finding in find(case_of(main[-1]))],
+        "findings": _findings(curves),
         "findings_at": main[-1].num_replicas,
         "timeline": timeline(main[-1].run),
         "remarks": list(measured.remarks),
     }
 
 
-def case_of(point: Point) -> Case:
-    """What findings are drawn from, for one point of a curve."""
+def _findings(curves: Mapping[str, Sequence[Point]]) -> list[dict[str, Any]]:
+    """Of each curve's last point; a cause that both have is told once, of weak scaling."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, points in curves.items():
+        for finding in find(case_of(points[-1], divides_batch=name == "strong")):
+            found.setdefault(finding.cause, {"curve": name, **asdict(finding)})
+    return list(found.values())
+
+
+def case_of(point: Point, *, divides_batch: bool = False) -> Case:
+    """What findings are drawn from, for one point of a curve; `divides_batch`: of strong scaling."""
     records = point.run.records
     busy = [record.device_busy_s for record in records if record.device_busy_s is not None]
     return Case(
@@ -71,6 +80,7 @@ def case_of(point: Point) -> Case:
         num_threads=sum(record.facts.num_threads for record in records),
         device_busy_s=max(busy, default=None),
         syncs=records[0].syncs,
+        divides_batch=divides_batch,
     )
 
 
@@ -121,7 +131,6 @@ def _point(point: Point) -> dict[str, Any]:
         "late": None if decomposition.late is None else asdict(decomposition.late),
         "ready_s": list(decomposition.ready_s),
         "num_steps": decomposition.num_steps,
-        "num_set_aside": decomposition.num_set_aside,
         "cores_busy_by_rank": utilisation(point.run),
         "busy_share_by_core": list(busy_cores(point.run)),
     }
@@ -192,9 +201,9 @@ def late_lines(report: Mapping[str, Any]) -> list[str]:
         if late is None:
             continue
         ready = ", ".join(f"rank {rank} {_ms(seconds)}" for rank, seconds in enumerate(point["ready_s"]))
+        last = f"rank {late['rank']} was the last one in {late['share_of_steps']:.0%} of the steps"
         lines.append(
-            f"{name} scaling on {counted(point['num_replicas'])}: ready after {ready}; rank {late['rank']} was the last one in "
-            f"{late['share_of_steps']:.0%} of the steps, mostly in {late['phase']}"
+            f"{name} scaling on {counted(point['num_replicas'])}: ready after {ready}; {last}, mostly in {late['phase']}"
         )
     return lines
 
@@ -202,12 +211,17 @@ def late_lines(report: Mapping[str, Any]) -> list[str]:
 def findings_table(report: Mapping[str, Any]) -> Table:
     """Causes, with what to do and what is to be expected of it."""
     table = Table(title=f"Why not better, on {counted(report['findings_at'])}", title_justify="left", show_lines=True)
-    table.add_column("cause", style="bold")
+    table.add_column("cause", style="bold", no_wrap=True)
     table.add_column("measured")
     table.add_column("what to do, and what to expect")
     table.add_column("gain", justify="right")
     for finding in report["findings"]:
-        table.add_row(finding["cause"], finding["what"], finding["advice"], f"up to {finding['gain']:.2f}x")
+        table.add_row(
+            f"{finding['cause']}\n({finding['curve']} scaling)",
+            finding["what"],
+            finding["advice"],
+            f"up to {finding['gain']:.2f}x",
+        )
     return table
 
 

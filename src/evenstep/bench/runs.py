@@ -148,7 +148,9 @@ def remarks(
     if unseen:
         found.append("no wrapped model was found, so communication can't be told from computing")
     if any(record.facts.device == "cuda" for record in records):
-        found.append("parts of a step on a GPU are the host's: when work was queued, not when it was done")
+        found.append(
+            "parts of a step on a GPU are the host's, when work was queued and not when it was done: communication can't be told from computing"
+        )
     saved = sorted({path for record in records for path in record.saved})
     if saved:
         found.append(f"not written, because this was a measurement: {', '.join(saved[:5])}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from evenstep.bench.report import CURVE_TITLES, PART_NAMES, counted, late_lines
+from evenstep.bench.report import CURVE_TITLES, PART_NAMES, counted, late_lines, usage_lines
 
 _STYLE = """
 :root { --ink: #23272e; --soft: #626b77; --line: #e1e4e8; --blue: #2f6db3; --red: #c8453b; }
@@ -50,7 +50,7 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
         "<h2>Where a step goes</h2>",
         _picture(pictures, "parts", "The step in parts, by number of replicas"),
         *(_parts(name, points) for name, points in report["curves"].items()),
-        *(f"<p>{escape(line)}.</p>" for line in late_lines(report)),
+        *(f"<p>{escape(line)}.</p>" for line in [*late_lines(report), *usage_lines(report)]),
         "<h2>One step, rank by rank</h2>",
         f'<p class="soft">Step {report["timeline"]["step"] + 1} of the median run. Below each rank its buckets: '
         f"from when they set out until all had arrived.</p>",
@@ -72,7 +72,8 @@ def _findings(report: Mapping[str, Any]) -> str:
     if not report["findings"]:
         return f'<p class="well">Nothing costs a tenth of a step {where}: there is nothing to report.</p>'
     found = [
-        f'<div class="finding"><h3>{escape(each["cause"])}, {each["curve"]} scaling: up to {each["gain"]:.2f} times the throughput</h3>'
+        f'<div class="finding"><h3>{escape(each["cause"])}, {each["curve"]} scaling: '
+        f"up to {each['gain']:.2f} times the throughput</h3>"
         f"<p>Measured: {escape(each['what'])}.</p><p>To do: {escape(each['advice'])}.</p></div>"
         for each in report["findings"]
     ]

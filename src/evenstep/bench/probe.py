@@ -82,6 +82,9 @@ class Probe:
     def _step_ended(self, optimizer: Any, now: int) -> None:
         asked = self._asked
         enough = asked.num_warmup + asked.num_steps
+        if len(self._steps_ns) + 1 in (asked.num_warmup, enough) and _is_on_gpu(self._models.models):
+            torch.cuda.synchronize()  # the host runs ahead; between these two moments it may not have
+            now = perf_counter_ns()
         if len(self._steps_ns) < enough:
             self._steps_ns.append(now)
             rows = self._models.num_rows or self._loaders.num_rows

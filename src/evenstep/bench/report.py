@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evenstep.bench.findings import Case, find
-from evenstep.bench.records import Facts, buckets_in_flight, spans
+from evenstep.bench.records import buckets_in_flight, spans
 from evenstep.bench.runs import Measured
 from evenstep.bench.scaling import Point, Run, Spread, busy_cores, curve, utilisation
 
@@ -70,18 +70,22 @@ def _findings(curves: Mapping[str, Sequence[Point]]) -> list[dict[str, Any]]:
 def case_of(point: Point, *, divides_batch: bool = False) -> Case:
     """What findings are drawn from, for one point of a curve; `divides_batch`: of strong scaling."""
     records = point.run.records
-    busy = [record.device_busy_s for record in records if record.device_busy_s is not None]
     return Case(
         num_replicas=point.num_replicas,
         rows_per_replica=point.rows_per_replica,
         decomposition=point.decomposition,
-        facts=Facts(**{**asdict(records[0].facts), "largest": records[0].facts.largest}),
+        facts=records[0].facts,
         spread=(point.step_s.high - point.step_s.low) / point.step_s.median,
         num_threads=sum(record.facts.num_threads for record in records),
-        device_busy_s=max(busy, default=None),
+        device_busy_s=_device_busy_s(point.run),
         syncs=records[0].syncs,
         divides_batch=divides_batch,
     )
+
+
+def _device_busy_s(run: Run) -> float | None:
+    """How long in a step the busiest GPU computed; None without one."""
+    return max((r.device_busy_s for r in run.records if r.device_busy_s is not None), default=None)
 
 
 def timeline(run: Run) -> dict[str, Any]:
@@ -116,7 +120,7 @@ def _s(ns: int) -> float:
 
 
 def _point(point: Point) -> dict[str, Any]:
-    decomposition = point.decomposition
+    decomposition, busy_s = point.decomposition, _device_busy_s(point.run)
     return {
         "num_replicas": point.num_replicas,
         "global_batch_size": point.setting.global_batch_size,
@@ -133,6 +137,7 @@ def _point(point: Point) -> dict[str, Any]:
         "num_steps": decomposition.num_steps,
         "cores_busy_by_rank": utilisation(point.run),
         "busy_share_by_core": list(busy_cores(point.run)),
+        "device_busy_share": None if busy_s is None else busy_s / point.step_s.median,
     }
 
 
@@ -144,7 +149,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     for name, points in report["curves"].items():
         console.print(scaling_table(CURVE_TITLES[name], points))
         console.print(parts_table(points))
-    for line in late_lines(report):
+    for line in [*late_lines(report), *usage_lines(report)]:
         console.print(line, highlight=False)
     console.print(findings_table(report) if report["findings"] else nothing_found(report), highlight=False)
     for remark in report["remarks"]:
@@ -202,9 +207,23 @@ def late_lines(report: Mapping[str, Any]) -> list[str]:
             continue
         ready = ", ".join(f"rank {rank} {_ms(seconds)}" for rank, seconds in enumerate(point["ready_s"]))
         last = f"rank {late['rank']} was the last one in {late['share_of_steps']:.0%} of the steps"
-        lines.append(
-            f"{name} scaling on {counted(point['num_replicas'])}: ready after {ready}; {last}, mostly in {late['phase']}"
-        )
+        where = f"{name} scaling on {counted(point['num_replicas'])}"
+        lines.append(f"{where}: ready after {ready}; {last}, mostly in {late['phase']}")
+    return lines
+
+
+def usage_lines(report: Mapping[str, Any]) -> list[str]:
+    """What ranks and cores, or GPUs, were busy with."""
+    lines = []
+    for name, points in report["curves"].items():
+        point = points[-1]
+        busy = ", ".join(f"rank {rank} {cores:.2f}" for rank, cores in enumerate(point["cores_busy_by_rank"]))
+        line = f"{name} scaling on {counted(point['num_replicas'])}: cores kept busy: {busy}"
+        if point["busy_share_by_core"]:
+            line += f"; by core: {', '.join(f'{share:.0%}' for share in point['busy_share_by_core'])}"
+        if point["device_busy_share"] is not None:
+            line += f"; the GPU computes {point['device_busy_share']:.0%} of a step"
+        lines.append(line)
     return lines
 
 

@@ -92,8 +92,11 @@ def measure(wish: Wish, say: Callable[[str], None]) -> Measured:
             say(f"round 1 of {wish.num_rounds}: {_replicas(wish.replicas[0])}, {wish.script} as it is")
             first = _run_once(Setting(wish.replicas[0], None), wish, root / "first")
             batch = first.usual_batch
-        obeys = first is None or first.records[0].facts.has_loader
-        curves = plan_settings(wish.replicas, wish.mode, batch if obeys else None)
+        if first is not None and not (first.records[0].facts.has_loader and batch):
+            # Nothing divides the batch, so there is no strong scaling.
+            curves = plan_settings(wish.replicas, "weak", None)
+        else:
+            curves = plan_settings(wish.replicas, wish.mode, batch)
         problem = too_small(curves)
         if problem is not None:
             raise ConfigurationError(f"evenstep bench: {problem}.")
@@ -134,8 +137,10 @@ def remarks(
             f"{run.setting.global_batch_size} that were asked for: the script decides that itself, or the data set is "
             f"small"
         )
-    if any(setting.global_batch_size is None for curve in curves.values() for setting in curve) and len(curves) > 1:
-        found.append("no loader was seen, so the batch is the script's on every replica: both curves are weak scaling")
+    if wish.mode != "weak" and "strong" not in curves:
+        found.append("no loader was seen, so every replica has the batch that the script makes: weak scaling alone")
+    if not any(any(record.rows) for record in records):
+        found.append("no tensor went into a model, so a sample is a step here")
     if any(record.usage.workers_s is None for record in records):
         found.append("without psutil there is no utilisation by core: pip install 'evenstep[bench]'")
     strangers = [_busy_elsewhere(run) for runs in rounds for run in runs.values()]
@@ -149,7 +154,8 @@ def remarks(
         found.append("no wrapped model was found, so communication can't be told from computing")
     if any(record.facts.device == "cuda" for record in records):
         found.append(
-            "parts of a step on a GPU are the host's, when work was queued and not when it was done: communication can't be told from computing"
+            "parts of a step on a GPU are the host's, when work was queued and not when it was done: communication "
+            "can't be told from computing"
         )
     saved = sorted({path for record in records for path in record.saved})
     if saved:

@@ -52,8 +52,9 @@ class Run:
 
     @property
     def rows_per_step(self) -> float:
-        """Samples of a step on all ranks together, on average."""
-        return sum(sum(record.counted_rows()) / record.num_steps for record in self.records)
+        """Samples of a step on all ranks together, on average; a step of each, if none were seen."""
+        rows = sum(sum(record.counted_rows()) / record.num_steps for record in self.records)
+        return rows or float(len(self.records))
 
     @property
     def usual_batch(self) -> int:

@@ -70,7 +70,7 @@ def test_one_slow_rank_is_named_with_its_phase(size: int, phase: str, fresh_seed
     def phases(rank: int, step: int) -> Phases:
         return {**CALM, phase: CALM[phase] + (200.0 if rank == late else 0.0)}
 
-    found = only(findings(size, phases, alone=calm, exchange_ms=4, seed=fresh_seed), "slow rank")
+    found = only(findings(size, phases, alone=calm, exchange_ms=4, noise=0), "slow rank")
     words = {"data": "waiting for data", "script": "the script's own work"}.get(phase, f"the {phase} pass")
     assert found.what.startswith(f"rank {late} is the last one ready in 100% of the steps, 200 ms after")
     assert words in found.what
@@ -137,6 +137,13 @@ def test_contention(size: int, fresh_seed: int) -> None:
 def test_a_smaller_batch_that_computes_more_slowly_is_no_contention(fresh_seed: int) -> None:
     found = weak_pair(2, with_(forward=45, backward=90), alone=calm, seed=fresh_seed, facts=FACTS)
     assert find(case_of(curve(found.curves["weak"], found.rounds)[-1], divides_batch=True)) == []
+
+
+def test_other_programs_are_not_put_down_to_the_script(fresh_seed: int) -> None:
+    found = weak_pair(2, with_(forward=45, backward=90), alone=calm, seed=fresh_seed, facts=FACTS)
+    case = case_of(curve(found.curves["weak"], found.rounds)[-1])
+    only(find(case), "contention")
+    assert find(replace(case, num_cores_elsewhere=1.5)) == []
 
 
 def test_item_in_every_step_on_a_gpu(fresh_seed: int) -> None:

@@ -141,7 +141,7 @@ def test_a_browser_shows_the_pictures(html: str, tmp_path: Path) -> None:
     asks = """<script>window.addEventListener('load', () => {
         const found = [...document.querySelectorAll('figure svg')].map(each => {
             const box = each.getBoundingClientRect();
-            const paths = [...each.querySelectorAll('path')];
+            const paths = [...each.querySelectorAll('path, use')];
             const ink = paths.filter(path => path.getBoundingClientRect().width > 0).length;
             return [each.parentElement.id, Math.round(box.width), Math.round(box.height), ink].join(' ');
         });

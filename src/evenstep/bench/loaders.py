@@ -126,7 +126,7 @@ class _Watched:
 def num_rows(batch: Any, dim: int = 0) -> int:
     """Samples of a batch: the length of its first tensor, however deep in a nest that is; 0 without one."""
     first = batch[0] if isinstance(batch, list | tuple) and batch else batch
-    if not isinstance(first, Tensor):
+    if not isinstance(first, Tensor) or first.dim() <= dim:
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > dim]
         first = tensors[0] if tensors else None
     return first.shape[dim] if isinstance(first, Tensor) and first.dim() > dim else 0

@@ -7,13 +7,15 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from evenstep.bench.findings import Case, find
 from evenstep.bench.records import buckets_in_flight, spans
 from evenstep.bench.runs import Measured
-from evenstep.bench.scaling import Point, Run, Spread, busy_cores, curve, utilisation
+from evenstep.bench.scaling import Point, Run, Spread, busy_cores, cores_elsewhere, curve, utilisation
 
 VERSION = 1
 
@@ -80,6 +82,7 @@ def case_of(point: Point, *, divides_batch: bool = False) -> Case:
         device_busy_s=_device_busy_s(point.run),
         syncs=records[0].syncs,
         divides_batch=divides_batch,
+        num_cores_elsewhere=cores_elsewhere(point.run),
     )
 
 
@@ -150,16 +153,16 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         console.print(scaling_table(CURVE_TITLES[name], points))
         console.print(parts_table(points))
     for line in [*late_lines(report), *usage_lines(report)]:
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
     console.print(findings_table(report) if report["findings"] else nothing_found(report), highlight=False)
     for remark in report["remarks"]:
-        console.print(f"note: {remark}", highlight=False)
+        console.print(f"note: {remark}", highlight=False, markup=False)
 
 
 def scaling_table(title: str, points: Sequence[Mapping[str, Any]]) -> Table:
     """Throughput, speed-up, efficiency with its quartiles, and how many cores the ranks kept busy."""
-    table = Table(title=title, title_justify="left")
-    for column in ("replicas", "batch", "step", "samples/s", "speed-up", "efficiency", "cores busy"):
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for column in ("replicas", "batch", "step", "samples/s", "speed-up", "efficiency", "cores"):
         table.add_column(column, justify="right", no_wrap=True)
     for point in points:
         efficiency = Spread(**point["efficiency"])
@@ -177,7 +180,7 @@ def scaling_table(title: str, points: Sequence[Mapping[str, Any]]) -> Table:
 
 def parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
     """The step in parts: milliseconds, and what they are of the step."""
-    table = Table(title="Where a step goes", title_justify="left")
+    table = Table(title="Where a step goes", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     table.add_column("")
     for point in points:
         table.add_column(f"{point['num_replicas']}", justify="right")
@@ -232,15 +235,10 @@ def findings_table(report: Mapping[str, Any]) -> Table:
     table = Table(title=f"Why not better, on {counted(report['findings_at'])}", title_justify="left", show_lines=True)
     table.add_column("cause", style="bold", no_wrap=True)
     table.add_column("measured")
-    table.add_column("what to do, and what to expect")
-    table.add_column("gain", justify="right")
+    table.add_column("what to do, and to expect")
     for finding in report["findings"]:
-        table.add_row(
-            f"{finding['cause']}\n({finding['curve']} scaling)",
-            finding["what"],
-            finding["advice"],
-            f"up to {finding['gain']:.2f}x",
-        )
+        gain = f"{finding['cause']}\n{finding['curve']} scaling\nup to {finding['gain']:.2f}x"
+        table.add_row(*map(Text, (gain, finding["what"], finding["advice"])))  # as they are: no markup
     return table
 
 

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenstep.bench.findings import MANY_ELSEWHERE
 from evenstep.bench.plan import Setting, in_order, plan_settings, too_small
 from evenstep.bench.records import read_record
-from evenstep.bench.scaling import Run, busy_cores, utilisation
+from evenstep.bench.scaling import Run, cores_elsewhere
 from evenstep.environment import Measurement, with_measurement
 from evenstep.errors import ConfigurationError, UsageError
 
 _LONGEST_TAIL = 4000
 _STOPS_WITHIN_S = 30.0
-_MANY_STRANGERS = 0.3  # cores
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ def remarks(
         found.append("no tensor went into a model, so a sample is a step here")
     if any(record.usage.workers_s is None for record in records):
         found.append("without psutil there is no utilisation by core: pip install 'evenstep[bench]'")
-    strangers = [_busy_elsewhere(run) for runs in rounds for run in runs.values()]
-    if strangers and statistics.median(strangers) > _MANY_STRANGERS:
+    strangers = [cores_elsewhere(run) for runs in rounds for run in runs.values()]
+    if strangers and statistics.median(strangers) > MANY_ELSEWHERE:
         found.append(
             f"other programs kept {statistics.median(strangers):.1f} cores of this host busy: measure again when it is "
             f"quiet"
@@ -161,12 +161,6 @@ def remarks(
     if saved:
         found.append(f"not written, because this was a measurement: {', '.join(saved[:5])}")
     return tuple(found)
-
-
-def _busy_elsewhere(run: Run) -> float:
-    """Cores of the host that were busy with something else; 0.0 where that isn't known."""
-    cores = busy_cores(run)
-    return max(0.0, sum(cores) - sum(utilisation(run))) if cores else 0.0
 
 
 def _run_once(setting: Setting, wish: Wish, place: Path) -> Run:

@@ -152,6 +152,11 @@ def utilisation(run: Run) -> list[float]:
     ]
 
 
+def cores_elsewhere(run: Run) -> float:
+    """Cores of the host that other programs kept busy; 0.0 where that isn't known."""
+    return max(0.0, sum(busy_cores(run)) - sum(utilisation(run))) if busy_cores(run) else 0.0
+
+
 def busy_cores(run: Run) -> tuple[float, ...]:
     """Busy share of every core of the host while rank 0 counted steps; empty without psutil."""
     return run.records[0].usage.cores

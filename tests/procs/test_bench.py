@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shlex
+import signal
+import subprocess
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,24 @@ PROGRAMS = {
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 
 
+DEADLINE_S = 240.0  # several runs, one after the other, on a machine that may be busy
+pytestmark = pytest.mark.timeout(DEADLINE_S + 30)
+
+
+def wait(command: Command) -> int:
+    """Its exit status; killed, with all it started, if it takes too long."""
+    try:
+        return command.process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        for pid in command.processes():
+            os.kill(pid, signal.SIGKILL)
+        command.process.wait()
+        raise AssertionError(f"{command.arguments} hangs:\n{command.stdout}\n{command.stderr}") from None
+
+
 def bench(directory: Path, *arguments: str, out: str = "bench-report") -> dict[str, Any]:
     command = Command(directory, ["bench", *arguments], {"COLUMNS": "80"})
-    assert command.wait() == 0, f"{command.stdout}\n{command.stderr}"
+    assert wait(command) == 0, f"{command.stdout}\n{command.stderr}"
     assert command.leaves_no_process()
     assert not [name for name in command.left_files() if name.startswith("evenstep-")]
     report: dict[str, Any] = json.loads((directory / out / "report.json").read_text())
@@ -173,7 +190,7 @@ def test_a_script_that_cannot_be_measured(script: str, says: str, tmp_path: Path
     (tmp_path / "train.py").write_text(script)
     limit = "6" if "sleep" in script else "100"
     command = Command(tmp_path, ["bench", "--replicas", "1", "--limit", limit, "train.py"])
-    assert command.wait() == 1
+    assert wait(command) == 1
     assert says in command.stderr
     assert "Traceback" not in command.stderr.split("It said:")[0]
     assert command.leaves_no_process()

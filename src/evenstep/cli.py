@@ -3,26 +3,53 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NoReturn
 
 import evenstep
 from evenstep.bench.command import add_bench
 from evenstep.errors import CheckpointError, EvenstepError
+from evenstep.launcher.template import BecomeRank
+from evenstep.launcher.worker import main as become_rank
+
+_ESTIMATE = "how much memory a rank needs, and whether data parallelism is enough; nothing is allocated"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status.
 
     Args:
-        argv: Arguments without the program's name; None: those of this process.
+        argv: Arguments without the program's name; None: those of this process, which may then become a rank.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _main(given, owns_process=argv is None)
+    except BecomeRank as order:
+        arguments = order.arguments
+    else:
+        if argv is None and given[:1] == ["run"]:
+            _leave_at_once(status)
+        return status
+    # Out here nothing of the launcher is left, and no exception is being handled.
+    become_rank(arguments)
+    return 0
+
+
+def _leave_at_once(status: int) -> NoReturn:
+    """End a launcher whose ranks have all ended. Taking python and torch to pieces takes half a second and more."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(status)
+
+
+def _main(arguments: list[str], *, owns_process: bool) -> int:
     parser = _parser()
     if not arguments:
         parser.print_help()
@@ -31,7 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[0] == "run":
             from evenstep.launcher.run import run
 
-            return run(arguments[1:])
+            return run(arguments[1:], may_fork=owns_process)
+        if arguments[0] == "bench" and arguments[1:2] and arguments[1].startswith("--"):
+            from evenstep.bench.modes import MODES, run_mode
+
+            if arguments[1] in MODES:
+                return run_mode(arguments[1:])
+        if arguments[0] == "estimate":
+            return _estimate(arguments[1:])
         args = parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
         status: int = args.call(args)
         return status
@@ -48,7 +82,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _estimate(arguments: Sequence[str]) -> int:
+    from evenstep.bench.memory import add_estimate_arguments, estimate
+
+    parser = ArgumentParser(prog="evenstep estimate", description=_ESTIMATE[0].upper() + _ESTIMATE[1:] + ".")
+    add_estimate_arguments(parser)
+    return estimate(parser.parse_args(arguments))
+
+
 def _checkpoint(args: Namespace) -> int:
+    try:
+        return _act_on_checkpoint(args)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # of a directory that can't be read, a disk that is full
+        raise CheckpointError(f"{error.filename or args.action}: {error.strerror or error}.") from None
+
+
+def _act_on_checkpoint(args: Namespace) -> int:
     from evenstep.checkpoint import tools
 
     if args.action == "list":
@@ -94,6 +145,8 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="command")
     # Its own parser is torchrun's, and is made only when it is needed: `evenstep run --help`.
     commands.add_parser("run", help="start a script on several ranks", add_help=False)
+    # Parsed where its flags are known.
+    commands.add_parser("estimate", help=_ESTIMATE, add_help=False)
     env = commands.add_parser("env", help="what there is to know of this host: for bug reports")
     env.add_argument("--json", action="store_true", help="for programs")
     env.set_defaults(call=_env)
@@ -180,7 +233,9 @@ def _add_verify(commands: Any) -> None:
     text = "check that a script, killed and resumed, ends as if it had been left alone"
     parser: ArgumentParser = commands.add_parser("verify", help=text, description=text.capitalize() + ".")
     parser.add_argument("--resume", action="store_true", required=True, help="what is checked: resuming")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=_step, default=2, metavar="N", help="ranks; 2")
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=_at_least_1, default=2, metavar="N", help="ranks; 2"
+    )
     parser.add_argument("--kill-at", type=_step, metavar="N", help="kill in this step; two thirds through if left out")
     parser.add_argument("--steps", type=_step, metavar="N", help="end after so many; at the script's end if left out")
     parser.add_argument("script", help="with a Checkpointer; it runs three times")
@@ -191,4 +246,10 @@ def _add_verify(commands: Any) -> None:
 def _step(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def _at_least_1(text: str) -> int:
+    if _step(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than 1")
     return int(text)

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from evenstep.bench import page, plots
-from evenstep.bench.command import add_bench, main
+from evenstep.bench.command import add_bench, scaling
 from evenstep.bench.plan import Setting
 from evenstep.bench.report import PART_NAMES, build_report, print_report
 from evenstep.errors import ConfigurationError
@@ -194,7 +194,7 @@ def parse(*arguments: str) -> Namespace:
 def test_commands_that_make_no_sense(arguments: list[str], message: str, tmp_path: Path) -> None:
     out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
     with pytest.raises(ConfigurationError, match=re.escape(message)):
-        main(parse("--replicas", "1", *out, *arguments))
+        scaling(parse("--replicas", "1", *out, *arguments))
 
 
 def test_the_scripts_own_flags_are_its_own() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import json
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
+from evenstep.bench.modes import help_lines
 from evenstep.bench.plan import MODES, default_replicas, validate_replicas
 from evenstep.errors import ConfigurationError
 from evenstep.health.telemetry import NUM_STEPS_KEPT
@@ -24,7 +24,11 @@ every run ends by itself after some steps. What it saves goes elsewhere. Writes 
 def add_bench(commands: Any) -> None:
     """Add the subcommand to the command line."""
     parser: ArgumentParser = commands.add_parser(
-        "bench", help="how well a script scales on this host, and why not better", description=_DESCRIPTION
+        "bench",
+        help="how well a script scales on this host, and why not better",
+        description=_DESCRIPTION,
+        epilog="besides, each with its own --help:\n  " + "\n  ".join(help_lines()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--replicas", type=_numbers, metavar="1,2,4", help="default: up to the number of GPUs or cores")
     parser.add_argument(
@@ -44,17 +48,7 @@ def add_bench(commands: Any) -> None:
     parser.add_argument("--out", type=Path, default=Path("bench-report"), metavar="DIR", help="bench-report")
     parser.add_argument("script", nargs="?", help="the training script: with evenstep, or torch's own DDP")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    # What else can be measured: a module of this room each, whose `main` takes the parsed arguments.
-    parser.set_defaults(call=main)
-
-
-def main(args: Namespace) -> int:
-    """Carry out `evenstep bench`, and return its exit status."""
-    for name in ("network", "memory"):
-        if getattr(args, name, False):
-            status: int = importlib.import_module(f"evenstep.bench.{name}").main(args)
-            return status
-    return scaling(args)
+    parser.set_defaults(call=scaling)
 
 
 def scaling(args: Namespace) -> int:

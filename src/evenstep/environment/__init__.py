@@ -16,6 +16,7 @@ Variables that evenstep itself sets for the ranks it starts (nobody else needs t
     EVENSTEP_LAUNCHER    "run" or "launch": which of ours started this rank
     EVENSTEP_DEVICE      what `evenstep run --device` said; an argument of `evenstep.init` beats it
     EVENSTEP_INJECT      faults that `evenstep run --inject` asked for
+    EVENSTEP_BUDGETS     how long the phases may take that `evenstep run --budget` named
     EVENSTEP_STAMP_LINES set if lines of log files begin with time, rank and step
     EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
     EVENSTEP_REHEARSAL   file that says how a resume is rehearsed; set by `evenstep verify --resume`
@@ -40,6 +41,7 @@ __all__ = [
     "Placement",
     "Surroundings",
     "announcement",
+    "budgets_of_run",
     "current_placement",
     "detect",
     "export",
@@ -54,6 +56,7 @@ __all__ = [
     "rank_variables",
     "refuse_independent_runs",
     "rehearsal_file",
+    "replace",
     "run_variables",
     "surroundings",
     "telling_variables",
@@ -107,6 +110,7 @@ def run_variables(
     announced: str | None = None,
     faults: str | None = None,
     stamps_lines: bool = False,
+    budgets: str = "",
 ) -> dict[str, str]:
     """The variables that are the same for all ranks that a launcher of ours ("run", "launch") starts. Pure."""
     variables = {"EVENSTEP_LAUNCHER": launcher, "EVENSTEP_RUN_DIR": str(run_directory)}
@@ -117,6 +121,8 @@ def run_variables(
         variables["EVENSTEP_DEVICE"] = device
     if announced is not None:
         variables["EVENSTEP_ANNOUNCED"] = announced
+    if budgets:
+        variables["EVENSTEP_BUDGETS"] = budgets
     if stamps_lines:
         variables["EVENSTEP_STAMP_LINES"] = "1"
     if faults is not None:
@@ -148,6 +154,11 @@ def announcement(*, world_size: int, num_nodes: int, device: str, num_threads: i
 def faults_to_inject() -> str:
     """What `evenstep run --inject` said; "" without it."""
     return os.environ.get("EVENSTEP_INJECT", "")
+
+
+def budgets_of_run() -> str:
+    """What `evenstep run --budget` said; "" without it."""
+    return os.environ.get("EVENSTEP_BUDGETS", "")
 
 
 def openmp_threads() -> int | None:
@@ -221,6 +232,13 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 
 def export(variables: Mapping[str, str]) -> None:
     """Set variables for good: for a process that exists only to be one rank."""
+    os.environ.update(variables)
+
+
+def replace(variables: Mapping[str, str]) -> None:
+    """Have these variables and no others: for a process that was copied from one with variables of its own."""
+    for name in [name for name in os.environ if name not in variables]:
+        del os.environ[name]
     os.environ.update(variables)
 
 

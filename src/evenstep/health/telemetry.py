@@ -148,6 +148,13 @@ class Recorder:
         ended = [*self._steps, self._current] if self._is_over else self._steps
         return [number for step in ended for number in step]
 
+    def newest(self) -> StepTimes | None:
+        """The newest step whose optimizer has been seen; None before there is one."""
+        for marks in (self._current, *reversed(self._steps)):
+            if OPTIMIZER_END in marks[::2]:
+                return explain(marks)
+        return None
+
     def num_marks_per_step(self) -> float:
         """How often the clock was read, on average."""
         ended = [*self._steps, self._current] if self._is_over else self._steps
@@ -191,6 +198,15 @@ class Telemetry:
         """
         recorders = self.recorders
         return recorders[model].steps() if model < len(recorders) else []
+
+    def newest(self, model: int = 0) -> StepTimes | None:
+        """The newest step of a model that has ended with its optimizer; None before there is one.
+
+        Args:
+            model: Its number, in order of wrapping.
+        """
+        recorders = self.recorders
+        return recorders[model].newest() if model < len(recorders) else None
 
     def _watch_optimizers(self) -> None:
         # torch's hooks are global; they know this object weakly and go with it.

@@ -7,6 +7,7 @@ user's on its path yet.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import io
@@ -64,6 +65,9 @@ def main(arguments: list[str]) -> None:
         # By name: nothing of evenstep stands on what is meant for tests.
         importlib.import_module("evenstep.testing.faults").install(faults, rank=placement.rank)
     last_words.install(placement)
+    # What was imported so far stays to the end. Collections needn't look through it, and above all not the last ones,
+    # which take a second otherwise: of every restart, and of every run that fails.
+    gc.freeze()
     if kind == "module":
         _become_module(target, rest)
     else:

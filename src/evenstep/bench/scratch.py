@@ -13,7 +13,7 @@ from evenstep.checkpoint.checkpointer import Checkpointer
 
 
 class Scratch:
-    """Where `torch.save` writes, and what `torch.load` reads, if it was saved by this run. A `Checkpointer` does nothing.
+    """Where `torch.save` writes, and what `torch.load` reads if this run has saved it. A `Checkpointer` does nothing.
 
     Attributes:
         saved: The paths that the script named.

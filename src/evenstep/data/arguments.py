@@ -13,6 +13,7 @@ from evenstep.data.position import Mark
 from evenstep.data.records import Records
 from evenstep.data.sampler import DistributedSampler
 from evenstep.data.weighted import WeightedSampler
+from evenstep.environment import measurement
 from evenstep.errors import ConfigurationError
 from evenstep.transport.agreement import validate_together
 from evenstep.world import World
@@ -84,6 +85,18 @@ def _refused(name: str, value: Any) -> str:
         f"(shuffle=True shuffles, max_tokens= makes batches by length, WeightedSampler draws by weight), or use "
         f"torch.utils.data.DataLoader, with evenstep.DistributedSampler to divide the samples."
     )
+
+
+def as_measured(global_batch_size: Any, max_tokens: Any) -> tuple[Any, Any]:
+    """Both as the script gives them; under `evenstep bench` as that asks for."""
+    asked = measurement()
+    if asked is None:
+        return global_batch_size, max_tokens
+    if global_batch_size is not None and asked.global_batch_size is not None:
+        global_batch_size = asked.global_batch_size
+    if isinstance(max_tokens, int):
+        max_tokens *= asked.growth
+    return global_batch_size, max_tokens
 
 
 def order_of(sampler: Any, shuffle: bool | None, seed: Any, world_seed: int | None) -> OrderAsked:

@@ -36,10 +36,11 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from evenstep.launcher.copy_state import copied_path, set_blas_threads, settle
+from evenstep.launcher.copy_state import copied_path, set_blas_threads, settle, show_as
 from evenstep.launcher.lifeline import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
+WORKER = str(Path(__file__).with_name("start_worker.py"))
 _LENGTH = struct.Struct("<Q")
 _ANSWER_S = 60.0
 _POLL_S = 0.005
@@ -237,6 +238,7 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             os.close(writer)
             try:
                 settle(variables, descriptors)
+                show_as([sys.executable, "-u", WORKER, str(launcher), *arguments], variables)
                 sys.path[:] = copied_path(sys.path, Path(__file__).resolve().parents[1])
             except BaseException:
                 traceback.print_exc()

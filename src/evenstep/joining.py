@@ -5,22 +5,25 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import warnings
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from evenstep import randomness
+from evenstep import determinism, randomness
 from evenstep import world as worlds
 from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.health import last_words, page
+from evenstep.lanes import DEFAULT_LANES, Lanes, validate_division, validate_mode
 from evenstep.meeting import choose_gloo_interface, open_store
 from evenstep.transport.choice import TRANSPORTS, Transports, open_transports, validate_transport
 from evenstep.transport.exchange import exchange
 from evenstep.transport.local import LocalTransport
+from evenstep.transport.ordered import in_tree_order
 from evenstep.world import DEFAULT_TIMEOUT_S, World
 
 
@@ -31,6 +34,9 @@ def init(
     transport: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     quiet: bool = False,
+    reproducible: bool = False,
+    lanes: int | None = None,
+    threads: int | None = None,
 ) -> World:
     """Join the ranks that a launcher started, or be a world of one.
 
@@ -47,6 +53,11 @@ def init(
             CPU ranks of one host, else Gloo.
         timeout_s: Seconds after which a collective gives up on a missing rank.
         quiet: Don't print the line that says what runs where.
+        reproducible: The same bits on any number of ranks: see docs/reproducible.md. Needs a seed, and training loops
+            over `model.microbatches(batch)`.
+        lanes: With `reproducible`: in how many parts every global batch is computed, a power of two that the number of
+            ranks divides; None: 8.
+        threads: With `reproducible`: CPU threads of every rank, which the bits depend on; None: 1.
 
     Returns:
         The world, which is also the current one: what constructors take when given `world=None`.
@@ -61,8 +72,12 @@ def init(
         "device": None if device is None else str(device),
         "transport": transport,
         "timeout_s": timeout_s,
+        "reproducible": reproducible,
+        "lanes": lanes,
+        "threads": threads,
     }
     _validate_arguments(seed=seed, transport=transport, timeout_s=timeout_s)
+    validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed)
     before = worlds.initialised()
     if before is not None:
         made_with = before._init_arguments
@@ -79,10 +94,12 @@ def init(
         world = World.from_process_group(device=device, seed=seed, transport=transport)
     else:
         world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
-    _check_same_arguments(world, {"seed": seed, "transport": transport, "timeout_s": timeout_s})
+    _check_same_arguments(world, {name: value for name, value in arguments.items() if name != "device"})
     world._init_arguments = arguments
     if seed is not None:
         randomness.seed_everything(seed)
+    if reproducible:
+        make_reproducible(world, num_lanes=lanes or DEFAULT_LANES, threads=threads or 1)
     _announce(world, quiet=quiet)
     atexit.register(world.close)
     worlds.set_current(world)
@@ -194,6 +211,39 @@ def _check_same_arguments(world: World, mine: dict[str, object]) -> None:
                 )
 
 
+def make_reproducible(world: World, *, num_lanes: int, threads: int) -> None:
+    """Collective: from now on this world computes the same bits as one of another size.
+
+    Warns, on rank 0, where the ranks' processors or libraries differ.
+
+    Raises:
+        ConfigurationError: The lanes can't be divided over the ranks. Raised on all of them; the world is closed.
+    """
+    assert world.seed is not None
+    try:
+        validate_division(num_lanes, world.world_size)
+    except ConfigurationError:
+        world.close()
+        raise
+    world._on_close.append(determinism.switch_on(world.device, threads=threads))
+    facts = determinism.facts(world.device)
+    first, *others = world.exchange(facts)
+    found = {
+        name: rank
+        for rank, each in reversed(list(enumerate(others, 1)))
+        for name in each
+        if each[name] != first.get(name)
+    }
+    if found and world.is_main:
+        told = "; ".join(
+            f"{name} is {first.get(name)} on rank 0 and {others[rank - 1][name]} on rank {rank}"
+            for name, rank in found.items()
+        )
+        warnings.warn(f"reproducible mode: bits depend on which rank has which lane, because {told}.", stacklevel=3)
+    world.lanes = Lanes(num_lanes, world.rank, world.world_size, world.seed, facts)
+    world.transport = in_tree_order(world.transport)
+
+
 def _announce(world: World, *, quiet: bool) -> None:
     if quiet or not world.is_main:
         return
@@ -209,6 +259,8 @@ def _announce(world: World, *, quiet: bool) -> None:
         num_threads=torch.get_num_threads(),
         transport=world.transport_name,
     )
+    if world.lanes is not None:
+        line += f", {world.lanes.num_lanes} lanes"
     if line != placement.announced:
         print(line, file=sys.stderr, flush=True)  # noqa: T201
 

@@ -26,6 +26,8 @@ from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.world import World
 
 _SLOW_STEP_S = 0.1
+LANES = "lanes"
+_TAKEN = {RANDOM: "the random streams", LANES: "the lanes of reproducible mode"}
 
 
 class Checkpointer:
@@ -85,6 +87,8 @@ class Checkpointer:
         if on_save_error not in ("raise", "continue"):
             raise ConfigurationError(f"Checkpointer: on_save_error={on_save_error!r}; 'raise' or 'continue'.")
         _validate_objects(objects)
+        if self.world.lanes is not None:
+            objects = {**objects, LANES: self.world.lanes}
         self._rehearsal = Rehearsal.of_this_process(self.world, objects)
         if self._rehearsal is not None:
             directory = self._rehearsal.directory
@@ -421,8 +425,8 @@ def _validate_objects(objects: Mapping[str, Any]) -> None:
     for name, value in objects.items():
         if not name.isidentifier():
             raise ConfigurationError(f"Checkpointer: {name!r} names an object; a name is a word, as in model=model.")
-        if name == RANDOM:
-            raise ConfigurationError(f"Checkpointer: {RANDOM}= is the name of the random streams; use another one.")
+        if name in _TAKEN:
+            raise ConfigurationError(f"Checkpointer: {name}= is the name of {_TAKEN[name]}; use another one.")
         target = unwrapped(value)
         lacks = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(target, method, None))]
         if lacks:

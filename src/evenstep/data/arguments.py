@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch.utils.data import IterableDataset
+
 from evenstep.data.division import Division, plan_division
 from evenstep.data.locality import Weights
 from evenstep.data.position import Mark
@@ -80,11 +82,25 @@ def choose_dataset(dataset: Any, shards: Any, on_error: str | None) -> Any:
     return shards if isinstance(shards, Records) else Records(shards, on_error=on_error or "raise")
 
 
-def choose_skips(dataset: Any, on_error: str | None) -> bool:
+def choose_sample_seed(given: bool | None, dataset: Any, world: World) -> bool:
+    """Whether random numbers in `__getitem__` are keyed by sample."""
+    if given is False and world.lanes is not None:
+        raise ConfigurationError("sample_seed=False in reproducible mode, which keys random numbers by sample.")
+    if given is None:
+        return world.lanes is not None and not isinstance(dataset, IterableDataset)
+    return bool(given)
+
+
+def choose_skips(dataset: Any, on_error: str | None, world: World) -> bool:
     """Whether samples that can't be loaded are left out."""
     chosen = getattr(dataset, "on_error", "raise") if on_error is None else on_error
     if chosen not in ("raise", "skip"):
         raise ConfigurationError(f"on_error={chosen!r}: 'raise' or 'skip'.")
+    if chosen == "skip" and world.lanes is not None:
+        raise ConfigurationError(
+            "on_error='skip' in reproducible mode: without a sample the others would move to other lanes. Make the "
+            "data set whole, or leave the sample out of it (torch.utils.data.Subset)."
+        )
     return bool(chosen == "skip")
 
 

@@ -50,6 +50,10 @@ class LocalUpdates:
             raise ConfigurationError(
                 f"LocalUpdates takes an evenstep.DistributedDataParallel, not a {type(model).__name__}."
             )
+        if model.world.lanes is not None:
+            raise ConfigurationError(
+                "LocalUpdates in reproducible mode: what ranks learn by themselves depends on how many there are."
+            )
         if isinstance(optimizer, DividedOptimizer):
             raise ConfigurationError(
                 f"LocalUpdates takes a plain torch optimizer, not {optimizer!r}: every rank steps all parameters."

@@ -79,6 +79,11 @@ class ShardedOptimizer(DividedOptimizer):
         validate_kind(kind)
         by_elements = is_elementwise(kind) if elementwise is None else elementwise
         _validate_options(kind, by_elements, shard_gradients, master_weights, reduce_dtype)
+        if model.world.lanes is not None and reduce_dtype is not None and reduce_dtype.itemsize < 4:
+            raise ConfigurationError(
+                f"ShardedOptimizer: reduce_dtype={reduce_dtype} in reproducible mode, where sums of lanes would be "
+                f"rounded differently on another number of ranks. Leave it out."
+            )
         self.model = model
         self._kind = kind
         self._index_of = {id(parameter): index for index, parameter in enumerate(model.engine.parameters)}

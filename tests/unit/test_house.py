@@ -31,6 +31,8 @@ ROOMS = [
     "console",
     "transport",
     "health",
+    "determinism",
+    "lanes",
     "randomness",
     "device",
     "environment",

@@ -37,7 +37,8 @@ def words_of(tensors: Sequence[Tensor], peak: Tensor, norm_type: float) -> Tenso
     scale, words = _scale(peak), torch.zeros(2, dtype=torch.int64, device=peak.device)
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
-        for block in flat.split(_BLOCK):
+        for begin in range(0, flat.numel(), _BLOCK):
+            block = flat[begin : begin + _BLOCK]
             shares = block.to(torch.float64).div_(scale.to(block.device)).abs_()
             shares = (shares.square_() if norm_type == 2 else shares).mul_(2.0**_PLACES)
             high = shares.floor()

@@ -32,7 +32,6 @@ from models import CASES, Case
 import evenstep
 from evenstep import determinism
 from evenstep.lanes import Lanes
-from evenstep.transport.ordered import in_tree_order
 
 Step = Callable[[], None]
 _COPIES = 8  # a global batch is that many batches of a case
@@ -69,13 +68,17 @@ class Mode:
 
     def enter(self) -> Callable[[], None]:
         """Switch the mode on; returns what switches it off."""
-        before = self.world.lanes, self.world.transport
         self.world.lanes = self.lanes
-        undo = [lambda: setattr(self.world, "lanes", before[0]), lambda: setattr(self.world, "transport", before[1])]
+        undo: list[Callable[[], object]] = [lambda: setattr(self.world, "lanes", None)]
         if self.lanes is not None:
-            self.world.transport = in_tree_order(self.world.transport)
+            assert self.world.transport_name in ("local", "shared memory")  # whose order is a tree
             undo.append(determinism.switch_on(self.world.device, threads=torch.get_num_threads()))
-        return lambda: [each() for each in undo] and None
+
+        def leave() -> None:
+            for each in undo:
+                each()
+
+        return leave
 
     def timed(self, num_steps: int) -> float:
         """Seconds per step."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import random
+import signal
 
 import numpy
 import torch
@@ -129,6 +131,37 @@ def digits(num_steps, seed, sharded=False, transport=None, num_workers=0, plain=
                 if step == num_steps:
                     outside = [torch.rand(2), random.random(), float(numpy.random.rand())]
                     return told(model, optimizer, losses, outside=outside, loader=loader.state_dict())
+    raise AssertionError("unreachable")
+
+
+def digits_until(folder, stop, seed, killed):
+    """Trains up to a step, from the newest checkpoint on; then ends, or is killed in the middle of a later step."""
+    with reproducible(seed) as world:
+        model = evenstep.DistributedDataParallel(Digits(), bucket_cap_mb=0.01, first_bucket_cap_mb=0.002)
+        if world.world_size % 4:  # a state goes from the divided optimizer to the plain one and back
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        else:
+            optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        loader = evenstep.DataLoader(Augmented(103, seed), global_batch_size=20, shuffle=True)
+        with evenstep.Checkpointer(
+            folder, every_steps=3, model=model, optimizer=optimizer, loader=loader
+        ) as checkpointer:
+            checkpointer.resume()
+            for _ in loader.epochs(stop):
+                for batch in loader:
+                    for number, (x, y) in enumerate(model.microbatches(batch)):
+                        model.backward(F.cross_entropy(model(x), y), weight=len(x))
+                        if killed and checkpointer.num_steps == stop and world.rank == world.world_size - 1:
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        assert number < 8
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    checkpointer.step()
+                    if checkpointer.num_steps == stop and not killed:
+                        outside = [torch.rand(2), random.random(), float(numpy.random.rand())]
+                        state = told(model, optimizer, [], loader=loader.state_dict())
+                        checkpointer.save()
+                        return state | digests("outside", outside)
     raise AssertionError("unreachable")
 
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.health import last_words, page
 from evenstep.lanes import DEFAULT_LANES, Lanes, validate_division, validate_mode
 from evenstep.meeting import choose_gloo_interface, open_store
-from evenstep.transport.choice import TRANSPORTS, Transports, open_transports, validate_transport
+from evenstep.transport.choice import TRANSPORTS, Transports, open_between, open_transports, validate_transport
 from evenstep.transport.exchange import exchange
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.ordered import in_tree_order
@@ -99,7 +100,7 @@ def init(
     if seed is not None:
         randomness.seed_everything(seed)
     if reproducible:
-        make_reproducible(world, num_lanes=lanes or DEFAULT_LANES, threads=threads or 1)
+        make_reproducible(world, num_lanes=lanes or DEFAULT_LANES, threads=threads or 1, timeout_s=timeout_s)
     _announce(world, quiet=quiet)
     atexit.register(world.close)
     worlds.set_current(world)
@@ -211,7 +212,7 @@ def _check_same_arguments(world: World, mine: dict[str, object]) -> None:
                 )
 
 
-def make_reproducible(world: World, *, num_lanes: int, threads: int) -> None:
+def make_reproducible(world: World, *, num_lanes: int, threads: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Collective: from now on this world computes the same bits as one of another size.
 
     Warns, on rank 0, where the ranks' processors or libraries differ.
@@ -228,20 +229,19 @@ def make_reproducible(world: World, *, num_lanes: int, threads: int) -> None:
     world._on_close.append(determinism.switch_on(world.device, threads=threads))
     facts = determinism.facts(world.device)
     first, *others = world.exchange(facts)
-    found = {
-        name: rank
-        for rank, each in reversed(list(enumerate(others, 1)))
-        for name in each
-        if each[name] != first.get(name)
-    }
-    if found and world.is_main:
-        told = "; ".join(
-            f"{name} is {first.get(name)} on rank 0 and {others[rank - 1][name]} on rank {rank}"
-            for name, rank in found.items()
+    told = [
+        f"{name} is {value} on rank 0 and {each.get(name)} on rank {rank}"
+        for name, value in first.items()
+        for rank, each in [next(((r, o) for r, o in enumerate(others, 1) if o.get(name) != value), (0, {}))]
+        if rank
+    ]
+    if told and world.is_main:
+        warnings.warn(
+            f"reproducible mode: bits depend on which rank has which lane, because {'; '.join(told)}.", stacklevel=3
         )
-        warnings.warn(f"reproducible mode: bits depend on which rank has which lane, because {told}.", stacklevel=3)
     world.lanes = Lanes(num_lanes, world.rank, world.world_size, world.seed, facts)
-    world.transport = in_tree_order(world.transport)
+    hosts = world.exchange(host_identity())
+    world.transport = in_tree_order(world.transport, hosts, partial(open_between, timeout_s=timeout_s))
 
 
 def _announce(world: World, *, quiet: bool) -> None:

@@ -1,8 +1,8 @@
 """Clipping of gradients that every rank has whole, and of gradients that are divided over ranks.
 
 The rule is that of torch's `clip_grad_norm_` (Pascanu et al., "On the difficulty of training recurrent neural
-networks", 2013). Norms are added in float64, whatever the gradients' dtype; in reproducible mode in fixed point, so that
-the order doesn't matter (`exact.py`).
+networks", 2013). Norms are added in float64, whatever the gradients' dtype; in reproducible mode in fixed point, so
+that the order doesn't matter (`exact.py`).
 """
 
 from __future__ import annotations

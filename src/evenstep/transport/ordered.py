@@ -21,14 +21,14 @@ launched.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
 
 from evenstep.transport.base import Op, Transport, Work
+from evenstep.transport.hosts import HostPlan
 from evenstep.transport.reduction import plan_tree
-from evenstep.transport.several_hosts import SeveralHostsTransport
 
 _IN_TREE_ORDER = ("local", "shared memory")
 _HALF = (torch.float16, torch.bfloat16)
@@ -36,15 +36,27 @@ _HALF = (torch.float16, torch.bfloat16)
 Steps = Generator[Work, None, None]  # what has to be awaited before the next step
 
 
-def in_tree_order(transport: Transport) -> Transport:
+def in_tree_order(
+    transport: Transport, hosts: Sequence[str], subgroup: Callable[[str, Sequence[int]], Transport]
+) -> Transport:
     """A transport that adds in a binary tree over ranks: this one, if it does, or one that stands before it.
 
     Collective: every rank calls this.
+
+    Args:
+        transport: Of ranks whose number is a power of two.
+        hosts: Of each rank, on which host it is.
+        subgroup: Opens a transport of a name ("gloo", "nccl") between some ranks; called by these ranks alone.
     """
-    regular = isinstance(transport, SeveralHostsTransport) and transport.is_regular
-    if transport.name in _IN_TREE_ORDER or regular:
+    if transport.name in _IN_TREE_ORDER or getattr(transport, "is_regular", False):
         return transport
-    return OrderedTransport(transport, [transport])
+    plan = HostPlan(tuple(tuple(r for r, own in enumerate(hosts) if own == host) for host in dict.fromkeys(hosts)))
+    levels = [transport]
+    if plan.is_regular and 1 < len(plan.hosts) < transport.world_size:
+        host, place = plan.place_of(transport.rank)
+        name = "gloo" if "gloo" in transport.name else transport.name
+        levels = [subgroup(name, plan.hosts[host]), subgroup(name, plan.lane(place))]
+    return OrderedTransport(transport, levels)
 
 
 class OrderedTransport:

@@ -104,9 +104,9 @@ class Augmented(torch.utils.data.Dataset):
         return self.x[index].roll(random.randrange(3), dims=-1) + 0.1 * noise + 0.1 * torch.rand(()), self.y[index]
 
 
-def digits(num_steps, seed, sharded=False, transport=None, num_workers=0, plain=False):
+def digits(num_steps, seed, sharded=False, transport=None, num_workers=0, plain=False, device=None):
     """103 samples in global batches of 20: the last one has 3, so that most lanes are empty."""
-    with reproducible(seed, transport=transport) as world:
+    with reproducible(seed, transport=transport, device=device) as world:
         model = evenstep.DistributedDataParallel(Digits(), bucket_cap_mb=0.01, first_bucket_cap_mb=0.002)
         if sharded:
             optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2)
@@ -195,7 +195,7 @@ class Language(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x):
-        x = self.embedding(x) + self.position(torch.arange(x.shape[1]))
+        x = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
         x = checkpoint(self.blocks[1], self.blocks[0](x), use_reentrant=False)
         return F.linear(self.norm(x), self.embedding.weight)
 
@@ -209,22 +209,22 @@ def sentences(num_samples, seed):
     return torch.utils.data.TensorDataset(x, y)
 
 
-def language(num_steps, seed, sharded=None, transport=None, scaled=False):
+def language(num_steps, seed, sharded=None, transport=None, scaled=False, device=None):
     """Global batches of 26 in lanes of two parts, 70 samples: the last batch has 18."""
-    with reproducible(seed, transport=transport) as world:
+    with reproducible(seed, transport=transport, device=device) as world:
         model = evenstep.DistributedDataParallel(Language(), bucket_cap_mb=0.02, first_bucket_cap_mb=0.01)
         if sharded is None:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         else:
             optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-2, **sharded)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4) if scaled else None
+        scaler = torch.amp.GradScaler(world.device.type, init_scale=256.0, growth_interval=4) if scaled else None
         loader = evenstep.DataLoader(sentences(70, seed), global_batch_size=26, shuffle=True)
         losses, step = [], 0
         for _ in loader.epochs(num_steps):
             for batch in loader:
                 own = []
                 for x, y in model.microbatches(batch, 2):
-                    with torch.autocast("cpu", torch.bfloat16):
+                    with torch.autocast(world.device.type, torch.bfloat16):
                         logits = model(x)
                     num_symbols = (y != PADDING).sum()
                     loss = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), ignore_index=PADDING)

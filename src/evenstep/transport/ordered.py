@@ -93,8 +93,15 @@ class OrderedTransport:
         """See `Transport.reduce`: an all-reduce."""
         return self.all_reduce(tensor, op)
 
+    def _near(self, flat: Tensor) -> Tensor:
+        """Where its ranks exchange: Gloo carries what is on GPUs through the CPU, and not all of it."""
+        return flat.cpu() if self.name == "gloo" else flat
+
     def _all_reduce(self, flat: Tensor, op: Op) -> Steps:
-        yield from self._sum(flat, self._levels)
+        near = self._near(flat)
+        yield from self._sum(near, self._levels)
+        if near is not flat:
+            flat.copy_(near)
         if op == "mean":
             flat.div_(self.world_size)
 
@@ -115,9 +122,9 @@ class OrderedTransport:
     def _reduce_scatter(self, out: Tensor, flat: Tensor, op: Op) -> Steps:
         # Part number r belongs to rank r, which is place r % m of host r // m: first those of one place together.
         place = self._levels[0].world_size if len(self._levels) > 1 else 1
-        mine = flat
+        mine = self._near(flat)
         if flat.numel() and place > 1:
-            mine = flat.view(-1, place, out.numel()).transpose(0, 1).reshape(-1)
+            mine = mine.view(-1, place, out.numel()).transpose(0, 1).reshape(-1)
         for level in self._levels if flat.numel() else ():
             received = torch.empty_like(mine)
             yield level.all_to_all(received, mine)

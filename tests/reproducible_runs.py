@@ -158,9 +158,9 @@ def digits_until(folder, stop, seed, killed):
                     optimizer.zero_grad()
                     checkpointer.step()
                     if checkpointer.num_steps == stop and not killed:
-                        outside = [torch.rand(2), random.random(), float(numpy.random.rand())]
                         state = told(model, optimizer, [], loader=loader.state_dict())
                         checkpointer.save()
+                        outside = [torch.rand(2), random.random(), float(numpy.random.rand())]
                         return state | digests("outside", outside)
     raise AssertionError("unreachable")
 

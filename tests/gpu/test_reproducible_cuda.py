@@ -16,7 +16,9 @@ def test_bits_on_a_gpu(fresh_seed, run):
     sharded = True if run is runs.digits else {}
 
     def on(nproc, *options):
-        return evenstep.launch(run, nproc=nproc, args=(9, fresh_seed, *options), kwargs={"device": "cuda:0"}, device="cuda:0")
+        return evenstep.launch(
+            run, nproc=nproc, args=(9, fresh_seed, *options), kwargs={"device": "cuda:0"}, device="cuda:0"
+        )
 
     expected = on(1)
     for found in (on(1), on(2), on(4), on(2, sharded)):

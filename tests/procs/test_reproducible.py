@@ -12,11 +12,12 @@ import torch
 
 import evenstep
 from evenstep import world as worlds
-from evenstep.testing.transport import check_transport
+from evenstep.testing.transport import Coverage, check_transport
 from evenstep.transport.choice import open_between
 from evenstep.transport.ordered import in_tree_order
 from evenstep.transport.reduction import plan_tree
 from tests import reproducible_runs as runs
+from tests.procs.test_transport import gloo_carries
 
 STEPS = 9  # among them a short last batch, and some steps behind it
 
@@ -99,7 +100,9 @@ def ordered_sums(seed):
         mean = torch.tensor([float(world.rank)])
         two.all_reduce(mean, "mean").wait()
         assert mean.item() == (world.world_size - 1) / 2
-        check_transport(one.split(), seed)
+        coverage = Coverage(shapes=((), (3, 5), (1000,)), carries=gloo_carries, seed=seed)
+        assert check_transport(one.split, coverage) > 100
+        assert check_transport(two.split, coverage) > 100
     finally:
         one.close()
         two.close()

@@ -93,17 +93,18 @@ class OrderedTransport:
         """See `Transport.reduce`: an all-reduce."""
         return self.all_reduce(tensor, op)
 
-    def _near(self, flat: Tensor) -> Tensor:
-        """Where its ranks exchange: Gloo carries what is on GPUs through the CPU, and not all of it."""
-        return flat.cpu() if self.name == "gloo" else flat
+    def _ready(self, flat: Tensor) -> Tensor:
+        """As it travels: 16 bits as 32, so that sums are rounded once; with Gloo what is on a GPU on the CPU."""
+        wide = flat.float() if flat.dtype in _HALF else flat
+        return wide.cpu() if self.name == "gloo" else wide
 
     def _all_reduce(self, flat: Tensor, op: Op) -> Steps:
-        near = self._near(flat)
-        yield from self._sum(near, self._levels)
-        if near is not flat:
-            flat.copy_(near)
+        ready = self._ready(flat)
+        yield from self._sum(ready, self._levels)
         if op == "mean":
-            flat.div_(self.world_size)
+            ready.div_(self.world_size)
+        if ready is not flat:
+            flat.copy_(ready)
 
     def _sum(self, flat: Tensor, levels: Sequence[Transport]) -> Steps:
         if not levels or not flat.numel():
@@ -122,16 +123,14 @@ class OrderedTransport:
     def _reduce_scatter(self, out: Tensor, flat: Tensor, op: Op) -> Steps:
         # Part number r belongs to rank r, which is place r % m of host r // m: first those of one place together.
         place = self._levels[0].world_size if len(self._levels) > 1 else 1
-        mine = self._near(flat)
+        mine = self._ready(flat)
         if flat.numel() and place > 1:
             mine = mine.view(-1, place, out.numel()).transpose(0, 1).reshape(-1)
         for level in self._levels if flat.numel() else ():
             received = torch.empty_like(mine)
             yield level.all_to_all(received, mine)
             mine = _add(received, level.world_size)
-        out.copy_(mine)
-        if op == "mean":
-            out.div_(self.world_size)
+        out.copy_(mine.div_(self.world_size) if op == "mean" else mine)
 
     # ------------------------------------------------------------------ the rest
 
@@ -200,8 +199,8 @@ class _StepByStep:
 
 
 def _add(received: Tensor, num_ranks: int) -> Tensor:
-    """The sum of equal parts, in tree order; rounded once where they have 16 bits."""
-    parts = list((received.float() if received.dtype in _HALF else received).view(num_ranks, -1).unbind())
+    """The sum of equal parts, in tree order."""
+    parts = list(received.view(num_ranks, -1).unbind())
     for a, b in plan_tree(num_ranks):
         parts[a].add_(parts[b])  # parts[a] is memory of `received`, which is nobody else's
-    return parts[0].to(received.dtype)
+    return parts[0]

@@ -19,7 +19,7 @@ from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.health import last_words, page
-from evenstep.lanes import DEFAULT_LANES, Lanes, validate_division, validate_mode
+from evenstep.lanes import DEFAULT_LANES, Lanes, disagreements, validate_division, validate_mode
 from evenstep.meeting import choose_gloo_interface, open_store
 from evenstep.transport.choice import TRANSPORTS, Transports, open_between, open_transports, validate_transport
 from evenstep.transport.exchange import exchange
@@ -228,13 +228,7 @@ def make_reproducible(world: World, *, num_lanes: int, threads: int, timeout_s: 
         raise
     world._on_close.append(determinism.switch_on(world.device, threads=threads))
     facts = determinism.facts(world.device)
-    first, *others = world.exchange(facts)
-    told = [
-        f"{name} is {value} on rank 0 and {each.get(name)} on rank {rank}"
-        for name, value in first.items()
-        for rank, each in [next(((r, o) for r, o in enumerate(others, 1) if o.get(name) != value), (0, {}))]
-        if rank
-    ]
+    told = disagreements(world.exchange(facts))
     if told and world.is_main:
         warnings.warn(
             f"reproducible mode: bits depend on which rank has which lane, because {'; '.join(told)}.", stacklevel=3

@@ -27,6 +27,7 @@ so a rank's share can be cut without knowing the others'.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +128,17 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
         for name in dict.fromkeys((*before, *now))
         if before.get(name) != now.get(name)
     ]
+
+
+def disagreements(facts: Sequence[dict[str, str]]) -> list[str]:
+    """Where the ranks of a run differ, in words: of each fact the first rank that has another than rank 0. Pure."""
+    first = facts[0]
+    found = []
+    for name, value in first.items():
+        rank = next((rank for rank, each in enumerate(facts) if each.get(name) != value), None)
+        if rank is not None:
+            found.append(f"{name} is {value} on rank 0 and {facts[rank].get(name, 'unknown')} on rank {rank}")
+    return found
 
 
 def validate_mode(*, reproducible: Any, lanes: Any, threads: Any, seed: int | None) -> None:

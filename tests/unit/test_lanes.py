@@ -14,7 +14,7 @@ from torch import nn
 import evenstep
 from evenstep.data.plan import divide
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.lanes import Lanes, begin_of, validate_division, validate_mode
+from evenstep.lanes import Lanes, begin_of, disagreements, validate_division, validate_mode
 from evenstep.optim import exact
 from evenstep.replica.lane_loop import lanes_of
 from evenstep.replica.lane_sums import LaneSums
@@ -299,6 +299,28 @@ def test_another_machine_is_named():
     for other in (Lanes(4, 0, 1, 5, facts), Lanes(8, 0, 1, 6, facts)):
         with pytest.raises(ConfigurationError, match="other bits"):
             other.load_state_dict(saved)
+
+
+def test_ranks_on_other_machines_are_named():
+    facts = [{"the CPU": "A", "torch": "2.13"}, {"the CPU": "A", "torch": "2.13"}, {"the CPU": "B", "torch": "2.13"}]
+    assert disagreements(facts) == ["the CPU is A on rank 0 and B on rank 2"]
+    assert disagreements(facts[:2]) == []
+
+
+class InShards(torch.utils.data.IterableDataset):
+    num_shards = 4
+
+    def shard(self, num_shards, index):
+        return self
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+def test_a_stream_in_shards_is_refused_and_others_have_lanes(world):
+    with pytest.raises(ConfigurationError, match="InShards is a stream that is divided by shards"):
+        evenstep.DataLoader(InShards(), global_batch_size=4, num_workers=2)
+    assert [batch.tolist() for batch in evenstep.DataLoader(InShards(), global_batch_size=3)] == [[0, 1, 2], [3]]
 
 
 # ---------------------------------------------------------------------- norms without an order

@@ -70,9 +70,9 @@ def test_plain_backward_and_a_gradient_scaler(ranks, fresh_seed):
 def ordered_sums(seed):
     """Sums over Gloo, through one level and through two, against the tree of the ranks' vectors."""
     world = evenstep.init(quiet=True)
-    gloo = open_between("gloo", range(world.world_size), timeout_s=60)
-    one = in_tree_order(gloo, ["here"] * world.world_size, partial(open_between, timeout_s=60))
-    two = in_tree_order(gloo.split(), ["a", "a", "b", "b"][: world.world_size], partial(open_between, timeout_s=60))
+    gloo = open_between("gloo", range(world.world_size), timeout_s=150)
+    one = in_tree_order(gloo, ["here"] * world.world_size, partial(open_between, timeout_s=150))
+    two = in_tree_order(gloo.split(), ["a", "a", "b", "b"][: world.world_size], partial(open_between, timeout_s=150))
     assert len(one._levels) == 1
     assert len(two._levels) == (2 if world.world_size == 4 else 1)
     generator = torch.Generator().manual_seed(seed)

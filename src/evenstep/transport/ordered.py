@@ -15,8 +15,8 @@ ranks that have the same slice, one per host, so that every host sends each elem
 
 With as many consecutive ranks on each host, a power of two, both steps together are the tree over all ranks.
 
-The second step begins when somebody waits for the first: works are awaited in the same order on all ranks, as they are
-launched.
+Sums are taken one after the other in the order of their launch, whenever they are awaited: on the CPU in a thread of
+the transport, over groups of its own, on a GPU on a stream of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
+from evenstep.errors import PeerLostError
 from evenstep.transport.base import Op, Transport, Work
+from evenstep.transport.call_thread import CallThread
 from evenstep.transport.hosts import HostPlan
 from evenstep.transport.reduction import plan_tree
 
@@ -51,12 +53,12 @@ def in_tree_order(
     if transport.name in _IN_TREE_ORDER or getattr(transport, "is_regular", False):
         return transport
     plan = HostPlan(tuple(tuple(r for r, own in enumerate(hosts) if own == host) for host in dict.fromkeys(hosts)))
-    levels = [transport]
+    levels = None
     if plan.is_regular and 1 < len(plan.hosts) < transport.world_size:
         host, place = plan.place_of(transport.rank)
         name = "gloo" if "gloo" in transport.name else transport.name
         levels = [subgroup(name, plan.hosts[host]), subgroup(name, plan.lane(place))]
-    return OrderedTransport(transport, levels)
+    return OrderedTransport(transport, levels or [transport.split()])
 
 
 class OrderedTransport:
@@ -65,7 +67,7 @@ class OrderedTransport:
     Args:
         behind: Carries everything; its ranks are this one's.
         levels: What sums go through, one after the other: [all ranks], or [the ranks of this host, those of the other
-            hosts with the same place]. A level's ranks are consecutive numbers of the next one's groups.
+            hosts with the same place]. Nobody else uses them.
     """
 
     def __init__(self, behind: Transport, levels: Sequence[Transport]) -> None:
@@ -74,6 +76,9 @@ class OrderedTransport:
         self.world_size = behind.world_size
         self._behind = behind
         self._levels = list(levels)
+        self._thread = CallThread("evenstep ordered sums", on_failure=self._let_go)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._is_closed = False
 
     # ------------------------------------------------------------------ sums
 
@@ -81,13 +86,17 @@ class OrderedTransport:
         """See `Transport.all_reduce`; sums are added in tree order."""
         if op not in ("sum", "mean"):
             return self._behind.all_reduce(tensor, op)
-        return _StepByStep(self._all_reduce(tensor.detach().view(-1), op))
+        flat = tensor.detach().view(-1)
+        ready = self._ready(flat)
+        return self._launch(self._sum(ready, self._levels), flat, ready, op)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`; sums are added in tree order."""
         if op not in ("sum", "mean"):
             return self._behind.reduce_scatter(out, tensor, op)
-        return _StepByStep(self._reduce_scatter(out.detach().view(-1), tensor.detach().view(-1), op))
+        ready, into = self._ready(tensor.detach().view(-1)), out.detach().view(-1)
+        part = ready.new_empty(into.numel())
+        return self._launch(self._sum_of_parts(part, ready), into, part, op)
 
     def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
         """See `Transport.reduce`: an all-reduce."""
@@ -98,13 +107,31 @@ class OrderedTransport:
         wide = flat.float() if flat.dtype in _HALF else flat
         return wide.cpu() if self.name == "gloo" else wide
 
-    def _all_reduce(self, flat: Tensor, op: Op) -> Steps:
-        ready = self._ready(flat)
-        yield from self._sum(ready, self._levels)
-        if op == "mean":
-            ready.div_(self.world_size)
-        if ready is not flat:
-            flat.copy_(ready)
+    def _launch(self, steps: Steps, into: Tensor, result: Tensor, op: Op) -> Work:
+        """Have the steps taken behind those of all calls before. `into` becomes `result`."""
+
+        def finish() -> None:
+            if op == "mean":
+                result.div_(self.world_size)
+            if result is not into:
+                into.copy_(result)
+
+        def run() -> None:
+            for work in steps:
+                work.wait()
+
+        if result.device.type == "cpu":
+            queued = self._thread.submit(f"a sum of {result.numel()} over {self.name}", lambda number: run)
+            return _Sum(queued.wait, queued.is_completed, finish)
+        device = result.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            run()
+            done = stream.record_event()
+        return _Sum(lambda: torch.cuda.current_stream(device).wait_event(done), done.query, finish)
 
     def _sum(self, flat: Tensor, levels: Sequence[Transport]) -> Steps:
         if not levels or not flat.numel():
@@ -120,17 +147,17 @@ class OrderedTransport:
         if short:
             flat.copy_(whole[: flat.numel()])
 
-    def _reduce_scatter(self, out: Tensor, flat: Tensor, op: Op) -> Steps:
+    def _sum_of_parts(self, part: Tensor, flat: Tensor) -> Steps:
         # Part number r belongs to rank r, which is place r % m of host r // m: first those of one place together.
         place = self._levels[0].world_size if len(self._levels) > 1 else 1
-        mine = self._ready(flat)
+        mine = flat
         if flat.numel() and place > 1:
-            mine = mine.view(-1, place, out.numel()).transpose(0, 1).reshape(-1)
+            mine = mine.view(-1, place, part.numel()).transpose(0, 1).reshape(-1)
         for level in self._levels if flat.numel() else ():
             received = torch.empty_like(mine)
             yield level.all_to_all(received, mine)
             mine = _add(received, level.world_size)
-        out.copy_(mine.div_(self.world_size) if op == "mean" else mine)
+        part.copy_(mine)
 
     # ------------------------------------------------------------------ the rest
 
@@ -170,11 +197,18 @@ class OrderedTransport:
 
     def split(self) -> Transport:
         """See `Transport.split`."""
-        behind = self._behind.split()
-        return OrderedTransport(behind, [behind if each is self._behind else each.split() for each in self._levels])
+        return OrderedTransport(self._behind.split(), [each.split() for each in self._levels])
 
     def close(self) -> None:
         """See `Transport.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._thread.refuse(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
+        self._let_go()
+        self._thread.join(timeout_s=5.0)
+
+    def _let_go(self) -> None:
         for each in (*self._levels, self._behind):
             each.close()
 
@@ -182,20 +216,22 @@ class OrderedTransport:
         return f"<OrderedTransport of {' and '.join(str(each.world_size) for each in self._levels)}, {self._behind!r}>"
 
 
-class _StepByStep:
-    """A work of several steps. The first is under way; `wait` takes the others."""
+class _Sum:
+    """A sum under way."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        self._next = next(steps, None)
+    def __init__(self, wait: Callable[[], object], is_done: Callable[[], bool], finish: Callable[[], object]) -> None:
+        self._wait = wait
+        self._is_done = is_done
+        self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
-        while self._next is not None:
-            self._next.wait()
-            self._next = next(self._steps, None)
+        if self._finish is not None:
+            self._wait()
+            finish, self._finish = self._finish, None
+            finish()
 
     def is_completed(self) -> bool:
-        return self._next is None
+        return self._finish is None or self._is_done()
 
 
 def _add(received: Tensor, num_ranks: int) -> Tensor:

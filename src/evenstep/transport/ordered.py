@@ -125,7 +125,7 @@ class OrderedTransport:
             return _Sum(queued.wait, queued.is_completed, finish)
         device = result.device
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):

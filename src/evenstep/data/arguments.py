@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch.utils.data import IterableDataset
+
 from evenstep import checks
 from evenstep.data.division import Division, plan_division
 from evenstep.data.locality import Weights
@@ -23,6 +25,7 @@ _ADVICE = "Every rank makes its loaders in the same order, from the same data se
 
 
 _MAY_BE_NONE = {
+    "sample_seed": "None: as the run is",
     "shuffle": "None for the data set's order, or the sampler's",
     "pin_memory": "None to pin where batches go to a GPU",
     "persistent_workers": "None to keep those that are expensive to start",
@@ -135,10 +138,25 @@ def choose_dataset(dataset: Any, shards: Any, on_error: str | None) -> Any:
         raise ConfigurationError(str(error).removeprefix("Records: ")) from None
 
 
-def choose_skips(dataset: Any, on_error: str | None) -> bool:
+def choose_sample_seed(given: bool | None, dataset: Any, world: World) -> bool:
+    """Whether random numbers in `__getitem__` are keyed by sample."""
+    if given is False and world.lanes is not None:
+        raise ConfigurationError("sample_seed=False in reproducible mode, which keys random numbers by sample.")
+    if given is None:
+        return world.lanes is not None and not isinstance(dataset, IterableDataset)
+    return bool(given)
+
+
+def choose_skips(dataset: Any, on_error: str | None, world: World) -> bool:
     """Whether samples that can't be loaded are left out."""
     chosen = getattr(dataset, "on_error", "raise") if on_error is None else on_error
-    return checks.choice("on_error", chosen, ("raise", "skip")) == "skip"
+    skips = checks.choice("on_error", chosen, ("raise", "skip")) == "skip"
+    if skips and world.lanes is not None:
+        raise ConfigurationError(
+            "on_error='skip' in reproducible mode: without a sample the others would move to other lanes. Make the "
+            "data set whole, or leave the sample out of it (torch.utils.data.Subset)."
+        )
+    return skips
 
 
 def validate_stream(

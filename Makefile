@@ -6,7 +6,9 @@ RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
+.PHONY: bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
+.PHONY: bench-predict
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -75,8 +77,25 @@ stress-checkpoint: install ## 200 kills of all ranks at random instants, 1,000 f
 	$(RUN) tests.faults.kill_loop --kills 200
 	EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flipped or truncated" tests/unit/test_checkpointer.py
 
+bench-faults: install ## faults at every phase, rank and transport, 200 cascades, torch's DDP beside; two hours
+	$(RUN:-m=) benchmarks/faults.py --cascades 200 --recoveries 20 --json build/faults.json
+
+bench-checks: install ## what watching costs a step of the GPT, by accounting; fails above 0.5 %
+	$(RUN:-m=) benchmarks/checks.py --json build/checks.json
+
+SOAK_MINUTES ?= 30
+soak: install ## a fault of chance every ten seconds for SOAK_MINUTES=30; ends as if left alone, bit for bit
+	$(RUN) tests.faults.soak --minutes $(SOAK_MINUTES)
+
+SOAK_STEPS ?= 100000
+soak-clean: install ## SOAK_STEPS=100000 steps with twice as many ranks as cores, and pauses: no false alarm
+	$(RUN) tests.faults.soak --clean-steps $(SOAK_STEPS)
+
 bench-memory: install ## memory per rank: parameters, gradients, optimizer, buckets, peak; a minute
 	$(RUN:-m=) benchmarks/memory.py --json build/memory.json
+
+bench-predict: install ## steps of four ranks predicted from one and two, then measured (network namespaces; needs root); some minutes
+	$(RUN:-m=) benchmarks/predict.py --json build/predict.json
 
 clean: ## remove .venv, caches and what the examples wrote
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build runs src/evenstep.egg-info

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.launcher_server import ForkedCall, server
+
 DEADLINE_S = 90.0
 
 
@@ -23,12 +25,14 @@ class Command:
     Attributes:
         directory: Where it runs, and where its output is written.
         mark: In the environment of every process that it starts, and of theirs.
+        fresh: Start a new python, and not a fork of one that has imported evenstep.
     """
 
     directory: Path
     arguments: Sequence[str]
     variables: dict[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         self.temporary = self.directory / "tmp"
@@ -36,6 +40,12 @@ class Command:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "PET_", "OMP_NUM"))}
         env |= {"TMPDIR": str(self.temporary), "EVENSTEP_TEST_MARK": self.mark, **self.variables}
         with (self.directory / "stdout").open("wb") as out, (self.directory / "stderr").open("wb") as err:
+            self.process: subprocess.Popen[bytes] | ForkedCall
+            if not (self.fresh or os.environ.get("EVENSTEP_TEST_FRESH")):
+                with open(os.devnull, "rb") as nothing:
+                    descriptors = [nothing.fileno(), out.fileno(), err.fileno()]
+                    self.process = server().start(self.arguments, env, self.directory, descriptors)
+                return
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "evenstep", *self.arguments],
                 cwd=self.directory,
@@ -108,13 +118,17 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def start(directory: Path, arguments: Sequence[str], script: str = "", **variables: str) -> Command:
+def start(
+    directory: Path, arguments: Sequence[str], script: str = "", *, fresh: bool = False, **variables: str
+) -> Command:
     """Write `script` as `script.py` and start `evenstep run ARGUMENTS`; name the script in the arguments."""
     (directory / "script.py").write_text(textwrap.dedent(script))
-    return Command(directory, ["run", *arguments], variables)
+    return Command(directory, ["run", *arguments], variables, fresh=fresh)
 
 
-def call(directory: Path, arguments: Sequence[str], script: str = "", **variables: str) -> tuple[int, Command]:
+def call(
+    directory: Path, arguments: Sequence[str], script: str = "", *, fresh: bool = False, **variables: str
+) -> tuple[int, Command]:
     """`start`, and wait for the end."""
-    command = start(directory, arguments, script, **variables)
+    command = start(directory, arguments, script, fresh=fresh, **variables)
     return command.wait(), command

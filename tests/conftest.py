@@ -115,8 +115,9 @@ def _children(config: pytest.Config) -> Iterator[str]:
             command = " ".join(psutil.Process(pid).cmdline())
         except psutil.Error:
             continue
-        # Started by multiprocessing with its first "spawn", it ends with this process.
-        if "multiprocessing.resource_tracker" not in command:
+        # Started by multiprocessing with its first "spawn", and by the first call of the command, they end with this
+        # process.
+        if "multiprocessing.resource_tracker" not in command and "tests.launcher_server" not in command:
             yield f"{pid} {command}"
 
 

@@ -13,12 +13,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from evenstep import determinism, randomness
+from evenstep import checks, determinism, randomness
 from evenstep import world as worlds
 from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, MismatchError
-from evenstep.health import last_words, page
+from evenstep.health import last_words, page, peer_pages
+from evenstep.health.quiet import quieten
+from evenstep.health.steps import count_optimizer_steps
 from evenstep.lanes import DEFAULT_LANES, Lanes, disagreements, validate_division, validate_mode
 from evenstep.meeting import choose_gloo_interface, open_store
 from evenstep.transport.choice import TRANSPORTS, Transports, open_between, open_transports, validate_transport
@@ -26,6 +28,8 @@ from evenstep.transport.exchange import exchange
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.ordered import in_tree_order
 from evenstep.world import DEFAULT_TIMEOUT_S, World
+
+_LONGEST_TIMEOUT_S = 1e9  # torch counts in milliseconds and 64 bits, and python's timedelta has an end too
 
 
 def init(
@@ -35,6 +39,7 @@ def init(
     transport: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     quiet: bool = False,
+    log_on_all_ranks: bool = False,
     reproducible: bool = False,
     lanes: int | None = None,
     threads: int | None = None,
@@ -54,6 +59,8 @@ def init(
             CPU ranks of one host, else Gloo.
         timeout_s: Seconds after which a collective gives up on a missing rank.
         quiet: Don't print the line that says what runs where.
+        log_on_all_ranks: Let every rank log and warn where all write to one terminal (torchrun, mpiexec, srun). Else
+            rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own, and all is kept.
         reproducible: The same bits on any number of ranks: see docs/reproducible.md. Needs a seed, and training loops
             over `model.microbatches(batch)`.
         lanes: With `reproducible`: in how many parts every global batch is computed, a power of two that the number of
@@ -68,6 +75,12 @@ def init(
             other arguments.
         MismatchError: The ranks were given different arguments. Raised on every rank.
     """
+    seed = randomness.validate_seed("evenstep.init", seed)
+    if transport is not None:
+        checks.choice("evenstep.init: transport", transport, TRANSPORTS, otherwise="None to let evenstep choose")
+    timeout_s = checks.number("evenstep.init: timeout_s", timeout_s, above=0, most=_LONGEST_TIMEOUT_S)
+    checks.switch("evenstep.init: quiet", quiet)
+    validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed)
     arguments: dict[str, object] = {
         "seed": seed,
         "device": None if device is None else str(device),
@@ -77,8 +90,6 @@ def init(
         "lanes": lanes,
         "threads": threads,
     }
-    _validate_arguments(seed=seed, transport=transport, timeout_s=timeout_s)
-    validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed)
     before = worlds.initialised()
     if before is not None:
         made_with = before._init_arguments
@@ -95,6 +106,8 @@ def init(
         world = World.from_process_group(device=device, seed=seed, transport=transport)
     else:
         world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
+    if not (log_on_all_ranks or world.is_main or current_placement().launcher.startswith("evenstep")):
+        world._on_close.append(quieten())
     _check_same_arguments(world, {name: value for name, value in arguments.items() if name != "device"})
     world._init_arguments = arguments
     if seed is not None:
@@ -104,6 +117,8 @@ def init(
     _announce(world, quiet=quiet)
     atexit.register(world.close)
     worlds.set_current(world)
+    if page.own_path() is not None:
+        count_optimizer_steps()
     page.mark(page.Phase.BETWEEN_STEPS)
     return world
 
@@ -153,6 +168,7 @@ def _join(
         transports = open_transports(transport, chosen, timeout_s=timeout_s)
         if placement.makes_store:
             placement = _complete(placement, transports, chosen)
+        end_pages = peer_pages.share_pages(partial(exchange, transports.control), rank=placement.rank)
     except ConfigurationError:
         _destroy_default_group()
         raise
@@ -162,7 +178,7 @@ def _join(
         transports=transports,
         store=dist.distributed_c10d._get_default_store(),
         seed=seed,
-        on_close=[_destroy_default_group, restore_hook],
+        on_close=[end_pages, _destroy_default_group, restore_hook],
     )
 
 
@@ -187,16 +203,6 @@ def _complete(placement: Placement, transports: Transports, device: torch.device
             )
     by_host = placement_from_hosts([each["host"] for each in seen], placement.rank)
     return replace(placement, node_rank=by_host.node_rank, num_nodes=by_host.num_nodes)
-
-
-def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: float) -> None:
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
-        raise ConfigurationError(f"seed={seed!r}: a whole number from 0 to 2**63 - 1, or None to seed nothing.")
-    if transport is not None and transport not in TRANSPORTS:
-        names = ", ".join(map(repr, TRANSPORTS))
-        raise ConfigurationError(f"transport={transport!r}: {names}, or None to let evenstep choose.")
-    if not timeout_s > 0:
-        raise ConfigurationError(f"timeout_s={timeout_s!r}: a number of seconds greater than 0.")
 
 
 def _check_same_arguments(world: World, mine: dict[str, object]) -> None:

@@ -6,6 +6,9 @@ python -m tests.procs.test_engine 1000        # the long run: that many random w
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import pickle
 import random
 import sys
 import time
@@ -735,6 +738,65 @@ def through_two_models(whose, num_passes):
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_a_weight_holds_for_every_model_that_the_loss_goes_through(ranks, nproc, whose, num_passes):
     ranks.run(through_two_models, nproc, whose, num_passes)
+
+
+def empty_shares_through_two_models(seed, num_steps):
+    """A generator and a critic, wrapped, with several buckets each and shares of which some are empty."""
+    world = evenstep.init(quiet=True)
+    shared = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    networks = [Branches(3, 4, shared.randrange(1 << 30)) for _ in range(2)]
+    models = [evenstep.DistributedDataParallel(copy.deepcopy(n), bucket_cap_mb=1e-4) for n in networks]
+    transports = [model.engine.transport for model in models]
+    assert transports[0] is not transports[1] or world.world_size == 1
+    for step in range(num_steps):
+        sizes = [shared.choice([0, 1, 3]) for _ in range(world.world_size)]
+        sizes[shared.randrange(world.world_size)] = 2
+        parts = torch.randn(sum(sizes), 4, dtype=torch.float64, generator=generator).split(sizes)
+        x, all_x = parts[world.rank], torch.cat(parts)
+        is_plain, through_both, whose = shared.random() < 0.3, shared.random() < 0.7, shared.randrange(2)
+        made, all_made = models[0](x, [0, 2, 1]), networks[0](all_x, [0, 2, 1])
+        if not through_both:
+            made, all_made = made.detach(), all_made.detach()
+        loss = models[1](made, [1, 0, 2]).square().mean()
+        per_row = networks[1](all_made, [1, 0, 2]).square().mean(1)
+        if is_plain:
+            loss.backward()
+            per_rank = [rows.mean() for rows in per_row.split(sizes) if len(rows)]
+            (sum(per_rank) / world.world_size).backward()
+        else:
+            models[whose if through_both else 1].backward(loss, weight=len(x))
+            per_row.mean().backward()
+        for name, network, model in zip("GD", networks, models, strict=True):
+            got = [p.grad for p in model.module.parameters()]
+            context = f"seed {seed}, step {step}, sizes {sizes}, plain {is_plain}, both {through_both}, {name}"
+            assert_same_grads(got, [p.grad for p in network.parameters()], context)
+            network.zero_grad()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_several_models_with_empty_shares(ranks, fresh_seed, nproc):
+    ranks.run(empty_shares_through_two_models, nproc, fresh_seed, 12)
+
+
+def models_one_after_the_other():
+    """How many transports for buckets a world makes for models of which two are alive at a time."""
+    world = evenstep.init(quiet=True)
+    gc.collect()
+    kept, seen = [], set()
+    for _ in range(6):
+        kept = [*kept[-1:], evenstep.DistributedDataParallel(nn.Linear(2, 1))]
+        seen.add(id(kept[-1].engine.transport))
+    copied = pickle.loads(pickle.dumps(kept[-1]))
+    return len(seen), copied.engine.transport is world.transport
+
+
+def test_transports_of_wrapped_models_are_used_again(ranks):
+    """Three, since a model is garbage only when the collector has seen it."""
+    for num_transports, shares in ranks.run(models_one_after_the_other, 2):
+        assert num_transports <= 3
+        assert shares
 
 
 def wrapped_twice():

@@ -130,7 +130,7 @@ def test_the_script_is_main_to_the_very_end(tmp_path: Path) -> None:
     # Torch imports a module of this name. `python sub/main.py` doesn't look for it here; `python -m evenstep` does.
     (tmp_path / "random.py").write_text(STANDS_IN_FOR_RANDOM)
     python_path = os.pathsep.join(filter(None, [str(tmp_path / "lib"), os.environ.get("PYTHONPATH")]))
-    code, command = call(tmp_path, ["--nproc-per-node", "1", "sub/main.py", "x"], PYTHONPATH=python_path)
+    code, command = call(tmp_path, ["--nproc-per-node", "1", "sub/main.py", "x"], fresh=True, PYTHONPATH=python_path)
     assert (code, command.stdout.splitlines()) == (
         0,
         ["__main__ main.py True ['sub/main.py', 'x']", "['sub', 'lib'] False", "found neighbour", "True"],

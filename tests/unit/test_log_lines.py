@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
+import warnings
+
+import pytest
 
 from evenstep.health.log_lines import StampedLines, stamp
+from evenstep.health.quiet import quieten
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} rank 3 step 0 \| "
 
@@ -24,3 +29,22 @@ def test_every_line_has_one_stamp_in_whatever_pieces_it_comes() -> None:
 
 def test_a_stamp_has_milliseconds_and_the_step() -> None:
     assert re.fullmatch(r"\S+ \S+\.125 rank 1 step 7 \| ", stamp(1_700_000_000.125, 1, 7))
+
+
+def test_other_ranks_of_a_shared_terminal_log_errors_only(capsys: pytest.CaptureFixture[str]) -> None:
+    level, filters = logging.root.manager.disable, list(warnings.filters)
+    handler = logging.StreamHandler()  # to stderr
+    logger = logging.getLogger("a library")
+    logger.addHandler(handler)
+    try:
+        restore = quieten()
+        logger.warning("said by rank 0")
+        warnings.warn("said by rank 0", stacklevel=1)
+        logger.error("a disk is full")
+        restore()
+        assert capsys.readouterr().err == "a disk is full\n"
+        assert (logging.root.manager.disable, list(warnings.filters)) == (level, filters)
+        logger.warning("heard again")
+        assert capsys.readouterr().err == "heard again\n"
+    finally:
+        logger.removeHandler(handler)

@@ -26,6 +26,7 @@ from evenstep.checkpoint.streams import NAME as RANDOM
 from evenstep.checkpoint.streams import capture_streams
 from evenstep.checkpoint.writer import Board, Job, LocalBoard, Receipt, StagedFile, StoreBoard, Writer, is_witness
 from evenstep.errors import CheckpointError, ConfigurationError
+from evenstep.health import page
 from evenstep.transport.codec import decode, encode
 from evenstep.world import DEFAULT_TIMEOUT_S, World
 
@@ -194,6 +195,7 @@ class Saver:
         )
         self._storage.write(f"{folder}/{manifests.NAME}", [manifests.encode(manifest)])
         put_in_place(self._storage, folder, step)
+        page.mark_commit(step)
         self._on_commit(manifest)
 
 

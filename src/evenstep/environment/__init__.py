@@ -7,6 +7,7 @@ needs and never looks at `os.environ` itself.
     detect.py      whose variables are these, and do they fit together?
     foreign.py     one function for each MPI launcher and scheduler
     hosts.py       lists of hosts as they write them
+    measuring.py   what `evenstep bench` tells the ranks
     values.py      reading and showing single variables
 
 Variables that evenstep itself sets for the ranks it starts (nobody else needs to set them):
@@ -15,9 +16,12 @@ Variables that evenstep itself sets for the ranks it starts (nobody else needs t
     EVENSTEP_LAUNCHER    "run" or "launch": which of ours started this rank
     EVENSTEP_DEVICE      what `evenstep run --device` said; an argument of `evenstep.init` beats it
     EVENSTEP_INJECT      faults that `evenstep run --inject` asked for
+    EVENSTEP_BUDGETS     how long the phases may take that `evenstep run --budget` named
     EVENSTEP_STAMP_LINES set if lines of log files begin with time, rank and step
     EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
     EVENSTEP_REHEARSAL   file that says how a resume is rehearsed; set by `evenstep verify --resume`
+    EVENSTEP_VERIFY      file that says what a rank records of its steps; set by `evenstep verify`
+    EVENSTEP_BENCH_...   how a run is measured, see `measuring.py`; set by `evenstep bench`
 """
 
 from __future__ import annotations
@@ -30,12 +34,15 @@ from pathlib import Path
 
 from evenstep.environment.detect import detect, host_of_task, refuse_independent_runs
 from evenstep.environment.foreign import Surroundings
+from evenstep.environment.measuring import Measurement
 from evenstep.environment.placement import Placement, placement_from_hosts
 
 __all__ = [
+    "Measurement",
     "Placement",
     "Surroundings",
     "announcement",
+    "budgets_of_run",
     "current_placement",
     "detect",
     "export",
@@ -44,15 +51,20 @@ __all__ = [
     "host_identity",
     "host_of_task",
     "is_set",
+    "measurement",
     "openmp_threads",
     "placement_from_hosts",
     "rank_variables",
     "refuse_independent_runs",
     "rehearsal_file",
+    "replace",
     "run_variables",
     "surroundings",
     "telling_variables",
+    "verification_file",
+    "with_measurement",
     "with_rehearsal",
+    "with_verification",
 ]
 
 
@@ -101,6 +113,7 @@ def run_variables(
     announced: str | None = None,
     faults: str | None = None,
     stamps_lines: bool = False,
+    budgets: str = "",
 ) -> dict[str, str]:
     """The variables that are the same for all ranks that a launcher of ours ("run", "launch") starts. Pure."""
     variables = {"EVENSTEP_LAUNCHER": launcher, "EVENSTEP_RUN_DIR": str(run_directory)}
@@ -111,6 +124,8 @@ def run_variables(
         variables["EVENSTEP_DEVICE"] = device
     if announced is not None:
         variables["EVENSTEP_ANNOUNCED"] = announced
+    if budgets:
+        variables["EVENSTEP_BUDGETS"] = budgets
     if stamps_lines:
         variables["EVENSTEP_STAMP_LINES"] = "1"
     if faults is not None:
@@ -144,6 +159,11 @@ def faults_to_inject() -> str:
     return os.environ.get("EVENSTEP_INJECT", "")
 
 
+def budgets_of_run() -> str:
+    """What `evenstep run --budget` said; "" without it."""
+    return os.environ.get("EVENSTEP_BUDGETS", "")
+
+
 def openmp_threads() -> int | None:
     """What `OMP_NUM_THREADS` asks for; None when unset or no positive number."""
     text = os.environ.get("OMP_NUM_THREADS", "")
@@ -159,6 +179,28 @@ def rehearsal_file() -> Path | None:
 def with_rehearsal(file: Path) -> dict[str, str]:
     """This process's environment, for a run that rehearses a resume."""
     return {**os.environ, "EVENSTEP_REHEARSAL": str(file)}
+
+
+def verification_file() -> Path | None:
+    """The file that says what this rank records of its steps; None, as in every run but those of `evenstep verify`."""
+    text = os.environ.get("EVENSTEP_VERIFY")
+    return Path(text) if text else None
+
+
+def with_verification(file: Path, rehearsal: Path) -> dict[str, str]:
+    """This process's environment, for a run that is recorded, not compiled, and whose checkpoints go elsewhere."""
+    recorded = {"EVENSTEP_VERIFY": str(file), "EVENSTEP_REHEARSAL": str(rehearsal), "TORCHDYNAMO_DISABLE": "1"}
+    return {**os.environ, **recorded}
+
+
+def measurement() -> Measurement | None:
+    """How this run is measured; None, as always but under `evenstep bench`."""
+    return Measurement.from_variables(os.environ)
+
+
+def with_measurement(asked: Measurement) -> dict[str, str]:
+    """This process's environment, for a run that is measured."""
+    return {**os.environ, **asked.variables()}
 
 
 # Values of other variables might be secrets, and are nobody's business.
@@ -205,6 +247,13 @@ def exported(variables: Mapping[str, str]) -> Iterator[None]:
 
 def export(variables: Mapping[str, str]) -> None:
     """Set variables for good: for a process that exists only to be one rank."""
+    os.environ.update(variables)
+
+
+def replace(variables: Mapping[str, str]) -> None:
+    """Have these variables and no others: for a process that was copied from one with variables of its own."""
+    for name in [name for name in os.environ if name not in variables]:
+        del os.environ[name]
     os.environ.update(variables)
 
 

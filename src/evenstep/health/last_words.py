@@ -22,6 +22,7 @@ from evenstep.health.blame import CrashReport, write_report
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _MACHINERY = (str(_PACKAGE / "launcher"), "<frozen runpy>", "runpy.py")
+_WORKER = str(_PACKAGE / "launcher" / "worker.py")
 
 
 class _Hook(Protocol):
@@ -83,6 +84,8 @@ def _real_stderr() -> TextIO:
 
 def _without_machinery(tb: TracebackType | None) -> TracebackType | None:
     first = tb
+    # A rank that was copied from the launcher has what started the launcher on its stack, too.
+    tb = next((frame for frame in _steps(tb) if frame.tb_frame.f_code.co_filename == _WORKER), tb)
     while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb if tb is not None else first
@@ -90,8 +93,13 @@ def _without_machinery(tb: TracebackType | None) -> TracebackType | None:
 
 def _frames(tb: TracebackType | None) -> Iterator[str]:
     """The file of each frame."""
+    for step in _steps(tb):
+        yield step.tb_frame.f_code.co_filename
+
+
+def _steps(tb: TracebackType | None) -> Iterator[TracebackType]:
     while tb is not None:
-        yield tb.tb_frame.f_code.co_filename
+        yield tb
         tb = tb.tb_next
 
 

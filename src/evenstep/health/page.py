@@ -1,11 +1,21 @@
 """The progress page: what a rank is doing, written with a few stores to memory and read from outside the process.
 
-A page is a file of 64 bytes in the run's private directory, mapped by its rank. Nobody has to ask the rank: it can be
+A page is a file of 1 KiB in the run's private directory, mapped by its rank. Nobody has to ask the rank: it can be
 read while the rank is stopped, holds the interpreter lock, or is dead. Every field is a machine word of its own, so a
 reader sees each of them whole; between fields it may see a moment in between, and judges nothing by one look.
 
-    word  0   1    2      3     4           5          6                    7
-          mark pid phase  step  collective  is_waiting nanoseconds (monotonic) of the last change, bucket
+    word  0     mark: a page, of this layout
+          1     pid
+          2     phase
+          3     optimizer steps finished
+          4     number of the last collective
+          5     whether it waits for other ranks now: since when, nanoseconds (monotonic), or 0
+          6     when the page last changed, nanoseconds (monotonic)
+          7     the bucket that was last sent
+          8     how long it has waited for other ranks in all, nanoseconds
+          9     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
+         10     when the last step was finished, nanoseconds (monotonic)
+         16 ... a text: where in its script this rank is, written when ranks disagree. Its length comes last
 """
 
 from __future__ import annotations
@@ -18,9 +28,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE_BYTES = 64
-_MARK = 0x31474150_534E5645  # changes with the layout
-_FORMAT = "=8Q"
+PAGE_BYTES = 1024
+CELL_BYTES = 128
+_TEXT = struct.Struct("=H")
+_MARK = 0x32474150_534E5645  # changes with the layout
+_FORMAT = "=16Q"
 _NO_BUCKET = (1 << 64) - 1
 
 
@@ -35,6 +47,8 @@ class Phase(enum.IntEnum):
     MAIN_FIRST = 5  # rank 0 runs the block of `world.main_first()`, however long that takes; the others wait for it
     SAVING = 6
     ENDED = 7  # left its world as it should
+    EVALUATING = 8  # a forward pass without gradients, and what follows it
+    COMPILING = 9  # torch.compile is at work
 
 
 WORDS = {
@@ -46,6 +60,8 @@ WORDS = {
     Phase.MAIN_FIRST: "in main_first",
     Phase.SAVING: "saving",
     Phase.ENDED: "at its end",
+    Phase.EVALUATING: "in an evaluation",
+    Phase.COMPILING: "compiling",
 }
 
 
@@ -59,6 +75,10 @@ class Seen:
         is_waiting: It waits for other ranks right now.
         time_ns: Monotonic time of this host at the last change.
         bucket: What it last sent; None: no bucket.
+        waiting_since_ns: When the present wait began; None: it doesn't wait.
+        waited_ns: How long it has waited for others in all, apart from the present wait.
+        saved_step: Of the newest checkpoint that it has committed; None: none yet.
+        stepped_ns: When the last step was finished; 0: none yet.
     """
 
     pid: int
@@ -68,6 +88,10 @@ class Seen:
     is_waiting: bool
     time_ns: int
     bucket: int | None = None
+    waiting_since_ns: int | None = None
+    waited_ns: int = 0
+    saved_step: int | None = None
+    stepped_ns: int = 0
 
     def __str__(self) -> str:
         parts = [WORDS[self.phase]]
@@ -79,7 +103,7 @@ class Seen:
 class Page:
     """This rank's own page, open for writing."""
 
-    __slots__ = ("_cells", "_map")
+    __slots__ = ("_cells", "_map", "path")
 
     def __init__(self, path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -89,9 +113,19 @@ class Page:
         finally:
             os.close(fd)
         self._cells = memoryview(self._map).cast("B").cast("Q")
+        self.path = path
+        self._cells[5] = 0
         self._cells[1], self._cells[7] = os.getpid(), _NO_BUCKET
         self._cells[6] = time.monotonic_ns()
         self._cells[0] = _MARK
+
+    def write_site(self, text: str) -> None:
+        """Leave a text for other ranks; what is too long for the page is cut off."""
+        data = text.encode(errors="replace")[: PAGE_BYTES - CELL_BYTES - _TEXT.size]
+        self._map[CELL_BYTES : CELL_BYTES + _TEXT.size] = _TEXT.pack(0)
+        begin = CELL_BYTES + _TEXT.size
+        self._map[begin : begin + len(data)] = data
+        self._map[CELL_BYTES : CELL_BYTES + _TEXT.size] = _TEXT.pack(len(data))
 
     def close(self) -> None:
         """Unmap it. What was written stays to be read."""
@@ -116,6 +150,17 @@ def open_page(path: Path) -> None:
     _cells = _page._cells
 
 
+def own_path() -> Path | None:
+    """Where this process's page lies; None if it has none."""
+    return None if _page is None else _page.path
+
+
+def write_site(text: str) -> None:
+    """See `Page.write_site`; nothing without a page."""
+    if _page is not None:
+        _page.write_site(text)
+
+
 def close_page() -> None:
     """Stop writing; harmless without a page."""
     global _page, _cells
@@ -135,9 +180,11 @@ def mark(phase: Phase, step: int | None = None) -> None:
     cells = _cells
     if cells is not None:
         cells[2] = phase
+        now = time.monotonic_ns()
         if step is not None:
             cells[3] = step
-        cells[6] = time.monotonic_ns()
+            cells[10] = now
+        cells[6] = now
 
 
 def mark_collective(number: int, bucket: int | None = None) -> None:
@@ -153,8 +200,25 @@ def mark_waiting(is_waiting: bool) -> None:
     """This rank begins to wait for other ranks, or has ended it."""
     cells = _cells
     if cells is not None:
-        cells[5] = is_waiting
-        cells[6] = time.monotonic_ns()
+        now = time.monotonic_ns()
+        if is_waiting:
+            cells[5] = now
+        elif cells[5]:
+            cells[8] += now - cells[5]
+            cells[5] = 0
+        cells[6] = now
+
+
+def mark_commit(step: int) -> None:
+    """This rank has made a checkpoint out of what all have written."""
+    cells = _cells
+    if cells is not None:
+        cells[9] = step + 1
+
+
+def phase_now() -> Phase | None:
+    """What this rank's page says of its phase; None without a page."""
+    return None if _cells is None else Phase(_cells[2])
 
 
 def finished_steps() -> int:
@@ -168,9 +232,21 @@ def read_page(path: Path) -> Seen | None:
         data = path.read_bytes()
     except OSError:
         return None
-    if len(data) != PAGE_BYTES:
-        return None
-    found, pid, phase, step, collective, is_waiting, time_ns, bucket = struct.unpack(_FORMAT, data)
+    return parse_page(data[:CELL_BYTES]) if len(data) == PAGE_BYTES else None
+
+
+def parse_site(data: bytes | mmap.mmap) -> str:
+    """The text of a page; "" if there is none. Pure."""
+    (length,) = _TEXT.unpack_from(data, CELL_BYTES)
+    begin = CELL_BYTES + _TEXT.size
+    return bytes(data[begin : begin + length]).decode(errors="replace")
+
+
+def parse_page(data: bytes | memoryview) -> Seen | None:
+    """What the bytes of a page say; None if they aren't one. Pure."""
+    found, pid, phase, step, collective, waiting_since_ns, time_ns, bucket, waited_ns, saved, stepped_ns, *_ = (
+        struct.unpack(_FORMAT, data)
+    )
     if found != _MARK or phase not in Phase._value2member_map_:
         return None
     return Seen(
@@ -178,7 +254,20 @@ def read_page(path: Path) -> Seen | None:
         phase=Phase(phase),
         step=step,
         collective=collective,
-        is_waiting=bool(is_waiting),
+        is_waiting=waiting_since_ns > 0,
         time_ns=time_ns,
         bucket=None if bucket == _NO_BUCKET else bucket,
+        waiting_since_ns=waiting_since_ns or None,
+        waited_ns=waited_ns,
+        saved_step=saved - 1 if saved else None,
+        stepped_ns=stepped_ns,
     )
+
+
+def _forget() -> None:
+    """A forked child writes nothing to its parent's page, and leaves the memory to it."""
+    global _page, _cells
+    _page = _cells = None
+
+
+os.register_at_fork(after_in_child=_forget)

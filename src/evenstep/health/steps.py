@@ -1,25 +1,110 @@
-"""Optimizer steps for the progress page, counted by torch's global hooks: of every script, whatever wraps its model."""
+"""What pages learn from torch's global hooks, whatever wraps the model: steps, compilations; slow ranks."""
 
 from __future__ import annotations
 
+import sys
+import time
 import weakref
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from evenstep.health.page import Phase, mark
+from evenstep.health import page, peer_pages
+from evenstep.health.budgets import slow_ranks
+from evenstep.health.page import Phase, Seen, mark
+
+_LOOK_EVERY_STEPS = 16
+WINDOW_S = 10.0
+
+_is_counting = False
+_is_told_of_compiling = False
 
 
 def count_optimizer_steps() -> None:
-    """From now on the page says when an optimizer steps, and how often the busiest of them has. Once a process."""
+    """From now on the page says when an optimizer steps, and how often the busiest of them has. Twice is once."""
+    global _is_counting
+    if _is_counting:
+        return
+    _is_counting = True
     counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    watch = SlowWatch()
 
     def before(*_: object) -> None:
         mark(Phase.OPTIMIZER)
 
     def after(optimizer: Any, *_: object) -> None:
         counts[optimizer] = counts.get(optimizer, 0) + 1
-        mark(Phase.BETWEEN_STEPS, step=max(counts.values()))
+        step = max(counts.values())
+        mark(Phase.BETWEEN_STEPS, step=step)
+        if step % _LOOK_EVERY_STEPS == 0:
+            mark_compilations()
+            watch.look(time.monotonic())
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def mark_compilations() -> None:
+    """Have the page say when torch.compile is at work, once dynamo has been imported. Twice is once."""
+    global _is_told_of_compiling
+    callbacks = sys.modules.get("torch._dynamo.callback")
+    if callbacks is None or _is_told_of_compiling:
+        return
+    _is_told_of_compiling = True
+    before: list[Phase] = []
+
+    def begin(_: object) -> None:
+        before.append(page.phase_now() or Phase.BETWEEN_STEPS)
+        mark(Phase.COMPILING)
+
+    def end(_: object) -> None:
+        if before:
+            mark(before.pop())
+
+    handler = getattr(callbacks, "callback_handler", None)
+    if handler is not None:
+        handler.register_start_callback(begin)
+        handler.register_end_callback(end)
+
+
+class SlowWatch:
+    """Names a rank that holds the others of its host up, once, on the lowest rank there. Nothing is done about it.
+
+    It is slow when its own part of a step takes 1.5 times the others' median in two windows, one after the other: one
+    window may hold an evaluation or a save.
+
+    A window lasts `WINDOW_S` at least.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[float, dict[int, Seen]] | None = None
+        self._suspects: frozenset[int] = frozenset()
+        self._told: set[int] = set()
+
+    def look(self, now: float) -> None:
+        """Read the pages, if a window has passed, and say who is slow."""
+        if self._before is not None and now - self._before[0] < WINDOW_S:
+            return
+        pages = peer_pages.read_all()
+        own = page.own_path()
+        if len(pages) < 2 or own is None or peer_pages.rank_of_this_process() != min(pages):
+            return
+        for line in self.judge(now, pages):
+            print(f"evenstep: {line}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def judge(self, now: float, pages: dict[int, Seen]) -> list[str]:
+        """What there is to say, given the pages at a moment. Pure, but for what is remembered."""
+        before, self._before = self._before, (now, pages)
+        if before is None:
+            return []
+        found = slow_ranks(before[1], pages)
+        lines = []
+        for rank in sorted(found.keys() & self._suspects - self._told):
+            self._told.add(rank)
+            lines.append(
+                f"rank {rank} (pid {pages[rank].pid}) is slow: its part of a step takes {found[rank]:.1f} times as "
+                f"long as the others', which wait for it. Look for another load on its cores or GPU, for a slow disk, "
+                f"or for more work in its batches. This is said once."
+            )
+        self._suspects = frozenset(found)
+        return lines

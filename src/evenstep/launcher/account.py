@@ -17,7 +17,7 @@ from evenstep.launcher.watch import Hang
 
 # As a `CollectiveTimeoutError` of ours names the ranks that it has waited for.
 _MISSING = re.compile(r"Missing: (rank \d+ \([^)]*\)(?:, rank \d+ \([^)]*\))*)")
-_MISSING_RANK = re.compile(r"rank (?P<rank>\d+) \(pid (?P<pid>\d+)(?P<is_suspended>, stopped)?\)")
+_MISSING_RANK = re.compile(r"rank (?P<rank>\d+) \(pid (?P<pid>\d+)(?P<is_suspended>, stopped)?[^)]*\)")
 
 _MAX_NAMES = 8  # one line, however many ranks
 
@@ -44,6 +44,7 @@ class Failure:
         pages: What the ranks' progress pages said when the failure was noticed.
         resident_bytes: How much memory each rank held when it was last looked at.
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
+        saves: There was a `Checkpointer`.
     """
 
     attempt: int
@@ -58,6 +59,12 @@ class Failure:
     pages: Mapping[int, Seen] = field(default_factory=dict)
     resident_bytes: Mapping[int, int] = field(default_factory=dict)
     num_memory_kills: int | None = None
+    saves: bool = False
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the last checkpoint that this attempt has committed, as far as this host's pages say."""
+        return max((seen.saved_step for seen in self.pages.values() if seen.saved_step is not None), default=None)
 
 
 def judge(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
@@ -89,7 +96,13 @@ def status_of(failure: Failure) -> int:
 
 
 def tell(
-    failure: Failure, *, num_hosts: int = 1, log: str = "", log_tail: str = "", other_logs: Path | None = None
+    failure: Failure,
+    *,
+    num_hosts: int = 1,
+    log: str = "",
+    log_tail: str = "",
+    other_logs: Path | None = None,
+    saved_step: int | None = None,
 ) -> str:
     """The text for the screen.
 
@@ -99,19 +112,22 @@ def tell(
         log: The culprit's log file; "" if it wrote to the terminal.
         log_tail: The last lines of that file.
         other_logs: Directory of the logs; None if there is nothing in it to look at.
+        saved_step: Of the run's newest checkpoint; None: none that is known of.
     """
     culprit, report = failure.culprit, failure.report
     who = f"rank {culprit.rank} (pid {culprit.pid})"
     lines = []
     if other_logs is not None:
         lines.append(f"evenstep: output of the other ranks: {other_logs}")
+    if saved_step is not None:
+        lines.append(f"evenstep: the newest checkpoint is that of step {saved_step}")
     for rank, stack in sorted(failure.stacks.items()):
-        if stack and failure.only_witnesses:
+        if stack and (failure.only_witnesses or (failure.hang is not None and failure.hang.rank == rank)):
             lines += [f"evenstep: rank {rank} was here:", printable(stack)]
     if failure.elsewhere is not None:
         lines.append(f"evenstep: {failure.elsewhere.text}. The ranks of this host were stopped")
     elif failure.hang is not None:
-        lines.append(f"evenstep: {failure.hang}. It was not continued, so the run was ended")
+        lines.append(f"evenstep: {failure.hang.verdict}")
     elif report is None:
         if log_tail:
             lines += [f"evenstep: the last lines of rank {culprit.rank} ({log}):", log_tail]

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -21,11 +20,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.blame import Exit, read_reports, saves_file
+from evenstep.health.budgets import Budgets
 from evenstep.health.page import Seen, page_file, read_page
 from evenstep.launcher.account import Failure, in_short, judge, status_of
 from evenstep.launcher.other_hosts import Elsewhere, OtherHosts
+from evenstep.launcher.starting import RankProcess
 from evenstep.launcher.verdict import StopPolicy, is_evident
-from evenstep.launcher.watch import Hang, StopWatch, count_memory_kills, observe
+from evenstep.launcher.watch import Ends, Hang, LateWatch, StopWatch, count_memory_kills, observe
 from evenstep.launcher.worker import STACK_SIGNAL, ready_file, stack_file
 
 _POLL_S = 0.02
@@ -42,6 +43,7 @@ class WatchedRanks:
         attempt: How many restarts there were.
         run_directory: Where ranks leave their reports.
         policy: How ranks are stopped.
+        budgets: How long they may keep others waiting.
         on_failure: Told of a failed attempt once all its ranks have ended and all their output is written.
         on_preempted: Told when all ranks have ended because they were asked to stop, and have saved.
         others: The other hosts of the run; None: there are none.
@@ -55,6 +57,7 @@ class WatchedRanks:
         attempt: int,
         run_directory: Path,
         policy: StopPolicy,
+        budgets: Budgets,
         on_failure: Callable[[Failure], None],
         on_preempted: Callable[[], None],
         others: OtherHosts | None = None,
@@ -70,11 +73,13 @@ class WatchedRanks:
         self._first_preempted: float | None = None
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
         self._watch = StopWatch(grace_s=policy.stopped_grace_s)
+        self._lateness = LateWatch(budgets)
         self._last_look = 0.0
         self._num_memory_kills = count_memory_kills()
+        self._ends = Ends(process.pid for process in self._processes.values())
 
     @property
-    def _processes(self) -> dict[int, Popen[bytes]]:
+    def _processes(self) -> dict[int, RankProcess]:
         return {local_rank: handler.proc for local_rank, handler in self._context.subprocess_handlers.items()}
 
     # ------------------------------------------------------------------ what torchelastic calls
@@ -94,7 +99,10 @@ class WatchedRanks:
             # They agree on a step before they leave, so the others follow within moments.
             is_late = time.monotonic() - (self._first_preempted or math.inf) > self._policy.terminate_s
             hang, elsewhere = self._look(), self._others.look() if self._others is not None else None
-            return self._end_failed_attempt(hang, elsewhere) if is_late or hang or elsewhere else None
+            if is_late or hang or elsewhere:
+                return self._end_failed_attempt(hang, elsewhere)
+            self._ends.wait(self._policy.look_every_s)
+            return None
         if self._first_preempted is not None and set(codes) != {EXIT_PREEMPTED}:
             return self._end_failed_attempt()
         self._close_context()
@@ -116,7 +124,11 @@ class WatchedRanks:
             return None
         self._last_look = now
         observations = {self._ranks[local]: observe(process.pid) for local, process in self._alive().items()}
-        lines, hang = self._watch.look(now, observations, self._pages())
+        pages = self._pages()
+        lines, hang = self._watch.look(now, observations, pages)
+        # Who is stopped has been named already.
+        told, late = self._lateness.look({r: p for r, p in pages.items() if not self._watch.is_stopped(r)})
+        lines, hang = lines + told, hang or late
         for line in lines:
             print(f"evenstep: {line}", file=sys.stderr, flush=True)  # noqa: T201
         return hang
@@ -155,6 +167,7 @@ class WatchedRanks:
 
     def _close_context(self) -> None:
         """Everybody has ended, or can't be killed: don't wait again. Writes the rest of what goes to the terminal."""
+        self._ends.close()
         self._context.close(signal.SIGKILL, timeout=0)
         if self._others is not None:
             self._others.close()
@@ -162,7 +175,10 @@ class WatchedRanks:
     def _end_failed_attempt(self, hang: Hang | None = None, elsewhere: Elsewhere | None = None) -> RunProcsResult:
         started = time.monotonic()
         pages = self._pages()
+        stacks: dict[int, str] = {}
         if hang is not None:
+            if not hang.is_suspended:
+                stacks = self._ask_for_stacks()
             # It can hear no other signal. Its peers tell that they have lost it, as after any death.
             _signal_group(self._processes[self._ranks.index(hang.rank)], signal.SIGKILL)
         evident = False
@@ -172,7 +188,8 @@ class WatchedRanks:
             if time.monotonic() - started >= grace_s:
                 break
             time.sleep(_POLL_S)
-        stacks = {} if evident or elsewhere is not None else self._ask_for_stacks()
+        if not (evident or elsewhere is not None or hang is not None):
+            stacks = self._ask_for_stacks()
         self._stop(signal.SIGTERM)
         exits = self._exits()
         failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
@@ -191,6 +208,7 @@ class WatchedRanks:
                     pages={rank: seen for rank, seen in pages.items() if seen is not None},
                     resident_bytes=self._watch.resident_bytes,
                     num_memory_kills=None if kills is None or before is None else kills - before,
+                    saves=self._saves(),
                 )
             )
         failures = {
@@ -231,7 +249,7 @@ class WatchedRanks:
             exits.append(Exit(rank, process.pid, code, stopped_by_launcher=was_stopped))
         return exits
 
-    def _alive(self) -> dict[int, Popen[bytes]]:
+    def _alive(self) -> dict[int, RankProcess]:
         return {local_rank: process for local_rank, process in self._processes.items() if process.poll() is None}
 
     def _stop(self, first: signal.Signals, patience_s: float | None = None) -> None:
@@ -259,20 +277,25 @@ class WatchedRanks:
 
 
 class RankAgent(LocalElasticAgent):
-    """torchelastic's agent for this host, watching its ranks through `WatchedRanks`."""
+    """torchelastic's agent for this host, watching its ranks through `WatchedRanks`.
+
+    `on_failure` is told of a failed attempt and of the restarts that are left, and says whether to make use of them.
+    """
 
     def __init__(
         self,
         *args: Any,
         run_directory: Path,
         policy: StopPolicy,
-        on_failure: Callable[[Failure, int], None],
+        budgets: Budgets,
+        on_failure: Callable[[Failure, int], bool],
         on_preempted: Callable[[], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._run_directory = run_directory
         self._policy = policy
+        self._budgets = budgets
         self._on_failure = on_failure
         self._on_preempted = on_preempted
 
@@ -296,13 +319,18 @@ class RankAgent(LocalElasticAgent):
             others=others,
             run_directory=self._run_directory,
             policy=self._policy,
-            on_failure=lambda failure: self._on_failure(failure, self._remaining_restarts),
+            budgets=self._budgets,
+            on_failure=self._attempt_failed,
             on_preempted=self._on_preempted,
         )
         return pids
 
+    def _attempt_failed(self, failure: Failure) -> None:
+        if not self._on_failure(failure, self._remaining_restarts):
+            self._remaining_restarts = 0
 
-def _signal_group(process: Popen[bytes], which: signal.Signals) -> None:
+
+def _signal_group(process: RankProcess, which: signal.Signals) -> None:
     # Each rank leads a session of its own, so this reaches the workers of its loaders too, also after it has ended.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, which)

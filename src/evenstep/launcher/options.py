@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
+from evenstep import checks
 from evenstep.environment import is_set
 from evenstep.errors import ConfigurationError
 
@@ -110,6 +111,20 @@ def make_parser() -> ArgumentParser:
         help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71. Default: 30.",
     )
     ours.add_argument(
+        "--budget",
+        default="",
+        metavar="PHASE=S,...",
+        help="How long a rank may stay in a phase while others wait for it, before the run is ended with status 71: "
+        "step=600,between=600,evaluating=3600,compiling=3600,saving=3600,starting=1800.",
+    )
+    ours.add_argument(
+        "--cold-start",
+        "--cold_start",
+        action="store_true",
+        help="Start every rank as a new python, and not as a copy of one that has imported torch: slower, and for "
+        "libraries that don't like to be forked.",
+    )
+    ours.add_argument(
         "--check",
         action="store_true",
         help="Run no script: add up, take a step, and measure latency and bandwidth of every pair of ranks.",
@@ -144,8 +159,24 @@ def parse(arguments: Sequence[str]) -> Namespace:
         if args.check and (args.training_script != _CHECK or args.training_script_args):
             raise ConfigurationError(f"--check runs no script, but {args.training_script} was given. Leave one out.")
         if args.check:
-            return Namespace(**{**vars(args), "module": True})
-    return parser.parse_args(list(arguments))
+            return validated(Namespace(**{**vars(args), "module": True}))
+    return validated(parser.parse_args(list(arguments)))
+
+
+def validated(args: Namespace) -> Namespace:
+    """The same arguments, if their numbers make sense. Pure.
+
+    Raises:
+        ConfigurationError: One doesn't.
+    """
+    checks.number("--stopped-grace", args.stopped_grace, least=0, finite=False)
+    checks.number("--monitor-interval", args.monitor_interval, above=0)
+    checks.whole("--max-restarts", args.max_restarts, least=0)
+    if args.shutdown_timeout is not None:
+        checks.whole("--shutdown-timeout", args.shutdown_timeout, least=0)
+    if args.master_port is not None:
+        checks.whole("--master-port", args.master_port, least=0, most=65535)
+    return args
 
 
 def _refuse(message: str) -> NoReturn:

@@ -26,6 +26,7 @@ from torch.distributed.run import config_from_args
 
 from evenstep import environment, network
 from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
+from evenstep.health.budgets import Budgets
 from evenstep.launcher import hosts_rendezvous, rendezvous
 from evenstep.launcher.account import Failure, status_of, tell
 from evenstep.launcher.agent import RankAgent
@@ -41,17 +42,34 @@ from evenstep.launcher.options import (
     parse,
     placed_by,
 )
-from evenstep.launcher.verdict import StopPolicy, exit_status
+from evenstep.launcher.starting import copied_from
+from evenstep.launcher.template import Template, fork_template
+from evenstep.launcher.verdict import RestartLimit, StopPolicy, exit_status
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
     """Run a command line and return the exit status: the culprit's, or 128 and the signal that stopped us.
+
+    Args:
+        arguments: Those of `evenstep run`.
+        may_fork: Ranks may be copies of this process, and the caller lets `BecomeRank` through.
 
     Raises:
         ConfigurationError: Something in the command is wrong; no rank was started.
+        BecomeRank: In the ranks.
     """
     args = parse(arguments)
     _check_target(args)
+    # Before anything asks for GPUs: a process that knows CUDA can't be copied.
+    template = fork_template(preloads=args.max_restarts > 0) if may_fork and not args.cold_start else None
+    try:
+        return _run(args, arguments, template)
+    finally:
+        if template is not None:
+            template.close()
+
+
+def _run(args: Namespace, arguments: Sequence[str], template: Template | None) -> int:
     _, most = num_nodes(args)
     around = environment.surroundings()
     environment.refuse_independent_runs(around, num_nodes=most, what="evenstep run")
@@ -77,7 +95,7 @@ def run(arguments: Sequence[str]) -> int:
     print(line, file=sys.stderr, flush=True)  # noqa: T201
     with tempfile.TemporaryDirectory(prefix="evenstep-", ignore_cleanup_errors=True) as directory:  # mode 0700
         logs = RankLogs(wishes, log_directory, Path(directory))
-        return _Run(args, plan, logs, Path(directory), num_hosts=most, announced=line).execute()
+        return _Run(args, plan, logs, Path(directory), num_hosts=most, announced=line, template=template).execute()
 
 
 class _Run:
@@ -92,14 +110,18 @@ class _Run:
         *,
         num_hosts: int,
         announced: str,
+        template: Template | None = None,
     ) -> None:
         self._args = args
+        self._budgets = Budgets.parse(args.budget)
+        self._template = template
         self._run_directory = run_directory
         self._num_ranks = plan.num_ranks
         self._num_hosts = num_hosts
         self._num_attempts = args.max_restarts + 1
         self._failure: Failure | None = None
         self._was_preempted = False
+        self._limit = RestartLimit()
         self._logs, self._log_directory = logs, Path(logs.root_log_dir)
         self._logs_are_temporary = args.log_dir is None
         self._variables = environment.run_variables(
@@ -109,6 +131,7 @@ class _Run:
             device=args.device,
             announced=announced,
             faults=args.inject,
+            budgets=str(self._budgets),
             stamps_lines=args.log_dir is not None,
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
 
@@ -157,22 +180,31 @@ class _Run:
             raise ConfigurationError(f"evenstep run: {error}") from None
         config.logs_specs = self._logs
         config.log_line_prefix_template = PREFIX
+        config.monitor_interval = 1e-4  # the interval is spent in our own look, which ends when a rank does
         if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # lines of other ranks appear when they are written
         timeout_s = getattr(config, "shutdown_timeout", args.shutdown_timeout)  # older torch: ours alone
         agent = functools.partial(
             RankAgent,
             run_directory=self._run_directory,
-            policy=StopPolicy(terminate_s=float(timeout_s or 0), stopped_grace_s=self._args.stopped_grace),
+            policy=StopPolicy(
+                terminate_s=float(timeout_s or 0),
+                stopped_grace_s=self._args.stopped_grace,
+                look_every_s=self._args.monitor_interval,
+            ),
+            budgets=self._budgets,
             on_failure=self._on_failure,
             on_preempted=self._on_preempted,
         )
         # launch_agent takes no class for its agent, so the name that it looks up is ours for the while.
-        with mock.patch.object(api, "LocalElasticAgent", agent):
+        with mock.patch.object(api, "LocalElasticAgent", agent), copied_from(self._template):
             api.launch_agent(config, command, list(command_args))
 
-    def _on_failure(self, failure: Failure, restarts_left: int) -> None:
+    def _on_failure(self, failure: Failure, restarts_left: int) -> bool:
+        """Say who failed; whether to start again, if that is allowed."""
         self._failure = failure
+        self._limit.note(attempt=failure.attempt, saves=failure.saves, saved_step=failure.saved_step)
+        goes_on = restarts_left > 0 and not self._limit.is_reached
         destination = self._logs.destinations.get(failure.culprit.rank)
         log = "" if destination is None else destination.stderr or destination.stdout
         text = tell(
@@ -180,11 +212,18 @@ class _Run:
             num_hosts=self._num_hosts,
             log=log,
             log_tail=tail(log) if log else "",
-            other_logs=self._log_directory if restarts_left == 0 and self._has_logs() else None,
+            other_logs=self._log_directory if not goes_on and self._has_logs() else None,
+            saved_step=self._limit.saved_step,
         )
-        if restarts_left > 0:
+        if restarts_left > 0 and not goes_on:
+            text += (
+                f"\nevenstep: {self._limit.num_in_vain} restarts have come to no new checkpoint, so there is no other, "
+                f"though --max-restarts {self._args.max_restarts} allows {restarts_left} more"
+            )
+        if goes_on:
             text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {self._num_attempts}"
         print(text, file=sys.stderr, flush=True)  # noqa: T201
+        return goes_on
 
     def _on_preempted(self) -> None:
         self._was_preempted = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from evenstep.health.blame import CrashReport, Exit
 
@@ -18,6 +18,7 @@ class StopPolicy:
         evident_grace_s: The same once the culprit is known.
         terminate_s: From the first signal to SIGKILL.
         stopped_grace_s: How long a rank may be stopped (state T) before it is given up.
+        look_every_s: Time between two looks at ranks that run. That one has ended is known at once.
         save_s: The same for ranks that save when somebody asks the run to stop. A second signal ends that at once.
     """
 
@@ -26,10 +27,46 @@ class StopPolicy:
     terminate_s: float = 5.0
     save_s: float = 600.0
     stopped_grace_s: float = 30.0
+    look_every_s: float = 0.1
 
     def __post_init__(self) -> None:
-        if min(self.grace_s, self.evident_grace_s, self.terminate_s, self.save_s, self.stopped_grace_s) < 0:
+        if min(astuple(self)) < 0:
             raise ValueError(f"{self}: times are at least 0")
+
+
+class RestartLimit:
+    """Ends a run that fails again and again and gets nowhere. Pure.
+
+    Only for runs with a `Checkpointer`: of others nobody knows whether they get anywhere.
+
+    Attributes:
+        num_in_vain: Restarts since the last checkpoint was committed.
+        saved_step: Of the newest checkpoint of this run; None: none yet.
+    """
+
+    MOST_IN_VAIN = 3
+
+    def __init__(self) -> None:
+        self.num_in_vain = 0
+        self.saved_step: int | None = None
+
+    def note(self, *, attempt: int, saves: bool, saved_step: int | None) -> None:
+        """An attempt has failed.
+
+        Args:
+            attempt: 0 for the first.
+            saves: It had a `Checkpointer`.
+            saved_step: Of the last checkpoint that it has committed; None: none.
+        """
+        if saved_step is not None:
+            self.num_in_vain, self.saved_step = 0, saved_step
+        elif saves and attempt > 0:
+            self.num_in_vain += 1
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether one more restart would be one too many."""
+        return self.num_in_vain >= self.MOST_IN_VAIN
 
 
 def is_evident(exits: Iterable[Exit], reports: Sequence[CrashReport]) -> bool:

@@ -6,10 +6,13 @@ The decisions are pure (`StopWatch.look`); `observe` is what reads `/proc`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import select
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenstep.health.budgets import Budgets, Late, find_late, patience
 from evenstep.health.page import Seen
 
 
@@ -29,14 +32,33 @@ class Observation:
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that has stopped going on, and for how long it was waited for."""
+    """A rank that has stopped going on, and for how long it was waited for.
+
+    Attributes:
+        late: Who waits for it, if it isn't suspended.
+    """
 
     rank: int
     pid: int
     seconds: float
     seen: Seen | None
+    late: Late | None = None
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether a signal has stopped it; else it runs, and doesn't come."""
+        return self.late is None
+
+    @property
+    def verdict(self) -> str:
+        """What is said when it was given up."""
+        if self.late is None:
+            return f"{self}. It was not continued, so the run was ended"
+        return f"{self}. That is more than a rank may take there ({self.late.budget_s:g} s), so the run was ended"
 
     def __str__(self) -> str:
+        if self.late is not None:
+            return str(self.late)
         where = f" {self.seen}" if self.seen is not None else ""
         return f"rank {self.rank} (pid {self.pid}) is stopped (state T){where}, since {self.seconds:.0f} s"
 
@@ -55,6 +77,10 @@ class StopWatch:
         self._since: dict[int, float] = {}
         self._told: set[int] = set()
         self.resident_bytes: dict[int, int] = {}  # by rank, as last seen
+
+    def is_stopped(self, rank: int) -> bool:
+        """Whether a rank was stopped when it was last looked at."""
+        return rank in self._since
 
     def look(
         self, now: float, observations: Mapping[int, Observation], pages: Mapping[int, Seen | None]
@@ -87,6 +113,76 @@ class StopWatch:
                 limit = "" if seen.state == "t" else f"; all ranks are stopped after {self.grace_s:g} s"
                 lines.append(f"{hang}. {remedy}{limit}")
         return lines, given_up
+
+
+class LateWatch:
+    """Notices ranks for which others wait: they are named after a while, and given up when their phase allows no more.
+
+    The ranks have deadlines of their own, and tell more. This one is for those that can't be heard any more.
+
+    Args:
+        budgets: What each phase allows.
+        report_after_s: When to tell; later where something long goes on.
+        margin_s: How long after the budget is used up the ranks' own deadlines may still speak.
+    """
+
+    def __init__(self, budgets: Budgets, *, report_after_s: float = 30.0, margin_s: float = 5.0) -> None:
+        self._budgets = budgets
+        self._report_after_s = report_after_s
+        self._margin_s = margin_s
+        self._told: set[int] = set()
+
+    def look(self, pages: Mapping[int, Seen | None], now_ns: int | None = None) -> tuple[list[str], Hang | None]:
+        """(Lines to print, who is given up).
+
+        Args:
+            pages: By rank, of those that run and aren't suspended.
+            now_ns: Monotonic time; None: now.
+        """
+        late = find_late(pages, self._budgets, now_ns=time.monotonic_ns() if now_ns is None else now_ns)
+        worth_saying = [each for each in late if each.waited_s >= self._report_after_s * patience(each.seen)]
+        lines = [
+            f"{each}. All ranks are stopped after {each.budget_s:g} s"
+            for each in worth_saying
+            if each.rank not in self._told
+        ]
+        self._told = {each.rank for each in worth_saying}
+        over = [each for each in late if each.waited_s > each.budget_s + self._margin_s]
+        given_up = min(over, key=lambda each: each.seen.time_ns, default=None)
+        if given_up is None:
+            return lines, None
+        return lines, Hang(given_up.rank, given_up.seen.pid, given_up.waited_s, given_up.seen, given_up)
+
+
+class Ends:
+    """The ends of processes, known the moment they come, where the kernel has pidfds; else after a wait.
+
+    Args:
+        pids: Children of this process, none of which has been waited for.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._poll: select.poll | None = select.poll()
+        self._fds: list[int] = []
+        try:
+            for pid in pids:
+                self._fds.append(os.pidfd_open(pid))
+                self._poll.register(self._fds[-1], select.POLLIN)
+        except (OSError, AttributeError):  # an old kernel, or a sandbox that refuses it
+            self._poll = None
+
+    def wait(self, longest_s: float) -> None:
+        """Return when one of them ends, or has; and else after a while."""
+        if self._poll is None:
+            time.sleep(longest_s)
+            return
+        for fd, _ in self._poll.poll(longest_s * 1000):
+            self._poll.unregister(fd)  # it would end every later wait at once
+
+    def close(self) -> None:
+        """Let go of the processes."""
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 def observe(pid: int) -> Observation:

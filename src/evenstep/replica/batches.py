@@ -106,7 +106,8 @@ class StandIn:
             rows = sample.to(empty.device).repeat_interleave(_STAND_IN_ROWS, self._dim)
         else:
             rows = torch.zeros(shape, dtype=empty.dtype, device=empty.device)
-        return rows.requires_grad_(empty.requires_grad)
+        # What made the empty tensor may be wrapped, too: its pass has to come on this rank as on the others.
+        return rows + empty.sum() if empty.requires_grad else rows
 
     def empty_outputs(self, outputs: Any) -> Any:
         """The outputs of the stand-in cut to length 0, still part of the graph."""

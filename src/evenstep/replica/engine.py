@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +55,10 @@ from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.nonfinite import NonFiniteGuard
 from evenstep.replica.passes import Pass
-from evenstep.replica.readiness import Readiness
+from evenstep.replica.readiness import Readiness, at_end_of_backward
 from evenstep.replica.settings import Settings
 from evenstep.replica.weighting import Kind, Window
+from evenstep.transport.base import Transport
 from evenstep.world import World
 
 _OURS = -1  # the key of our hook among those of a tensor; torch counts its own from 0
@@ -73,23 +74,25 @@ class Engine:
         module: The wrapped module; its trained parameters are laid out now.
         world: Who takes part.
         settings: Sizes of buckets, what is ignored, what is sparse.
+        transport: Carries what belongs to its passes: see `channels`.
     """
 
-    def __init__(self, module: nn.Module, world: World, settings: Settings) -> None:
+    def __init__(self, module: nn.Module, world: World, settings: Settings, transport: Transport) -> None:
         trained = settings.trained(module)
         dense = [named for named in trained if named[0] not in settings.sparse]
         trained = [*dense, *(named for named in trained if named[0] in settings.sparse)]
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
-        buffers = BufferBroadcast(module, world.transport, settings.ignored) if settings.sync_buffers else None
+        buffers = BufferBroadcast(module, transport, settings.ignored) if settings.sync_buffers else None
         self.recorder = world.telemetry.open()
         self.num_dense = len(dense)
         self.policy = settings.policy
+        self.transport = transport
         self.module_buffers = buffers
         self.exchange: Exchange = build_exchange(
-            self.names, self.parameters, self.num_dense, world, settings.policy, buffers, self.recorder
+            self.names, self.parameters, self.num_dense, world, settings.policy, buffers, self.recorder, transport
         )
-        self.guard = None if settings.on_nonfinite is None else NonFiniteGuard(settings.on_nonfinite, world)
+        self.guard = None if settings.on_nonfinite is None else NonFiniteGuard(settings.on_nonfinite, world, transport)
         self.lanes = None if world.lanes is None else LaneSums(world.lanes, self.parameters)
         self._equip_exchange()
         self._travels = not isinstance(self.exchange, NoExchange) or self.lanes is not None
@@ -253,7 +256,7 @@ class Engine:
                 self._open_weighted_pass(_multiplied_by[-1] * self.exchange.scale)
             else:
                 self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
-            _at_end_of_backward(self._plain_pass_ended)
+            at_end_of_backward(self._plain_pass_ended)
         if self._pass is not None and self._pass.fills_buckets:
             self.readiness.outputs_reached()
         mutes = False if self._pass is None else self._pass.mutes
@@ -270,7 +273,7 @@ class Engine:
         """See `readiness.Listener`."""
         if self._pass is None:  # the loss doesn't depend on the outputs that were watched
             self._open_pass(Kind.PLAIN, 0.0, discards=False)
-            _at_end_of_backward(self._plain_pass_ended)
+            at_end_of_backward(self._plain_pass_ended)
         current = self._pass
         assert current is not None
         if not current.confirmed:
@@ -426,8 +429,3 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<Engine {len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.exchange!r}>"
-
-
-def _at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have autograd call back when the backward pass that is running has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

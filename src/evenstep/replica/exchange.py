@@ -94,11 +94,12 @@ def build_exchange(
     policy: BucketPolicy,
     module_buffers: BufferBroadcast | None,
     recorder: Recorder,
+    transport: Transport,
 ) -> Exchange:
     """The exchange that suits a world. Its arguments are those of `BucketExchange`."""
     if world.world_size == 1:
         return NoExchange(parameters)
-    return BucketExchange(names, parameters, num_dense, world, policy, module_buffers, recorder)
+    return BucketExchange(names, parameters, num_dense, world, policy, module_buffers, recorder, transport)
 
 
 class NoExchange:
@@ -177,6 +178,7 @@ class BucketExchange:
         policy: Sizes of buckets.
         module_buffers: Sent along, or None.
         recorder: Of what happens when.
+        transport: Carries buckets and headers, and what else belongs to the same pass.
     """
 
     def __init__(
@@ -188,12 +190,14 @@ class BucketExchange:
         policy: BucketPolicy,
         module_buffers: BufferBroadcast | None,
         recorder: Recorder,
+        transport: Transport,
     ) -> None:
         self._names = names
         self._recorder = recorder
         self._parameters = parameters
         self._num_dense = num_dense
         self._world = world
+        self._transport = transport
         self._policy = policy
         self._module_buffers = module_buffers
         self._specs = [self._describe(index) for index in range(num_dense)]
@@ -221,12 +225,12 @@ class BucketExchange:
         self.layout = layout
         self.reducer = Reducer(len(layout.buckets))
         # A hook may resize the memory that it is given, which a transport's own may not allow.
-        allocator: Transport = self._world.transport if self._hooks is None else LocalTransport()
+        allocator: Transport = self._transport if self._hooks is None else LocalTransport()
         self.buckets: Sequence[Bucket] = [self._build_bucket(bucket, allocator) for bucket in layout.buckets]
         self._recorder.has_buckets(sum(bucket.flat.nbytes for bucket in self.buckets))
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
-        return Bucket(layout, self._parameters, self._names, self._world.transport, allocator=allocator)
+        return Bucket(layout, self._parameters, self._names, self._transport, allocator=allocator)
 
     @property
     def scale(self) -> float:
@@ -244,7 +248,7 @@ class BucketExchange:
             self.announce()
             total = torch.zeros(1, dtype=torch.float64, device=self._header.tensor.device)
             total[0] = weight
-            self._world.transport.all_reduce(total).wait()
+            self._transport.all_reduce(total).wait()
             self._half_scale = nearest_power_of_two(float(total))
         return self._half_scale
 
@@ -273,7 +277,7 @@ class BucketExchange:
         self.announce()
         self._used = [parameter.grad is not None for parameter in self._parameters]
         self._header.fill(window, self._used)
-        header_work = self._world.transport.all_reduce(self._header.tensor)
+        header_work = self._transport.all_reduce(self._header.tensor)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
         sent_buffers = self._module_buffers.start(src) if self._module_buffers is not None else []
         for index, bucket in enumerate(self.buckets):
@@ -290,7 +294,7 @@ class BucketExchange:
                 bucket.publish(self._used.__getitem__)
             for parameter, is_used in list(zip(self._parameters, self._used, strict=True))[self._num_dense :]:
                 if is_used:
-                    parameter.grad = sum_over_ranks(parameter.grad, parameter, self._world)
+                    parameter.grad = sum_over_ranks(parameter.grad, parameter, self._transport, self._world.control)
         self._divide(window)
         if self._module_buffers is not None:
             self._module_buffers.finish(sent_buffers)

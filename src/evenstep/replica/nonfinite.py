@@ -16,6 +16,7 @@ from torch import Tensor
 
 from evenstep.errors import ConfigurationError, NonFiniteError
 from evenstep.replica.bucket import Bucket
+from evenstep.transport.base import Transport
 from evenstep.world import World
 
 Policy = Literal["skip", "raise"]
@@ -38,15 +39,17 @@ class NonFiniteGuard:
     Args:
         policy: What happens to the step.
         world: Who takes part.
+        transport: Carries what belongs to the model's passes.
 
     Attributes:
         num_skipped: Steps that were skipped so far.
     """
 
-    def __init__(self, policy: Policy, world: World) -> None:
+    def __init__(self, policy: Policy, world: World, transport: Transport) -> None:
         self.num_skipped = 0
         self._policy = policy
         self._world = world
+        self._transport = transport
         self._sums: list[Tensor] = []  # 0-dim: finite if everything is
         self._peaks: list[tuple[Sequence[str], Tensor]] = []  # (names, [n] largest absolute values)
 
@@ -80,7 +83,7 @@ class NonFiniteGuard:
         numbers[1] = float(is_scaled)
         for total in self._sums:
             numbers[0] += (~torch.isfinite(total)).to(torch.float64)
-        self._world.transport.all_reduce(numbers).wait()
+        self._transport.all_reduce(numbers).wait()
         found, scaled = numbers.tolist()
         peaks, self._peaks, self._sums = self._peaks, [], []
         if not found or scaled:

@@ -20,7 +20,7 @@ which the engine compares when the sum arrives.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -256,3 +256,8 @@ def _remove_all(*handles: dict[int, RemovableHandle]) -> None:
     for by_parameter in handles:
         for handle in by_parameter.values():
             handle.remove()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have autograd call back when the backward pass that is running has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -65,6 +65,7 @@ class ShardedExchange(BucketExchange):
         policy: BucketPolicy,
         module_buffers: BufferBroadcast | None,
         recorder: Recorder,
+        transport: Transport,
         shardings: Mapping[int, tuple[Sharding, int]],
         *,
         hook: CommHook | None,
@@ -75,7 +76,7 @@ class ShardedExchange(BucketExchange):
         self._borrowers: dict[tuple[object, ...], ShardedBucket] = {}
         self._order: Sequence[int] = ()
         reduced = [parameter.grad for parameter in parameters]
-        super().__init__(names, parameters, num_dense, world, policy, module_buffers, recorder)
+        super().__init__(names, parameters, num_dense, world, policy, module_buffers, recorder, transport)
         for bucket in self.buckets:
             bucket.take(reduced)
         if hook is not None:
@@ -138,9 +139,7 @@ class ShardedExchange(BucketExchange):
                 numel = self._sizes_lent[layout.dtype, layout.device]
                 self._lent[key] = allocator.allocate(numel, dtype=layout.dtype, device=layout.device)
             lent = self._lent[key]
-        return ShardedBucket(
-            layout, self._parameters, self._names, self._world.transport, allocator=allocator, lent=lent
-        )
+        return ShardedBucket(layout, self._parameters, self._names, self._transport, allocator=allocator, lent=lent)
 
     def _make_room(self, bucket: Bucket) -> None:
         if not isinstance(bucket, ShardedBucket) or not bucket.is_lent:

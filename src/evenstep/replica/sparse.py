@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from evenstep.transport.base import Transport
 from evenstep.transport.exchange import gather_rows
-from evenstep.world import World
 
 
-def sum_over_ranks(grad: Tensor | None, like: Tensor, world: World) -> Tensor:
+def sum_over_ranks(grad: Tensor | None, like: Tensor, transport: Transport, control: Transport) -> Tensor:
     """Add a sparse gradient over ranks; what travels are the rows that some rank has.
 
     Collective: every rank calls this for the same parameters, in the same order.
@@ -17,7 +17,8 @@ def sum_over_ranks(grad: Tensor | None, like: Tensor, world: World) -> Tensor:
     Args:
         grad: This rank's gradient, sparse or dense; None if it has none.
         like: The parameter: [num_rows, ...].
-        world: Who takes part.
+        transport: Carries what lies where the gradient does.
+        control: Carries how many rows each rank has.
 
     Returns:
         The sum, sparse and coalesced, equal on all ranks: rows are added in order of rank.
@@ -28,6 +29,6 @@ def sum_over_ranks(grad: Tensor | None, like: Tensor, world: World) -> Tensor:
     elif not grad.is_sparse:
         grad = grad.to_sparse(1)
     grad = grad.detach().coalesce()
-    rows = gather_rows(world.transport, world.control, grad.indices().t())
-    values = gather_rows(world.transport, world.control, grad.values())
+    rows = gather_rows(transport, control, grad.indices().t())
+    values = gather_rows(transport, control, grad.values())
     return torch.sparse_coo_tensor(rows.t(), values, like.shape, check_invariants=False).coalesce()

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from evenstep import world as worlds
 from evenstep.errors import UsageError
+from evenstep.health.steps import mark_compilations
 from evenstep.replica import registrations
 from evenstep.replica.comm_hook import CommHook
 from evenstep.replica.engine import Engine
@@ -27,6 +28,7 @@ from evenstep.replica.lane_loop import LaneBuffers
 from evenstep.replica.settings import Settings
 from evenstep.replica.sync_layers import SyncLayers
 from evenstep.replica.uneven import Uneven, UnevenJoinHook
+from evenstep.transport.base import Transport
 from evenstep.world import World
 
 _MIN_COMPILED_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
@@ -40,6 +42,7 @@ def keep_out_of_graphs() -> None:
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None and not _is_known_to_dynamo:
         _is_known_to_dynamo = True
+        mark_compilations()
         rules.add("evenstep")
 
 
@@ -81,13 +84,13 @@ class TorchInterface(TorchDistributedDataParallel):
     engine: Engine
     sync_layers: SyncLayers
 
-    def _set_up(self, world: World, settings: Settings) -> None:
+    def _set_up(self, world: World, settings: Settings, transport: Transport) -> None:
         """Everything but the module and what the constructor agreed on with the other ranks."""
         Joinable.__init__(self)
         self.world = world
         self.settings = settings
         self.process_group: dist.ProcessGroup | None = world.process_group  # type: ignore[assignment]
-        self.engine = Engine(self.module, world, settings)
+        self.engine = Engine(self.module, world, settings, transport)
         self.sync_layers = SyncLayers(self.module, world, self.engine)
         self.engine.shares_statistics = bool(self.sync_layers)
         self._lane_buffers = LaneBuffers(self.module, settings.ignored)
@@ -279,4 +282,6 @@ class TorchInterface(TorchDistributedDataParallel):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        self._set_up(worlds.current(), state["settings"])
+        # A copy may be made on one rank alone, where nothing can be agreed: it shares the world's own transport.
+        world = worlds.current()
+        self._set_up(world, state["settings"], world.transport)

@@ -9,6 +9,7 @@ look whether a missing rank has died, has left, or is stopped.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
 import sys
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from evenstep.errors import CollectiveTimeoutError, PeerLostError
 from evenstep.health import page
+from evenstep.health.budgets import Budgets, describe, patience
 from evenstep.transport.peers import PeerWatch
 from evenstep.transport.semaphores import SEMAPHORE_BYTES, sem_post, sem_trywait, take
 
@@ -125,6 +127,14 @@ class Arrivals:
         self._announced = [0] * len(Phase)
         self._spin_s = policy.spin_s
 
+    def pid(self, rank: int) -> int:
+        """The process of a rank, also of this one."""
+        return os.getpid() if rank == self._rank else self._watch.pid(rank)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """From now on wait so long at most, also where somebody is waiting already."""
+        self.policy = dataclasses.replace(self.policy, timeout_s=timeout_s)
+
     def announce(self, phase: Phase) -> int:
         """Tell everybody that this rank has passed `phase` once more; returns how often by now."""
         for semaphore in self._outgoing[phase]:
@@ -197,7 +207,6 @@ class Arrivals:
             PeerLostError: A missing rank has died or left.
             CollectiveTimeoutError: The deadline passed.
         """
-        timeout_s = self.policy.timeout_s if timeout_s is None else timeout_s
         missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
         lost = self._lost(missing)
         # It may have announced its part just before it ended: then nothing is lost yet.
@@ -205,6 +214,8 @@ class Arrivals:
             raise PeerLostError(
                 f"rank {self._rank} lost {lost} in {what()}. Its own error, if it had one, is elsewhere."
             )
+        if timeout_s is None:
+            timeout_s = self._patience(missing) if waited_s > self.policy.timeout_s else self.policy.timeout_s
         if waited_s > timeout_s and not self.all_here(phase, count):
             raise CollectiveTimeoutError(self._too_late(missing, what(), waited_s, timeout_s))
 
@@ -222,6 +233,14 @@ class Arrivals:
                 missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
                 reported = self._report(missing, what, waited_s)
 
+    def _patience(self, missing: list[int]) -> float:
+        """How long to wait for ranks that evaluate, compile or save, if their pages say that they do."""
+        budgets = Budgets.of_this_run(self.policy.timeout_s)
+        pages = [self._watch.seen(rank) for rank in missing]
+        # Who waits itself, and for others, is in another call: nothing long goes on there.
+        known = (self.policy.timeout_s if p is None or p.is_waiting else budgets.of(p) for p in pages)
+        return min(known, default=0.0)
+
     def _lost(self, ranks: list[int]) -> str:
         dead = [
             f"rank {r} (pid {self._watch.pid(r)}), whose process has ended" for r in ranks if self._watch.is_gone(r)
@@ -231,19 +250,26 @@ class Arrivals:
 
     def _too_late(self, missing: list[int], what: str, waited_s: float, timeout_s: float) -> str:
         names = ", ".join(
-            f"rank {r} (pid {self._watch.pid(r)}{', stopped' if self._watch.is_stopped(r) else ''})" for r in missing
+            f"rank {r} (pid {self._watch.pid(r)}{', stopped' if self._watch.is_stopped(r) else ''}{self._where(r)})"
+            for r in missing
         )
         return (
             f"rank {self._rank} waited {waited_s:.1f} s in {what}. Missing: {names}. "
             f"Look what they are doing, or allow more than timeout_s={timeout_s:g}."
         )
 
+    def _where(self, rank: int) -> str:
+        seen = self._watch.seen(rank)
+        return "" if seen is None else f", {describe(seen)}"
+
     def _report(self, missing: list[int], what: Callable[[], str], waited_s: float) -> bool:
         """Say who is missing, if that is worth saying by now; returns whether it was."""
         stopped = [rank for rank in missing if self._watch.is_stopped(rank)]
-        if not stopped and waited_s <= self.policy.report_missing_after_s:
+        pages = [self._watch.seen(rank) for rank in missing]
+        longest = min((1.0 if p is None or p.is_waiting else patience(p) for p in pages), default=1.0)
+        if not stopped and waited_s <= self.policy.report_missing_after_s * longest:
             return False
-        names = ", ".join(f"rank {rank} (pid {self._watch.pid(rank)})" for rank in stopped or missing)
+        names = ", ".join(f"rank {r} (pid {self._watch.pid(r)}{self._where(r)})" for r in stopped or missing)
         verb = "is" if len(stopped or missing) == 1 else "are"
         state = "stopped (state T). Continue with SIGCONT" if stopped else "not there. Look what they are doing"
         print(  # noqa: T201

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import MismatchError
+from evenstep.health import peer_pages
 from evenstep.transport.arena import Arena, Views
 from evenstep.transport.arrivals import Arrivals, Phase
 from evenstep.transport.base import Op
@@ -163,7 +164,8 @@ class Exchange:
         call.places = [place for place, _ in headers]
         problem = explain_mismatch(call.number + 1, self._name, [packed for _, packed in headers])
         if problem is not None:
-            raise MismatchError(problem)
+            pids = {rank: self.arrivals.pid(rank) for rank in self.ranks}
+            raise MismatchError(problem + peer_pages.tell_sites(f"{self._name} {call.number + 1}", pids))
 
     # ------------------------------------------------------------------ what programs are made of
 

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenstep.health import peer_pages
+from evenstep.health.page import Seen
+
 
 @dataclass(frozen=True)
 class PeerProcess:
@@ -38,6 +41,10 @@ class PeerWatch:
     def pid(self, rank: int) -> int:
         """The process of a rank."""
         return self._peers[rank].pid
+
+    def seen(self, rank: int) -> Seen | None:
+        """What a rank's page says; None if it has none that can be read."""
+        return peer_pages.read(self._peers[rank].pid)
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process has ended, also if nobody has collected its status yet."""

@@ -1,0 +1,137 @@
+"""The pages of the other ranks of this host, for ranks to read: under whatever launcher, and also without one of ours.
+
+Under `evenstep run` every rank has a page from its start. Else `init` makes one, in a file that is removed as soon as
+all have opened it: nothing is left behind, however a rank ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evenstep.environment import host_identity
+from evenstep.health import page
+from evenstep.health.page import Seen, parse_page, parse_site
+
+_SITES_S = 1.0
+_PACKAGE = Path(__file__).resolve().parents[1]
+_MACHINERY = (f"site-packages{os.sep}torch{os.sep}", "contextlib.py", "threading.py")
+
+_maps: dict[int, mmap.mmap] = {}  # by pid, of this host's ranks
+_ranks: dict[int, int] = {}  # by pid
+
+
+def share_pages(exchange: Callable[[Any], Sequence[Any]], *, rank: int) -> Callable[[], None]:
+    """Let the ranks of a host read each other's pages. Collective.
+
+    Args:
+        exchange: Gives every rank's value to all.
+        rank: This rank.
+
+    Returns:
+        What ends it.
+    """
+    made = None
+    if page.own_path() is None:
+        fd, made = tempfile.mkstemp(prefix="evenstep-page-")
+        os.close(fd)
+        page.open_page(Path(made))
+    mine = {"host": host_identity(), "pid": os.getpid(), "page": str(page.own_path())}
+    try:
+        for other, each in enumerate(exchange(mine)):
+            if each["host"] == mine["host"]:
+                _open(int(each["pid"]), other, Path(each["page"]))
+        exchange(None)  # all have opened theirs
+    finally:
+        if made is not None:
+            os.unlink(made)
+    opened = list(_maps)
+
+    def end() -> None:
+        for pid in opened:
+            _ranks.pop(pid, None)
+            if pid in _maps:
+                _maps.pop(pid).close()
+        if made is not None:
+            page.close_page()
+
+    return end
+
+
+def read(pid: int) -> Seen | None:
+    """What the page of another rank's process says; None if there is none, or none that can be read."""
+    memory = _maps.get(pid)
+    return None if memory is None else parse_page(memory[: page.CELL_BYTES])
+
+
+def read_all() -> dict[int, Seen]:
+    """By rank, of this host's."""
+    seen = {rank: read(pid) for pid, rank in _ranks.items()}
+    return {rank: each for rank, each in sorted(seen.items()) if each is not None}
+
+
+def rank_of_this_process() -> int | None:
+    """The rank under which this process has shared its page; None: it hasn't."""
+    return _ranks.get(os.getpid())
+
+
+def tell_sites(key: str, pids: Mapping[int, int]) -> str:
+    """Where in their scripts the ranks stand that disagree: each says so, and waits a moment for the others.
+
+    Args:
+        key: Which call it is about, the same on all ranks.
+        pids: By rank, of all of them.
+
+    Returns:
+        A sentence, the same on all ranks; "" if they have no pages.
+    """
+    if any(pid not in _maps for pid in pids.values()):
+        return ""
+    page.write_site(f"{key}\n{user_site()}")
+    deadline = time.monotonic() + _SITES_S
+    while True:
+        said = {rank: parse_site(_maps[pid]).partition("\n") for rank, pid in sorted(pids.items())}
+        if all(found[0] == key for found in said.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
+    told = "; ".join(f"rank {rank}: {found[2] if found[0] == key else 'not said'}" for rank, found in said.items())
+    return f" They were called here: {told}."
+
+
+def user_site() -> str:
+    """The innermost line of this thread's stack that belongs neither to evenstep nor to torch."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((str(_PACKAGE), "<")) and not any(part in name for part in _MACHINERY):
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "nowhere in a script"
+
+
+def _open(pid: int, rank: int, path: Path) -> None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return  # another user's temporary directory, a container of its own: then there is none to be read
+    try:
+        if os.fstat(fd).st_size == page.PAGE_BYTES:
+            if pid in _maps:
+                _maps.pop(pid).close()
+            _maps[pid], _ranks[pid] = mmap.mmap(fd, page.PAGE_BYTES, prot=mmap.PROT_READ), rank
+    finally:
+        os.close(fd)
+
+
+def _forget() -> None:
+    _maps.clear()
+    _ranks.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

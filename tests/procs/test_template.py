@@ -1,0 +1,105 @@
+"""Ranks that are copies of a template: nothing tells them from ranks that python has started, but their speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenstep.launcher.template import why_not
+from tests.commands import call
+
+DESCRIBES_ITSELF = """
+    import faulthandler, gc, json, locale, multiprocessing, os, signal, sys, threading, warnings
+    from pathlib import Path
+    import numpy, torch
+    import random
+
+    def status(name):
+        return next(l.split(None, 1)[1].strip() for l in open("/proc/self/status") if l.startswith(name))
+
+    def stream(s):
+        raw = s.buffer
+        return [type(s).__name__, type(raw).__name__, s.encoding, s.errors, s.newlines, s.line_buffering,
+                s.write_through, s.fileno(), s.name, s.mode]
+
+    own = {"RANK", "LOCAL_RANK", "EVENSTEP_RUN_DIR", "TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE",
+           "EVENSTEP_TEST_MARK"}
+    try:
+        import threadpoolctl
+        pools = sorted((p["internal_api"], p["num_threads"]) for p in threadpoolctl.threadpool_info())
+    except ImportError:
+        pools = []
+    told = {
+        "argv": sys.argv, "path": sys.path, "main": sorted(vars(sys.modules["__main__"])), "cwd": os.getcwd(),
+        "shown": [w for i, w in enumerate(open("/proc/self/cmdline").read().split("\\0")) if i != 3],
+        "shown variables": sorted(
+            v for v in open("/proc/self/environ").read().split("\\0") if v and "evenstep" not in v
+            and v.partition("=")[0] not in own
+        ),
+        "variables": {k: v for k, v in os.environ.items() if k not in own and "evenstep" not in v},
+        "threads": [torch.get_num_threads(), threading.active_count(), len(os.listdir("/proc/self/task"))],
+        "pools": pools,
+        "handlers": {s.name: str(signal.getsignal(s)) for s in signal.Signals if s not in (9, 19)},
+        "masks": [status(name) for name in ("SigBlk", "SigIgn")], "umask": status("Umask"),
+        "session": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
+        "streams": [stream(sys.stdout), stream(sys.stderr), sys.stdout is sys.__stdout__, sys.stdin.fileno()],
+        "descriptors": sorted(os.readlink(f"/proc/self/fd/{fd}").partition(":")[0].rpartition("/")[2]
+                              for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")),
+        "cuda": torch.cuda.is_initialized(), "gc": gc.isenabled(),
+        "warnings": [str(w[:2]) for w in warnings.filters], "start": multiprocessing.get_start_method(True),
+        "faulthandler": faulthandler.is_enabled(), "profile": [sys.gettrace() is None, sys.getprofile() is None],
+        "locale": locale.setlocale(locale.LC_ALL), "recursion": sys.getrecursionlimit(),
+        "is_child": multiprocessing.parent_process() is None, "hook": sys.excepthook.__module__,
+    }
+    draws = [random.random(), float(numpy.random.rand()), torch.initial_seed()]
+    Path(f"told-{os.environ['RANK']}").write_text(json.dumps(
+        [told, draws, os.getpid(), os.getppid(), "torch.distributed.run" in sys.modules]
+    ))
+    open("unclosed-" + os.environ["RANK"], "w").write("written at the end")
+    kept = open("kept-" + os.environ["RANK"], "w")
+    kept.write("written by the finaliser")
+"""
+
+
+def told(directory: Path, rank: int) -> list[object]:
+    return json.loads((directory / f"told-{rank}").read_text())
+
+
+def test_a_copy_is_what_python_would_have_started(tmp_path: Path) -> None:
+    flags = ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1"]
+    states = {}
+    for name, more in {"warm": [], "cold": ["--cold-start"]}.items():
+        (tmp_path / name).mkdir()
+        code, command = call(tmp_path / name, [*flags, *more, "script.py", "-x", "a b"], DESCRIBES_ITSELF, fresh=True)
+        assert code == 0, command.stderr
+        states[name] = [told(tmp_path / name, rank) for rank in range(2)]
+        for rank in range(2):
+            assert (tmp_path / name / f"kept-{rank}").read_text() == "written by the finaliser"
+        is_copy = told(tmp_path / name, 0)[4]
+        assert is_copy == (name == "warm")
+        assert command.left_files() == []
+        assert command.leaves_no_process()
+    for rank in range(2):
+        warm, cold = (json.loads(json.dumps(states[name][rank][0]).replace(name, "DIR")) for name in states)
+        assert warm == cold
+    draws = [draw for states_of in states.values() for state in states_of for draw in state[1]]
+    assert len(set(draws)) == len(draws), "generators that nobody has seeded differ between ranks"
+
+
+@pytest.mark.parametrize(
+    ("options", "files", "words"),
+    [
+        (["-m", "evenstep", "run"], ["/usr/lib/a.py", "_ops.py", None], None),
+        (["/usr/bin/evenstep", "run", "-O"], [], None),
+        (["-u", "-m", "evenstep"], [], None),
+        (["-O", "-m", "evenstep"], [], "started with -O"),
+        (["-c", "..."], [], "started with -c"),
+        (["-m", "evenstep"], ["/home/me/random.py"], "/home/me/random.py was imported"),
+        (["-m", "evenstep"], ["/home/me/sub/random.py"], None),
+    ],
+)
+def test_where_a_copy_could_differ_there_is_none(options: list[str], files: list[str | None], words: str) -> None:
+    found = why_not("/home/me", options, files)
+    assert found is None if words is None else words in (found or "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import sys
 import warnings
@@ -81,6 +80,7 @@ def init(
         checks.choice("evenstep.init: transport", transport, TRANSPORTS, otherwise="None to let evenstep choose")
     timeout_s = checks.number("evenstep.init: timeout_s", timeout_s, above=0, most=_LONGEST_TIMEOUT_S)
     checks.switch("evenstep.init: quiet", quiet)
+    validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed)
     arguments: dict[str, object] = {
         "seed": seed,
         "device": None if device is None else str(device),
@@ -90,7 +90,6 @@ def init(
         "lanes": lanes,
         "threads": threads,
     }
-    validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed)
     before = worlds.initialised()
     if before is not None:
         made_with = before._init_arguments
@@ -169,7 +168,7 @@ def _join(
         transports = open_transports(transport, chosen, timeout_s=timeout_s)
         if placement.makes_store:
             placement = _complete(placement, transports, chosen)
-        end_pages = peer_pages.share_pages(functools.partial(exchange, transports.control), rank=placement.rank)
+        end_pages = peer_pages.share_pages(partial(exchange, transports.control), rank=placement.rank)
     except ConfigurationError:
         _destroy_default_group()
         raise

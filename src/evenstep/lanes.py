@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.randomness import mix
 
@@ -147,21 +148,23 @@ def validate_mode(*, reproducible: Any, lanes: Any, threads: Any, seed: int | No
     Raises:
         ConfigurationError: Something is wrong with it.
     """
-    if not isinstance(reproducible, bool):
-        raise ConfigurationError(f"reproducible={reproducible!r}: True or False.")
+    checks.switch("evenstep.init: reproducible", reproducible)
     for name, value in (("lanes", lanes), ("threads", threads)):
         if value is not None and not reproducible:
-            raise ConfigurationError(f"{name}={value!r} goes with reproducible=True, which is missing.")
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigurationError(f"{name}={value!r}: a whole number of at least 1.")
+            raise checks.refuse(f"evenstep.init: {name}", value, "it goes with reproducible=True, which is missing")
+        if value is not None:
+            checks.whole(f"evenstep.init: {name}", value, least=1)
     if not reproducible:
         return
     if seed is None:
-        raise ConfigurationError("reproducible=True without a seed: every random number comes from it. Pass seed=0.")
+        raise ConfigurationError(
+            "evenstep.init: reproducible=True without a seed; every random number comes from it. Pass seed=0."
+        )
     if lanes is not None and lanes & (lanes - 1):
         below = 1 << (lanes.bit_length() - 1)
         raise ConfigurationError(
-            f"lanes={lanes}: a power of two, such as {below} or {2 * below}: they are added in a binary tree."
+            f"evenstep.init: lanes={lanes}; a power of two, such as {below} or {2 * below}, because lanes are added in "
+            f"a binary tree."
         )
 
 
@@ -175,6 +178,6 @@ def validate_division(num_lanes: int, world_size: int) -> None:
         sizes = [str(1 << power) for power in range(num_lanes.bit_length())]
         fits = " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)
         raise ConfigurationError(
-            f"lanes={num_lanes} can't be divided over {world_size} ranks. Start {fits} ranks, or pass another number "
-            f"of lanes (which gives other bits)."
+            f"evenstep.init: lanes={num_lanes} can't be divided over {world_size} ranks. Start {fits} ranks, or pass "
+            f"another number of lanes (which gives other bits)."
         )

@@ -42,10 +42,8 @@ class World:
     Attributes:
         rank: This rank, 0 to world_size - 1.
         world_size: Number of ranks.
-        local_rank: This rank among those of its host.
-        local_world_size: Number of ranks on this host.
-        node_rank: This host among the hosts.
-        num_nodes: Number of hosts.
+        local_rank, local_world_size: This rank among those of its host, and how many they are.
+        node_rank, num_nodes: This host among the hosts, and how many they are.
         device: Where this rank's model and batches live.
         seed: What `init` was given.
         transport: Carries gradients, on `device`.

@@ -136,7 +136,7 @@ def test_every_rank_is_told_what_is_wrong(ranks):
         assert told.startswith("MismatchError: evenstep.init: lanes=4 on rank 0, but 8 on rank 1")
     ranks.run(warm_up, 2)
     for told in ranks.run(told_error, 2, [{**same, "lanes": 1}] * 2):
-        assert told.startswith("ConfigurationError: lanes=1 can't be divided over 2 ranks")
+        assert told.startswith("ConfigurationError: evenstep.init: lanes=1 can't be divided over 2 ranks")
 
 
 def warm_up():

@@ -198,14 +198,14 @@ def test_evaluation_has_no_lanes_of_its_own_and_may_use_them(world):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"reproducible": 1}, "reproducible=1: True or False"),
-        ({"lanes": 8}, "lanes=8 goes with reproducible=True"),
-        ({"threads": 2}, "threads=2 goes with reproducible=True"),
+        ({"reproducible": 2}, "reproducible=2; True or False"),
+        ({"lanes": 8}, "lanes=8; it goes with reproducible=True"),
+        ({"threads": 2}, "threads=2; it goes with reproducible=True"),
         ({"reproducible": True}, "without a seed"),
-        ({"reproducible": True, "seed": 0, "lanes": 6}, "lanes=6: a power of two, such as 4 or 8"),
-        ({"reproducible": True, "seed": 0, "lanes": 0}, "lanes=0: a whole number of at least 1"),
-        ({"reproducible": True, "seed": 0, "lanes": True}, "lanes=True: a whole number"),
-        ({"reproducible": True, "seed": 0, "threads": 1.5}, "threads=1.5: a whole number"),
+        ({"reproducible": True, "seed": 0, "lanes": 6}, "lanes=6; a power of two, such as 4 or 8"),
+        ({"reproducible": True, "seed": 0, "lanes": 0}, "lanes=0; a whole number"),
+        ({"reproducible": True, "seed": 0, "lanes": True}, "lanes=True; a whole number"),
+        ({"reproducible": True, "seed": 0, "threads": 1.5}, "threads=1.5; a whole number"),
     ],
 )
 def test_bad_arguments(arguments, told):
@@ -259,7 +259,7 @@ def test_what_else_depends_on_the_number_of_ranks(world):
         model.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(UsageError, match="join"):
         model.join()
-    with pytest.raises(ConfigurationError, match="LocalUpdates"):
+    with pytest.raises(UsageError, match=r"LocalUpdates.*in reproducible mode"):
         evenstep.LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     with pytest.raises(ConfigurationError, match="on_error='skip'"):
         evenstep.DataLoader(data, global_batch_size=4, on_error="skip")

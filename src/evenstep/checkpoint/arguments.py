@@ -15,6 +15,8 @@ from evenstep.checkpoint.streams import NAME as RANDOM
 from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.world import World
 
+LANES = "lanes"
+_TAKEN = {RANDOM: "the random streams", LANES: "the lanes of reproducible mode"}
 _METHODS = ("list", "write", "open", "rename", "remove", "lock")
 
 

@@ -208,6 +208,8 @@ class Engine:
         if self._window is None:
             self._window = Window()
             self.exchange.open_window()
+            if self.lanes is not None:
+                self._set_aside()
         self._end_window()
 
     @property

@@ -8,6 +8,7 @@ RUN := .venv/bin/python -m
 .PHONY: help install demo test test-slow test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
 .PHONY: bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
+.PHONY: bench-predict
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -89,6 +90,9 @@ soak-clean: install ## SOAK_STEPS=100000 steps with twice as many ranks as cores
 
 bench-memory: install ## memory per rank: parameters, gradients, optimizer, buckets, peak; a minute
 	$(RUN:-m=) benchmarks/memory.py --json build/memory.json
+
+bench-predict: install ## steps of four ranks predicted from one and two, then measured (network namespaces; needs root); some minutes
+	$(RUN:-m=) benchmarks/predict.py --json build/predict.json
 
 clean: ## remove .venv, caches and what the examples wrote
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build runs src/evenstep.egg-info

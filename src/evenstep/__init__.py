@@ -9,6 +9,7 @@ from evenstep.data.weighted import WeightedSampler
 from evenstep.errors import EvenstepError
 from evenstep.joining import init
 from evenstep.launcher.launch import launch
+from evenstep.logger.logger import Logger
 from evenstep.optim.average import ExponentialAverage
 from evenstep.optim.clipping import clip_grad_norm_, clip_grad_value_
 from evenstep.optim.flat import fuse
@@ -31,6 +32,7 @@ __all__ = [
     "ExponentialAverage",
     "LinearWarmup",
     "LocalUpdates",
+    "Logger",
     "Records",
     "ShardedOptimizer",
     "SyncBatchNorm",

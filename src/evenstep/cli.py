@@ -10,12 +10,30 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn
 
 import evenstep
-from evenstep.errors import CheckpointError, EvenstepError
+from evenstep.bench.command import add_bench
+from evenstep.errors import CheckpointError, ConfigurationError, EvenstepError, UsageError
 from evenstep.launcher.template import BecomeRank
 from evenstep.launcher.worker import main as become_rank
+
+_ESTIMATE = "how much memory a rank needs, and whether data parallelism is enough; nothing is allocated"
+_VERIFY = """\
+Run a training script on 1, 2 and 4 ranks and compare losses, gradients and parameters step by step. What differs by
+more than rounding is named (step, parameter, lane), with what usually causes it: batch norm without synchronisation, a
+loss averaged over the wrong number, a wrong accumulation divisor, random state shared between ranks, data seen twice,
+a rank-dependent branch. Rounding is what lies between the script and the script in float64, and no tolerance.
+
+With --resume: run the script, run it again, kill it and resume it, and compare."""
+_VERIFY_EPILOG = """\
+examples:
+  evenstep verify train.py --epochs 1                  is it the same on 1, 2 and 4 ranks?
+  evenstep verify --ranks 2,8 --steps 20 train.py      compare 8 ranks with 2, for 20 steps
+  evenstep verify --resume train.py                    does it resume exactly? It needs a Checkpointer
+
+exit status: 0 if nothing is wrong, 1 if something differs, 2 if the script or the command doesn't work."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,6 +74,13 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
             from evenstep.launcher.run import run
 
             return run(arguments[1:], may_fork=owns_process)
+        if arguments[0] == "bench" and arguments[1:2] and arguments[1].startswith("--"):
+            from evenstep.bench.modes import MODES, run_mode
+
+            if arguments[1] in MODES:
+                return run_mode(arguments[1:])
+        if arguments[0] == "estimate":
+            return _estimate(arguments[1:])
         args = parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
         status: int = args.call(args)
         return status
@@ -72,7 +97,24 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
         return 130
 
 
+def _estimate(arguments: Sequence[str]) -> int:
+    from evenstep.bench.memory import add_estimate_arguments, estimate
+
+    parser = ArgumentParser(prog="evenstep estimate", description=_ESTIMATE[0].upper() + _ESTIMATE[1:] + ".")
+    add_estimate_arguments(parser)
+    return estimate(parser.parse_args(arguments))
+
+
 def _checkpoint(args: Namespace) -> int:
+    try:
+        return _act_on_checkpoint(args)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # of a directory that can't be read, a disk that is full
+        raise CheckpointError(f"{error.filename or args.action}: {error.strerror or error}.") from None
+
+
+def _act_on_checkpoint(args: Namespace) -> int:
     from evenstep.checkpoint import tools
 
     if args.action == "list":
@@ -93,16 +135,58 @@ def _checkpoint(args: Namespace) -> int:
 
 
 def _verify(args: Namespace) -> int:
+    try:
+        return _verify_resume(args) if args.resume else _verify_ranks(args)
+    except (ConfigurationError, UsageError) as error:
+        print(f"evenstep verify: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def _verify_ranks(args: Namespace) -> int:
+    from rich.console import Console
+
+    from evenstep.verify.ranks import verify_ranks
+
+    for name, value in (("--nproc-per-node", args.nproc_per_node), ("--kill-at", args.kill_at)):
+        if value is not None:
+            raise ConfigurationError(f"{name} goes with --resume; without it say --ranks 1,2,4.")
+    report = verify_ranks(
+        args.script,
+        args.arguments,
+        ranks=args.ranks or (1, 2, 4),
+        num_steps=5 if args.steps is None else args.steps,
+        device=args.device,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    report.show(Console())
+    if args.json is not None:
+        Path(args.json).write_text(report.as_json() + "\n")
+    return 0 if report.is_fine else 1
+
+
+def _verify_resume(args: Namespace) -> int:
     from evenstep.verify.resume import verify_resume
+
+    for name, value in (("--ranks", args.ranks), ("--device", args.device)):
+        if value is not None:
+            raise ConfigurationError(f"{name} doesn't go with --resume, which runs on --nproc-per-node ranks.")
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        print(line, flush=True)
 
     is_same = verify_resume(
         args.script,
         args.arguments,
-        num_ranks=args.nproc_per_node,
+        num_ranks=2 if args.nproc_per_node is None else args.nproc_per_node,
         kill_at=args.kill_at,
         num_steps=args.steps,
-        say=lambda line: print(line, flush=True),
+        say=say,
     )
+    if args.json is not None:
+        told = {"script": args.script, "fine": is_same, "said": lines[-1]}
+        Path(args.json).write_text(json.dumps(told, indent=2) + "\n")
     return 0 if is_same else 1
 
 
@@ -118,6 +202,8 @@ def _parser() -> ArgumentParser:
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="command")
     # Its own parser is torchrun's, and is made only when it is needed: `evenstep run --help`.
     commands.add_parser("run", help="start a script on several ranks", add_help=False)
+    # Parsed where its flags are known.
+    commands.add_parser("estimate", help=_ESTIMATE, add_help=False)
     env = commands.add_parser("env", help="what there is to know of this host: for bug reports")
     env.add_argument("--json", action="store_true", help="for programs")
     env.set_defaults(call=_env)
@@ -142,6 +228,7 @@ def _parser() -> ArgumentParser:
     jobs.set_defaults(call=_jobs)
     _add_checkpoint(commands)
     _add_verify(commands)
+    add_bench(commands)
     return parser
 
 
@@ -200,18 +287,38 @@ def _add_checkpoint(commands: Any) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    text = "check that a script, killed and resumed, ends as if it had been left alone"
-    parser: ArgumentParser = commands.add_parser("verify", help=text, description=text.capitalize() + ".")
-    parser.add_argument("--resume", action="store_true", required=True, help="what is checked: resuming")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=_step, default=2, metavar="N", help="ranks; 2")
-    parser.add_argument("--kill-at", type=_step, metavar="N", help="kill in this step; two thirds through if left out")
-    parser.add_argument("--steps", type=_step, metavar="N", help="end after so many; at the script's end if left out")
-    parser.add_argument("script", help="with a Checkpointer; it runs three times")
+    parser: ArgumentParser = commands.add_parser(
+        "verify",
+        help="does a script take the same steps on any number of ranks, and after a resume?",
+        description=_VERIFY,
+        epilog=_VERIFY_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=_numbers, metavar="N,N", help="numbers of ranks; 1,2,4 if left out")
+    parser.add_argument("--steps", type=_step, metavar="N", help="5; with --resume to the script's end, if left out")
+    parser.add_argument("--device", metavar="DEVICE", help="as evenstep run --device")
+    parser.add_argument("--json", metavar="FILE", help="write the result there, for programs")
+    parser.add_argument("--resume", action="store_true", help="kill it and resume it instead, and compare")
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=_at_least_1, metavar="N", help="--resume: ranks; 2"
+    )
+    parser.add_argument("--kill-at", type=_step, metavar="N", help="--resume: in this step; else two thirds through")
+    parser.add_argument("script", help="runs unchanged, several times, and ends after --steps")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     parser.set_defaults(call=_verify)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_step(part.strip()) for part in text.split(","))
 
 
 def _step(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
+    return int(text)
+
+
+def _at_least_1(text: str) -> int:
+    if _step(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than 1")
     return int(text)

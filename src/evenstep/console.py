@@ -8,20 +8,43 @@ import time
 from collections.abc import Iterable, Iterator, Sized
 from typing import TypeVar
 
+from evenstep import checks
+
 Item = TypeVar("Item")
 
 
 def progress(
-    items: Iterable[Item], *, description: str, total: int | None = None, interval_s: float = 10.0
+    items: Iterable[Item],
+    *,
+    description: str | None = None,
+    total: int | None = None,
+    interval_s: float = 10.0,
+    is_shown: bool = True,
 ) -> Iterator[Item]:
     """Yield `items` behind a bar on a terminal, or behind a plain line per interval where there is none.
 
     Args:
         items: What is iterated.
-        description: What stands before the bar.
+        description: What stands before the bar; None: the epoch, if `items` has one.
         total: Number of items; None: `len(items)`, or unknown.
         interval_s: Seconds between two plain lines. The last item is always followed by one.
+        is_shown: False, on other ranks than 0: only yield.
+
+    Raises:
+        ConfigurationError: `items` can't be iterated, or another argument makes no sense. On every rank.
     """
+    if not isinstance(items, Iterable) and not hasattr(items, "__getitem__"):
+        raise checks.refuse("world.progress: items", items, "what a loop can go through: a DataLoader, a list")
+    if description is not None and not isinstance(description, str):
+        raise checks.refuse("world.progress: description", description, "a text, or None for the epoch")
+    if total is not None:
+        total = checks.whole("world.progress: total", total, least=0, otherwise="None for len(items)")
+    checks.number("world.progress: interval_s", interval_s, least=0, finite=False)
+    if not is_shown:
+        return iter(items)
+    if description is None:
+        epoch = getattr(items, "epoch", None)
+        description = "steps" if epoch is None else f"epoch {epoch}"
     if total is None and isinstance(items, Sized):
         with contextlib.suppress(TypeError):  # a loader of a stream has a length only if the stream has
             total = len(items)

@@ -8,6 +8,21 @@ from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
 
 
+def parse_device(asked: str | torch.device) -> torch.device:
+    """A device that ranks can compute on. Pure.
+
+    Raises:
+        ConfigurationError: There is no such device, or none of these.
+    """
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError, ValueError):
+        raise ConfigurationError(f"device={str(asked)!r} is no device; use 'cpu', 'cuda' or 'cuda:1'.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device={str(asked)!r}: evenstep trains on 'cpu' and 'cuda'.")
+    return device
+
+
 def choose_device(asked: str | torch.device | None, placement: Placement, *, num_gpus: int) -> torch.device:
     """The device of one rank. Pure.
 
@@ -22,14 +37,9 @@ def choose_device(asked: str | torch.device | None, placement: Placement, *, num
     """
     if asked is None:
         asked = "cuda" if num_gpus else "cpu"
-    try:
-        device = torch.device(asked)
-    except RuntimeError:
-        raise ConfigurationError(f"device={str(asked)!r} is no device; use 'cpu', 'cuda' or 'cuda:1'.") from None
+    device = parse_device(asked)
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda":
-        raise ConfigurationError(f"device={str(asked)!r}: evenstep trains on 'cpu' and 'cuda'.")
     if device.index is not None:
         if device.index >= num_gpus:
             raise ConfigurationError(f"device={str(asked)!r}, but this host has {_gpus(num_gpus)}.")

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from evenstep import randomness
+from evenstep import checks, randomness
 from evenstep import world as worlds
 from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
@@ -25,6 +25,8 @@ from evenstep.transport.choice import TRANSPORTS, Transports, open_transports, v
 from evenstep.transport.exchange import exchange
 from evenstep.transport.local import LocalTransport
 from evenstep.world import DEFAULT_TIMEOUT_S, World
+
+_LONGEST_TIMEOUT_S = 1e9  # torch counts in milliseconds and 64 bits, and python's timedelta has an end too
 
 
 def init(
@@ -52,8 +54,7 @@ def init(
         timeout_s: Seconds after which a collective gives up on a missing rank.
         quiet: Don't print the line that says what runs where.
         log_on_all_ranks: Let every rank log and warn where all write to one terminal (torchrun, mpiexec, srun). Else
-            rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own,
-            and all of it is kept.
+            rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own, and all is kept.
 
     Returns:
         The world, which is also the current one: what constructors take when given `world=None`.
@@ -63,13 +64,17 @@ def init(
             other arguments.
         MismatchError: The ranks were given different arguments. Raised on every rank.
     """
+    seed = randomness.validate_seed("evenstep.init", seed)
+    if transport is not None:
+        checks.choice("evenstep.init: transport", transport, TRANSPORTS, otherwise="None to let evenstep choose")
+    timeout_s = checks.number("evenstep.init: timeout_s", timeout_s, above=0, most=_LONGEST_TIMEOUT_S)
+    checks.switch("evenstep.init: quiet", quiet)
     arguments: dict[str, object] = {
         "seed": seed,
         "device": None if device is None else str(device),
         "transport": transport,
         "timeout_s": timeout_s,
     }
-    _validate_arguments(seed=seed, transport=transport, timeout_s=timeout_s)
     before = worlds.initialised()
     if before is not None:
         made_with = before._init_arguments
@@ -181,16 +186,6 @@ def _complete(placement: Placement, transports: Transports, device: torch.device
             )
     by_host = placement_from_hosts([each["host"] for each in seen], placement.rank)
     return replace(placement, node_rank=by_host.node_rank, num_nodes=by_host.num_nodes)
-
-
-def _validate_arguments(*, seed: int | None, transport: str | None, timeout_s: float) -> None:
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 63):
-        raise ConfigurationError(f"seed={seed!r}: a whole number from 0 to 2**63 - 1, or None to seed nothing.")
-    if transport is not None and transport not in TRANSPORTS:
-        names = ", ".join(map(repr, TRANSPORTS))
-        raise ConfigurationError(f"transport={transport!r}: {names}, or None to let evenstep choose.")
-    if not timeout_s > 0:
-        raise ConfigurationError(f"timeout_s={timeout_s!r}: a number of seconds greater than 0.")
 
 
 def _check_same_arguments(world: World, mine: dict[str, object]) -> None:

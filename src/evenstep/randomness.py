@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep import checks
+
 _MASK_64 = (1 << 64) - 1
+LARGEST_SEED = (1 << 63) - 1
 
 
 def mix(*words: int) -> int:
@@ -34,6 +37,22 @@ def mix(*words: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
         state ^= state >> 31
     return state
+
+
+def validate_seed(what: str, seed: Any, *, otherwise: str = "None to seed nothing") -> int | None:
+    """A seed as python's own number. Pure.
+
+    Args:
+        what: Who was given it.
+        seed: What was given.
+        otherwise: What None means; "": it is refused.
+
+    Raises:
+        ConfigurationError: No whole number from 0 to 2**63 - 1.
+    """
+    if seed is None and otherwise:
+        return None
+    return checks.whole(f"{what}: seed", seed, least=0, most=LARGEST_SEED, otherwise=otherwise)
 
 
 def seed_everything(seed: int) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -19,15 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from evenstep import console, randomness
-from evenstep.device import choose_device
+from evenstep import checks, console, randomness
+from evenstep.device import choose_device, parse_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
-from evenstep.errors import ConfigurationError, MainFailedError, UsageError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.health import page
 from evenstep.health.telemetry import Telemetry
+from evenstep.transport.arguments import validate_group
 from evenstep.transport.choice import Transports, open_transports
-from evenstep.transport.exchange import broadcast_value, check_mean, exchange, gather_rows, weighted_mean
+from evenstep.transport.exchange import broadcast_value, check_mean, check_rows, exchange, gather_rows, weighted_mean
 from evenstep.transport.local import LocalTransport
+from evenstep.transport.turns import main_first
 
 Item = TypeVar("Item")
 
@@ -96,7 +97,11 @@ class World:
         Args:
             device: Where to compute; None: the first GPU if there is one, else the CPU.
             seed: Seeds the default order of loaders; nothing is seeded here.
+
+        Raises:
+            ConfigurationError: No such device, or no such seed.
         """
+        randomness.validate_seed("World.alone", seed)
         chosen = choose_device(device, Placement(), num_gpus=torch.cuda.device_count())
         transports = Transports(LocalTransport(), LocalTransport())
         return cls(Placement(), device=chosen, transports=transports, store=None, seed=seed)
@@ -123,8 +128,10 @@ class World:
 
         Raises:
             UsageError: There is no process group, or this rank isn't in it.
-            ConfigurationError: The transport can't be had.
+            ConfigurationError: The transport can't be had, or another argument is wrong.
         """
+        randomness.validate_seed("World.from_process_group", seed)
+        validate_group("World.from_process_group: group", group)
         if not dist.is_initialized():
             raise UsageError(
                 "there is no process group to adopt. Call evenstep.init() first, or "
@@ -134,9 +141,8 @@ class World:
             raise UsageError(f"rank {dist.get_rank()} is not in the process group that it was given.")
         speaks_nccl = "nccl" in str(dist.get_backend_config(group))
         if device is None:
-            chosen = torch.device("cuda", torch.cuda.current_device()) if speaks_nccl else torch.device("cpu")
-        else:
-            chosen = torch.device(device)
+            device = torch.device("cuda", torch.cuda.current_device()) if speaks_nccl else "cpu"
+        chosen = parse_device(device)
         transports = open_transports(transport, chosen, timeout_s=DEFAULT_TIMEOUT_S, group=group)
         hosts = exchange(transports.control, host_identity())
         world = cls(
@@ -181,7 +187,9 @@ class World:
 
         Raises:
             UsageError: This rank isn't in the group.
+            ConfigurationError: It is no group.
         """
+        validate_group("process_group", group)
         if group is None or group is self.process_group:
             return self
         if group not in self._of_groups:
@@ -222,13 +230,13 @@ class World:
             description: What stands before the bar; None: the epoch, if `items` has one.
             total: Number of items; None: `len(items)`, or unknown.
             interval_s: Seconds between two plain lines.
+
+        Raises:
+            ConfigurationError: `items` can't be iterated, or another argument makes no sense.
         """
-        if not self.is_main:
-            return iter(items)
-        if description is None:
-            epoch = getattr(items, "epoch", None)
-            description = "steps" if epoch is None else f"epoch {epoch}"
-        return console.progress(items, description=description, total=total, interval_s=interval_s)
+        return console.progress(
+            items, description=description, total=total, interval_s=interval_s, is_shown=self.is_main
+        )
 
     # ------------------------------------------------------------------ talking to ranks
 
@@ -277,9 +285,7 @@ class World:
             MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.
             ConfigurationError: No dense tensor.
         """
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            kind = f"{tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ConfigurationError(f"world.gather on rank {self.rank}: a {kind}; it takes dense tensors.")
+        check_rows(tensor, rank=self.rank)
         carrier = self.transport if tensor.device.type == "cuda" else self.control
         return gather_rows(carrier, self.control, tensor)
 
@@ -304,8 +310,7 @@ class World:
         """Every rank's value, in order of rank, on every rank. Collective; the same kinds as `broadcast_object`."""
         return exchange(self.control, value)
 
-    @contextlib.contextmanager
-    def main_first(self) -> Iterator[bool]:
+    def main_first(self) -> contextlib.AbstractContextManager[bool]:
         """Rank 0 runs the block first (downloads, prepares); the others wait for it, as long as it takes, and follow.
 
         Collective. Yields whether this is rank 0. If the block fails on rank 0 it is not run elsewhere.
@@ -314,36 +319,14 @@ class World:
             UsageError: On the other ranks, when the block raised on rank 0.
         """
         self._num_main_first += 1
-        page.mark(page.Phase.MAIN_FIRST)
-        key = f"evenstep/main_first/{self._num_main_first}"
-        if self._store is None:
-            yield True
-        elif self.is_main:
-            try:
-                yield True
-            except BaseException as error:
-                self._store.set(key, f"{type(error).__name__}: {error}")
-                raise
-            self._store.set(key, "")
-        else:
-            # Polled, and not a barrier: a barrier's deadline would take a long download for a hang.
-            pause_s = 0.01
-            while not self._store.check([key]):
-                time.sleep(pause_s)
-                pause_s = min(0.25, pause_s * 1.5)
-            problem = self._store.get(key).decode()
-            if problem:
-                # The witness waits a moment, so that rank 0's own account is the first.
-                time.sleep(0.2)
-                raise MainFailedError(f"main_first: the block failed on rank 0: {problem}")
-            yield False
-        page.mark(page.Phase.BETWEEN_STEPS)
+        return main_first(self._store, self._num_main_first, is_main=self.is_main)
 
     # ------------------------------------------------------------------ the end
 
     def request_stop(self, reason: str = "request_stop()") -> None:
         """Ask all ranks to stop, from any rank, thread or signal handler. At its next steps a `Checkpointer` saves, and
-        all ranks end with status 75; `reason` is printed then."""
+        all ranks end with status 75; `reason`, which is printed then, is a text."""
+        checks.text("world.request_stop: reason", reason, wanted="a text that says who asks")
         self.stop_reason = self.stop_reason or reason
 
     @property
@@ -353,6 +336,7 @@ class World:
 
     def at_end(self, callback: Callable[[BaseException | None], object]) -> None:
         """Call back once the `with` block has ended, with its exception or None; only the store is left then."""
+        checks.function("world.at_end: callback", callback)
         self._at_end.append(callback)
 
     def close(self) -> None:
@@ -414,6 +398,22 @@ def current() -> World:
         )
     _current = World.alone(device=placement.device)
     return _current
+
+
+def chosen(world: World | None, what: str) -> World:
+    """The world that a public constructor (`what`) was given; None: the current one.
+
+    Raises:
+        ConfigurationError: No world.
+        UsageError: It is closed; or as `current`.
+    """
+    if world is None:
+        return current()
+    if not isinstance(world, World):
+        raise checks.refuse(f"{what}: world", world, "what evenstep.init() returned, or None for the current world")
+    if world._closed:
+        raise UsageError(f"{what}: {world!r} was given. Make it before the world's `with` block ends.")
+    return world
 
 
 def identity() -> tuple[int, int]:

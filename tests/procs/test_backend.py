@@ -7,7 +7,9 @@ import importlib.util
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 import evenstep
 from evenstep.environment import current_placement
-from evenstep.errors import ConfigurationError, MismatchError
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError
 from evenstep.testing import RankPool
 from evenstep.transport import fall_through
 from evenstep.transport.backend import EvenstepGroup
@@ -278,6 +280,36 @@ def test_mismatches_are_the_transports_own_errors(ranks: RankPool) -> None:
         assert "rank 0: all_reduce(sum) of float32 [12]; rank 1: all_reduce(sum) of float32 [5]" in each[2]
     assert "rank 0 sends 2 elements to rank 1, which expects 1" in told[0][3]
     assert "bitwise operations are for integers and bool" in told[0][4]
+
+
+def told_another_deadline() -> tuple[float, str]:
+    """Rank 1 comes late. What rank 0 says, and after how many seconds."""
+    world = evenstep.init(quiet=True)
+    group = dist.new_group(backend="evenstep")
+    shared, gloo = group._shared, group._get_backend(torch.device("cpu"))
+    assert isinstance(shared, SharedMemoryTransport), group.why_gloo
+    before = shared.arrivals.policy.timeout_s
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.4), group)
+    assert before > 60, "as it was made"
+    assert shared.arrivals.policy.timeout_s == 0.4
+    assert gloo.options._timeout == timedelta(seconds=0.4), "what falls through has the same deadline"
+    began, told = time.monotonic(), ""
+    if world.rank == 0:
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            dist.all_reduce(torch.ones(8), group=group)
+        told = str(raised.value)
+    took_s = time.monotonic() - began
+    world.barrier()
+    dist.destroy_process_group(group)
+    return took_s, told
+
+
+def test_a_deadline_that_is_set_later_takes_effect(ranks: RankPool) -> None:
+    """torch's own `_set_pg_timeout` knows Gloo and NCCL only."""
+    (took_s, told), _ = ranks.run(told_another_deadline, 2)
+    assert 0.4 <= took_s < 30
+    assert "Missing: rank 1" in told
+    assert "timeout_s=0.4" in told
 
 
 def close_world() -> None:

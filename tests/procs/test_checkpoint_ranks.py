@@ -6,13 +6,16 @@ import errno
 import itertools
 import os
 import time
+import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import evenstep
+from evenstep.checkpoint import checkpointer
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.folders import steps_in
 from evenstep.checkpoint.reader import check_checkpoint, read_manifest
@@ -318,12 +321,15 @@ def test_a_stop_asked_of_one_rank_is_agreed_upon_by_all(ranks, tmp_path, slow):
 def best_and_clock(directory: Path):
     """Rank 0's clock and rank 0's metric decide, whatever the others have."""
     world = world_for_this_test()
-    minutes = 0.04 / 60 if world.rank == 0 else 1000.0
-    checkpoint = Checkpointer(directory, model=torch.nn.Linear(1, 1), every_minutes=minutes, best="loss", keep=100)
-    for step in range(30):
-        time.sleep(0.01)
-        checkpoint.step(**({"loss": 1.0 / (step + 1) if world.rank == 0 else 5.0} if step % 10 == 9 else {}))
-    checkpoint.close()
+    stopped_clock = types.SimpleNamespace(monotonic=lambda: 0.0)
+    with mock.patch.object(checkpointer, "time", time if world.rank == 0 else stopped_clock):
+        checkpoint = Checkpointer(
+            directory, model=torch.nn.Linear(1, 1), every_minutes=0.04 / 60, best="loss", keep=100
+        )
+        for step in range(30):
+            time.sleep(0.01)
+            checkpoint.step(**({"loss": 1.0 / (step + 1) if world.rank == 0 else 5.0} if step % 10 == 9 else {}))
+        checkpoint.close()
 
 
 def test_one_rank_decides_when(ranks, tmp_path):

@@ -158,7 +158,7 @@ def test_a_transport_that_cannot_be_had_is_an_error_on_every_rank(ranks: RankPoo
         assert told == [
             "transport='shared memory': rank 0: no, says 0. Leave the argument out, and Gloo is used.",
             "transport='nccl' can't carry gradients on cpu. Leave the argument out.",
-            "transport='pigeons': 'shared memory', 'gloo', 'nccl', or None to let evenstep choose.",
+            "evenstep.init: transport='pigeons'; 'shared memory', 'gloo' or 'nccl', or None to let evenstep choose.",
         ]
 
 

@@ -548,7 +548,7 @@ def test_torchs_interface():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"device_ids": []}, "name at least one"),
+        ({"device_ids": []}, "a list of at least one device"),
         ({"device_ids": ["gpu"]}, "'gpu' is no device"),
         ({"device_ids": [torch.cuda.device_count() + 3]}, "GPUs that torch can use"),
     ],

@@ -19,12 +19,14 @@ ROOMS = [
     "__main__",
     "cli",
     "about",
+    "bench",
     "verify",
     "launcher",
     "checkpoint",
     "data",
     "optim",
     "replica",
+    "logger",
     "joining",
     "meeting",
     "world",
@@ -35,9 +37,10 @@ ROOMS = [
     "device",
     "environment",
     "network",
+    "checks",
     "errors",
 ]
-LAUNCHER_NEEDS = {"health", "environment", "network", "device", "errors"}  # it starts before there is a world
+LAUNCHER_NEEDS = {"health", "environment", "network", "device", "checks", "errors"}  # it starts before there is a world
 MAX_LINES = 450
 
 
@@ -87,6 +90,7 @@ def test_public_names_are_pinned():
         "ExponentialAverage",
         "LinearWarmup",
         "LocalUpdates",
+        "Logger",
         "Records",
         "ShardedOptimizer",
         "SyncBatchNorm",

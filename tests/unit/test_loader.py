@@ -427,7 +427,8 @@ def test_bad_arguments(dataset: Any, arguments: dict[str, Any], told: str) -> No
 
 def test_a_mistake_of_another_rank_is_raised_here_too() -> None:
     world = _world(rank=0, world_size=2)
-    world.exchange = lambda value: [value, {"problem": "the data set (list) is empty.", "facts": {}}]
+    told = {"kind": "ConfigurationError", "problem": "the data set (list) is empty.", "facts": {}}
+    world.exchange = lambda own: [own, own | told]
     with pytest.raises(ConfigurationError, match=r"^DataLoader on rank 1: the data set \(list\) is empty"):
         DataLoader(range(9), 4, world=world)
 
@@ -444,7 +445,7 @@ def test_a_mistake_of_another_rank_is_raised_here_too() -> None:
 )
 def test_ranks_that_differ(fact: str, value: int) -> None:
     world = _world(world_size=3)
-    world.exchange = lambda own: [own, own, {"problem": None, "facts": own["facts"] | {fact: value}}]
+    world.exchange = lambda own: [own, own, own | {"facts": own["facts"] | {fact: value}}]
     with pytest.raises(MismatchError, match=f"DataLoader: {fact} is .* on rank 0 and {value} on rank 2"):
         DataLoader(range(9), 4, world=world)
 

@@ -201,7 +201,7 @@ def test_ranks_with_other_lengths_are_told() -> None:
     def exchange(own: dict[str, Any]) -> list[dict[str, Any]]:
         name = "the digest of lengths"
         other.update(own["facts"] | {name: own["facts"][name] + 1})
-        return [own, {"problem": None, "facts": other}]
+        return [own, own | {"facts": other}]
 
     world.exchange = exchange
     with pytest.raises(Exception, match=re.escape("DataLoader: the digest of lengths is ")):

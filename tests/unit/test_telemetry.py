@@ -2,10 +2,11 @@
 
 import gc
 import random
+import weakref
 
 import pytest
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import evenstep
 from evenstep.health.telemetry import (
@@ -116,19 +117,39 @@ def test_only_the_last_steps_are_kept() -> None:
     assert recorder.num_marks_per_step() == 3
 
 
-def test_a_model_that_has_gone_is_forgotten_and_hooks_go_with_the_world() -> None:
-    gc.collect()  # worlds of earlier tests
-    before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+def test_models_and_worlds_that_have_gone_are_forgotten() -> None:
     telemetry = Telemetry()
     kept, gone = telemetry.open(), telemetry.open()
     assert telemetry.recorders == [kept, gone]
-    assert len(_global_optimizer_pre_hooks) == before[0] + 1
     del gone
     gc.collect()
     assert telemetry.recorders == [kept]
+    itself = weakref.ref(telemetry)
     del telemetry
     gc.collect()
-    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before
+    assert itself() is None
+
+
+def test_telemetry_may_be_collected_in_the_middle_of_a_step() -> None:
+    """torch iterates over its global hooks then, so none of them may be taken out."""
+    hooks = len(_global_optimizer_pre_hooks)
+    telemetries = [Telemetry()]
+    telemetries[0].open()
+    hooks = max(hooks, len(_global_optimizer_pre_hooks))
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+    def collect(*_: object) -> None:
+        telemetries.clear()
+        gc.collect()
+
+    first = register_optimizer_step_pre_hook(collect)
+    _global_optimizer_pre_hooks.move_to_end(first.id, last=False)
+    try:
+        optimizer.step()
+    finally:
+        first.remove()
+    assert not telemetries
+    assert len(_global_optimizer_pre_hooks) == hooks
 
 
 def test_the_most_that_buckets_took_counts_old_and_new_ones() -> None:

@@ -6,24 +6,24 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
+from evenstep import checks
 from evenstep import world as worlds
-from evenstep.checkpoint import folders, restoring
+from evenstep.checkpoint import arguments, folders, restoring
 from evenstep.checkpoint.directory import RunDirectory
 from evenstep.checkpoint.plan import Policy, is_better
 from evenstep.checkpoint.reader import DamagedError
 from evenstep.checkpoint.rehearsal import Rehearsal
 from evenstep.checkpoint.saving import Saver
-from evenstep.checkpoint.snapshot import unwrapped
 from evenstep.checkpoint.stopping import Agreement, Status, StopSignals
-from evenstep.checkpoint.storage import LocalDirectory, Storage
-from evenstep.checkpoint.streams import NAME as RANDOM
-from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, UsageError
+from evenstep.checkpoint.storage import Storage
+from evenstep.errors import EXIT_PREEMPTED, CheckpointError, UsageError
 from evenstep.health import page
 from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.transport.agreement import validate_together
 from evenstep.world import World
 
 _SLOW_STEP_S = 0.1
@@ -51,7 +51,8 @@ class Checkpointer:
         every_minutes: Save when so many minutes have passed since the last save; None: not by time.
         keep: The newest so many are kept.
         keep_every: What is saved at a multiple of this many steps is kept for good; None: nothing.
-        best: The name of a metric given to `step` or `save`: what beats all before is saved and kept.
+        best: The name of a metric given to `step` or `save`: what beats all before is saved and kept. It is said at the
+            first save if nobody has given it by then; at the end that is an error, after everything is saved.
         best_is: "lowest" or "highest".
         asynchronous: Write behind the loop; False: the loop waits until a checkpoint is whole.
         on_save_error: "raise", in the next step; "continue" prints a line and trains on.
@@ -63,7 +64,8 @@ class Checkpointer:
         num_steps: Steps made, those before a resume included.
 
     Raises:
-        ConfigurationError: An argument is wrong.
+        ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
+        MismatchError: The ranks were given different arguments. Raised on all of them.
     """
 
     def __init__(
@@ -81,19 +83,24 @@ class Checkpointer:
         world: World | None = None,
         **objects: Any,
     ) -> None:
-        self.world = worlds.current() if world is None else world
-        self.policy = Policy(every_steps, every_minutes, keep, keep_every, best, best_is)
-        if on_save_error not in ("raise", "continue"):
-            raise ConfigurationError(f"Checkpointer: on_save_error={on_save_error!r}; 'raise' or 'continue'.")
-        _validate_objects(objects)
+        self.world = worlds.chosen(world, "Checkpointer")
+
+        def validate() -> dict[str, Any]:
+            self.policy = Policy(every_steps, every_minutes, keep, keep_every, best, best_is)
+            checks.choice("on_save_error", on_save_error, ("raise", "continue"))
+            checks.switch("asynchronous", asynchronous)
+            arguments.validate_objects(objects)
+            storage = arguments.open_storage(directory)
+            options = {"asynchronous": bool(asynchronous), "on_save_error": on_save_error}
+            return arguments.facts(storage, self.policy, self.world, objects, options)
+
+        validate_together(self.world, "Checkpointer", validate)
         self._rehearsal = Rehearsal.of_this_process(self.world, objects)
-        if self._rehearsal is not None:
-            directory = self._rehearsal.directory
-        storage = LocalDirectory(directory) if isinstance(directory, str | os.PathLike) else directory
+        storage = arguments.open_storage(directory if self._rehearsal is None else self._rehearsal.directory)
         self._directory = RunDirectory(storage, self.world, self.policy)
         self._objects = objects
         self._continues_on_error = on_save_error == "continue"
-        self._asynchronous = asynchronous
+        self._asynchronous = bool(asynchronous)
         self.num_steps = 0
         self._saver = Saver(storage, self.world, objects, self._directory.enter)
         self._agreement = Agreement(self.world)
@@ -101,6 +108,8 @@ class Checkpointer:
         self._is_closed = False
         self._metrics: dict[str, float] = {}
         self._best: float | None = None
+        self._lacks_best = best is not None  # as long as nobody has given that metric
+        self._has_told_of_best = False
         self._last_saved: int | None = None
         self._saved_at = self._stepped_at = time.monotonic()
         self.world.at_end(self._world_ended)
@@ -122,6 +131,7 @@ class Checkpointer:
             CheckpointError: There are checkpoints, and none is good; or the newest good one is not of these objects,
                 with all differences; or another job writes here.
         """
+        self._agree("resume", lambda: {"strict": checks.switch("strict", strict)})
         self._open()
         problems = []
         for step in sorted(self._directory.steps, reverse=True):
@@ -155,6 +165,7 @@ class Checkpointer:
         Raises:
             CheckpointError: There is none of this step, it is damaged, or it is not of these objects.
         """
+        self._agree("load", lambda: {"step": checks.whole("step", step), "strict": checks.switch("strict", strict)})
         steps = self.world.broadcast_object(folders.steps_in(self._directory.storage) if self.world.is_main else None)
         if step not in steps:
             there = ", ".join(map(str, steps)) or "none at all"
@@ -169,7 +180,12 @@ class Checkpointer:
 
         Args:
             after: Those of later steps go; 0: all.
+
+        Raises:
+            ConfigurationError: It is negative or no whole number. Raised on all ranks if it is so on one.
+            MismatchError: The ranks give different steps.
         """
+        self._agree("discard", lambda: {"after": checks.whole("after", after, least=0)})
         self._open()
         self._finish()
         self._directory.discard(after)
@@ -251,6 +267,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: It has failed, as far as this rank knows.
+            UsageError: The metric that `best` names was never given, and that was told before. All is saved.
         """
         if self._is_closed:
             return
@@ -263,6 +280,12 @@ class Checkpointer:
                     self._tell_failure(self._saver.finish_alone())
         finally:
             self._let_go()
+        if self._lacks_best and self._has_told_of_best:
+            raise UsageError(
+                f"Checkpointer: best={self.policy.best!r}, but no step or save has given a metric of that name (given: "
+                f"{', '.join(self._metrics) or 'none'}), so no checkpoint was kept as the best. The last ones are in "
+                f"{self._where}. Pass it, checkpoint.step(**{{{self.policy.best!r}: value}}), or leave best out."
+            )
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -298,6 +321,9 @@ class Checkpointer:
 
     def _save(self, *, waits: bool = False, raises: bool = False) -> None:
         self._finish(raises=raises)
+        if self._lacks_best and not self._has_told_of_best:
+            self._has_told_of_best = True
+            self._print(f"best={self.policy.best!r}: no step or save has given this metric yet")
         self._last_saved, self._saved_at = self.num_steps, time.monotonic()
         page.mark(page.Phase.SAVING)
         self._saver.start(self.num_steps, self._metrics)
@@ -350,13 +376,8 @@ class Checkpointer:
         """Collective if there are metrics: remember rank 0's. Whether they are the best so far."""
         if not metrics:
             return False
-        for name, value in metrics.items():
-            try:
-                float(value)
-            except (TypeError, ValueError):
-                raise ConfigurationError(f"checkpoint: metric {name}={value!r} is no number.") from None
-        given = {name: float(value) for name, value in metrics.items()}
-        self._metrics = {**self._metrics, **self.world.broadcast_object(given)}
+        self._metrics = {**self._metrics, **arguments.agree_on_metrics(self.world, metrics)}
+        self._lacks_best = self._lacks_best and self.policy.best not in metrics
         value = self._metrics.get(self.policy.best or "", math.nan) if self.policy.best in metrics else math.nan
         if not is_better(value, self._best, self.policy):
             return False
@@ -364,6 +385,9 @@ class Checkpointer:
         return True
 
     # ------------------------------------------------------------------ what lies there
+
+    def _agree(self, method: str, validate: Callable[[], dict[str, Any]]) -> None:
+        validate_together(self.world, f"Checkpointer.{method}", validate)
 
     def _open(self) -> None:
         """Collective, once: this job alone writes here, and knows what there is."""
@@ -373,6 +397,7 @@ class Checkpointer:
             self._directory.open()
             self._saver.open()
             self._best = self._directory.best
+            self._lacks_best = self._lacks_best and self._best is None
             self._signals = StopSignals(self.world)
 
     def _load(self, step: int, *, strict: bool, told: str) -> int:
@@ -418,19 +443,3 @@ class Checkpointer:
     def _print(self, text: str) -> None:
         if self.world.is_main:
             print(f"evenstep: {text}", file=sys.stderr, flush=True)  # noqa: T201
-
-
-def _validate_objects(objects: Mapping[str, Any]) -> None:
-    if not objects:
-        raise ConfigurationError("Checkpointer: there is nothing to save. Pass objects by name: model=model, ...")
-    for name, value in objects.items():
-        if not name.isidentifier():
-            raise ConfigurationError(f"Checkpointer: {name!r} names an object; a name is a word, as in model=model.")
-        if name == RANDOM:
-            raise ConfigurationError(f"Checkpointer: {RANDOM}= is the name of the random streams; use another one.")
-        target = unwrapped(value)
-        lacks = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(target, method, None))]
-        if lacks:
-            raise ConfigurationError(
-                f"Checkpointer: {name}= is a {type(value).__name__} without {' and '.join(lacks)}."
-            )

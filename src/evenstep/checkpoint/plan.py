@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from evenstep import checks
 from evenstep.checkpoint.payload import Entry
-from evenstep.errors import ConfigurationError
 
 # An object smaller than this is not worth a file per rank: a synced file costs milliseconds.
 _WORTH_DIVIDING_BYTES = 8 << 20
@@ -59,17 +59,20 @@ class Policy:
     best_is: str = "lowest"
 
     def __post_init__(self) -> None:
+        found: dict[str, float] = {}
         for name in ("every_steps", "keep", "keep_every"):
             value = getattr(self, name)
-            if not (value is None and name != "keep") and (type(value) is not int or value < 1):
-                raise ConfigurationError(f"Checkpointer: {name}={value!r}; a whole number, at least 1.")
-        minutes = self.every_minutes
-        if minutes is not None and (isinstance(minutes, bool | str) or not minutes > 0):
-            raise ConfigurationError(f"Checkpointer: every_minutes={minutes!r}; a number greater than 0, or None.")
-        if self.best is not None and not isinstance(self.best, str):
-            raise ConfigurationError(f"Checkpointer: best={self.best!r}; the name of a metric: best='loss'.")
-        if self.best_is not in ("lowest", "highest"):
-            raise ConfigurationError(f"Checkpointer: best_is={self.best_is!r}; 'lowest' or 'highest'.")
+            if value is not None or name == "keep":
+                found[name] = checks.whole(name, value, least=1)
+        if self.every_minutes is not None:
+            found["every_minutes"] = checks.number(
+                "every_minutes", self.every_minutes, above=0, finite=False, otherwise="None"
+            )
+        for name, number in found.items():  # of python's own kinds, whatever was given
+            object.__setattr__(self, name, number)
+        if self.best is not None:
+            checks.text("best", self.best, wanted="the name of a metric: best='loss'")
+        checks.choice("best_is", self.best_is, ("lowest", "highest"))
 
 
 def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int) -> list[FilePlan]:

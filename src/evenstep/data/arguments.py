@@ -6,16 +6,27 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from evenstep import checks
 from evenstep.data.division import Division, plan_division
 from evenstep.data.locality import Weights
 from evenstep.data.position import Mark
 from evenstep.data.records import Records
 from evenstep.data.sampler import DistributedSampler
 from evenstep.data.weighted import WeightedSampler
-from evenstep.errors import ConfigurationError, MismatchError
+from evenstep.environment import measurement
+from evenstep.errors import ConfigurationError
+from evenstep.transport.agreement import validate_together
 from evenstep.world import World
 
 _VERSION = 1
+_ADVICE = "Every rank makes its loaders in the same order, from the same data set and with the same arguments."
+
+
+_MAY_BE_NONE = {
+    "shuffle": "None for the data set's order, or the sampler's",
+    "pin_memory": "None to pin where batches go to a GPU",
+    "persistent_workers": "None to keep those that are expensive to start",
+}
 
 
 class OrderAsked(NamedTuple):
@@ -43,12 +54,49 @@ def validate_refused(batch_size: Any, batch_sampler: Any, generator: Any, in_ord
         raise ConfigurationError(f"in_order={in_order!r}: the order of batches is part of the answer here.")
 
 
+def validate_switches(**given: Any) -> None:
+    """Raise for a switch that is neither True nor False; None is one of the values of some.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    for name, value in given.items():
+        if not (value is None and name in _MAY_BE_NONE):
+            checks.switch(name, value, otherwise=_MAY_BE_NONE.get(name, ""))
+
+
+def validate_workers(collate_fn: Any, worker_init_fn: Any, timeout: Any, prefetch_factor: Any) -> None:
+    """Raise for arguments that torch's loader would take as they are.
+
+    Raises:
+        ConfigurationError: One of them can't be meant.
+    """
+    for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
+        if value is not None:
+            checks.function(name, value, otherwise="None")
+    checks.number("timeout", timeout, least=0)
+    if prefetch_factor is not None:
+        checks.whole("prefetch_factor", prefetch_factor, least=1, otherwise="None")
+
+
 def _refused(name: str, value: Any) -> str:
     return (
         f"{name}={type(value).__name__}: this loader decides itself which rank sees which sample. Leave it out "
         f"(shuffle=True shuffles, max_tokens= makes batches by length, WeightedSampler draws by weight), or use "
         f"torch.utils.data.DataLoader, with evenstep.DistributedSampler to divide the samples."
     )
+
+
+def as_measured(global_batch_size: Any, max_tokens: Any) -> tuple[Any, Any]:
+    """Both as the script gives them; under `evenstep bench` as that asks for."""
+    asked = measurement()
+    if asked is None:
+        return global_batch_size, max_tokens
+    if global_batch_size is not None and asked.global_batch_size is not None:
+        global_batch_size = asked.global_batch_size
+    if isinstance(max_tokens, int):
+        max_tokens *= asked.growth
+    return global_batch_size, max_tokens
 
 
 def order_of(sampler: Any, shuffle: bool | None, seed: Any, world_seed: int | None) -> OrderAsked:
@@ -72,20 +120,25 @@ def order_of(sampler: Any, shuffle: bool | None, seed: Any, world_seed: int | No
 def choose_dataset(dataset: Any, shards: Any, on_error: str | None) -> Any:
     """The data set, which `shards` may stand for."""
     if shards is None:
+        if dataset is None:
+            raise ConfigurationError("there is nothing to load: pass a data set, or shards=.")
         return dataset
     if dataset is not None:
         raise ConfigurationError(
             "dataset and shards exclude each other: shards are files, from which records are read."
         )
-    return shards if isinstance(shards, Records) else Records(shards, on_error=on_error or "raise")
+    if isinstance(shards, Records):
+        return shards
+    try:
+        return Records(shards, on_error=on_error or "raise")
+    except ConfigurationError as error:  # of the loader's argument, and not of a class that the user hasn't named
+        raise ConfigurationError(str(error).removeprefix("Records: ")) from None
 
 
 def choose_skips(dataset: Any, on_error: str | None) -> bool:
     """Whether samples that can't be loaded are left out."""
     chosen = getattr(dataset, "on_error", "raise") if on_error is None else on_error
-    if chosen not in ("raise", "skip"):
-        raise ConfigurationError(f"on_error={chosen!r}: 'raise' or 'skip'.")
-    return bool(chosen == "skip")
+    return checks.choice("on_error", chosen, ("raise", "skip")) == "skip"
 
 
 def validate_stream(
@@ -145,21 +198,13 @@ def agree(world: World, problem: str | None, facts: Callable[[], dict[str, Any]]
         problem: What is wrong here; None: nothing.
         facts: What must be equal everywhere, by what people call it; asked only if there is no problem.
     """
-    own: dict[str, Any] = {"problem": problem, "facts": {} if problem is not None else facts()}
-    seen = world.exchange(own) if world.world_size > 1 else [own]
-    said = {rank: entry["problem"] for rank, entry in enumerate(seen) if entry["problem"] is not None}
-    if said:
-        rank, text = next(iter(said.items()))
-        where = "" if len(said) == len(seen) else f" on rank {rank}"
-        raise ConfigurationError(f"DataLoader{where}: {text}")
-    for rank, entry in enumerate(seen):
-        for name in (*seen[0]["facts"], *entry["facts"]):
-            one, other = seen[0]["facts"].get(name), entry["facts"].get(name)
-            if one != other:
-                raise MismatchError(
-                    f"DataLoader: {name} is {one} on rank 0 and {other} on rank {rank}. Every rank makes its loaders "
-                    f"in the same order, from the same data set and with the same arguments."
-                )
+
+    def validate() -> dict[str, Any]:
+        if problem is not None:
+            raise ConfigurationError(problem)
+        return facts()
+
+    validate_together(world, "DataLoader", validate, advice=_ADVICE)
 
 
 def read_state(state: Any, facts: dict[str, Any]) -> tuple[Mark, int]:
@@ -173,9 +218,11 @@ def read_state(state: Any, facts: dict[str, Any]) -> tuple[Mark, int]:
         found = state.get("version") if isinstance(state, dict) else type(state).__name__
         raise ConfigurationError(f"{where}: version {_VERSION} of a loader's state is known, this is {found!r}.")
     numbers = [state.get(name) for name in ("epoch", "position", "first_epoch")]
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
         raise ConfigurationError(f"{where}: epoch, position and first_epoch are {numbers}; whole numbers, at least 0.")
     saved = state.get("data") or {}
+    if not isinstance(saved, dict):
+        raise ConfigurationError(f"{where}: data={checks.shown(saved)}; what state_dict() has written.")
     differences = [
         f"{name} was {saved.get(name)!r} and is {facts.get(name)!r}"
         for name in dict.fromkeys((*saved, *facts))

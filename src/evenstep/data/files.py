@@ -36,6 +36,12 @@ class MappedFile:
         self._modified_ns = state.st_mtime_ns
         self._content: Tensor | None = None
 
+    def _validate_header(self, header_bytes: int) -> None:
+        if self.size < header_bytes:
+            raise DataError(
+                f"{self.path}, byte {self.size}: the file ends inside of its header of {header_bytes} bytes."
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         # A tensor would be copied into shared memory on its way to another process.
         return self.__dict__ | {"_content": None}
@@ -103,8 +109,7 @@ class FixedFile(MappedFile):
     def __init__(self, path: Path, record_bytes: int, header_bytes: int) -> None:
         super().__init__(path)
         self.record_bytes, self.header_bytes = record_bytes, header_bytes
-        if self.size < header_bytes:
-            raise DataError(f"{path}, byte {self.size}: the file ends inside of its header of {header_bytes} bytes.")
+        self._validate_header(header_bytes)
         self._num_records, self.rest = divmod(self.size - header_bytes, record_bytes)
 
     def __len__(self) -> int:
@@ -147,6 +152,7 @@ class LineFile(MappedFile):
     def __init__(self, path: Path, header_bytes: int) -> None:
         super().__init__(path)
         self.header_bytes = header_bytes
+        self._validate_header(header_bytes)
         counts = (
             ctypes.string_at(self.content.data_ptr() + start, min(_PAGE, self.size - start)).count(b"\n")
             for start in range(header_bytes, self.size, _PAGE)

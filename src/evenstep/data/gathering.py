@@ -7,6 +7,7 @@ from torch import Tensor
 
 from evenstep.data.plan import Epoch, divide
 from evenstep.errors import MismatchError
+from evenstep.transport.exchange import check_rows
 from evenstep.world import World
 
 
@@ -34,7 +35,9 @@ def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: 
 
     Raises:
         MismatchError: A rank has another number of rows than samples. Raised on all of them.
+        ConfigurationError: No dense tensor.
     """
+    check_rows(rows, rank=world.rank, what="loader.gather")
     parts = positions_by_rank(epoch, start, stop, world.world_size)
     num_rows = len(rows) if rows.dim() else 1
     lengths = world.exchange(num_rows) if world.world_size > 1 else [num_rows]

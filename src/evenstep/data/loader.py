@@ -113,8 +113,8 @@ class DataLoader:
         generator: Any = None,
         in_order: bool = True,
     ) -> None:
-        self.world = evenstep.world.current() if world is None else world
-        self.drop_last = bool(drop_last)
+        self.world = evenstep.world.chosen(world, "DataLoader")
+        self.drop_last = False
         self.num_skipped = 0  # samples of this rank that could not be loaded
         self.pin_memory = self.world.device.type == "cuda" and pin_memory is not False
         self._epochs = EpochCounter()
@@ -124,6 +124,16 @@ class DataLoader:
         problem: str | None = None
         try:
             arguments.validate_refused(batch_size, batch_sampler, generator, in_order)
+            global_batch_size, max_tokens = arguments.as_measured(global_batch_size, max_tokens)
+            arguments.validate_switches(
+                shuffle=shuffle,
+                drop_last=drop_last,
+                sample_seed=sample_seed,
+                pin_memory=pin_memory,
+                persistent_workers=persistent_workers,
+            )
+            arguments.validate_workers(collate_fn, worker_init_fn, timeout, prefetch_factor)
+            self.drop_last = bool(drop_last)
             self.dataset = arguments.choose_dataset(dataset, shards, on_error)
             self.num_workers = workers.choose_workers(num_workers, self.world)
             order = arguments.order_of(sampler, shuffle, seed, self.world.seed)
@@ -148,9 +158,11 @@ class DataLoader:
                 prefetch_factor=prefetch_factor,
                 persistent_workers=persistent_workers,
             )
-        except (EvenstepError, TypeError, ValueError, OSError) as error:
-            problem = str(error)
-        arguments.agree(self.world, problem, lambda: self._source.facts())
+        except (EvenstepError, TypeError, ValueError, RuntimeError, OSError) as error:
+            problem = str(error).removeprefix("DataLoader: ")
+        # Beyond what a resume depends on: what would make the ranks' samples, or their number, differ.
+        others = {"sample_seed": bool(sample_seed), "on_error": on_error}
+        arguments.agree(self.world, problem, lambda: self._source.facts() | others)
 
     def _choose_source(
         self,

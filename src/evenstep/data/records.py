@@ -6,7 +6,7 @@ import glob
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from evenstep import checks
 from evenstep.data.files import FixedFile, LineFile, MappedFile
 from evenstep.errors import ConfigurationError, DataError
 
@@ -49,7 +50,7 @@ class Records(Dataset[Any]):
 
     def __init__(
         self,
-        shards: str | Path | Sequence[str | Path],
+        shards: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         record_bytes: int | None = None,
         format: str | None = None,
@@ -59,9 +60,10 @@ class Records(Dataset[Any]):
     ) -> None:
         paths = find_files(shards)
         self.format = choose_format(paths, format, record_bytes)
-        if on_error not in ("raise", "skip"):
-            raise ConfigurationError(f"Records: on_error={on_error!r}: 'raise' or 'skip'.")
-        self.on_error = on_error
+        header_bytes = checks.whole("Records: header_bytes", header_bytes, least=0)
+        if decode is not None:
+            checks.function("Records: decode", decode, otherwise="None to take samples as they are")
+        self.on_error = checks.choice("Records: on_error", on_error, ("raise", "skip"))
         self.num_incomplete = 0  # files whose last record is cut off, with on_error="skip"
         self._decode = decode
         self.files: list[MappedFile] = []
@@ -160,26 +162,35 @@ class Records(Dataset[Any]):
         return f"<Records {len(self)} of format {self.format} in {len(self.files)} files>"
 
 
-def find_files(shards: str | Path | Sequence[str | Path]) -> list[Path]:
+def find_files(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The files that are meant.
 
     Raises:
         ConfigurationError: There are none.
     """
-    if isinstance(shards, str | Path):
-        if glob.has_magic(str(shards)):
-            found = sorted(glob.glob(str(shards), recursive=True))
+    if isinstance(shards, str | os.PathLike):
+        pattern = os.fspath(shards)
+        if isinstance(pattern, str) and glob.has_magic(pattern):
+            found = sorted(glob.glob(pattern, recursive=True))
             if not found:
-                raise ConfigurationError(f"shards={str(shards)!r}: no file matches, seen from {os.getcwd()}.")
+                raise ConfigurationError(f"Records: shards={pattern!r}: no file matches, seen from {os.getcwd()}.")
             return [Path(each) for each in found]
         shards = [shards]
-    paths = [Path(each) for each in shards]
+    if isinstance(shards, bytes | bytearray) or not isinstance(shards, Iterable):
+        raise checks.refuse("Records: shards", shards, "a path, a pattern such as 'data/*.jsonl', or a list of paths")
+    paths = [_path_of(number, each) for number, each in enumerate(shards)]
     if not paths:
-        raise ConfigurationError("shards is empty: there is nothing to read.")
+        raise ConfigurationError("Records: shards is empty: there is nothing to read.")
     for path in paths:
         if not path.is_file():
-            raise ConfigurationError(f"shards: {path} is {'no file' if path.exists() else 'not there'}.")
+            raise ConfigurationError(f"Records: shards: {path} is {'no file' if path.exists() else 'not there'}.")
     return paths
+
+
+def _path_of(number: int, given: Any) -> Path:
+    if isinstance(given, str | os.PathLike) and isinstance(os.fspath(given), str) and "\0" not in os.fspath(given):
+        return Path(given)
+    raise checks.refuse(f"Records: shards[{number}]", given, "a path")
 
 
 def choose_format(paths: list[Path], given: str | None, record_bytes: int | None) -> str:
@@ -188,14 +199,14 @@ def choose_format(paths: list[Path], given: str | None, record_bytes: int | None
     Raises:
         ConfigurationError: It isn't known, or contradicts `record_bytes`.
     """
-    if record_bytes is not None and (
-        not isinstance(record_bytes, int) or isinstance(record_bytes, bool) or record_bytes < 1
-    ):
-        raise ConfigurationError(f"record_bytes={record_bytes!r}: a whole number, at least 1.")
-    if given not in (None, "lines", "jsonl", "fixed"):
-        raise ConfigurationError(f"format={given!r}: 'lines', 'jsonl' or 'fixed'.")
+    if record_bytes is not None:
+        checks.whole("Records: record_bytes", record_bytes, least=1)
+    if given is not None:
+        checks.choice("Records: format", given, ("lines", "jsonl", "fixed"), otherwise="None to choose by the suffix")
     if (record_bytes is not None) != (given == "fixed") and not (given is None and record_bytes is not None):
-        raise ConfigurationError(f"format={given!r} with record_bytes={record_bytes!r}: the two belong together.")
+        raise ConfigurationError(
+            f"Records: format={given!r} with record_bytes={record_bytes!r}: the two belong together."
+        )
     if record_bytes is not None:
         return "fixed"
     if given is not None:
@@ -203,7 +214,7 @@ def choose_format(paths: list[Path], given: str | None, record_bytes: int | None
     formats = {_FORMATS.get(path.suffix) for path in paths}
     if len(formats) != 1 or None in formats:
         raise ConfigurationError(
-            f"what is in {paths[0].name} isn't clear from its name: pass format='lines' or 'jsonl', or record_bytes= "
-            f"for records of fixed size."
+            f"Records: what is in {paths[0].name} isn't clear from its name: pass format='lines' or 'jsonl', or "
+            f"record_bytes= for records of fixed size."
         )
     return str(formats.pop())

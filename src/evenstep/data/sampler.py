@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from evenstep import world
+from evenstep import checks, world
 from evenstep.data.order import EpochOrder
 from evenstep.data.requests import to_list
 from evenstep.errors import ConfigurationError
@@ -63,6 +63,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
             num_replicas = world_size if num_replicas is None else num_replicas
             rank = own_rank if rank is None else rank
         _validate(dataset, num_replicas, rank)
+        seed = checks.whole("DistributedSampler: seed", seed)
+        checks.switches("DistributedSampler: ", shuffle=shuffle, drop_last=drop_last, pad=pad, auto_epoch=auto_epoch)
         super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.pad = pad
         self.auto_epoch = auto_epoch
@@ -81,7 +83,12 @@ class DistributedSampler(TorchDistributedSampler[int]):
         self._asked: tuple[int, Iterator[int]] = (0, iter(()))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; the one in which a resumed run was interrupted goes on there."""
+        """Choose the epoch of the next iteration; the one in which a resumed run was interrupted goes on there.
+
+        Raises:
+            ConfigurationError: `epoch` is negative or no whole number.
+        """
+        epoch = checks.whole("DistributedSampler.set_epoch: epoch", epoch, least=0)
         if epoch != self.epoch:
             self._start = 0
         self._was_set = True
@@ -95,7 +102,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
                 asked for, which is the same for a loader without workers. Workers ask ahead: say how many there were.
         """
         end, chunk = self._asked
-        number = end - operator.length_hint(chunk) if consumed is None else consumed
+        number = end - operator.length_hint(chunk)
+        if consumed is not None:
+            number = checks.whole("DistributedSampler.state_dict: consumed", consumed, least=0)
         position = self._begun_at + number * self.num_replicas
         return {"epoch": self.epoch, "position": position, "seed": self.seed, "size": len(self.dataset)}  # type: ignore[arg-type]
 
@@ -105,14 +114,17 @@ class DistributedSampler(TorchDistributedSampler[int]):
         Raises:
             ConfigurationError: The state is of another data set or seed.
         """
+        where = "DistributedSampler.load_state_dict"
+        if not isinstance(state, dict):
+            raise checks.refuse(f"{where}: state", state, "what state_dict() returned")
         for name, own in (("seed", self.seed), ("size", len(self.dataset))):  # type: ignore[arg-type]
             if state.get(name) != own:
                 raise ConfigurationError(
-                    f"DistributedSampler.load_state_dict: {name} was {state.get(name)} and is {own}; the samples that "
+                    f"{where}: {name} was {state.get(name)} and is {own}; the samples that "
                     f"are left can't be told from those that were seen."
                 )
-        self.epoch = state["epoch"]
-        self._start = state["position"]
+        epoch, position = (checks.whole(f"{where}: {name}", state.get(name), least=0) for name in ("epoch", "position"))
+        self.epoch, self._start = epoch, position
         self._begun_at, self._asked = self._start, (0, iter(()))
         self._has_begun = False
 

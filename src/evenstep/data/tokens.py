@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from evenstep import checks
 from evenstep.data.files import FixedFile
 from evenstep.errors import ConfigurationError, DataError
 
@@ -51,17 +53,16 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         documents: Sequence[int] | Tensor | None = None,
         padding: int = PADDING,
     ) -> None:
-        stride = context if stride is None else stride
-        for name, value in (("context", context), ("stride", stride)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"TokenDataset: {name}={value!r}: a whole number, at least 1.")
-        if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-            raise ConfigurationError(f"TokenDataset: dtype={dtype}: tokens are whole numbers.")
+        context = checks.whole("TokenDataset: context", context, least=1)
+        stride = context if stride is None else checks.whole("TokenDataset: stride", stride, least=1)
+        padding = checks.whole("TokenDataset: padding", padding, least=-(1 << 63), most=(1 << 63) - 1)
+        if not isinstance(dtype, torch.dtype) or dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+            raise checks.refuse("TokenDataset: dtype", dtype, "a torch.dtype of whole numbers, such as torch.uint16")
         self.context, self.stride, self.padding = context, stride, padding
         self._file: FixedFile | None = None
         self._dtype = dtype
         self._held: Tensor | None = None
-        if isinstance(tokens, str | Path):
+        if isinstance(tokens, str | os.PathLike):
             self._file = _open(Path(tokens), dtype)
             self.num_tokens = len(self._file)
         else:
@@ -76,10 +77,11 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
                     f"TokenDataset: {self.num_tokens} tokens are too few for a window of {context} and the token after."
                 )
         else:
-            self._divide(torch.as_tensor(documents))
+            self._divide(_as_tensor("documents", documents, "numbers of tokens, one for each document"))
 
     def _divide(self, documents: Tensor) -> None:
-        if documents.dim() != 1 or documents.is_floating_point() or bool((documents < 0).any()):
+        is_row = documents.dim() == 1 and not documents.is_floating_point() and not documents.is_complex()
+        if not is_row or documents.dtype is torch.bool or bool((documents < 0).any()):
             raise ConfigurationError("TokenDataset: documents are numbers of tokens, one for each document.")
         documents = documents.to(torch.int64)
         if int(documents.sum()) != self.num_tokens:
@@ -162,8 +164,15 @@ def _open(path: Path, dtype: torch.dtype) -> FixedFile:
     return file
 
 
+def _as_tensor(name: str, given: Any, wanted: str) -> Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise checks.refuse(f"TokenDataset: {name}", given, wanted) from None
+
+
 def _as_row(tokens: Any) -> Tensor:
-    row = torch.as_tensor(tokens)
+    row = _as_tensor("tokens", tokens, "a file of numbers, or a tensor or array, [num_tokens]")
     if row.dim() != 1 or row.is_floating_point() or row.is_complex() or row.dtype is torch.bool:
         raise ConfigurationError(
             f"TokenDataset: tokens of shape {list(row.shape)} and {row.dtype}; whole numbers in a row."

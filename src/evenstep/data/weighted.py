@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from evenstep import world
+from evenstep import checks, randomness, world
 from evenstep.data.locality import WeightedOrder, Weights
 from evenstep.data.sampler import validate_rank
 from evenstep.errors import ConfigurationError
@@ -48,18 +48,27 @@ class WeightedSampler(Sampler[int]):
             rank = own_rank if rank is None else rank
         validate_rank("WeightedSampler", num_replicas, rank)
         try:
-            self.weights = Weights(torch.as_tensor(weights))
-        except (TypeError, ValueError, RuntimeError) as error:
+            given = torch.as_tensor(weights)
+        except (TypeError, ValueError, RuntimeError):
+            raise checks.refuse("WeightedSampler: weights", weights, "one number for each sample") from None
+        try:
+            self.weights = Weights(given)
+        except ConfigurationError as error:
             raise ConfigurationError(f"WeightedSampler: {error}") from None
-        self.num_draws = len(self.weights) if num_samples is None else num_samples
-        if not isinstance(self.num_draws, int) or isinstance(self.num_draws, bool) or self.num_draws < 1:
-            raise ConfigurationError(f"WeightedSampler: num_samples={num_samples!r}; a whole number, at least 1.")
-        self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
+        self.num_draws = len(self.weights)
+        if num_samples is not None:
+            self.num_draws = checks.whole("WeightedSampler: num_samples", num_samples, least=1)
+        self.num_replicas, self.rank = num_replicas, rank
+        self.seed = randomness.validate_seed("WeightedSampler", seed, otherwise="") or 0
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the draws of the next iteration."""
-        self.epoch = epoch
+        """Choose the draws of the next iteration.
+
+        Raises:
+            ConfigurationError: `epoch` is negative or no whole number.
+        """
+        self.epoch = checks.whole("WeightedSampler.set_epoch: epoch", epoch, least=0)
 
     def __len__(self) -> int:
         """Draws of this rank: the same on all, the draws going on behind the epoch's last where they don't divide."""

@@ -143,6 +143,18 @@ class Recorder:
         ended = [*self._steps, self._current] if self._is_over else self._steps
         return [explain(marks) for marks in ended]
 
+    def marks(self) -> list[int]:
+        """All marks of these steps, one after the other: [what, when in ns, what, when in ns, ...]."""
+        ended = [*self._steps, self._current] if self._is_over else self._steps
+        return [number for step in ended for number in step]
+
+    def newest(self) -> StepTimes | None:
+        """The newest step whose optimizer has been seen; None before there is one."""
+        for marks in (self._current, *reversed(self._steps)):
+            if OPTIMIZER_END in marks[::2]:
+                return explain(marks)
+        return None
+
     def num_marks_per_step(self) -> float:
         """How often the clock was read, on average."""
         ended = [*self._steps, self._current] if self._is_over else self._steps
@@ -173,7 +185,7 @@ class Telemetry:
     def open(self) -> Recorder:
         """A recorder for one more model."""
         if not self._recorders:
-            self._watch_optimizers()
+            _watch_optimizers(self)
         recorder = Recorder()
         self._recorders.append(weakref.ref(recorder))
         return recorder
@@ -187,32 +199,53 @@ class Telemetry:
         recorders = self.recorders
         return recorders[model].steps() if model < len(recorders) else []
 
-    def _watch_optimizers(self) -> None:
-        # torch's hooks are global; they know this object weakly and go with it.
-        this = weakref.ref(self)
+    def newest(self, model: int = 0) -> StepTimes | None:
+        """The newest step of a model that has ended with its optimizer; None before there is one.
 
-        def marking(what: int) -> Any:
-            def mark(*_: object) -> None:
-                telemetry = this()
-                if telemetry is not None:
-                    for each in telemetry._recorders:
-                        recorder = each()
-                        if recorder is not None and recorder._current:
-                            recorder._current += (what, perf_counter_ns())
-                            recorder._is_over = True
+        Args:
+            model: Its number, in order of wrapping.
+        """
+        recorders = self.recorders
+        return recorders[model].newest() if model < len(recorders) else None
 
-            return mark
-
-        handles = [
-            register_optimizer_step_pre_hook(marking(OPTIMIZER)),
-            register_optimizer_step_post_hook(marking(OPTIMIZER_END)),
-        ]
-        for handle in handles:
-            weakref.finalize(self, handle.remove)
+    def optimizer_marked(self, what: int) -> None:
+        """An optimizer begins or ends its step."""
+        for each in self._recorders:
+            recorder = each()
+            if recorder is not None and recorder._current:
+                recorder._current += (what, perf_counter_ns())
+                recorder._is_over = True
 
     def __repr__(self) -> str:
         told = ", ".join(str(recorder.num_steps) for recorder in self.recorders)
         return f"<Telemetry of {len(self.recorders)} models, steps: {told or 'none'}>"
+
+
+_watching: weakref.WeakSet[Telemetry] = weakref.WeakSet()
+_has_hooks = False
+
+
+def _watch_optimizers(telemetry: Telemetry) -> None:
+    """Have a telemetry told of the steps of all of torch's optimizers, as long as it lives.
+
+    One pair of hooks serves all, and stays: torch iterates over its hooks while an optimizer steps, and would fail if
+    the garbage collector took one away meanwhile.
+    """
+    global _has_hooks
+    _watching.add(telemetry)
+    if _has_hooks:
+        return
+    _has_hooks = True
+
+    def marking(what: int) -> Any:
+        def mark(*_: object) -> None:
+            for each in tuple(_watching):
+                each.optimizer_marked(what)
+
+        return mark
+
+    register_optimizer_step_pre_hook(marking(OPTIMIZER))
+    register_optimizer_step_post_hook(marking(OPTIMIZER_END))
 
 
 def cost_of_a_mark(repeats: int = 20_000) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from evenstep import environment
+from evenstep import checks, environment
 from evenstep.errors import ConfigurationError
 from evenstep.launcher.cores import look_at_host, plan_ranks
 from evenstep.launcher.ranks import RankGroup
@@ -49,8 +49,14 @@ def launch(
         raise ConfigurationError(
             f"evenstep.launch: {fn!r} can't be called. Pass the function itself: launch(train, 2)."
         )
-    if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
-        raise ConfigurationError(f"evenstep.launch: nproc={nproc!r}; the number of ranks is a whole number from 1.")
+    who = "evenstep.launch: "
+    nproc = checks.whole(f"{who}nproc", nproc, least=1)
+    if threads_per_rank is not None:
+        threads_per_rank = checks.whole(f"{who}threads_per_rank", threads_per_rank, least=1)
+    if timeout_s is not None:
+        timeout_s = checks.number(f"{who}timeout_s", timeout_s, above=0, finite=False, otherwise="None for no limit")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise checks.refuse(f"{who}kwargs", kwargs, "keyword arguments by name")
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise ConfigurationError(f"evenstep.launch: args={args!r} is no tuple of arguments. Write args=({args!r},).")
     environment.refuse_independent_runs(environment.surroundings(), num_nodes=1, what="evenstep.launch")

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
+from evenstep import checks
 from evenstep.environment import is_set
 from evenstep.errors import ConfigurationError
 
@@ -158,8 +159,24 @@ def parse(arguments: Sequence[str]) -> Namespace:
         if args.check and (args.training_script != _CHECK or args.training_script_args):
             raise ConfigurationError(f"--check runs no script, but {args.training_script} was given. Leave one out.")
         if args.check:
-            return Namespace(**{**vars(args), "module": True})
-    return parser.parse_args(list(arguments))
+            return validated(Namespace(**{**vars(args), "module": True}))
+    return validated(parser.parse_args(list(arguments)))
+
+
+def validated(args: Namespace) -> Namespace:
+    """The same arguments, if their numbers make sense. Pure.
+
+    Raises:
+        ConfigurationError: One doesn't.
+    """
+    checks.number("--stopped-grace", args.stopped_grace, least=0, finite=False)
+    checks.number("--monitor-interval", args.monitor_interval, above=0)
+    checks.whole("--max-restarts", args.max_restarts, least=0)
+    if args.shutdown_timeout is not None:
+        checks.whole("--shutdown-timeout", args.shutdown_timeout, least=0)
+    if args.master_port is not None:
+        checks.whole("--master-port", args.master_port, least=0, most=65535)
+    return args
 
 
 def _refuse(message: str) -> NoReturn:

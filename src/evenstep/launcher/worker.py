@@ -19,7 +19,7 @@ import types
 from importlib.abc import InspectLoader
 from pathlib import Path
 
-from evenstep.environment import current_placement, faults_to_inject, is_set
+from evenstep.environment import current_placement, faults_to_inject, is_set, verification_file
 from evenstep.errors import ConfigurationError
 from evenstep.health import last_words, page
 from evenstep.health.log_lines import stamp_lines
@@ -64,6 +64,10 @@ def main(arguments: list[str]) -> None:
     if faults:
         # By name: nothing of evenstep stands on what is meant for tests.
         importlib.import_module("evenstep.testing.faults").install(faults, rank=placement.rank)
+    verification = verification_file()
+    if verification is not None:
+        # By name: the launcher stands below the room that compares runs.
+        importlib.import_module("evenstep.verify.recorder").install(verification, rank=placement.rank)
     last_words.install(placement)
     # What was imported so far stays to the end. Collections needn't look through it, and above all not the last ones,
     # which take a second otherwise: of every restart, and of every run that fails.
@@ -71,7 +75,7 @@ def main(arguments: list[str]) -> None:
     if kind == "module":
         _become_module(target, rest)
     else:
-        _become_script(target, rest)
+        become_script(target, rest)
 
 
 def _is_own_log(descriptor: int, rank: int) -> bool:
@@ -92,7 +96,8 @@ def _share_one_file() -> None:
         os.dup2(1, 2)
 
 
-def _become_script(path: str, arguments: list[str]) -> None:
+def become_script(path: str, arguments: list[str]) -> None:
+    """Run a script as python itself would have from the start."""
     sys.argv = [path, *arguments]
     _put_first(Path(path).resolve().parent)
     with io.open_code(str(Path(path).absolute())) as file:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError
 
 _NUM_STEPS = "num_steps"
@@ -33,14 +34,14 @@ class ExponentialAverage:
         ramp_up: Begin with a smaller decay, min(decay, (1 + steps) / (10 + steps)): the start is soon forgotten.
 
     Raises:
-        ConfigurationError: The decay is out of its range.
+        ConfigurationError: No module, or the decay is out of its range.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, ramp_up: bool = True) -> None:
-        if not 0 <= decay < 1:
-            raise ConfigurationError(f"ExponentialAverage: decay={decay!r}; at least 0 and less than 1.")
-        self.decay = decay
-        self.ramp_up = ramp_up
+        if not isinstance(model, nn.Module):
+            raise checks.refuse("ExponentialAverage: model", model, "a torch.nn.Module")
+        self.decay = checks.number("ExponentialAverage: decay", decay, least=0, below=1)
+        self.ramp_up = checks.switch("ExponentialAverage: ramp_up", ramp_up)
         self.num_steps = 0
         self._model = model
         self._averages = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -85,15 +86,20 @@ class ExponentialAverage:
         Raises:
             ConfigurationError: They are of another model; nothing was changed.
         """
+        where = "ExponentialAverage.load_state_dict"
+        if not isinstance(state, Mapping):
+            raise checks.refuse(f"{where}: state", state, "what state_dict() returned")
+        num_steps = checks.whole(f"{where}: {_NUM_STEPS}", state.get(_NUM_STEPS), least=0)
         for kind, own in (("parameters", self._averages), ("buffers", self._buffers)):
-            given = state[kind]
+            given = state.get(kind)
+            if not isinstance(given, Mapping):
+                raise checks.refuse(f"{where}: {kind}", given, "tensors by name, as state_dict() gives them")
             differing = sorted(own.keys() ^ given.keys()) or [n for n in own if own[n].shape != given[n].shape]
             if differing:
                 raise ConfigurationError(
-                    f"ExponentialAverage.load_state_dict: {kind} differ, first in {differing[0]!r}; the average is of "
-                    f"another model."
+                    f"{where}: {kind} differ, first in {differing[0]!r}; the average is of another model."
                 )
-        self.num_steps = int(state[_NUM_STEPS])
+        self.num_steps = num_steps
         for kind, own in (("parameters", self._averages), ("buffers", self._buffers)):
             for name, tensor in own.items():
                 tensor.copy_(state[kind][name])

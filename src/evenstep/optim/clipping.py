@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.optim.divided import DividedOptimizer
 from evenstep.replica.distributed import DistributedDataParallel
@@ -50,13 +52,12 @@ def clip_grad_norm_(
         UsageError: The gradients have not been averaged over ranks yet.
         NonFiniteError: See `error_if_nonfinite`; gradients are as they were.
     """
-    _validate_averaged(parameters, "clip_grad_norm_")
-    groups = _groups(parameters, by_group=by_group)
-    limits = list(max_norm) if isinstance(max_norm, Sequence) else [max_norm] * len(groups)
-    if len(limits) != len(groups) or any(not limit >= 0 for limit in limits):
-        raise ConfigurationError(f"clip_grad_norm_: max_norm={max_norm!r}; a number of at least 0, or one per group.")
-    if not norm_type > 0:
-        raise ConfigurationError(f"clip_grad_norm_: norm_type={norm_type!r}; an exponent greater than 0, or math.inf.")
+    who = "clip_grad_norm_"
+    _validate_averaged(parameters, who)
+    checks.switches(f"{who}: ", error_if_nonfinite=error_if_nonfinite, by_group=by_group)
+    groups = _groups(parameters, who, by_group=by_group)
+    limits = _limits(max_norm, len(groups), by_group=by_group)
+    checks.number(f"{who}: norm_type", norm_type, above=0, finite=False)
     gradients = [_Gradients(group) for group in groups]
     norms = _norms(gradients, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norms).all()):
@@ -83,9 +84,8 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
         UsageError: The gradients have not been averaged over ranks yet.
     """
     _validate_averaged(parameters, "clip_grad_value_")
-    if not clip_value >= 0:
-        raise ConfigurationError(f"clip_grad_value_: clip_value={clip_value!r}; a number of at least 0.")
-    for group in _groups(parameters, by_group=False):
+    clip_value = checks.number("clip_grad_value_: clip_value", clip_value, least=0, finite=False)
+    for group in _groups(parameters, "clip_grad_value_", by_group=False):
         gradients = _Gradients(group)
         for same in _by_kind(gradients.parts + gradients.whole):
             torch._foreach_clamp_min_(same, -clip_value)
@@ -154,15 +154,38 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return kinds.values()
 
 
-def _groups(parameters: Parameters, *, by_group: bool) -> list[list[Tensor]]:
+def _limits(max_norm: Any, num_groups: int, *, by_group: bool) -> list[Any]:
+    """One for each group. A tensor on a GPU is not read."""
+    is_list = by_group and isinstance(max_norm, Sequence) and not isinstance(max_norm, str)
+    limits = list(max_norm) if is_list else [max_norm] * num_groups
+    if len(limits) != num_groups:
+        raise checks.refuse("clip_grad_norm_: max_norm", max_norm, f"a number, or one for each of {num_groups} groups")
+    for limit in limits:
+        if not (isinstance(limit, Tensor) and limit.numel() == 1 and limit.device.type != "cpu"):
+            otherwise = "one per group with by_group=True"
+            checks.number("clip_grad_norm_: max_norm", limit, least=0, finite=False, otherwise=otherwise)
+    return limits
+
+
+def _groups(parameters: Parameters, who: str, *, by_group: bool) -> list[list[Tensor]]:
     if isinstance(parameters, optim.Optimizer):
         groups = [list(group["params"]) for group in parameters.param_groups]
         return groups if by_group else [[parameter for group in groups for parameter in group]]
     if by_group:
-        raise ConfigurationError(f"by_group=True takes an optimizer, not a {type(parameters).__name__}.")
+        raise ConfigurationError(f"{who}: by_group=True takes an optimizer, not a {type(parameters).__name__}.")
     if isinstance(parameters, nn.Module):
         return [list(parameters.parameters())]
-    return [[parameters] if isinstance(parameters, Tensor) else list(parameters)]
+    if isinstance(parameters, Tensor):
+        return [[parameters]]
+    if isinstance(parameters, Iterable):
+        given = list(parameters)
+        wrong = [each for each in given if not isinstance(each, Tensor)]
+        if not wrong:
+            return [given]
+        raise checks.refuse(
+            f"{who}: one of the parameters", wrong[0], "a tensor (of named_parameters() take the values)"
+        )
+    raise checks.refuse(f"{who}: parameters", parameters, "an optimizer, a module, or parameters")
 
 
 def _validate_averaged(parameters: Parameters, what: str) -> None:

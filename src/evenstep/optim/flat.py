@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn, optim
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.optim.divided import DividedOptimizer, without_state
 from evenstep.optim.elements import ElementDivision
-from evenstep.optim.kinds import is_elementwise, validate_kind
+from evenstep.optim.kinds import is_elementwise, validate_kind, validate_optimizer
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.dividing import divide_gradients
 from evenstep.replica.layout import BucketPolicy, ParameterSpec, Sharding, plan_layout
@@ -46,8 +47,11 @@ class FlatOptimizer(DividedOptimizer):
 
     def __init__(self, optimizer: optim.Optimizer, model: nn.Module | None = None) -> None:
         kind = type(optimizer)
+        validate_optimizer("fuse: optimizer", optimizer)
+        if model is not None and not isinstance(model, nn.Module):
+            raise checks.refuse("fuse: model", model, "the module whose parameters these are, or None")
         validate_kind(kind)
-        if not is_elementwise(kind):
+        if isinstance(optimizer, DividedOptimizer) or not is_elementwise(kind):
             raise ConfigurationError(
                 f"fuse: {kind.__name__} isn't known to change each element by its own gradient alone, so it can't step "
                 f"parameters that lie together. Use it as it is."

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError
 
 # Their step changes an element of a parameter by that element's gradient and state alone.
@@ -36,6 +37,20 @@ def is_elementwise(kind: type[optim.Optimizer]) -> bool:
     return kind in _ELEMENTWISE
 
 
+def validate_optimizer(what: str, given: Any) -> None:
+    """Refuse what is no optimizer.
+
+    Args:
+        what: Who was given which argument.
+        given: What was given.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if not isinstance(given, optim.Optimizer):
+        raise checks.refuse(what, given, "a torch optimizer")
+
+
 def validate_kind(kind: type[optim.Optimizer]) -> None:
     """Refuse what can't be divided.
 
@@ -43,10 +58,7 @@ def validate_kind(kind: type[optim.Optimizer]) -> None:
         ConfigurationError: No optimizer class, or one whose step looks at all parameters at once.
     """
     if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
-        raise ConfigurationError(
-            f"ShardedOptimizer takes a class of optimizers, such as torch.optim.AdamW, and its arguments; this is "
-            f"{kind!r}."
-        )
+        raise checks.refuse("kind", kind, "a class of optimizers, such as torch.optim.AdamW, whose arguments follow it")
     if issubclass(kind, optim.LBFGS):
         raise ConfigurationError(
             "LBFGS searches along a line through all parameters at once, so its step can't be divided over ranks. Use "

@@ -12,8 +12,10 @@ from typing import Literal
 
 from torch import Tensor, optim
 
+from evenstep import checks
 from evenstep import world as worlds
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import UsageError
+from evenstep.optim.kinds import validate_optimizer
 from evenstep.world import World
 
 Rule = Literal["linear", "sqrt"]
@@ -45,7 +47,7 @@ def scale_learning_rate(
         What rates were multiplied by.
 
     Raises:
-        ConfigurationError: A size that is no positive integer, or an unknown rule.
+        ConfigurationError: No optimizer, a size that is no positive integer, or an unknown rule.
         UsageError: A scheduler was made for the optimizer already, or its rates have been scaled before.
     """
     sizes = {
@@ -53,11 +55,11 @@ def scale_learning_rate(
         "global_batch_size": global_batch_size,
         "accumulation_steps": accumulation_steps,
     }
+    who = "scale_learning_rate"
+    validate_optimizer(f"{who}: optimizer", optimizer)
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigurationError(f"scale_learning_rate: {name}={size!r}; a whole number of at least 1.")
-    if rule not in ("linear", "sqrt"):
-        raise ConfigurationError(f"scale_learning_rate: rule={rule!r}; 'linear' or 'sqrt'.")
+        checks.whole(f"{who}: {name}", size, least=1)
+    checks.choice(f"{who}: rule", rule, ("linear", "sqrt"))
     for group in optimizer.param_groups:
         if "initial_lr" in group:
             raise UsageError(
@@ -65,7 +67,7 @@ def scale_learning_rate(
             )
         if "unscaled_lr" in group:
             raise UsageError("scale_learning_rate: the rates of this optimizer have been scaled before.")
-    world = worlds.current() if world is None else world
+    world = worlds.chosen(world, who)
     ratio = global_batch_size / base_batch_size
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     told = []
@@ -105,12 +107,11 @@ class LinearWarmup(optim.lr_scheduler.LRScheduler):
     def __init__(
         self, optimizer: optim.Optimizer, num_steps: int, *, start_factor: float = 0.001, last_epoch: int = -1
     ) -> None:
-        if not isinstance(num_steps, int) or num_steps < 0:
-            raise ConfigurationError(f"LinearWarmup: num_steps={num_steps!r}; a whole number of at least 0.")
-        if not 0 < start_factor <= 1:
-            raise ConfigurationError(f"LinearWarmup: start_factor={start_factor!r}; greater than 0 and at most 1.")
-        self.num_steps = num_steps
-        self.start_factor = start_factor
+        who = "LinearWarmup"
+        validate_optimizer(f"{who}: optimizer", optimizer)
+        self.num_steps = checks.whole(f"{who}: num_steps", num_steps, least=0)
+        self.start_factor = checks.number(f"{who}: start_factor", start_factor, above=0, most=1)
+        last_epoch = checks.whole(f"{who}: last_epoch", last_epoch, least=-1)
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:

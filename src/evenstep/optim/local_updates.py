@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep import checks
+from evenstep.errors import UsageError
 from evenstep.optim.divided import DividedOptimizer
+from evenstep.optim.kinds import validate_optimizer
 from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.transport.agreement import validate_together
 
 
 class LocalUpdates:
@@ -41,24 +44,27 @@ class LocalUpdates:
     Raises:
         ConfigurationError: No such model, a divided optimizer, or a number out of its range.
         UsageError: Gradients have been added since they were last averaged.
+        MismatchError: The ranks were given different numbers.
     """
 
     def __init__(
         self, model: DistributedDataParallel, optimizer: optim.Optimizer, *, every: int, warmup_steps: int = 0
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
-            raise ConfigurationError(
-                f"LocalUpdates takes an evenstep.DistributedDataParallel, not a {type(model).__name__}."
-            )
-        if isinstance(optimizer, DividedOptimizer):
-            raise ConfigurationError(
-                f"LocalUpdates takes a plain torch optimizer, not {optimizer!r}: every rank steps all parameters."
-            )
-        for name, value, least in (("every", every, 1), ("warmup_steps", warmup_steps, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigurationError(f"LocalUpdates: {name}={value!r}; a whole number of at least {least}.")
-        if model.engine.is_in_window:
-            raise UsageError("LocalUpdates: gradients have been added and not averaged. Make it before the loop.")
+            raise checks.refuse("LocalUpdates: model", model, "an evenstep.DistributedDataParallel")
+
+        def validate() -> dict[str, Any]:
+            validate_optimizer("optimizer", optimizer)
+            if isinstance(optimizer, DividedOptimizer):
+                raise checks.refuse("optimizer", optimizer, "a plain torch optimizer: every rank steps all parameters")
+            if model.engine.is_in_window:
+                raise UsageError("gradients have been added and not averaged. Make it before the loop.")
+            return {
+                "every": checks.whole("every", every, least=1),
+                "warmup_steps": checks.whole("warmup_steps", warmup_steps, least=0),
+            }
+
+        validate_together(model.world, "LocalUpdates", validate)
         self.model = model
         self.optimizer = optimizer
         self.every = every
@@ -104,5 +110,12 @@ class LocalUpdates:
         return {"num_steps": self.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from there."""
-        self.num_steps = int(state["num_steps"])
+        """Go on counting from there.
+
+        Raises:
+            ConfigurationError: It is no state of this class.
+        """
+        where = "LocalUpdates.load_state_dict"
+        if not isinstance(state, Mapping):
+            raise checks.refuse(f"{where}: state", state, "what state_dict() returned")
+        self.num_steps = checks.whole(f"{where}: num_steps", state.get("num_steps"), least=0)

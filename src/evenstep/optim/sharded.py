@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError
+from evenstep.optim import arguments
 from evenstep.optim.divided import DividedOptimizer, defaults_of, without_state
 from evenstep.optim.elements import ElementDivision
 from evenstep.optim.kinds import is_elementwise, validate_kind
 from evenstep.optim.shards import Shard
 from evenstep.optim.whole import WholeDivision
 from evenstep.replica.distributed import DistributedDataParallel
-from evenstep.replica.dividing import divide_gradients
+from evenstep.replica.dividing import divide_gradients, validate_dividable
 from evenstep.replica.layout import Sharding
 from evenstep.replica.sharded_exchange import ShardedExchange
+from evenstep.transport.agreement import validate_together
 
 
 class ShardedOptimizer(DividedOptimizer):
@@ -53,8 +56,9 @@ class ShardedOptimizer(DividedOptimizer):
 
     Raises:
         ConfigurationError: No such model or optimizer, a parameter that isn't the model's, or one that belongs to
-            another ShardedOptimizer.
-        UsageError: Made between a backward pass and the reduction of its gradients.
+            another ShardedOptimizer. Raised on all ranks if it is so on one.
+        UsageError: Made between a backward pass and the reduction of its gradients. The same.
+        MismatchError: The ranks were given different arguments. Raised on all of them.
     """
 
     model: DistributedDataParallel
@@ -76,18 +80,43 @@ class ShardedOptimizer(DividedOptimizer):
                 f"ShardedOptimizer takes an evenstep.DistributedDataParallel, not a {type(model).__name__}. Wrap the "
                 f"model first: model = evenstep.DistributedDataParallel(model)."
             )
-        validate_kind(kind)
-        by_elements = is_elementwise(kind) if elementwise is None else elementwise
-        _validate_options(kind, by_elements, shard_gradients, master_weights, reduce_dtype)
         self.model = model
         self._kind = kind
         self._index_of = {id(parameter): index for index, parameter in enumerate(model.engine.parameters)}
         self._names = model.engine.names
         self._rank = model.world.rank
-        super().__init__(model.engine.parameters if params is None else params, defaults_of(kind, defaults))
+        by_elements = False
+        groups: list[Any] = []
+
+        def validate() -> dict[str, Any]:
+            nonlocal by_elements
+            validate_kind(kind)
+            arguments.validate_switches(
+                shard_gradients=shard_gradients, master_weights=master_weights, elementwise=elementwise
+            )
+            by_elements = is_elementwise(kind) if elementwise is None else bool(elementwise)
+            _validate_options(kind, by_elements, shard_gradients, master_weights, reduce_dtype)
+            groups[:] = arguments.listed(model.engine.parameters if params is None else params)
+            tried = arguments.try_out(kind, groups, defaults)
+            chosen = [parameter for group in tried for parameter in group["params"]]
+            self._validate(chosen)
+            validate_dividable(model.engine, [self._index_of[id(parameter)] for parameter in chosen] * by_elements)
+            options = {
+                "the optimizer": kind.__name__,
+                "elementwise": by_elements,
+                "shard_gradients": bool(shard_gradients),
+                "master_weights": bool(master_weights),
+                "reduce_dtype": str(reduce_dtype),
+            }
+            return options | arguments.facts_of(tried, lambda parameter: self._index_of[id(parameter)])
+
+        validate_together(model.world, "ShardedOptimizer", validate)
+        super().__init__(groups, defaults_of(kind, defaults))
         self.state = without_state()  # type: ignore[assignment]
         if by_elements:
-            self._sharding = Sharding(_free_owner(model), frees_gradients=shard_gradients, reduce_dtype=reduce_dtype)
+            self._sharding = Sharding(
+                _free_owner(model), frees_gradients=bool(shard_gradients), reduce_dtype=reduce_dtype
+            )
             exchange = self._shard()
             self._division = ElementDivision(
                 exchange,
@@ -96,7 +125,7 @@ class ShardedOptimizer(DividedOptimizer):
                 defaults,
                 lambda: self.param_groups,
                 model.world,
-                master=master_weights,
+                master=bool(master_weights),
             )
         else:
             self._division = WholeDivision(
@@ -110,15 +139,29 @@ class ShardedOptimizer(DividedOptimizer):
             ConfigurationError: As for the class.
             UsageError: As for the class.
         """
-        super().add_param_group(param_group)
+        add = super().add_param_group
+        if self._division is None:  # the constructor's, which has been looked at
+            add(param_group)
+            return
+        before = len(self.param_groups)
+
+        def validate() -> dict[str, Any]:
+            with arguments.torchs_refusals(self._kind):
+                add(param_group)
+            chosen = self.param_groups[before]["params"]
+            self._validate(chosen)
+            if isinstance(self._division, ElementDivision):
+                validate_dividable(self.model.engine, [self._index_of[id(parameter)] for parameter in chosen])
+            return arguments.facts_of(self.param_groups[before:], lambda each: self._index_of[id(each)])
+
         try:
-            self._validate(self.param_groups[-1]["params"])
+            validate_together(self.model.world, "ShardedOptimizer.add_param_group", validate)
             if isinstance(self._division, ElementDivision):
                 self._shard()
-            elif self._division is not None:
+            else:
                 self._division.take_up(self._division.let_go())
         except BaseException:
-            self.param_groups.pop()
+            del self.param_groups[before:]
             raise
 
     def state_shards(self) -> tuple[dict[str, Any], list[Shard]]:
@@ -145,20 +188,18 @@ class ShardedOptimizer(DividedOptimizer):
         )
 
     def _validate(self, parameters: list[Tensor]) -> None:
-        rank = self.model.world.rank
         for parameter in parameters:
             index = self._index_of.get(id(parameter))
             if index is None:
                 raise ConfigurationError(
-                    f"ShardedOptimizer on rank {rank}: a parameter of shape {list(parameter.shape)} is none of those "
-                    f"that the model was wrapped with and trains. Wrap the model after unfreezing or adding "
-                    f"parameters, and take them from model.parameters()."
+                    f"a parameter of shape {list(parameter.shape)} is none of those that the model was wrapped with "
+                    f"and trains. Wrap the model after unfreezing or adding parameters, and take them from "
+                    f"model.parameters()."
                 )
             mine = -1 if self._division is None or not hasattr(self, "_sharding") else self._sharding.owner
             if index in _shardings_of_others(self.model, mine):
                 raise ConfigurationError(
-                    f"ShardedOptimizer on rank {rank}: parameter {self.model.engine.names[index]!r} belongs to "
-                    f"another ShardedOptimizer of this model."
+                    f"parameter {self.model.engine.names[index]!r} belongs to another ShardedOptimizer of this model."
                 )
 
 
@@ -170,10 +211,10 @@ def _validate_options(
     reduce_dtype: torch.dtype | None,
 ) -> None:
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
-        raise ConfigurationError(f"ShardedOptimizer: reduce_dtype={reduce_dtype!r}; a floating-point dtype, or None.")
+        raise checks.refuse("reduce_dtype", reduce_dtype, "a floating-point dtype, or None")
     if not by_elements and (shard_gradients or master_weights or reduce_dtype is not None):
         raise ConfigurationError(
-            f"ShardedOptimizer: {kind.__name__} is divided at parameter boundaries, where gradients are whole and in "
+            f"{kind.__name__} is divided at parameter boundaries, where gradients are whole and in "
             f"the parameters' dtype: shard_gradients, master_weights and reduce_dtype are for element-wise optimizers. "
             f"If it is one, say elementwise=True."
         )

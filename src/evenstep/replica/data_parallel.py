@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.drivers import Drivers
 from evenstep.replica.nests import batch_size, take_apart
@@ -59,8 +60,9 @@ class DataParallel(nn.DataParallel[nn.Module]):
             raise ConfigurationError(f"DataParallel wraps a torch.nn.Module, not a {type(module).__name__}.")
         if device_ids is None:
             device_ids = list(range(torch.cuda.device_count())) or ["cpu"]
-        if not device_ids:
-            raise ConfigurationError("device_ids=[]: name at least one device, or pass None for all GPUs.")
+        if isinstance(device_ids, str) or not isinstance(device_ids, Sequence) or not device_ids:
+            raise checks.refuse("device_ids", device_ids, "a list of at least one device, or None for all GPUs")
+        dim = checks.whole("DataParallel: dim", dim)
         self.devices = [_device(asked) for asked in device_ids]
         self.device_ids: list[Any] = [each.index if each.type == "cuda" else each for each in self.devices]
         self.output_device: Any = self.devices[0] if output_device is None else _device(output_device)
@@ -100,6 +102,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         Returns:
             The loss of the whole batch, on the output device.
         """
+        checks.function("DataParallel.loss: criterion", criterion)
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         on_device = {device: _criterion_on(criterion, device) for device in dict.fromkeys(self.devices)}
 
@@ -238,7 +241,7 @@ def _weight_of(criterion: Any, targets: Any, dim: int, device: torch.device) -> 
 def _device(asked: int | str | torch.device) -> torch.device:
     try:
         device = torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ConfigurationError(f"{asked!r} is no device; use 0, 'cuda:0' or 'cpu'.") from None
     if device.type == "cuda":
         if (device.index or 0) >= torch.cuda.device_count():

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils import _pytree as pytree
 
-from evenstep import randomness
+from evenstep import checks, randomness
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.health import page
@@ -25,18 +25,8 @@ from evenstep.replica.batches import StandIn, batch_length, split
 from evenstep.replica.channels import bucket_transport
 from evenstep.replica.mixed_precision import LowPrecision
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
-from evenstep.replica.nonfinite import Policy, validate_policy
-from evenstep.replica.settings import (
-    Settings,
-    bucket_policy,
-    check_delayed,
-    check_module,
-    group_of,
-    ignored_names,
-    resolve_buffers,
-    sparse_parameters,
-    where_inputs_go,
-)
+from evenstep.replica.nonfinite import Policy
+from evenstep.replica.settings import group_of, settle
 from evenstep.replica.sync_batchnorm import replace_torchs
 from evenstep.replica.torch_interface import TorchInterface, dynamo_is_in_use, keep_out_of_graphs
 from evenstep.replica.weighting import validate_weight
@@ -96,8 +86,8 @@ class DistributedDataParallel(TorchInterface):
         world: Who takes part; None: the current world.
 
     Raises:
-        MismatchError: The ranks' models differ; raised on every rank with the first difference.
-        ConfigurationError: An argument is wrong, or nothing in the module is trained.
+        MismatchError: The ranks' models or arguments differ; raised on every rank with the first difference.
+        ConfigurationError: An argument is wrong, or nothing in the module is trained. Raised on every rank.
     """
 
     def __init__(
@@ -128,27 +118,30 @@ class DistributedDataParallel(TorchInterface):
         world: World | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        check_module(module, ignored_names(module))
-        validate_policy(on_nonfinite)
-        check_delayed(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
         group = group_of(process_group, device_mesh, module)
-        world = (worlds.current() if world is None else world).of_group(group)
-        init_sync_buffers, sync_buffers = resolve_buffers(broadcast_buffers, forward_sync_buffers)
-        settings = Settings(
-            policy=bucket_policy(bucket_cap_mb, first_bucket_cap_mb, bucket_cap_mb_list),
-            ignored=ignored_names(module),
-            sparse=sparse_parameters(module),
-            inputs_to=where_inputs_go(module, device_ids, output_device),
+        world = worlds.chosen(world, "DistributedDataParallel").of_group(group)
+        settings = settle(
+            world,
+            module,
             dim=dim,
+            devices=(device_ids, output_device),
+            buffers=(broadcast_buffers, forward_sync_buffers),
+            buckets=(bucket_cap_mb, first_bucket_cap_mb, bucket_cap_mb_list),
+            delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
             init_sync=init_sync,
-            init_sync_buffers=init_sync_buffers,
-            sync_buffers=sync_buffers,
             on_nonfinite=on_nonfinite,
+            mixed_precision=mixed_precision,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
         )
         if world.is_initialised and device_ids is None:
             module.to(world.device)
         self.module = module = replace_torchs(module)
-        self.dim = dim
+        self.dim = settings.dim
         self.device = next(p for _, p in settings.kept(module)).device
         self.device_type = self.device.type
         self.device_ids = None if settings.inputs_to is None else [settings.inputs_to.index]
@@ -160,13 +153,13 @@ class DistributedDataParallel(TorchInterface):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
         self.mixed_precision = mixed_precision
-        if init_sync:
-            buffers = settings.kept_buffers(module) if init_sync_buffers else []
+        if settings.init_sync:
+            buffers = settings.kept_buffers(module) if settings.init_sync_buffers else []
             validate_same_model(settings.kept(module), buffers, world)
             tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in buffers)]
             finish_broadcast(start_broadcast(tensors, world.transport))
         self._set_up(world, settings, bucket_transport(world, self))
-        self._stand_in = StandIn(dim)
+        self._stand_in = StandIn(self.dim)
         self._low_precision = None
         if mixed_precision is not None:
             self._low_precision = LowPrecision(module, mixed_precision)
@@ -294,12 +287,21 @@ class DistributedDataParallel(TorchInterface):
             create_graph: As in `Tensor.backward`.
 
         Raises:
-            ConfigurationError: The loss is no single number, or the weight is no finite number of at least 0.
+            ConfigurationError: The loss is no single number, or has no gradient; the weight is no finite number of at
+                least 0; the scaler is none.
             UsageError: `loss.backward()` was called in this window; an empty share has a weight.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigurationError(f"backward on rank {self.world.rank}: the loss is {shape}, not one number.")
+        if loss.grad_fn is None and not loss.requires_grad:
+            raise ConfigurationError(
+                f"backward on rank {self.world.rank}: the loss has no gradient: it was computed under torch.no_grad(), "
+                f"was detached, or depends on nothing that is trained."
+            )
+        if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+            wanted = "a torch.amp.GradScaler, or None"
+            raise checks.refuse(f"backward on rank {self.world.rank}: scaler", scaler, wanted)
         empty = self.engine.only_stand_ins
         checked = validate_weight((0.0 if empty else 1.0) if weight is None else weight, rank=self.world.rank)
         if empty and isinstance(checked, float) and checked > 0:

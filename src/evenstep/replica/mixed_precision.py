@@ -15,9 +15,30 @@ from torch.func import functional_call
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils import _pytree as pytree
 
-from evenstep.errors import ConfigurationError
+from evenstep import checks
 
 _HOOKS = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
+
+
+def describe_precision(config: Any) -> str:
+    """What a `mixed_precision` argument asks for, for people and to compare. Pure.
+
+    Raises:
+        ConfigurationError: It is no `_MixedPrecision`, or names a dtype that can't be meant.
+    """
+    if config is None:
+        return "None"
+    if not isinstance(config, _MixedPrecision):
+        raise checks.refuse("mixed_precision", config, "torch's _MixedPrecision, or None")
+    for name in ("param_dtype", "buffer_dtype"):
+        dtype = getattr(config, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise checks.refuse(f"mixed_precision: {name}", dtype, "a floating-point dtype, or None")
+    if config.reduce_dtype not in (None, torch.float32, *_HOOKS):
+        raise checks.refuse(
+            "mixed_precision: reduce_dtype", config.reduce_dtype, "torch.float16, torch.bfloat16, torch.float32 or None"
+        )
+    return f"{config.param_dtype}, reduced in {config.reduce_dtype}, buffers in {config.buffer_dtype}"
 
 
 class LowPrecision:
@@ -27,17 +48,10 @@ class LowPrecision:
         module: Its floating-point buffers are cast to `config.buffer_dtype` now, as torch does it.
         config: torch's `_MixedPrecision`. Without a `reduce_dtype` gradients travel in the parameters' own precision
             (torch's class sends them in `param_dtype`).
-
-    Raises:
-        ConfigurationError: A dtype that gradients can't travel in.
     """
 
     def __init__(self, module: nn.Module, config: _MixedPrecision) -> None:
         self._dtype = config.param_dtype
-        if config.reduce_dtype not in (None, torch.float32, *_HOOKS):
-            raise ConfigurationError(
-                f"mixed_precision: reduce_dtype={config.reduce_dtype}; torch.float16, torch.bfloat16, or None."
-            )
         self.comm_hook = None if config.reduce_dtype is None else _HOOKS.get(config.reduce_dtype)
         if config.buffer_dtype is not None:
             for buffer in module.buffers():

@@ -10,13 +10,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.replica.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
-from evenstep.replica.nonfinite import Policy
+from evenstep.replica.mixed_precision import describe_precision
+from evenstep.replica.nonfinite import Policy, validate_policy
+from evenstep.transport.agreement import validate_together
+from evenstep.transport.arguments import validate_group
+from evenstep.world import World
 
 _MIB = 1 << 20
+_LARGEST_MIB = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def check_module(module: nn.Module, ignored: Iterable[str] = ()) -> None:
         ConfigurationError: No module, nothing that is trained, uninitialised parameters, several kinds of device.
     """
     if not isinstance(module, nn.Module):
-        raise ConfigurationError(f"DistributedDataParallel wraps a torch.nn.Module, not a {type(module).__name__}.")
+        raise ConfigurationError(f"it wraps a torch.nn.Module, not a {type(module).__name__}.")
     kept = [(name, p) for name, p in module.named_parameters() if name not in set(ignored)]
     for name, parameter in kept:
         if isinstance(parameter, UninitializedParameter):
@@ -108,10 +115,17 @@ def bucket_policy(
     Raises:
         ConfigurationError: A size is no number greater than 0.
     """
-    given = [bucket_cap_mb, first_bucket_cap_mb, *(bucket_cap_mb_list or ())]
-    for size in given:
-        if size is not None and not (isinstance(size, int | float) and size > 0):
-            raise ConfigurationError(f"a bucket of {size!r} MiB: a number greater than 0.")
+    if bucket_cap_mb_list is not None:
+        is_list = isinstance(bucket_cap_mb_list, Iterable) and not isinstance(bucket_cap_mb_list, str | bytes)
+        if not is_list or not list(bucket_cap_mb_list):
+            raise checks.refuse(
+                "bucket_cap_mb_list", bucket_cap_mb_list, "sizes of buckets in MiB, at least one, or None for the usual"
+            )
+    sizes = {"bucket_cap_mb": bucket_cap_mb, "first_bucket_cap_mb": first_bucket_cap_mb}
+    sizes |= {f"bucket_cap_mb_list[{number}]": size for number, size in enumerate(bucket_cap_mb_list or ())}
+    for name, size in sizes.items():
+        if size is not None:
+            checks.number(name, size, above=0, most=_LARGEST_MIB)
     if bucket_cap_mb_list:
         return BucketPolicy(tuple(int(size * _MIB) for size in bucket_cap_mb_list))
     cap = DEFAULT_BUCKET_BYTES if bucket_cap_mb is None else int(bucket_cap_mb * _MIB)
@@ -127,6 +141,8 @@ def where_inputs_go(
     Raises:
         ConfigurationError: More than one device, or the module is elsewhere.
     """
+    if device_ids is not None and (isinstance(device_ids, str) or not isinstance(device_ids, Sequence)):
+        raise checks.refuse("device_ids", device_ids, "a list with the module's GPU, or None")
     if device_ids is not None and len(device_ids) > 1:
         raise ConfigurationError(f"device_ids={list(device_ids)}: one process drives one device; pass at most one.")
     if not device_ids and output_device is None:
@@ -143,17 +159,34 @@ def where_inputs_go(
 
 
 def _index_of(device: int | str | torch.device) -> int | None:
-    return device if isinstance(device, int) else torch.device(device).index
+    if isinstance(device, int):
+        return device
+    try:
+        return torch.device(device).index
+    except (RuntimeError, TypeError):
+        raise checks.refuse("device_ids, output_device", device, "no device; a number, 'cuda:0', or None") from None
 
 
 def resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
-    """(at the start, after every step): whether module buffers are made equal. As torch 2.13 means its arguments."""
+    """(at the start, after every step): whether module buffers are made equal. As torch 2.13 means its arguments.
+
+    Where both are given torch warns and takes `forward_sync_buffers`, also where they say the same.
+
+    Raises:
+        ConfigurationError: One of them is no switch.
+    """
+    checks.switches(
+        "",
+        otherwise="None to make them equal",
+        broadcast_buffers=broadcast_buffers,
+        forward_sync_buffers=forward_sync_buffers,
+    )
     if forward_sync_buffers is not None:
         if broadcast_buffers is not None:
             warnings.warn(
-                "broadcast_buffers is ignored where forward_sync_buffers is given.", FutureWarning, stacklevel=3
+                "broadcast_buffers is ignored where forward_sync_buffers is given.", FutureWarning, stacklevel=6
             )
-        return True, forward_sync_buffers
+        return True, bool(forward_sync_buffers)
     both = True if broadcast_buffers is None else bool(broadcast_buffers)
     return both, both
 
@@ -171,7 +204,12 @@ def check_delayed(module: nn.Module, named: Iterable[tuple[str, Any]] | None, ho
     if named is None:
         return
     own = {id(parameter) for parameter in module.parameters()}
-    for name, parameter in named:
+    if not isinstance(named, Iterable):
+        raise checks.refuse("delay_all_reduce_named_params", named, "pairs of name and parameter")
+    for pair in named:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise checks.refuse("delay_all_reduce_named_params", pair, "pairs of name and parameter")
+        name, parameter = pair
         if id(parameter) not in own:
             raise ConfigurationError(f"delay_all_reduce_named_params: {name!r} is no parameter of the module.")
     if id(hooked) not in own:
@@ -187,21 +225,90 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: 
     Raises:
         ConfigurationError: Both are given, the group is none, or the mesh has more than one dimension.
     """
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        hint = " This rank is not in the group." if process_group == dist.GroupMember.NON_GROUP_MEMBER else ""
-        raise ConfigurationError(f"process_group={process_group!r} is no torch.distributed.ProcessGroup.{hint}")
+    validate_group("DistributedDataParallel: process_group", process_group)
     if device_mesh is None:
         return process_group
     if process_group is not None:
         raise ConfigurationError("process_group and device_mesh: pass one of them.")
+    if not isinstance(device_mesh, DeviceMesh):
+        raise checks.refuse("DistributedDataParallel: device_mesh", device_mesh, "a DeviceMesh of one dimension")
     if device_mesh.ndim != 1:
         raise ConfigurationError(
             f"device_mesh has {device_mesh.ndim} dimensions. Pass the one along which the model is replicated: "
             f"device_mesh=mesh['dp']."
         )
-    if device_mesh._get_root_mesh() != device_mesh:
+    if device_mesh._get_root_mesh() != device_mesh and isinstance(module, nn.Module):
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         _pre_dp_module_transform(module)
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return group
+
+
+def settle(
+    world: World,
+    module: nn.Module,
+    *,
+    dim: int,
+    devices: tuple[Any, Any],
+    buffers: tuple[Any, Any],
+    buckets: tuple[Any, Any, Any],
+    delayed: tuple[Any, Any],
+    init_sync: bool,
+    on_nonfinite: Policy | None,
+    mixed_precision: Any,
+    **ignored: Any,
+) -> Settings:
+    """What a module is wrapped with, if that is in order on every rank.
+
+    Collective: every rank of the world calls this.
+
+    Args:
+        world: Who takes part.
+        module: What is wrapped.
+        dim: The batch dimension.
+        devices: `device_ids` and `output_device`.
+        buffers: `broadcast_buffers` and `forward_sync_buffers`.
+        buckets: `bucket_cap_mb`, `first_bucket_cap_mb` and `bucket_cap_mb_list`.
+        delayed: `delay_all_reduce_named_params` and `param_to_hook_all_reduce`.
+        init_sync: Compare the models and make them equal.
+        on_nonfinite: What happens where gradients aren't finite.
+        mixed_precision: torch's `_MixedPrecision`.
+        ignored: torch's switches on which nothing depends here.
+
+    Raises:
+        ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
+        MismatchError: The ranks were given different ones. Raised on all of them.
+    """
+    made: list[Settings] = []
+
+    def validate() -> dict[str, Any]:
+        check_module(module, ignored_names(module))
+        validate_policy(on_nonfinite)
+        checks.switches("", init_sync=init_sync)
+        checks.switches("", otherwise="None", **ignored)
+        check_delayed(module, *delayed)
+        at_start, after_steps = resolve_buffers(*buffers)
+        settings = Settings(
+            policy=bucket_policy(*buckets),
+            ignored=ignored_names(module),
+            sparse=sparse_parameters(module),
+            inputs_to=where_inputs_go(module, *devices),
+            dim=checks.whole("dim", dim),
+            init_sync=bool(init_sync),
+            init_sync_buffers=at_start,
+            sync_buffers=after_steps,
+            on_nonfinite=on_nonfinite,
+        )
+        made.append(settings)
+        return {
+            "init_sync": settings.init_sync,
+            "whether module buffers are made equal": [at_start, after_steps],
+            "dim": settings.dim,
+            "bytes of a bucket": list(settings.policy.caps_bytes),
+            "on_nonfinite": on_nonfinite,
+            "mixed_precision": describe_precision(mixed_precision),
+        }
+
+    validate_together(world, "DistributedDataParallel", validate)
+    return made[0]

@@ -32,9 +32,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
+from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.replica.channels import channel
+from evenstep.transport.arguments import validate_group
 from evenstep.transport.base import Transport
 from evenstep.world import World
 
@@ -93,9 +95,35 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         device: As in torch.
         dtype: As in torch.
         bias: As in torch.
+
+    Raises:
+        ConfigurationError: An argument is wrong.
     """
 
     overseer: Overseer | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> None:
+        who = "SyncBatchNorm: "
+        checks.whole(f"{who}num_features", num_features, least=1)
+        checks.number(f"{who}eps", eps, least=0)
+        if momentum is not None:
+            checks.number(f"{who}momentum", momentum, least=0, most=1, otherwise="None for a plain average")
+        checks.switches(who, affine=affine, track_running_stats=track_running_stats)
+        validate_group(f"{who}process_group", process_group)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, process_group, device, dtype, **others
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [n, num_features, ...]. Collective in training.
@@ -246,8 +274,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             The module, or what replaces it.
 
         Raises:
-            ConfigurationError: A lazy layer doesn't know its number of channels yet.
+            ConfigurationError: A lazy layer doesn't know its number of channels yet; no module, or no group.
         """
+        if not isinstance(module, nn.Module):
+            raise checks.refuse("convert_sync_batchnorm: module", module, "a torch.nn.Module")
+        validate_group("convert_sync_batchnorm: process_group", process_group)
         return _replaced(module, lambda each: _converted(cls, each, process_group), {})
 
     def __getstate__(self) -> dict[str, Any]:

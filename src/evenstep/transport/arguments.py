@@ -1,14 +1,17 @@
-"""What a caller hands to a collective over shared memory: refused with a reason before anything is sent."""
+"""What a caller hands to a transport: refused with a reason before anything is sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from evenstep.errors import ConfigurationError
+from evenstep import checks
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.transport.header import DTYPES
 
 _CARRIED = frozenset(DTYPES)
@@ -17,6 +20,24 @@ _CARRIED = frozenset(DTYPES)
 def is_carried(tensor: Tensor) -> bool:
     """Whether it is a dense CPU tensor of a dtype that has a number in headers. Pure."""
     return tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
+
+
+def validate_group(what: str, group: Any) -> None:
+    """Refuse what is no process group of this rank's.
+
+    Args:
+        what: Whose argument it is.
+        group: What was given; None: all ranks.
+
+    Raises:
+        ConfigurationError: It is none.
+        UsageError: It is what `torch.distributed.new_group` gives ranks that aren't in the group.
+    """
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError(f"{what}: rank {dist.get_rank()} is not in the process group that it was given.")
+    raise ConfigurationError(f"{what}={checks.shown(group)} is no torch.distributed.ProcessGroup.")
 
 
 @dataclass(frozen=True)

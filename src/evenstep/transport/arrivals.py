@@ -9,6 +9,7 @@ look whether a missing rank has died, has left, or is stopped.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import os
 import sys
@@ -129,6 +130,10 @@ class Arrivals:
     def pid(self, rank: int) -> int:
         """The process of a rank, also of this one."""
         return os.getpid() if rank == self._rank else self._watch.pid(rank)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """From now on wait so long at most, also where somebody is waiting already."""
+        self.policy = dataclasses.replace(self.policy, timeout_s=timeout_s)
 
     def announce(self, phase: Phase) -> int:
         """Tell everybody that this rank has passed `phase` once more; returns how often by now."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,12 +28,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import (
     PrefixStore,
     ProcessGroup,
-    ProcessGroupGloo,
     Store,
 )
 
 from evenstep.transport.arguments import is_carried
 from evenstep.transport.base import Transport
+from evenstep.transport.deadline import TellingGloo, set_timeout
 from evenstep.transport.fall_through import fall_through
 from evenstep.transport.gloo import connect_gloo
 from evenstep.transport.group_arguments import (
@@ -110,7 +111,8 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         self._is_coalescing = False  # whether any thread ever has
         # The same backends once more, without this class's methods: through it calls fall.
         self._inner = ProcessGroup(store, rank, size)
-        gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
+        # Held: python's part of it, which hears of deadlines, would be gone with the last reference from python.
+        self._gloo = gloo = TellingGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
         gloo.options.global_ranks_in_group = global_ranks
         gloo.options.group_name = name  # type: ignore[assignment]
         gloo._set_sequence_number_for_group()
@@ -124,6 +126,12 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         self.why_gloo: str | None = None
         self._shared: Any = None  # a LocalTransport, SharedMemoryTransport or SeveralHostsTransport
         self._connect(is_default=not global_ranks)
+        hears = weakref.WeakMethod(self._set_timeout)
+        gloo.told = lambda timeout: (hear := hears()) and hear(timeout)
+
+    def _set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        set_timeout(self._shared, timeout.total_seconds())
 
     def _register(self, device: str, kind: ProcessGroup.BackendType, backend: Any) -> None:
         for group in (self._inner, self):

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.transport.base import Transport
 from evenstep.transport.gloo import open_gloo
@@ -36,6 +37,8 @@ class Transports:
 
 def validate_transport(name: str | None, device: torch.device) -> None:
     """Raise ConfigurationError if a transport can't carry what is on a device, whatever the other ranks do. Pure."""
+    if name is not None:
+        checks.choice("transport", name, TRANSPORTS, otherwise="None to let evenstep choose")
     if (name == "nccl" and device.type != "cuda") or (name == "shared memory" and device.type != "cpu"):
         raise ConfigurationError(f"transport={name!r} can't carry gradients on {device}. Leave the argument out.")
 

@@ -66,6 +66,13 @@ def broadcast_value(transport: Transport, value: Any, src: int) -> Any:
     return decode(to_bytes(payload))
 
 
+def check_rows(tensor: Any, *, rank: int, what: str = "world.gather") -> None:
+    """Raise a ConfigurationError if `gather_rows` doesn't take it. Pure."""
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+        kind = f"{tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise ConfigurationError(f"{what} on rank {rank}: a {kind}; it takes dense tensors.")
+
+
 def gather_rows(transport: Transport, control: Transport, tensor: Tensor) -> Tensor:
     """All ranks' tensors, one after the other along the first dimension, in order of rank.
 

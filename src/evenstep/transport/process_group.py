@@ -159,6 +159,13 @@ class ProcessGroupTransport:
         devices = [torch.cuda.current_device()] if self.name == "nccl" else None
         return self._start(f"barrier number {self._num_calls}", dist.barrier, device_ids=devices)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """From now on give up after so long. Of Gloo's groups; the others' backends are torch's to tell."""
+        self._timeout_s = timeout_s
+        if self.name == "gloo":
+            backend = self._open_group()._get_backend(torch.device("cpu"))
+            backend._set_default_timeout(timedelta(seconds=timeout_s))
+
     def split(self) -> Transport:
         """See `Transport.split`: a new process group over the same ranks."""
         if self._split_by is not None:

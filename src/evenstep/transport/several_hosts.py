@@ -270,9 +270,13 @@ class SeveralHostsTransport:
 
     def _let_go(self) -> None:
         # The other ranks of this host notice, and through their lanes those of the other hosts.
-        for transport in (self._inside, self._lane, self._everybody):
-            if transport is not None:
-                transport.close()
+        for transport in self.parts:
+            transport.close()
+
+    @property
+    def parts(self) -> list[Transport]:
+        """What it is made of: inside this host, between hosts, and for the rest."""
+        return [each for each in (self._inside, self._lane, self._everybody) if each is not None]
 
     # ------------------------------------------------------------------ steps
 

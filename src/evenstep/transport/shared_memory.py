@@ -79,6 +79,9 @@ class SharedMemoryTransport:
         processes: The rank processes, in order of rank.
         rank: This rank.
         policy: How to wait for peers, and until when.
+
+    Attributes:
+        arrivals: Who has come how far, and how long is waited for them.
     """
 
     name = "shared memory"
@@ -86,12 +89,10 @@ class SharedMemoryTransport:
     def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, policy: WaitPolicy) -> None:
         self.rank = rank
         self.world_size = len(processes)
-        self.timeout_s = policy.timeout_s
-        self._policy = policy
         self._segment = segment
         self._arguments = Arguments(self.name, rank, self.world_size)
         self._watch = PeerWatch([each for each in processes if each.rank != rank])
-        arrivals = Arrivals(
+        self.arrivals = Arrivals(
             segment.common.address + segment.layout.semaphores,
             rank=rank,
             world_size=self.world_size,
@@ -100,7 +101,7 @@ class SharedMemoryTransport:
             has_left=segment.has_left,
         )
         self._exchange = Exchange(
-            segment, arrivals, ALL_PROGRAMS, rank=rank, world_size=self.world_size, name=self.name
+            segment, self.arrivals, ALL_PROGRAMS, rank=rank, world_size=self.world_size, name=self.name
         )
         self._lock = threading.RLock()
         self._queue: collections.deque[_SharedWork] = collections.deque()
@@ -214,7 +215,7 @@ class SharedMemoryTransport:
         """See `Transport.split`: a segment of its own."""
         from evenstep.transport.host import connect_shared_memory
 
-        made = connect_shared_memory(self, self._policy)
+        made = connect_shared_memory(self, self.arrivals.policy)
         if isinstance(made, str):
             raise ConfigurationError(f"rank {self.rank}: no second segment of shared memory could be made: {made}.")
         return made
@@ -230,7 +231,7 @@ class SharedMemoryTransport:
         with self._lock:
             self._watch.close()
             self._fail(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
-            del self._exchange, self._segment
+            del self._exchange, self._segment, self.arrivals
         self._tell_ended()
 
     def __repr__(self) -> str:

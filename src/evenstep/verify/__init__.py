@@ -1,1 +1,1 @@
-"""Are two runs the same? So far: a run that was killed and resumed, and one that was left alone."""
+"""Are two runs the same? On other numbers of ranks, and killed and resumed against left alone."""

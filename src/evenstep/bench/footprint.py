@@ -1,0 +1,263 @@
+"""How much memory a rank needs, for each way to divide the work: formulas. Pure.
+
+[Note: what lies where]
+
+    P   trained parameters        F   frozen ones and module buffers       S   the optimizer's state of all of P
+    B   all buckets of gradients  V   all buckets of parameters            b   the largest bucket, or two
+    A   activations               U   the largest unit of FSDP2            n   ranks
+
+                      parameters     gradients    optimizer   while the backward pass runs
+    one rank          P + F          P            S
+    DDP               P + F          B            S           gradients that have not been packed: the largest bucket
+    sharded           V + F          B            S / n       the same
+    sharded, stage 2  V + F          B / n        S / n       buckets that are lent: b, and what has not been packed
+    FSDP2             P / n + F      P / n        S / n       two units gathered and one of gradients: 3 U
+
+Gradients of `DistributedDataParallel` are views of buckets, so they are counted once; torch's has both unless it is
+given `gradient_as_bucket_view`. Buckets of a sharded optimizer are padded so that ranks have equal shards
+(`replica/layout.py`). FSDP2 divides every parameter along its first dimension. Activations are what autograd has saved
+for the backward pass when the forward pass ends; workspaces of single operations, the allocator's reserve and libraries
+(a GPU's context takes about half a gigabyte) come on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, get_args
+
+from evenstep.errors import ConfigurationError
+from evenstep.replica.layout import BucketPolicy, Layout, ParameterSpec, Sharding, plan_layout
+
+Way = Literal["one rank", "DDP", "sharded", "sharded, stage 2", "FSDP2"]
+WAYS: tuple[Way, ...] = get_args(Way)
+
+_NUM_LENT = 2
+_HOW: dict[Way, str] = {
+    "one rank": "one process",
+    "DDP": "evenstep.DistributedDataParallel(model)",
+    "sharded": "evenstep.ShardedOptimizer(model, ...)",
+    "sharded, stage 2": "evenstep.ShardedOptimizer(model, ..., shard_gradients=True)",
+    "FSDP2": "torch.distributed.fsdp.fully_shard",
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is known of a model, its optimizer and its batch.
+
+    Attributes:
+        parameters: The trained ones, in registration order.
+        fixed_bytes: Of frozen parameters and module buffers.
+        state_bytes: Of the optimizer's state of all parameters, on one rank.
+        activation_bytes: Saved for the backward pass, for `num_samples`.
+        num_samples: Of a rank's batch; 0 if nobody knows.
+        activation_fixed_bytes: The part of `activation_bytes` that doesn't depend on the batch.
+        largest_unit_bytes: Parameters of the largest part that FSDP2 gathers at once; 0: all of them.
+    """
+
+    parameters: tuple[ParameterSpec, ...]
+    fixed_bytes: int
+    state_bytes: int
+    activation_bytes: int = 0
+    num_samples: int = 0
+    activation_fixed_bytes: int = 0
+    largest_unit_bytes: int = 0
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the trained parameters."""
+        return sum(spec.numel * spec.dtype.itemsize for spec in self.parameters)
+
+    def at(self, num_samples: int) -> Sizes:
+        """The same with another batch."""
+        if self.num_samples == 0 or num_samples == self.num_samples:
+            return self
+        per_sample = (self.activation_bytes - self.activation_fixed_bytes) / self.num_samples
+        scaled = self.activation_fixed_bytes + math.ceil(per_sample * num_samples)
+        return replace(self, activation_bytes=scaled, num_samples=num_samples)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a rank, by kind.
+
+    Attributes:
+        way: How the work is divided.
+        num_ranks: Over how many.
+        parameters: With frozen ones and module buffers.
+        gradients: That stay between backward pass and optimizer; where they are views, the buckets.
+        optimizer: State.
+        passing: While the backward pass runs only.
+        activations: Saved for it.
+    """
+
+    way: Way
+    num_ranks: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    passing: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The most at once: activations go while gradients come, so this is an upper bound."""
+        return self.parameters + self.gradients + self.optimizer + self.passing + self.activations
+
+    def to_json(self) -> dict[str, object]:
+        """For programs."""
+        return {**asdict(self), "total": self.total}
+
+
+def footprint(sizes: Sizes, way: Way, num_ranks: int, policy: BucketPolicy | None = None) -> Footprint:
+    """What a rank needs; see [Note: what lies where].
+
+    Args:
+        sizes: Of model, optimizer and batch.
+        way: How the work is divided.
+        num_ranks: Over how many.
+        policy: Sizes of buckets; None: evenstep's.
+
+    Raises:
+        ConfigurationError: No such way, or number of ranks.
+    """
+    if way not in WAYS:
+        raise ConfigurationError(f"way {way!r}: use one of {', '.join(map(repr, WAYS))}.")
+    if num_ranks < 1:
+        raise ConfigurationError(f"{num_ranks} ranks: at least 1.")
+    policy = policy or BucketPolicy()
+    if way == "one rank" or num_ranks == 1:
+        # Nothing travels, nothing is divided, and gradients stay where autograd has put them.
+        return _row(sizes, way, 1, sizes.parameter_bytes, sizes.parameter_bytes, sizes.state_bytes, 0)
+    if way == "FSDP2":
+        mine = sum(_dim0_share(spec, num_ranks) for spec in sizes.parameters)
+        unit = sizes.largest_unit_bytes or sizes.parameter_bytes
+        state = math.ceil(sizes.state_bytes * mine / max(1, sizes.parameter_bytes))
+        return _row(sizes, way, num_ranks, mine, mine, state, 3 * unit)
+    if way == "DDP":
+        buckets = _bucket_bytes(_layout(sizes.parameters, policy, 1))
+        return _row(
+            sizes, way, num_ranks, sizes.parameter_bytes, sum(buckets), sizes.state_bytes, max(buckets, default=0)
+        )
+    divided = [replace(spec, sharding=Sharding(0)) for spec in sizes.parameters]
+    layout = _layout(divided, policy, num_ranks)
+    buckets = _bucket_bytes(layout)
+    values = sum(
+        bucket.numel * divided[bucket.slots[0].parameter].dtype.itemsize for bucket in layout.buckets if bucket.slots
+    )
+    state = math.ceil(sizes.state_bytes / num_ranks * values / max(1, sizes.parameter_bytes))
+    largest = max(buckets, default=0)
+    if way == "sharded":
+        return _row(sizes, way, num_ranks, values, sum(buckets), state, largest)
+    lent = largest * min(_NUM_LENT, len(buckets))
+    return _row(sizes, way, num_ranks, values, sum(buckets) // num_ranks, state, lent + largest)
+
+
+def _row(
+    sizes: Sizes, way: Way, num_ranks: int, parameters: int, gradients: int, state: int, passing: int
+) -> Footprint:
+    return Footprint(way, num_ranks, parameters + sizes.fixed_bytes, gradients, state, passing, sizes.activation_bytes)
+
+
+def _layout(specs: Sequence[ParameterSpec], policy: BucketPolicy, num_shards: int) -> Layout:
+    return plan_layout(specs, range(len(specs) - 1, -1, -1), policy, num_shards)
+
+
+def _bucket_bytes(layout: Layout) -> list[int]:
+    return [bucket.numel * bucket.dtype.itemsize for bucket in layout.buckets]
+
+
+def _dim0_share(spec: ParameterSpec, num_ranks: int) -> int:
+    """Bytes of rank 0's part of a parameter that is divided along its first dimension."""
+    rows = spec.shape[0] if spec.shape else 1
+    return math.ceil(rows / num_ranks) * (spec.numel // max(1, rows)) * spec.dtype.itemsize
+
+
+def footprints(sizes: Sizes, num_ranks: Sequence[int], policy: BucketPolicy | None = None) -> list[Footprint]:
+    """All ways, on all numbers of ranks; one rank once."""
+    rows = [footprint(sizes, "one rank", 1, policy)]
+    return rows + [footprint(sizes, way, n, policy) for n in num_ranks if n > 1 for way in WAYS[1:]]
+
+
+# ---------------------------------------------------------------------- for people
+
+
+def footprint_table(rows: Sequence[Footprint]) -> str:
+    """For people, and for the documentation."""
+    lines = [
+        "| MiB of a rank | ranks | parameters | gradients | optimizer | in passing | activations | in all |",
+        "| --- |" + " ---: |" * 7,
+    ]
+    for row in rows:
+        parts = (row.parameters, row.gradients, row.optimizer, row.passing, row.activations, row.total)
+        told = " | ".join(f"{part / 2**20:,.1f}" for part in parts)
+        lines.append(f"| {row.way} | {row.num_ranks:,} | {told} |")
+    return "\n".join(lines)
+
+
+def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
+    """Whether data parallelism is enough on so many ranks of so much memory, and what comes next if it isn't.
+
+    Args:
+        sizes: Of model, optimizer and batch.
+        num_ranks: How many there are.
+        memory_bytes: Of each.
+    """
+    ways = WAYS[:1] if num_ranks == 1 else WAYS[1:]
+    rows = {way: footprint(sizes, way, num_ranks) for way in ways}
+    first = rows[ways[0]]
+    has = f"{_gib(memory_bytes)} GiB of memory"
+    if first.total <= memory_bytes:
+        lines = [f"{first.way} is enough: {_gib(first.total)} GiB of {has}."]
+        more = largest_batch(sizes, first.way, num_ranks, memory_bytes)
+        if more is not None and more > sizes.num_samples:
+            lines.append(f"A batch of {more:,} samples a rank would fit, instead of {sizes.num_samples:,}.")
+        return lines
+    lines = [f"{first.way} needs {_gib(first.total)} GiB of {has}: it is not enough."]
+    for row in list(rows.values())[1:]:
+        if row.total <= memory_bytes:
+            return [*lines, f"What comes next: {_HOW[row.way]} needs {_gib(row.total)} GiB. It is enough."]
+        lines.append(f"{row.way} needs {_gib(row.total)} GiB: not enough either.")
+    last = rows[ways[-1]]
+    if last.activations > memory_bytes / 2:
+        share = f"{last.activations / last.total:.0%} are activations, which no way divides"
+        lines.append(f"{share}: take a smaller batch, or torch.utils.checkpoint, which computes them twice.")
+        less = largest_batch(sizes, last.way, num_ranks, memory_bytes)
+        if less:
+            lines.append(f"With {last.way} a batch of {less:,} samples a rank fits; accumulate over microbatches.")
+    enough = next((n for n in _doublings(num_ranks) if footprint(sizes, "FSDP2", n).total <= memory_bytes), None)
+    if enough is not None:
+        lines.append(f"FSDP2 is enough from {enough:,} ranks on.")
+    elif last.activations <= memory_bytes / 2:
+        lines.append(
+            "No number of ranks makes data parallelism enough: a unit that is gathered must fit. Divide within layers "
+            "(tensor parallelism, torch.distributed.tensor.parallel) or between them (torch.distributed.pipelining)."
+        )
+    return lines
+
+
+def largest_batch(sizes: Sizes, way: Way, num_ranks: int, memory_bytes: int) -> int | None:
+    """Samples of a rank that fit; 0 if not even one does, None if activations weren't measured."""
+    if sizes.num_samples == 0 or sizes.activation_bytes <= sizes.activation_fixed_bytes:
+        return None
+    low, high = 0, 1 << 40
+    while low < high:
+        middle = (low + high + 1) // 2
+        if footprint(sizes.at(middle), way, num_ranks).total <= memory_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _doublings(num_ranks: int) -> list[int]:
+    counts = [2 * num_ranks]
+    while counts[-1] < 4096:
+        counts.append(2 * counts[-1])
+    return counts
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.2f}"

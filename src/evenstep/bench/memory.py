@@ -1,0 +1,239 @@
+"""`evenstep estimate` and `evenstep bench --memory`: how much memory a rank needs, and whether data parallelism is
+enough.
+
+`estimate` takes a function that builds the model, and runs it on torch's device "meta": no tensor has memory, so the
+model may be larger than this host. `bench --memory` runs a script as it is, in a process of its own, for three steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import Optimizer
+from torch.utils import _pytree as pytree
+
+from evenstep.bench.footprint import Sizes, footprint_table, footprints, verdict
+from evenstep.bench.memory_probe import sizes_of
+from evenstep.bench.network import parse_size
+from evenstep.bench.predict import parse_counts
+from evenstep.errors import ConfigurationError, EvenstepError, UsageError
+from evenstep.replica.layout import ParameterSpec
+
+_OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adamw": (optim.AdamW, {}),
+    "adam": (optim.Adam, {}),
+    "sgd": (optim.SGD, {}),
+    "momentum": (optim.SGD, {"momentum": 0.9}),
+    "rmsprop": (optim.RMSprop, {}),
+    "adagrad": (optim.Adagrad, {}),
+}
+
+
+def add_estimate_arguments(parser: ArgumentParser) -> None:
+    """The flags of `evenstep estimate`."""
+    parser.add_argument(
+        "target",
+        metavar="FILE.py:FUNCTION",
+        help="or MODULE:FUNCTION; called without arguments, returns the model, or (model, inputs of a batch)",
+    )
+    parser.add_argument("--optimizer", choices=sorted(_OPTIMIZERS), default="adamw", help="adamw if left out")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of parameters and inputs; as built"
+    )
+    _add_common_arguments(parser)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `evenstep bench --memory`."""
+    _add_common_arguments(parser)
+    parser.add_argument("script", help="that trains with a torch optimizer, on one rank; ends after three steps")
+    parser.add_argument("arguments", nargs=REMAINDER, help="of the script")
+
+
+def _add_common_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--ranks", default="8", metavar="N,N", help="how many; 8")
+    parser.add_argument("--batch", type=int, metavar="N", help="samples of each rank; as given or measured")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="of a rank's device, such as 80G; the first GPU's, else this host's"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+
+
+def estimate(args: Namespace) -> int:
+    """Carry out `evenstep estimate`.
+
+    Raises:
+        ConfigurationError: A flag makes no sense, or there is no such function.
+        UsageError: The function fails, or its model can't run on "meta".
+    """
+    counts = parse_counts(args.ranks)
+    with torch.device("meta"):
+        built = _call(args.target)
+        model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"{args.target} returns a {type(model).__name__}, and no torch.nn.Module.")
+        inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        model = model.to("meta")
+        inputs = pytree.tree_map(_to_meta, list(inputs))
+        if args.dtype is not None:
+            dtype = getattr(torch, args.dtype)
+            model = model.to(dtype)
+            inputs = pytree.tree_map(lambda leaf: _to_dtype(leaf, dtype), inputs)
+        kind, settings = _OPTIMIZERS[args.optimizer]
+
+        def build_optimizer(parameters: Sequence[nn.Parameter]) -> Optimizer:
+            return kind(parameters, foreach=False, lr=1e-3, **settings)  # type: ignore[call-arg]
+
+        sizes = sizes_of(model, build_optimizer, inputs)
+    if not sizes.num_samples:
+        sys.stdout.write(
+            f"Activations aren't counted: {args.target} returns no inputs. Return (model, inputs) to count them.\n"
+        )
+    return _tell(sizes, counts, args)
+
+
+def main(args: Namespace) -> int:
+    """Carry out `evenstep bench --memory`.
+
+    Raises:
+        ConfigurationError: A flag makes no sense, or there is no such script.
+        UsageError: The script fails, or makes too few steps.
+    """
+    counts = parse_counts(args.ranks)
+    if not Path(args.script).is_file():
+        raise ConfigurationError(f"{args.script}: no such script.")
+    told = run_script(args.script, args.arguments)
+    specs = tuple(
+        ParameterSpec(str(index), tuple(shape), getattr(torch, dtype), torch.device("cpu"))
+        for index, (shape, dtype) in enumerate(told["parameters"])
+    )
+    sizes = Sizes(
+        specs,
+        told["fixed_bytes"],
+        told["state_bytes"],
+        told["activation_bytes"],
+        told["num_samples"],
+        largest_unit_bytes=told["largest_unit_bytes"],
+    )
+    sys.stdout.write(
+        f"Measured on one rank: parameters {sizes.parameter_bytes / 2**20:,.1f} MiB, gradients "
+        f"{told['gradient_bytes'] / 2**20:,.1f}, optimizer {sizes.state_bytes / 2**20:,.1f}, activations "
+        f"{sizes.activation_bytes / 2**20:,.1f} for {sizes.num_samples or 'unknown'} samples; the process had "
+        f"{told['peak_bytes'] / 2**20:,.1f} at most.\n"
+    )
+    return _tell(sizes, counts, args)
+
+
+def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """Run a script for three steps in a process of its own, and return what `memory_probe` wrote.
+
+    Raises:
+        UsageError: It failed, or ended before.
+    """
+    with tempfile.TemporaryDirectory(prefix="evenstep-memory-") as directory:
+        out = Path(directory) / "memory.json"
+        command = [sys.executable, "-m", "evenstep.bench.memory_probe", str(out), script, *arguments]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+        )
+        if out.exists():
+            told: dict[str, Any] = json.loads(out.read_text())
+            return told
+        ending = (
+            "ended before its third optimizer step" if done.returncode == 0 else f"failed with status {done.returncode}"
+        )
+        raise UsageError(f"{script} {ending}. It said:\n{done.stderr[-4000:].rstrip()}")
+
+
+def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:
+    if args.batch is not None:
+        if args.batch < 1:
+            raise ConfigurationError(f"--batch {args.batch}: at least 1.")
+        if sizes.num_samples == 0:
+            raise ConfigurationError(f"--batch {args.batch}: no batch was seen that could be made larger or smaller.")
+        sizes = sizes.at(args.batch)
+    memory_bytes = parse_size(args.memory) if args.memory is not None else device_bytes()
+    rows = footprints(sizes, counts)
+    numel = sum(spec.numel for spec in sizes.parameters)
+    samples = f", {sizes.num_samples:,} samples a rank" if sizes.num_samples else ""
+    lines = [f"{numel:,} trained parameters{samples}", "", footprint_table(rows), ""]
+    told = {}
+    for count in counts:
+        told[count] = verdict(sizes, count, memory_bytes)
+        lines += [f"{count:,} ranks: {told[count][0]}", *(f"  {line}" for line in told[count][1:])]
+    sys.stdout.write("\n".join(lines) + "\n")
+    if args.json is not None:
+        report = {"kind": "memory", "version": 1, "memory_bytes": memory_bytes} | {
+            "rows": [row.to_json() for row in rows],
+            "verdicts": told,
+        }
+        try:
+            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.json).write_text(json.dumps(report, indent=1))
+        except OSError as error:
+            raise ConfigurationError(f"--json {args.json}: {error.strerror or error}.") from error
+    return 0
+
+
+def device_bytes() -> int:
+    """Memory of the first GPU; of this host if there is none."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _to_dtype(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+def _call(target: str) -> Any:
+    """Call the function that "FILE.py:FUNCTION" or "MODULE:FUNCTION" names."""
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name:
+        raise ConfigurationError(f"{target}: write FILE.py:FUNCTION, such as train.py:build_model.")
+    function = _find(where, name, target)
+    try:
+        return function()
+    except EvenstepError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{target} failed: {type(error).__name__}: {error}") from error
+
+
+def _find(where: str, name: str, target: str) -> Callable[[], Any]:
+    try:
+        if where.endswith(".py"):
+            if not Path(where).is_file():
+                raise ConfigurationError(f"{where}: no such file.")
+            spec = importlib.util.spec_from_file_location("_evenstep_estimated", where)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(where)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{where} can't be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigurationError(f"{target}: {where} has no function {name!r}.")
+    called: Callable[[], Any] = function
+    return called

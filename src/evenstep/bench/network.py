@@ -1,0 +1,403 @@
+"""`evenstep bench --network`: what the world's transport makes of the network, by size, in the manner of nccl-tests.
+
+Every rank times calls one after the other, from a barrier on; what counts is the slowest rank. Sizes take turns, so
+that a machine that slows down for a moment doesn't look like a slow size. *Algorithm bandwidth* is the size over the
+time; *bus bandwidth* is that times `cost.bus_factor`: what passes through the narrowest link, comparable between
+collectives and numbers of ranks.
+
+Where there are several hosts of several ranks each, the all-reduce is measured once more inside every host, and between
+one rank of each: that tells the latency and the bandwidth of either *level*, from which `simulate` predicts others.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evenstep.bench.cost import (
+    ALGORITHM_OF,
+    COLLECTIVES,
+    Algorithm,
+    Collective,
+    Hosts,
+    Link,
+    Network,
+    bus_factor,
+    fit_link,
+    memory_factor,
+    ring_stages,
+)
+from evenstep.environment import current_placement
+from evenstep.errors import ConfigurationError
+from evenstep.joining import init
+from evenstep.launcher.launch import launch
+from evenstep.transport.base import Transport, Work
+from evenstep.transport.exchange import exchange
+from evenstep.world import World
+
+REPORT_VERSION = 1
+_BLOCK_S = 0.03  # how long calls are repeated, where one is shorter
+_MAX_CALLS = 200
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is measured.
+
+    Attributes:
+        sizes: Bytes of the whole vector, ascending.
+        collectives: Which.
+        repeats: Blocks of calls per size.
+    """
+
+    sizes: tuple[int, ...]
+    collectives: tuple[Collective, ...] = COLLECTIVES
+    repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 1:
+            raise ConfigurationError(f"sizes of {list(self.sizes)} bytes: at least 1 each.")
+        if self.repeats < 1:
+            raise ConfigurationError(f"--repeats {self.repeats}: at least 1.")
+        for name in self.collectives:
+            if name not in COLLECTIVES:
+                raise ConfigurationError(f"--collectives {name}: there are {', '.join(COLLECTIVES)}.")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One collective at one size.
+
+    Attributes:
+        level: "all" ranks, those "inside" a host, or one of each host ("between").
+        collective: Which.
+        num_bytes: Of the whole vector.
+        num_ranks: How many took part.
+        seconds: (lower quartile, median, upper quartile) of a call, on the slowest rank.
+    """
+
+    level: str
+    collective: Collective
+    num_bytes: int
+    num_ranks: int
+    seconds: tuple[float, float, float]
+
+    @property
+    def algorithm_bytes_per_s(self) -> float:
+        """Size over time."""
+        return self.num_bytes / self.seconds[1]
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """What passes through the narrowest link."""
+        return self.algorithm_bytes_per_s * bus_factor(self.collective, self.num_ranks)
+
+
+@dataclass(frozen=True)
+class Level:
+    """What was fitted to the all-reduces of a level.
+
+    Attributes:
+        link: Latency of a message and bandwidth.
+        algorithm: How the collectives that were measured are done.
+        error: Median of the relative errors that the fit leaves.
+    """
+
+    link: Link
+    algorithm: Algorithm
+    error: float
+
+
+@dataclass(frozen=True)
+class NetworkReport:
+    """What was measured, and what follows.
+
+    Attributes:
+        transport: Its name.
+        hosts: The ranks.
+        figures: By level, collective and size.
+        levels: By name, "inside" and "between" hosts; only those that there are.
+    """
+
+    transport: str
+    hosts: Hosts
+    figures: tuple[Figure, ...]
+    levels: dict[str, Level]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` reads, and the bandwidths."""
+        figures = [
+            {
+                **asdict(each),
+                "algorithm_bytes_per_s": each.algorithm_bytes_per_s,
+                "bus_bytes_per_s": each.bus_bytes_per_s,
+            }
+            for each in self.figures
+        ]
+        levels = {name: asdict(level) for name, level in self.levels.items()}
+        return {
+            "kind": "network",
+            "version": REPORT_VERSION,
+            "transport": self.transport,
+            "hosts": asdict(self.hosts),
+            "levels": levels,
+            "figures": figures,
+        }
+
+
+def levels_from_json(read: Any, *, where: str) -> dict[str, Level]:
+    """The levels of a report that `evenstep bench --network --json` wrote.
+
+    Raises:
+        ConfigurationError: It is none, or of another version.
+    """
+    if not isinstance(read, dict) or read.get("kind") != "network":
+        raise ConfigurationError(f"{where} is no report of `evenstep bench --network --json`.")
+    if read.get("version") != REPORT_VERSION:
+        raise ConfigurationError(f"{where} has version {read.get('version')}; this program reads {REPORT_VERSION}.")
+    return {
+        name: Level(Link(**level["link"]), level["algorithm"], level["error"]) for name, level in read["levels"].items()
+    }
+
+
+def join_levels(levels: dict[str, Level], *, prefers: Algorithm | None = None) -> Network:
+    """A network out of its levels; one that wasn't measured is taken to be like the other.
+
+    Args:
+        levels: "inside", "between" or both.
+        prefers: How collectives are done; None: as where they were measured.
+
+    Raises:
+        ConfigurationError: There is no level.
+    """
+    if not levels:
+        raise ConfigurationError("nothing was measured: a network needs at least two ranks.")
+    inside, between = levels.get("inside"), levels.get("between")
+    known = inside or between
+    assert known is not None
+    return Network((inside or known).link, (between or known).link, prefers or (between or known).algorithm)
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def measure(world: World, sweep: Sweep) -> NetworkReport:
+    """Measure the transports of a world.
+
+    Collective: every rank calls this. The report is the same on all of them.
+    """
+    hosts = Hosts(world.num_nodes, world.local_world_size)
+    sizes = exchange(world.control, world.local_world_size)
+    is_regular = len(set(sizes)) == 1
+    groups: list[tuple[str, World | None]] = [("all", world)]
+    if world.num_nodes > 1 and world.local_world_size > 1 and is_regular:
+        groups += _levels_of(world)
+    figures: list[Figure] = []
+    for level, part in groups:
+        wanted = sweep if level == "all" else replace(sweep, collectives=("all_reduce",))
+        # Of the parts those of rank 0 count: its host, and its lane.
+        mine = _sweep(part, wanted, level) if part is not None and part.world_size > 1 else []
+        world.barrier()
+        told = world.broadcast_object([[f.collective, f.num_bytes, f.num_ranks, list(f.seconds)] for f in mine])
+        figures += [Figure(level, name, size, ranks, (low, mid, high)) for name, size, ranks, (low, mid, high) in told]
+    return NetworkReport(world.transport_name, hosts, tuple(figures), _fit(figures, hosts, world.transport_name))
+
+
+def _levels_of(world: World) -> list[tuple[str, World | None]]:
+    """The ranks of this host, and one rank of every host; None where this rank has no part."""
+    places = exchange(world.control, [world.node_rank, world.local_rank])
+    members = [[rank for rank, (node, _) in enumerate(places) if node == host] for host in range(world.num_nodes)]
+    # torch asks every rank to make every group, in the same order.
+    insides = [dist.new_group(ranks) for ranks in members]
+    leaders = dist.new_group([ranks[0] for ranks in members])
+    inside = world.of_group(insides[world.node_rank])
+    between = world.of_group(leaders) if world.local_rank == 0 else None
+    return [("inside", inside), ("between", between)]
+
+
+def _sweep(world: World, sweep: Sweep, level: str) -> list[Figure]:
+    transport, n = world.transport, world.world_size
+    longest = max(sweep.sizes) // 4 // n * n + n
+    whole = transport.allocate(longest, dtype=torch.float32, device=world.device)
+    part = transport.allocate(longest // n, dtype=torch.float32, device=world.device)
+    calls: dict[tuple[Collective, int], Callable[[], Work]] = {}
+    for name in sweep.collectives:
+        for size in sweep.sizes:
+            numel = max(1, size // 4 // n) * n
+            calls[name, numel * 4] = _call(transport, name, whole[:numel], part[: numel // n])
+    counts = {}
+    for key, call in calls.items():
+        _time(world, call, 1)  # first calls of a size map memory
+        took = _time(world, call, 3)
+        counts[key] = max(1, min(_MAX_CALLS, int(_BLOCK_S / max(took, 1e-7))))
+    seconds: dict[tuple[Collective, int], list[float]] = {key: [] for key in calls}
+    for repeat in range(sweep.repeats):
+        for key in calls if repeat % 2 else reversed(calls):
+            seconds[key].append(_time(world, calls[key], counts[key]))
+    return [Figure(level, name, size, n, _quartiles(seconds[name, size])) for name, size in calls]
+
+
+def _call(transport: Transport, name: Collective, whole: Tensor, part: Tensor) -> Callable[[], Work]:
+    if name == "all_reduce":
+        return lambda: transport.all_reduce(whole)
+    if name == "reduce_scatter":
+        return lambda: transport.reduce_scatter(part, whole)
+    if name == "all_gather":
+        return lambda: transport.all_gather(whole, part)
+    return lambda: transport.broadcast(whole, 0)
+
+
+def _time(world: World, call: Callable[[], Work], count: int) -> float:
+    """Seconds of one call, on the slowest rank. The vector holds zeros, so sums stay what they are."""
+    world.transport.barrier().wait()
+    _settle(world.device)
+    started = time.perf_counter()
+    for _ in range(count):
+        call().wait()
+    _settle(world.device)
+    return float(max(exchange(world.control, (time.perf_counter() - started) / count)))
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) < 2:
+        return (values[0], values[0], values[0])
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (low, middle, high)
+
+
+def _fit(figures: Sequence[Figure], hosts: Hosts, transport: str) -> dict[str, Level]:
+    """The links that explain the all-reduces of each level. Pure."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for each in figures:
+        if each.collective == "all_reduce":
+            points.setdefault(each.level, []).append((each.num_bytes, each.seconds[1]))
+    if hosts.num_hosts == 1 or hosts.ranks_per_host == 1:
+        named = {"inside" if hosts.num_hosts == 1 else "between": points.get("all", [])}
+    else:
+        named = {name: points[name] for name in ("inside", "between") if name in points}
+    levels = {}
+    for name, measured in named.items():
+        if len({size for size, _ in measured}) < 2:
+            continue
+        n = hosts.ranks_per_host if name == "inside" else hosts.num_hosts
+        shares_memory = name == "inside" and transport.startswith("shared memory")
+        stages = 1.0 if shares_memory else float(sum(ring_stages("all_reduce", Hosts(1, n))))
+        traffic = memory_factor("all_reduce", n) if shares_memory else bus_factor("all_reduce", n)
+        link, error = fit_link(measured, stages=stages, traffic=traffic)
+        levels[name] = Level(link, ALGORITHM_OF.get(transport, "ring"), error)
+    return levels
+
+
+# ---------------------------------------------------------------------- for people
+
+
+def table(report: NetworkReport) -> str:
+    """For people, and for the documentation. Pure."""
+    lines = [
+        "| ranks | collective | bytes | time, us | algorithm, GB/s | bus, GB/s |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for each in report.figures:
+        low, middle, high = (f"{value * 1e6:,.1f}" for value in each.seconds)
+        who = f"{each.level} ({each.num_ranks})"
+        lines.append(
+            f"| {who} | {each.collective} | {each.num_bytes:,} | {middle} ({low} to {high}) "
+            f"| {each.algorithm_bytes_per_s / 1e9:,.3f} | {each.bus_bytes_per_s / 1e9:,.3f} |"
+        )
+    for name, level in report.levels.items():
+        lines.append("")
+        what = "between the ranks of a host" if name == "inside" else "between hosts"
+        lines.append(f"{what}: {level.link} ({level.algorithm}; median error of the fit {level.error:.0%})")
+    return "\n".join(lines)
+
+
+def parse_size(text: str) -> int:
+    """ "64M" is 64 MiB."""
+    number, unit = text.upper().removesuffix("IB").removesuffix("B"), ""
+    if number[-1:] in ("K", "M", "G"):
+        number, unit = number[:-1], number[-1]
+    if not number.isdigit() or int(number) == 0:
+        raise ConfigurationError(f"{text!r} is no size: write 4096, 64K, 16M or 1G.")
+    return int(number) * _UNITS[unit]
+
+
+def plan_sizes(smallest: str, largest: str) -> tuple[int, ...]:
+    """From the smallest to the largest, each four times the one before. Pure."""
+    size, last = parse_size(smallest), parse_size(largest)
+    if size > last:
+        raise ConfigurationError(f"--min-size {smallest} is more than --max-size {largest}.")
+    sizes = []
+    while size <= last:
+        sizes.append(size)
+        size *= 4
+    return tuple(sizes)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `evenstep bench --network`."""
+    parser.add_argument("--min-size", default="1K", metavar="SIZE", help="bytes of the smallest vector; 1K")
+    parser.add_argument("--max-size", default="64M", metavar="SIZE", help="of the largest, in steps of 4; 64M")
+    parser.add_argument(
+        "--collectives", default=",".join(COLLECTIVES), metavar="NAMES", help="separated by commas; all four"
+    )
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="blocks of calls per size; 5")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there, for --predict and for programs")
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=int, default=2, metavar="N", help="ranks, if nobody starts them; 2"
+    )
+
+
+def main(args: Namespace) -> int:
+    """Measure, on ranks that a launcher started or on new ones of this host; print the table, write the JSON.
+
+    Raises:
+        ConfigurationError: A flag makes no sense, or there is one rank only.
+    """
+    sweep = Sweep(
+        plan_sizes(args.min_size, args.max_size),
+        tuple(name.strip() for name in args.collectives.split(",")),
+        args.repeats,
+    )
+    if current_placement().world_size > 1:
+        on_rank(sweep, args.json)
+        return 0
+    if args.nproc_per_node < 2:
+        raise ConfigurationError(f"--nproc-per-node {args.nproc_per_node}: a network has at least two ranks.")
+    launch(on_rank, args.nproc_per_node, (sweep, args.json))
+    return 0
+
+
+def on_rank(sweep: Sweep, json_file: str | None) -> None:
+    """On every rank; rank 0 prints and writes."""
+    with init() as world:
+        report = measure(world, sweep)
+        problem = None
+        if world.is_main:
+            sys.stdout.write(f"{report.transport}, {report.hosts}\n\n{table(report)}\n")
+            sys.stdout.flush()
+            try:
+                if json_file is not None:
+                    Path(json_file).parent.mkdir(parents=True, exist_ok=True)
+                    Path(json_file).write_text(json.dumps(report.to_json(), indent=1))
+            except OSError as error:
+                problem = f"--json {json_file}: {error.strerror or error}."
+        problem = world.broadcast_object(problem)
+        if problem is not None:
+            raise ConfigurationError(problem)

@@ -1,0 +1,185 @@
+"""What an argument may be: wherever one is given, what is wrong with it is said in the same way. Pure.
+
+Each function returns the value in the type that is meant, or raises a `ConfigurationError` that begins with `what`: who
+was given which argument, as in "DataLoader: timeout". Numbers and switches may be numpy's.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from evenstep.errors import ConfigurationError
+
+_LONGEST = 60  # characters of a value that are shown
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: in one line, and not longer than that."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # somebody else's __repr__
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def refuse(what: str, value: object, wanted: str) -> ConfigurationError:
+    """The error for a value that can't be meant.
+
+    Args:
+        what: Who was given which argument.
+        value: What was given.
+        wanted: What would be right.
+    """
+    return ConfigurationError(f"{what}={shown(value)}; {wanted}.")
+
+
+def whole(what: str, value: Any, *, least: int | None = None, most: int | None = None, otherwise: str = "") -> int:
+    """A whole number.
+
+    Args:
+        what: Who was given which argument.
+        value: What was given.
+        least: The smallest that makes sense; None: any.
+        most: The largest that makes sense; None: any.
+        otherwise: What else may be given, for the message: "None for all".
+
+    Raises:
+        ConfigurationError: It is no whole number, or out of range.
+    """
+    try:
+        number = None if is_switch_type(value) else operator.index(value)
+    except Exception:  # a tensor of several numbers has an error of its own
+        number = None
+    if number is None or (least is not None and number < least) or (most is not None and number > most):
+        raise refuse(what, value, f"a whole number{_range(least, most)}{_or(otherwise)}")
+    return number
+
+
+def number(
+    what: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    finite: bool = True,
+    otherwise: str = "",
+) -> float:
+    """A real number.
+
+    Args:
+        what: Who was given which argument.
+        value: What was given; NaN never is right.
+        least: The smallest that makes sense.
+        above: What it has to be greater than.
+        most: The largest that makes sense.
+        below: What it has to be smaller than.
+        finite: False: it may be infinite.
+        otherwise: What else may be given, for the message.
+
+    Raises:
+        ConfigurationError: It is no number, or out of range.
+    """
+    found = as_float(value)
+    wrong = found is None or math.isnan(found) or (finite and math.isinf(found))
+    if not wrong and found is not None:
+        wrong = (
+            (least is not None and found < least)
+            or (above is not None and found <= above)
+            or (most is not None and found > most)
+            or (below is not None and found >= below)
+        )
+    if wrong or found is None:
+        bounds = [
+            f"{word} {bound:g}"
+            for word, bound in (("greater than", above), ("at least", least), ("less than", below), ("at most", most))
+            if bound is not None
+        ]
+        kind = "a finite number" if finite and not bounds else "a number"
+        raise refuse(what, value, f"{kind}{', ' if bounds else ''}{' and '.join(bounds)}{_or(otherwise)}")
+    return found
+
+
+def as_float(value: Any) -> float | None:
+    """A real number of any kind as a float, NaN and infinities too; None for what is none, texts and switches too."""
+    if isinstance(value, str | bytes | bytearray | complex) or is_switch_type(value):
+        return None
+    try:
+        return float(value)
+    except Exception:  # a tensor of several numbers, an object without a number, an integer beyond all floats
+        return None
+
+
+def switch(what: str, value: Any, *, otherwise: str = "") -> bool:
+    """True or False; 1 and 0 are taken for them.
+
+    Raises:
+        ConfigurationError: Neither.
+    """
+    if is_switch_type(value) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise refuse(what, value, f"True or False{_or(otherwise)}")
+
+
+def switches(who: str, otherwise: str = "", **given: Any) -> None:
+    """Several switches; with `otherwise` None is one of their values.
+
+    Raises:
+        ConfigurationError: One of them is none.
+    """
+    for name, value in given.items():
+        if not (value is None and otherwise):
+            switch(f"{who}{name}", value, otherwise=otherwise)
+
+
+def choice(what: str, value: Any, choices: Sequence[str], *, otherwise: str = "") -> str:
+    """One of some words.
+
+    Raises:
+        ConfigurationError: None of them.
+    """
+    if isinstance(value, str) and value in choices:
+        return value
+    told = [repr(each) for each in choices]
+    raise refuse(what, value, f"{', '.join(told[:-1])} or {told[-1]}{_or(otherwise)}")
+
+
+def text(what: str, value: Any, *, wanted: str = "a text", otherwise: str = "") -> str:
+    """A text that isn't empty.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if isinstance(value, str) and value:
+        return value
+    raise refuse(what, value, f"{wanted}{_or(otherwise)}")
+
+
+def function(what: str, value: Any, *, otherwise: str = "") -> Callable[..., Any]:
+    """What can be called.
+
+    Raises:
+        ConfigurationError: It can't be.
+    """
+    if callable(value):
+        return value  # type: ignore[no-any-return]
+    raise refuse(what, value, f"a function{_or(otherwise)}")
+
+
+def is_switch_type(value: Any) -> bool:
+    """Whether a value is a bool: python's, or numpy's, whose name is "bool_" before numpy 2."""
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+
+
+def _range(least: int | None, most: int | None) -> str:
+    if most is None:
+        return "" if least is None else f", at least {least}"
+    return f", at most {most}" if least is None else f" from {least} to {most}"
+
+
+def _or(otherwise: str) -> str:
+    return f", or {otherwise}" if otherwise else ""

@@ -1,0 +1,90 @@
+"""What an optimizer over a wrapped model was given: tried out, and what of it the ranks have to agree on."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from evenstep import checks
+from evenstep.errors import ConfigurationError
+from evenstep.optim.divided import defaults_of
+
+Groups = list[Any]
+
+
+def validate_switches(*, shard_gradients: Any, master_weights: Any, elementwise: Any) -> None:
+    """Raise for a switch that is none.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    checks.switches("", shard_gradients=shard_gradients, master_weights=master_weights)
+    checks.switches("", otherwise="None where it is one of torch's", elementwise=elementwise)
+
+
+def listed(params: Any) -> Groups:
+    """Parameters or groups of them, in lists: what iterates once is looked at more than once here.
+
+    Raises:
+        ConfigurationError: Neither.
+    """
+    if isinstance(params, Tensor | str | bytes | Mapping) or not isinstance(params, Iterable):
+        raise checks.refuse("params", params, "parameters of the model, groups of them, or None for all")
+    made: Groups = []
+    for each in params:
+        if isinstance(each, dict):
+            group = each.get("params")
+            is_many = isinstance(group, Iterable) and not isinstance(group, Tensor)
+            made.append({**each, "params": list(group) if is_many and group is not None else group})
+        else:
+            made.append(each)
+    return made
+
+
+def try_out(kind: type[optim.Optimizer], params: Groups, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer that is thrown away.
+
+    Raises:
+        ConfigurationError: torch refuses the parameters or the arguments.
+    """
+    with torchs_refusals(kind):
+        defaults = defaults_of(kind, arguments)
+        tried = optim.Optimizer([dict(each) if isinstance(each, dict) else each for each in params], defaults)
+    return tried.param_groups
+
+
+@contextlib.contextmanager
+def torchs_refusals(kind: type[optim.Optimizer]) -> Iterator[None]:
+    """Around a call of torch's: what it refuses is a ConfigurationError.
+
+    Raises:
+        ConfigurationError: With torch's text.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+        raise ConfigurationError(f"{kind.__name__}: {error}") from None
+
+
+def facts_of(groups: Sequence[Mapping[str, Any]], index_of: Callable[[Tensor], int]) -> dict[str, Any]:
+    """What must be equal on all ranks of parameter groups, by what people call it; JSON types."""
+    facts: dict[str, Any] = {"the number of parameter groups": len(groups)}
+    for number, group in enumerate(groups):
+        indices = torch.tensor([index_of(parameter) for parameter in group["params"]], dtype=torch.int64)
+        of = f" of parameter group {number}"
+        facts[f"the number of parameters{of}"] = len(indices)
+        facts[f"the checksum of the parameters{of}"] = zlib.crc32(repr(indices.tolist()).encode())
+        facts |= {f"{name}{of}": repr(value) for name, value in group.items() if name != "params" and _is_plain(value)}
+    return facts
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether equal values have equal texts."""
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, int | float | str) or (isinstance(value, Tensor) and value.numel() == 1)

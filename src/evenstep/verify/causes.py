@@ -1,0 +1,324 @@
+"""Why a run on several ranks is not the run on fewer: what usually causes it, told from what the ranks have seen. Pure.
+
+Nothing here is a guess at the script's text. Each cause has evidence of its own:
+
+    repeated, samples   digests of the samples that the model was given, over all ranks, against those of the other run
+    drift               digests of parameters that differ between ranks
+    settings            the optimizer's numbers
+    branch              modules that ran, and nodes of the graph, that differ between ranks
+    divisor, average    the reference's gradient is a weighted sum of what the ranks' backward passes added, with other
+                        weights than those that were applied: each was right, and only counted wrong
+    batch norm          it is no such sum, and layers have normalised over one rank's share
+    random              the random stream: ranks that share it, or that draw what a single process draws once
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from evenstep.verify.evidence import Run, Seen
+from evenstep.verify.weights import Weights, find_weights
+
+_SAME_WEIGHT = 1e-3  # weights this close to each other, relatively, are equal
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What usually causes such a difference.
+
+    Attributes:
+        kind: One word of the list above, for programs.
+        text: What is wrong, by which evidence, and what to do.
+    """
+
+    kind: str
+    text: str
+
+
+def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Cause]:
+    """What the evidence says of a difference, the best first; nothing if it says nothing.
+
+    Args:
+        base: The run on fewer ranks; in float64, if there is one.
+        run: The run that differs, likewise.
+        step: The first step that differs, from 0.
+        rounding: Relative rounding of both.
+    """
+    seen, known = run.at(step), base.at(step)
+    weights = find_weights(base, run, step)
+    is_sum = weights is not None and weights.unexplained <= max(1e3 * rounding, 1e-9)
+    found = _data(base, run, step) + _drift(run, step) + _settings(known, seen) + _branch(seen)
+    if weights is not None and is_sum:
+        found += _counted_wrong(weights, base.num_ranks, known, seen)
+    elif not is_sum:
+        found += _batch_norm(seen, is_sure=weights is not None)
+    return found + _draws(seen)
+
+
+def find_faults(run: Run) -> list[Cause]:
+    """What is wrong with a run on several ranks whether or not its gradients differ from those of another."""
+    for step in range(run.num_steps):
+        seen = run.at(step)
+        found = _shared_masks(seen) + _same_data(seen) + _drift(run, step) + _undivided(seen)
+        if found:
+            return found
+    return []
+
+
+def _data(base: Run, run: Run, step: int) -> list[Cause]:
+    """The samples of a global batch, as a multiset: other ones, or the same ones more often."""
+    ours, theirs = _samples(base.at(step)), _samples(run.at(step))
+    if not ours or not theirs or ours == theirs:
+        return []
+    more, fewer = theirs - ours, ours - theirs
+    total, expected = sum(theirs.values()), sum(ours.values())
+    repeated = sum(min(count, theirs[each] - 1) for each, count in more.items() if theirs[each] > 1)
+    when, told = f"in step {step + 1}, {repeated} of the {total} samples", _by_whom(run.at(step))
+    if not repeated:
+        # Ranks with orders of their own see each other's samples sooner or later.
+        steps = range(min(base.num_steps, run.num_steps))
+        repeated = max(0, _num_repeated(run, steps) - _num_repeated(base, steps))
+        when, told = f"within {len(steps)} steps, {repeated} of the samples", ""
+    if repeated:
+        left_out = f", and {sum(fewer.values())} of the {expected} of step {step + 1} are left out" if fewer else ""
+        return [
+            Cause(
+                "repeated",
+                f"data seen twice: {when} of {run.num_ranks} ranks are repetitions{told}{left_out}. Divide the data "
+                f"over the ranks: evenstep.DataLoader(global_batch_size=), or a DistributedSampler that knows rank and "
+                f"number of ranks, with one seed. (At an epoch's end torch's sampler repeats samples, too.)",
+            )
+        ]
+    if total != expected:
+        return [
+            Cause(
+                "samples",
+                f"the global batch depends on the number of ranks: {expected} samples on {base.num_ranks}, {total} on "
+                f"{run.num_ranks}. verify sees to the batch sizes of torch's DataLoader alone; divide others by the "
+                f"number of ranks, or use evenstep.DataLoader(global_batch_size=).",
+            )
+        ]
+    return [
+        Cause(
+            "samples",
+            f"other samples: {sum(more.values())} of the {total} of step {step + 1} are not those that "
+            f"{_ranks(base.num_ranks)} saw, and none comes twice. The order of the data depends on the number of ranks "
+            f"(each reads a part of its own, or a seed differs), or random numbers are added to them in the loop.",
+        )
+    ]
+
+
+def _by_whom(seen: Sequence[Seen]) -> str:
+    samples = [_samples([each]) for each in seen]
+    for second in range(len(seen)):
+        for first in range(second):
+            shared = sum((samples[first] & samples[second]).values())
+            if shared:
+                return f" (rank {second} saw {shared} of rank {first}'s)"
+    return ""
+
+
+def _num_repeated(run: Run, steps: Sequence[int]) -> int:
+    counts = sum((_samples(run.at(step)) for step in steps), Counter())
+    return sum(count - 1 for count in counts.values())
+
+
+def _samples(ranks: Sequence[Seen]) -> Counter[str]:
+    return Counter(row for seen in ranks for rows in seen.rows for row in rows)
+
+
+def _same_data(seen: Sequence[Seen]) -> list[Cause]:
+    if len(seen) < 2 or not seen[0].num_rows or any(each.rows != seen[0].rows for each in seen):
+        return []
+    return [
+        Cause(
+            "repeated",
+            f"data seen twice: all {len(seen)} ranks see the same {seen[0].num_rows} samples. Divide the data over the "
+            f"ranks: evenstep.DataLoader(global_batch_size=), or a DistributedSampler.",
+        )
+    ]
+
+
+def _drift(run: Run, step: int) -> list[Cause]:
+    seen = run.at(step)
+    for kind, what in (("grad/", "gradient"), ("param/", "parameter")):
+        for name, digest in seen[0].digests.items():
+            other = next((rank for rank, each in enumerate(seen) if each.digests.get(name) != digest), None)
+            if name.startswith(kind) and other is not None:
+                return [
+                    Cause(
+                        "drift",
+                        f"replicas drift apart: in step {step + 1} {what} {name.partition('/')[2]!r} of rank {other} "
+                        f"is not rank 0's. Gradients are not exchanged (a model that isn't wrapped, or called by its "
+                        f"`.module`; no_sync around the last pass), or a rank changes its own.",
+                    )
+                ]
+    return []
+
+
+def _settings(known: Sequence[Seen], seen: Sequence[Seen]) -> list[Cause]:
+    ours = known[0].settings
+    for rank, each in enumerate(seen):
+        for group, (a, b) in enumerate(zip(ours, each.settings, strict=False)):
+            name = next((key for key in a if a[key] != b.get(key, a[key])), None)
+            if name is not None:
+                return [
+                    Cause(
+                        "settings",
+                        f"the optimizer steps with another {name}: {a[name]:g} on {_ranks(len(known))}, {b[name]:g} on "
+                        f"rank {rank} of {len(seen)} (group {group}). It depends on the rank or on their number.",
+                    )
+                ]
+    return []
+
+
+def _branch(seen: Sequence[Seen]) -> list[Cause]:
+    """Ranks that have samples run the same modules and build the same graphs, unless they look at their rank."""
+    working = [(rank, each) for rank, each in enumerate(seen) if each.graphs and each.num_rows]
+    for (first, a), (second, b) in itertools.pairwise(working):
+        evidence = ""
+        if a.modules != b.modules:
+            evidence = _module_evidence(first, a.modules, second, b.modules)
+        elif a.graphs[0] != b.graphs[0]:
+            kinds = sorted(set(a.graphs[0]) | set(b.graphs[0]))
+            kind = next(each for each in kinds if a.graphs[0].get(each, 0) != b.graphs[0].get(each, 0))
+            evidence = (
+                f"the graph of rank {first}'s loss has {a.graphs[0].get(kind, 0)} nodes {kind}, and that of rank "
+                f"{second} {b.graphs[0].get(kind, 0)}"
+            )
+        if evidence:
+            return [
+                Cause(
+                    "branch",
+                    f"a rank-dependent branch: {evidence}. What is computed for the gradient may not depend on the "
+                    f"rank.",
+                )
+            ]
+    return []
+
+
+def _module_evidence(first: int, ours: list[str], second: int, theirs: list[str]) -> str:
+    only = [name for name in ours if name not in theirs], [name for name in theirs if name not in ours]
+    if only[0] or only[1]:
+        rank, other, name = (first, second, only[0][0]) if only[0] else (second, first, only[1][0])
+        return f"module {name!r} runs on rank {rank} and not on rank {other}"
+    return f"ranks {first} and {second} run their modules in another order, or more often"
+
+
+def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen: Sequence[Seen]) -> list[Cause]:
+    """Each pass has added the right gradient: only the weights are wrong, all of them or some."""
+    right, applied = torch.tensor(weights.right), torch.tensor(weights.applied)
+    ratios = applied / right
+    passes = max(len(each.lanes) for each in seen), max(len(each.lanes) for each in known)
+    if not bool(ratios.isfinite().all()) or float(ratios.abs().max()) == 0:
+        return []
+    if float((ratios - ratios.mean()).abs().max()) > _SAME_WEIGHT * float(ratios.abs().mean()):
+        rank_of = [rank for rank, each in enumerate(seen) for _ in each.lanes]
+        shares = [
+            (float(sum(part[i] for i, owner in enumerate(rank_of) if owner == rank)), rank)
+            for rank in range(len(seen))
+            for part in (right, applied)
+        ]
+        told = ", ".join(
+            f"rank {rank} by {shares[2 * rank + 1][0]:.4g} instead of {shares[2 * rank][0]:.4g}"
+            for rank in range(min(len(seen), 4))
+        )
+        return [
+            Cause(
+                "average",
+                f"a loss averaged over the wrong number: each rank's gradient is right, and counts by the wrong "
+                f"weight ({told}). Ranks average over different numbers of samples or tokens, and the mean of their "
+                f"means is not the global mean: model.backward(loss, weight=what it was averaged over).",
+            )
+        ]
+    ratio = float(ratios.mean())
+    if abs(ratio - 1) <= _SAME_WEIGHT:
+        return []
+    if max(passes) > 1:
+        return [
+            Cause(
+                "divisor",
+                f"a wrong accumulation divisor: the gradient of {len(seen)} ranks is {ratio:.4g} times that of "
+                f"{_ranks(num_base)}, with {passes[0]} backward passes a step on each rank against {passes[1]}. Divide "
+                f"by the passes that a rank makes (gradients are averaged over ranks already), or call "
+                f"model.backward(loss, weight=len(x)) in each.",
+            )
+        ]
+    return [
+        Cause(
+            "average",
+            f"a loss averaged over the wrong number: the gradient of {len(seen)} ranks is {ratio:.4g} times that of "
+            f"{_ranks(num_base)}, in all parameters. Gradients are averaged over ranks: the loss must be the mean over "
+            f"this rank's samples, divided neither by the number of ranks nor by the global batch, and not their sum.",
+        )
+    ]
+
+
+def _batch_norm(seen: Sequence[Seen], *, is_sure: bool) -> list[Cause]:
+    names = seen[0].unsynced
+    if not names or len(seen) < 2:
+        return []
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    proof = ", and no weighting of the ranks' gradients gives that of the whole batch" if is_sure else ""
+    return [
+        Cause(
+            "batch norm",
+            f"batch norm without synchronisation: {names[0]!r}{more} normalised by the statistics of each rank's own "
+            f"share{proof}. evenstep.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping it.",
+        )
+    ]
+
+
+def _draws(seen: Sequence[Seen]) -> list[Cause]:
+    if not any(each.draws for each in seen):
+        return []
+    return [
+        Cause(
+            "random",
+            "random numbers in the forward pass, besides dropout: no two numbers of ranks draw the same. (verify "
+            "switches dropout off for the comparison, and can't do that with other draws.)",
+        )
+    ]
+
+
+def _shared_masks(seen: Sequence[Seen]) -> list[Cause]:
+    states: dict[str, int] = {}
+    for rank, each in enumerate(seen):
+        if not each.dropouts:
+            continue
+        first = states.setdefault(each.dropouts[0], rank)
+        if first != rank:
+            return [
+                Cause(
+                    "random",
+                    f"random state shared between ranks: ranks {first} and {rank} draw the same dropout masks, so "
+                    f"their shares of the batch lose the same units. Seed the ranks differently once the model is "
+                    f"made, torch.manual_seed(seed + rank); evenstep.init(seed=) does.",
+                )
+            ]
+    return []
+
+
+def _undivided(seen: Sequence[Seen]) -> list[Cause]:
+    for rank, each in enumerate(seen):
+        passes = len(each.losses)
+        # Lanes of reproducible mode are averaged over, as ranks are.
+        if each.held_back and not each.lanes_of_run and passes > 1 and each.means == passes:
+            return [
+                Cause(
+                    "divisor",
+                    f"a wrong accumulation divisor: rank {rank} adds up {passes} backward passes, each of a mean over "
+                    f"its own samples and divided by nothing, so the gradient is {passes} times that of their mean. "
+                    f"Divide each loss by {passes}, or call model.backward(loss, weight=len(x)).",
+                )
+            ]
+    return []
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" + ("" if count == 1 else "s")

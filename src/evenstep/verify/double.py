@@ -1,0 +1,83 @@
+"""The reference: an unchanged script in float64.
+
+Parameters are drawn as ever and converted when a model is wrapped or first called, so that both runs begin with the
+same numbers. From there on whatever meets a float64 tensor becomes one, and what carries a gradient stays one, also
+where the script asks for less. Autocast leaves float64 alone by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.verify.patching import Patches
+
+_NARROWER = (torch.float32, torch.float16, torch.bfloat16)
+_TO = Tensor.to
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+def compute_in_double(patches: Patches) -> None:
+    """From now on models are converted, and what they compute is float64."""
+    entered = contextlib.ExitStack()
+    entered.enter_context(_Widening())
+    patches.later(entered.close)
+
+    def wrapped(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(self, widen(module), *args, **kwargs)
+
+        return init
+
+    # Before it is wrapped: buckets are laid out by the dtype of the parameters.
+    for kind in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
+        patches.replace(kind, "__init__", wrapped)
+
+
+def widen(module: nn.Module) -> nn.Module:
+    """A module with float64 parameters and buffers, converted in place: optimizers that have them keep them."""
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        return module.double()
+
+
+class _Widening(TorchFunctionMode):
+    """Every operation with one float64 tensor gets its other floating-point tensors in float64 too."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.dtype == torch.float64 and first.requires_grad:
+            if func in _CASTS:
+                return first
+            if func is _TO:
+                args, kwargs = pytree.tree_map(_kept_wide, (args, kwargs))
+                return func(*args, **kwargs)
+        changes_in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__")
+        if not changes_in_place and "out" not in kwargs:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+            if torch.float64 in dtypes and len(dtypes) > 1:
+                args, kwargs = pytree.tree_map_only(Tensor, _widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype in _NARROWER else tensor
+
+
+def _kept_wide(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return _widened(argument)
+    return torch.float64 if isinstance(argument, torch.dtype) and argument in _NARROWER else argument

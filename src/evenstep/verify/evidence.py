@@ -1,0 +1,208 @@
+"""What the ranks of a run record for `evenstep verify`, and how it travels: a line of JSON and two files a step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from evenstep.checkpoint.snapshot import bytes_of
+
+Values = Mapping[str, Tensor]
+
+MOST_ELEMENTS = 1 << 22  # of a tensor that are compared by value; of larger ones, as many evenly drawn
+NUM_PROBES = 256  # elements of each gradient, evenly drawn, that every rank keeps of every backward pass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a rank is to record.
+
+    Attributes:
+        directory: Where to.
+        num_steps: After so many steps of an optimizer the script ends.
+        world_size: Ranks of this run; the last one to finish lets the others go.
+        in_double: Compute in float64.
+        batch_sizes: Of torch's loaders in the order in which they are made, (as the script passes it, instead of it).
+    """
+
+    directory: str
+    num_steps: int
+    world_size: int
+    in_double: bool = False
+    batch_sizes: Sequence[Sequence[int]] = ()
+
+    def write(self, path: Path) -> None:
+        """Leave it for the ranks."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Plan:
+        """What `write` left."""
+        return cls(**json.loads(path.read_text()))
+
+
+@dataclass
+class Seen:
+    """One step on one rank: everything up to and with one call of an optimizer's `step`.
+
+    Attributes:
+        rows: Of each training forward, a digest of each sample; empty where inputs have no rows or carry a gradient.
+        losses: Of each backward pass the value of its root, and the weight it was given (None: plain `backward`).
+        graphs: Of each backward pass, how often each kind of node is in its graph.
+        modules: Names of the modules that ran, in order, of the first training forward.
+        digests: Of every "grad/...", "param/..." and "buffer/..." as it was for, and after, the optimizer.
+        lanes: Of each backward pass, the digests of what it added to gradients on this rank.
+        settings: Of each parameter group the numbers that the optimizer steps with.
+        dropouts: State of the random stream when dropout would have drawn from it, of the first calls.
+        draws: Whether a training forward drew random numbers besides.
+        unsynced: Batch normalisations that used the statistics of this rank's share alone.
+        means: Backward passes whose root was the mean of a loss function itself, divided by nothing.
+        held_back: Whether gradients were held back for accumulation in one of the passes.
+        has_hidden: Whether gradients were divided over the ranks and could not be read.
+        batch_sizes: Of torch's loaders so far, as the script passed it.
+        lanes_of_run: Lanes of reproducible mode; 0: it is off.
+    """
+
+    rows: list[list[str]] = field(default_factory=list)
+    losses: list[tuple[float, float | None]] = field(default_factory=list)
+    graphs: list[dict[str, int]] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    lanes: list[dict[str, str]] = field(default_factory=list)
+    settings: list[dict[str, float]] = field(default_factory=list)
+    dropouts: list[str] = field(default_factory=list)
+    draws: bool = False
+    unsynced: list[str] = field(default_factory=list)
+    means: int = 0
+    held_back: bool = False
+    has_hidden: bool = False
+    batch_sizes: list[int] = field(default_factory=list)
+    lanes_of_run: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Samples that the model was given."""
+        return sum(map(len, self.rows))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the script: what each rank saw, step by step.
+
+    Attributes:
+        ranks: Of each rank its steps.
+        values: Of a step (from 0), rank 0's tensors, by the names of `Seen.digests`.
+        probes: Of a rank and a step, elements of the gradient: "applied" for the optimizer, "0", "1", ... what each
+            backward pass added on that rank.
+    """
+
+    ranks: Sequence[Sequence[Seen]]
+    values: Callable[[int], Values]
+    probes: Callable[[int, int], Values]
+
+    @property
+    def num_ranks(self) -> int:
+        """Of this run."""
+        return len(self.ranks)
+
+    @property
+    def num_steps(self) -> int:
+        """That all ranks have made."""
+        return min((len(steps) for steps in self.ranks), default=0)
+
+    @property
+    def num_lanes(self) -> int:
+        """Of reproducible mode; 0: it is off."""
+        return self.ranks[0][0].lanes_of_run if self.num_steps else 0
+
+    def at(self, step: int) -> list[Seen]:
+        """What each rank saw in a step, counted from 0."""
+        return [steps[step] for steps in self.ranks]
+
+
+class Writer:
+    """Writes what one rank sees."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._directory = Path(plan.directory)
+        self._rank = rank
+
+    def write(self, step: int, seen: Seen, values: Values, probes: Values) -> None:
+        """Add a step. Values (`thinned`) are rank 0's alone: the others' are equal, or their digests say so."""
+        if self._rank == 0:
+            save_file(dict(values), self._directory / _values_name(step))
+        if probes:
+            save_file(dict(probes), self._directory / _probes_name(self._rank, step))
+        with (self._directory / f"rank-{self._rank}.jsonl").open("a") as file:
+            file.write(json.dumps(asdict(seen)) + "\n")
+
+    def finish(self) -> None:
+        """Say that this rank is done."""
+        (self._directory / f"done-{self._rank}").touch()
+
+
+def num_finished(plan: Plan) -> int:
+    """Ranks that are done."""
+    return len(list(Path(plan.directory).glob("done-*")))
+
+
+def read_run(directory: Path, num_ranks: int) -> Run:
+    """What a run's `Writer`s left. Tensors are read when they are asked for."""
+
+    def steps_of(rank: int) -> list[Seen]:
+        path = directory / f"rank-{rank}.jsonl"
+        return [_seen(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def probes(rank: int, step: int) -> Values:
+        path = directory / _probes_name(rank, step)
+        return load_file(path) if path.exists() else {}
+
+    return Run(
+        ranks=[steps_of(rank) for rank in range(num_ranks)],
+        values=lambda step: load_file(directory / _values_name(step)),
+        probes=probes,
+    )
+
+
+def _seen(told: dict[str, Any]) -> Seen:
+    losses = [(value, weight) for value, weight in told.pop("losses")]
+    return Seen(**told, losses=losses)
+
+
+def _values_name(step: int) -> str:
+    return f"step-{step}.safetensors"
+
+
+def _probes_name(rank: int, step: int) -> str:
+    return f"probes-{rank}-{step}.safetensors"
+
+
+def digest(tensor: Tensor) -> str:
+    """64 bits that two tensors share if their bits are equal, and otherwise don't."""
+    held = tensor.detach().cpu().contiguous()  # by a name: `bytes_of` looks at memory that must outlive it
+    return hashlib.blake2b(bytes_of(held), digest_size=8).hexdigest()
+
+
+def thinned(tensor: Tensor) -> Tensor:
+    """A copy [numel] on the CPU, of large tensors `MOST_ELEMENTS` elements evenly drawn."""
+    return _drawn(tensor, MOST_ELEMENTS).clone()
+
+
+def probe(tensor: Tensor) -> Tensor:
+    """[at most NUM_PROBES] float64: some elements, the same ones of every tensor of that size."""
+    return _drawn(tensor, NUM_PROBES).to(torch.float64)
+
+
+def _drawn(tensor: Tensor, most: int) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() > most:
+        flat = flat[torch.arange(most, device=flat.device) * flat.numel() // most]
+    return flat.cpu()

@@ -1,0 +1,98 @@
+"""torch's loaders while runs are compared: one global batch, and samples that are the same whoever loads them.
+
+A batch size of torch's loader is one rank's. The run on the most ranks loads what the script says; on fewer ranks each
+loads so much more that all together load the same, unless the script has seen to that itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils import data
+from torch.utils.data._utils import fetch
+
+from evenstep import randomness
+from evenstep.data.fetch import gives_batches, seed_streams
+from evenstep.data.loader import DataLoader
+from evenstep.randomness import mix
+from evenstep.verify.patching import Patches
+
+_SAMPLE_TAG = 0x766572696679  # "verify": other streams from the same seed stay unrelated
+
+
+def same_global_batches(patches: Patches, sizes: Sequence[Sequence[int]], seen: list[int]) -> None:
+    """Have torch's loaders load the batches of another number of ranks.
+
+    Args:
+        patches: Knows how to undo it.
+        sizes: See `Plan.batch_sizes`.
+        seen: Told the batch size of every loader, as the script passes it.
+    """
+
+    def made(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
+            has_batches = kwargs.get("batch_sampler") is not None or (len(args) > 2 and args[2] is not None)
+            if isinstance(batch_size, int) and not has_batches:
+                seen.append(batch_size)
+                batch_size = size_of(batch_size, sizes, len(seen) - 1)
+            original(self, dataset, batch_size, *args, **kwargs)
+
+        return init
+
+    patches.replace(data.DataLoader, "__init__", made)
+
+
+def size_of(passed: int, sizes: Sequence[Sequence[int]], index: int) -> int:
+    """The batch size of the loader with this number: changed if it is the one of the other run. Pure."""
+    if index < len(sizes) and passed == sizes[index][0]:
+        return sizes[index][1]
+    return passed
+
+
+def sizes_for(seen: Sequence[int], *, seen_on: int, num_ranks: int) -> list[tuple[int, int]] | None:
+    """`Plan.batch_sizes` for a run on another number of ranks; None if a global batch can't be divided. Pure.
+
+    Args:
+        seen: Batch sizes of one rank in the run on the most ranks.
+        seen_on: How many these were.
+        num_ranks: Of the run to come.
+    """
+    if any(size * seen_on % num_ranks for size in seen):
+        return None
+    return [(size, size * seen_on // num_ranks) for size in seen]
+
+
+def same_samples(patches: Patches) -> None:
+    """Key what a data set draws at random by the number of the sample, in torch's loader and in evenstep's."""
+
+    def fetched(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def fetch_batch(self: Any, index: Any) -> Any:
+            # evenstep's own loader gives torch's requests, and no numbers.
+            if not (self.auto_collation and isinstance(index, list) and all(isinstance(each, int) for each in index)):
+                return original(self, index)
+            samples = []
+            with randomness.preserved():
+                for each in index:
+                    seed_streams(mix(_SAMPLE_TAG, each))
+                    samples.append(self.dataset[each])
+            return self.collate_fn(samples)
+
+        return fetch_batch
+
+    def made(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def init(self: Any, dataset: Any = None, *args: Any, **kwargs: Any) -> None:
+            collate = kwargs.get("collate_fn") or data.default_collate
+            is_map = dataset is not None and not isinstance(dataset, data.IterableDataset)
+            if is_map and not gives_batches(dataset, collate):
+                kwargs.setdefault("sample_seed", True)
+            original(self, dataset, *args, **kwargs)
+
+        return init
+
+    patches.replace(fetch._MapDatasetFetcher, "fetch", fetched)
+    patches.replace(DataLoader, "__init__", made)

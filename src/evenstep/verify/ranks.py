@@ -1,0 +1,175 @@
+"""`evenstep verify script.py`: the same steps on 1, 2 and 4 ranks?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from evenstep.checkpoint.rehearsal import Script
+from evenstep.environment import openmp_threads, with_verification
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.launcher.cores import count_cores
+from evenstep.verify import causes, compare
+from evenstep.verify.evidence import Plan, Run, read_run
+from evenstep.verify.loaders import sizes_for
+from evenstep.verify.report import Report, Verdict
+
+Start = Callable[[Path, Path, int], "tuple[int, str]"]
+
+
+def verify_ranks(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    ranks: Sequence[int] = (1, 2, 4),
+    num_steps: int = 5,
+    device: str | None = None,
+    say: Callable[[str], None],
+    start: Start | None = None,
+) -> Report:
+    """Run a script on several numbers of ranks, compare them step by step, and say what differs and why.
+
+    Args:
+        script: Of the user's; runs unchanged, and ends after `num_steps` steps of an optimizer.
+        arguments: Its own.
+        ranks: Numbers of ranks; the others are compared with the smallest.
+        num_steps: To compare.
+        device: As `evenstep run --device`.
+        say: Told what is going on, a line each.
+        start: Runs the script on some ranks: (plan, rehearsal, how many), returns exit status and what it said.
+            None: `evenstep run`.
+
+    Raises:
+        ConfigurationError: There is no such script, or a number makes no sense.
+        UsageError: The script fails, or makes no steps.
+    """
+    if not Path(script).is_file():
+        raise ConfigurationError(f"{script}: no such script.")
+    if len(set(ranks)) < 2 or min(ranks) < 1:
+        told = ",".join(map(str, ranks))
+        raise ConfigurationError(f"--ranks {told}: at least two numbers of ranks, from 1, as in --ranks 1,2,4.")
+    if num_steps < 1:
+        raise ConfigurationError(f"--steps {num_steps}: at least 1.")
+    with tempfile.TemporaryDirectory(prefix="evenstep-verify-") as name:
+        launch = start or _launcher(script, arguments, device=device, threads=_threads_for(max(ranks)))
+        runs = _Runs(Path(name), script, sorted(set(ranks)), num_steps, launch, say)
+        runs.make()
+        verdicts = [_verdict(runs, number) for number in runs.numbers[1:]]
+        base = runs.of(runs.base)
+        alone = causes.find_faults(base)
+        return Report(script, base.num_steps, runs.base, base.num_lanes, tuple(verdicts), tuple(alone))
+
+
+class _Runs:
+    """The runs of one script, made when they are needed."""
+
+    def __init__(
+        self, root: Path, script: str, numbers: list[int], num_steps: int, start: Start, say: Callable[[str], None]
+    ) -> None:
+        self.numbers = numbers
+        self.base = numbers[0]
+        self._root, self._script, self._num_steps = root, script, num_steps
+        self._start, self._say = start, say
+        self._made: dict[tuple[int, bool], Run] = {}
+        self._batch_sizes: list[int] | None = None  # of the run on the most ranks, which is as the script says
+
+    def make(self) -> None:
+        """All of them in float32 (or whatever the script computes in), the most ranks first."""
+        for number in reversed(self.numbers):
+            self.of(number)
+        lengths = {number: self.of(number).num_steps for number in self.numbers}
+        if len(set(lengths.values())) > 1:
+            told = ", ".join(f"{steps} on {number}" for number, steps in lengths.items())
+            self._say(f"the script makes {told} ranks; the first {min(lengths.values())} steps are compared")
+
+    def of(self, number: int, *, in_double: bool = False) -> Run:
+        """The run on so many ranks."""
+        key = number, in_double
+        if key not in self._made:
+            self._made[key] = self._make(number, in_double)
+        return self._made[key]
+
+    def _make(self, number: int, in_double: bool) -> Run:
+        name = f"{number} rank" + ("" if number == 1 else "s") + (", in float64" if in_double else "")
+        self._say(f"{self._script} on {name}")
+        directory = self._root / f"{number}-{in_double}"
+        directory.mkdir()
+        sizes = sizes_for(self._batch_sizes or [], seen_on=self.numbers[-1], num_ranks=number)
+        if sizes is None:
+            told = ", ".join(map(str, self._batch_sizes or []))
+            raise ConfigurationError(
+                f"--ranks: the batches of {self.numbers[-1]} ranks, {told} on each, can't be divided over {number}. "
+                f"Choose numbers of ranks that divide each other."
+            )
+        plan = Plan(str(directory), self._num_steps, number, in_double, sizes)
+        plan.write(directory / "plan.json")
+        # Its checkpoints, if it has any, go elsewhere, and it finds none.
+        (directory / "traces").mkdir()
+        Script(str(directory / "checkpoints"), str(directory / "traces")).write(directory / "rehearsal.json")
+        status, said = self._start(directory / "plan.json", directory / "rehearsal.json", number)
+        if status != 0:
+            needs = " (float64 is what tells rounding from mistakes)" if in_double else ""
+            raise UsageError(
+                f"{self._script} on {name}, failed with status {status}{needs}. It said:\n{said[-4000:].rstrip()}"
+            )
+        run = read_run(directory, number)
+        if run.num_steps == 0:
+            raise UsageError(
+                f"{self._script} on {name} has made no step that could be seen: a call of a torch optimizer's step()."
+            )
+        if self._batch_sizes is None:
+            self._batch_sizes = run.ranks[0][-1].batch_sizes
+        return run
+
+
+def _verdict(runs: _Runs, number: int) -> Verdict:
+    """What is to be said of a run, compared with the one on the fewest ranks."""
+    base, run = runs.of(runs.base), runs.of(number)
+    faults = tuple(causes.find_faults(run))
+    if compare.are_identical(base, run):
+        return Verdict(number, 0.0, None, faults)
+    if base.num_lanes:
+        found = compare.first_other_bits(base, run)
+        if found is not None:
+            why = causes.find_causes(base, run, found.step - 1, rounding=1e-6)
+            return Verdict(number, compare.closeness(base, run), found, (*why, *_others(faults, why)))
+    reference = runs.of(runs.base, in_double=True)
+    difference = compare.first_difference(base, reference, run)
+    rounding = compare.coarsest_rounding(base, reference)
+    if difference is None and rounding <= compare.COARSE:
+        return Verdict(number, compare.closeness(base, run), None, faults, rounding)
+    double = runs.of(number, in_double=True)
+    difference = compare.first_difference_in_double(base, reference, run, double)
+    why = [] if difference is None else causes.find_causes(reference, double, difference.step - 1, rounding=1e-12)
+    return Verdict(number, compare.closeness(base, run), difference, (*why, *_others(faults, why)), rounding)
+
+
+def _others(faults: Sequence[causes.Cause], told: Sequence[causes.Cause]) -> list[causes.Cause]:
+    """Those of which no other of the same kind tells already."""
+    return [fault for fault in faults if all(fault.kind != each.kind for each in told)]
+
+
+def _launcher(script: str, arguments: Sequence[str], *, device: str | None, threads: int | None) -> Start:
+    def start(plan: Path, rehearsal: Path, number: int) -> tuple[int, str]:
+        command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(number)]
+        command += [] if threads is None else ["--threads-per-rank", str(threads)]
+        command += [] if device is None else ["--device", device]
+        done = subprocess.run(
+            [*command, script, *arguments],
+            env=with_verification(plan, rehearsal),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+        )
+        return done.returncode, done.stderr
+
+    return start
+
+
+def _threads_for(most_ranks: int) -> int | None:
+    """Threads of each rank, the same in all runs: another number of threads adds in another order."""
+    return None if openmp_threads() else max(1, count_cores() // most_ranks)

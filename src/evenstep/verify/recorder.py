@@ -1,0 +1,311 @@
+"""Watching an unchanged script: what each of its steps saw, computed and left behind, on one rank.
+
+The hooks are torch's own, or stand in the place of its functions, so that scripts with torch's wrapper, with evenstep's
+or with none are seen alike. They are made before the script begins, by the process that becomes the script.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from evenstep import world as worlds
+from evenstep.errors import EvenstepError
+from evenstep.verify import double, dropout, loaders
+from evenstep.verify.evidence import Plan, Seen, Writer, digest, num_finished, probe, thinned
+from evenstep.verify.patching import Patches
+
+_MOST_NODES = 50_000  # of a graph that are counted
+_MOST_NAMES = 5_000  # modules of a forward that are noted
+_MOST_DRAWS = 8  # states of the random stream in a step
+_WAIT_S = 120.0  # for the other ranks at the end
+# Functions whose result is a mean over the samples, by the name of their node.
+_MEANS = ("NllLoss", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv", "Mean")
+
+
+def install(file: Path, *, rank: int) -> Callable[[], None]:
+    """Record what this process does, as the plan in a file says; the script ends with the plan's last step.
+
+    Returns:
+        What takes it back.
+    """
+    return Recorder(Plan.read(file), rank).remove
+
+
+class Recorder:
+    """Follows one rank, step by step."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan = plan
+        self._writer = Writer(plan, rank)
+        self._patches = Patches()
+        self._num_steps = 0
+        self._seen = Seen()
+        self._batch_sizes: list[int] = []
+        self._names: dict[int, str] = {}  # of parameters, buffers and modules, by their `id`
+        self._parameters: dict[str, Tensor] = {}
+        self._buffers: Callable[[], Iterator[tuple[str, Tensor]]] = lambda: iter(())
+        self._models: list[nn.Module] = []
+        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._depth = 0  # of module calls
+        self._stepping = 0  # depth of optimizer steps: a divided optimizer steps with another one inside
+        self._going_back = False
+        self._added: dict[str, Tensor] = {}  # by the present backward pass
+        self._passes: list[dict[str, Tensor]] = []  # of each backward pass, probes of what it added
+        self._applied: dict[str, Tensor] = {}  # probes of what the optimizer gets
+        self._values: dict[str, Tensor] = {}  # on rank 0
+        self._is_first = rank == 0
+        self._install()
+
+    def _install(self) -> None:
+        patches = self._patches
+        patches.replace(nn.Module, "__call__", self._called)
+        patches.replace(torch.autograd, "backward", self._backward)
+        handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        for handle in handles:
+            patches.later(handle.remove)
+        dropout.switch_off(patches, self._about_to_drop)
+        loaders.same_global_batches(patches, self._plan.batch_sizes, self._batch_sizes)
+        loaders.same_samples(patches)
+        if self._plan.in_double:
+            double.compute_in_double(patches)
+
+    def remove(self) -> None:
+        """Take everything back."""
+        self._patches.put_back()
+
+    # ------------------------------------------------------------------ forward
+
+    def _called(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._going_back or not torch.is_grad_enabled():  # recomputed, or an evaluation
+                return original(module, *args, **kwargs)
+            is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel)
+            before = None
+            with torch._C.DisableTorchFunction():
+                if is_wrapper:
+                    self._wrappers.add(module)
+                if self._depth == 0 and _is_trained(module):
+                    self._begin_forward(module, args, kwargs)
+                if not is_wrapper and self._depth <= 1 and _is_trained(module):
+                    before = self._stream()
+                self._note_module(module)
+            self._depth += 1
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
+                if before is not None and before != self._stream() and not self._lanes():
+                    self._seen.draws = True  # dropout is off, and moves nothing
+
+        return call
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        model = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+        if not any(known is model for known in self._models):
+            self._adopt(model)
+        self._seen.rows.append(_rows((args, kwargs)))
+
+    def _adopt(self, model: nn.Module) -> None:
+        if self._plan.in_double:
+            double.widen(model)
+        prefix = f"{type(model).__name__}." if self._models else ""
+        if any(name.startswith(prefix) for name in self._parameters if prefix):
+            prefix = f"{type(model).__name__}{len(self._models)}."
+        self._models.append(model)
+        for name, module in model.named_modules():
+            self._names.setdefault(id(module), prefix + name)
+        for name, parameter in model.named_parameters():
+            if id(parameter) in self._names:
+                continue
+            self._names[id(parameter)] = prefix + name
+            self._parameters[prefix + name] = parameter
+            if parameter.requires_grad:
+                hook = functools.partial(self._arrived, prefix + name)
+                handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+                self._patches.later(handle.remove)
+        before = self._buffers
+
+        def buffers() -> Iterator[tuple[str, Tensor]]:
+            yield from before()
+            yield from ((prefix + name, buffer) for name, buffer in model.named_buffers())
+
+        self._buffers = buffers
+
+    def _note_module(self, module: nn.Module) -> None:
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        if len(self._seen.rows) == 1 and len(self._seen.modules) < _MOST_NAMES:
+            self._seen.modules.append(name)
+        uses_own = isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        if uses_own and (module.training or not module.track_running_stats) and name not in self._seen.unsynced:
+            self._seen.unsynced.append(name)
+
+    def _about_to_drop(self) -> bool:
+        if self._lanes() or not torch.is_grad_enabled():
+            return True
+        if not self._going_back and len(self._seen.dropouts) < _MOST_DRAWS:
+            self._seen.dropouts.append(self._stream())
+        return False
+
+    def _stream(self) -> str:
+        """A digest of where torch's random streams are."""
+        text = digest(torch.get_rng_state())
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            text += digest(torch.cuda.get_rng_state())
+        return text
+
+    # ------------------------------------------------------------------ backward
+
+    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            if self._going_back or not self._models:
+                return original(tensors, grad_tensors, *args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                self._note_roots(tensors, grad_tensors)
+            self._going_back = True
+            try:
+                original(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                self._going_back = False
+            with torch._C.DisableTorchFunction():
+                self._seen.lanes.append({name: digest(value) for name, value in self._added.items()})
+                self._passes.append({name: probe(value) for name, value in self._added.items()})
+                self._added = {}
+            return None
+
+        return backward
+
+    def _note_roots(self, tensors: Any, weights: Any) -> None:
+        root = tensors if isinstance(tensors, Tensor) else next(iter(tensors), None)
+        weight = weights if weights is None or isinstance(weights, Tensor) else next(iter(weights), None)
+        if not isinstance(root, Tensor) or root.numel() != 1:
+            self._seen.losses.append((float("nan"), 0.0))
+            return
+        self._seen.losses.append((float(root.detach()), None if weight is None else float(weight)))
+        self._seen.graphs.append(_node_counts(root))
+        name = "" if root.grad_fn is None else root.grad_fn.name()
+        is_mean = name.startswith(_MEANS) and getattr(root.grad_fn, "_saved_reduction", 1) == 1
+        self._seen.means += is_mean and weight is None
+        self._seen.held_back |= any(not wrapper.require_backward_grad_sync for wrapper in self._wrappers)
+
+    def _arrived(self, name: str, gradient: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            value = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+            added = self._added.get(name)
+            self._added[name] = value.clone() if added is None else added + value
+
+    # ------------------------------------------------------------------ step
+
+    def _before_step(self, optimizer: Any, *_: object) -> None:
+        self._stepping += 1
+        if self._stepping > 1:
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if not self._models:  # parameters without a module
+                loose = (parameter for group in optimizer.param_groups for parameter in group["params"])
+                self._parameters = {f"parameter {i}": p for i, p in enumerate(loose)}
+            for name, parameter in self._parameters.items():
+                if parameter.grad is None:
+                    continue
+                if type(parameter.grad) not in (Tensor, nn.Parameter):
+                    self._seen.has_hidden = True
+                    continue
+                with contextlib.suppress(EvenstepError):
+                    grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                    self._note(f"grad/{name}", grad)
+                    self._applied[name] = probe(grad)
+            self._seen.settings = [
+                {key: float(value) for key, value in group.items() if isinstance(value, int | float | Tensor)}
+                for group in optimizer.param_groups
+            ]
+
+    def _after_step(self, *_: object) -> None:
+        self._stepping -= 1
+        if self._stepping > 0:
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for name, parameter in self._parameters.items():
+                self._note(f"param/{name}", parameter)
+            for name, buffer in self._buffers():
+                self._note(f"buffer/{name}", buffer)
+            seen, self._seen = self._seen, Seen()
+            seen.batch_sizes = list(self._batch_sizes)
+            seen.lanes_of_run = self._lanes()
+            self._writer.write(self._num_steps, seen, self._values, self._probes())
+        self._values, self._applied, self._passes = {}, {}, []
+        self._num_steps += 1
+        if self._num_steps == self._plan.num_steps:
+            self._finish()
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        self._seen.digests[name] = digest(tensor)
+        if self._is_first:
+            self._values[name] = thinned(tensor)
+
+    def _probes(self) -> dict[str, Tensor]:
+        """One vector for each backward pass, and one for what the optimizer got; zeros where there is no gradient."""
+        names = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+        passes = {str(index): given for index, given in enumerate(self._passes)}
+        if self._applied:
+            passes["applied"] = self._applied
+        like = {name: torch.zeros_like(probe(self._parameters[name])) for name in names}
+        return {key: torch.cat([given.get(name, like[name]) for name in names]) for key, given in passes.items()}
+
+    def _lanes(self) -> int:
+        lanes = getattr(worlds.initialised(), "lanes", None)
+        return int(getattr(lanes, "num_lanes", 0))
+
+    def _finish(self) -> None:
+        """End the script, once all ranks have made the last step: a rank that left would be missed by the others."""
+        self._writer.finish()
+        deadline = time.monotonic() + _WAIT_S
+        while num_finished(self._plan) < self._plan.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+        raise SystemExit(0)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _rows(inputs: Any) -> list[str]:
+    """A digest of each sample of the first tensor that is data: it has rows, and no gradient."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
+    if first is None or first.requires_grad:
+        return []
+    return [digest(row) for row in first.detach()]
+
+
+def _node_counts(root: Tensor) -> dict[str, int]:
+    """How often each kind of node is in the graph of a tensor."""
+    counts: Counter[str] = Counter()
+    known: set[Any] = set()
+    waiting = [root.grad_fn]
+    while waiting and len(known) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        counts[node.name()] += 1
+        waiting += [following for following, _ in node.next_functions]
+    return dict(counts)

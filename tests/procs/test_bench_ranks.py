@@ -1,0 +1,204 @@
+"""On ranks: the network is measured, profiles are taken, memory is what the formulas say, loggers write means."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.bench.footprint import footprint
+from evenstep.bench.memory_probe import sizes_of, state_tensors, storage_bytes
+from evenstep.bench.network import Sweep, measure, plan_sizes
+from evenstep.bench.profile import profile_of
+from evenstep.errors import EvenstepError
+from evenstep.testing import RankPool
+
+# ---------------------------------------------------------------------- the network
+
+
+def measure_network() -> dict[str, Any]:
+    world = evenstep.init()
+    return measure(world, Sweep(plan_sizes("1K", "256K"), repeats=2)).to_json()
+
+
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_network_of_a_host(ranks: RankPool, nproc: int) -> None:
+    told = ranks.run(measure_network, nproc)
+    assert all(each == told[0] for each in told)
+    report = told[0]
+    assert report["transport"] == "shared memory"
+    assert len(report["figures"]) == 4 * 5
+    for each in report["figures"]:
+        low, middle, high = each["seconds"]
+        assert 0 < low <= middle <= high
+        assert each["num_ranks"] == nproc
+        assert each["num_bytes"] % (4 * nproc) == 0
+    assert list(report["levels"]) == ["inside"]
+
+
+# ---------------------------------------------------------------------- profiles
+
+
+def take_profile() -> dict[str, Any]:
+    world = evenstep.init()
+    model = evenstep.DistributedDataParallel(
+        nn.Sequential(*(nn.Linear(300, 300) for _ in range(6))), bucket_cap_mb=0.5, world=world
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(8):
+        model.backward(model(torch.randn(4, 300)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"profile": profile_of(model, 4).to_json(), "bytes": sum(b.flat.nbytes for b in model.engine.buckets)}
+
+
+def test_a_profile_of_real_steps(ranks: RankPool) -> None:
+    for told in ranks.run(take_profile, 2):
+        profile = told["profile"]
+        assert sum(bucket["num_bytes"] for bucket in profile["buckets"]) == told["bytes"] > 0
+        ready = [bucket["ready_s"] for bucket in profile["buckets"]]
+        assert ready == sorted(ready)
+        assert 0 < ready[-1] <= profile["backward_s"] * 1.5
+        assert profile["forward_s"] > 0
+        assert profile["optimizer_s"] > 0
+    alone = ranks.run(take_profile, 1)[0]["profile"]
+    assert not alone["buckets"]
+    assert alone["backward_s"] > 0
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def build(widths: list[int]) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+
+
+def train_and_count(widths: list[int], way: str) -> dict[str, int]:
+    world = evenstep.init()
+    torch.manual_seed(0)
+    model = evenstep.DistributedDataParallel(build(widths), bucket_cap_mb=0.25, world=world)
+    optimizer: torch.optim.Optimizer
+    if way == "DDP":
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    else:
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, shard_gradients=way == "sharded, stage 2")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.backward(model(torch.randn(4, widths[0])).square().mean())
+        optimizer.step()
+    buckets = model.engine.buckets
+    if way == "DDP":
+        counted: dict[str, int] = {
+            "parameters": storage_bytes(model.parameters()),
+            "gradients": storage_bytes([bucket.flat for bucket in buckets]),
+            "optimizer": storage_bytes(state_tensors(optimizer)),
+        }
+        assert {p.grad.untyped_storage()._cdata for p in model.parameters()} <= {
+            bucket.flat.untyped_storage()._cdata for bucket in buckets
+        }
+        return counted
+    assert isinstance(optimizer, evenstep.ShardedOptimizer)
+    held = [bucket.flat if way == "sharded" else bucket.shard for bucket in buckets]
+    return {
+        "parameters": sum(bucket.values.nbytes for bucket in buckets),
+        "gradients": sum(each.nbytes for each in held),
+        "optimizer": optimizer.state_bytes,
+    }
+
+
+@pytest.mark.parametrize("way", ["DDP", "sharded", "sharded, stage 2"])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_formulas_are_what_ranks_have(ranks: RankPool, nproc: int, way: str, fresh_seed: int) -> None:
+    """Parameters, gradients and optimizer state of a random model, on the largest rank."""
+    draw = random.Random(fresh_seed)
+    widths = [draw.randint(50, 300) for _ in range(draw.randint(3, 8))]
+    from evenstep.replica.layout import BucketPolicy
+
+    with torch.device("meta"):
+        sizes = sizes_of(build(widths), lambda p: torch.optim.AdamW(p, foreach=False))
+    expected = footprint(sizes, way, nproc, BucketPolicy((1 << 18,)))  # type: ignore[arg-type]
+    told = ranks.run(train_and_count, nproc, widths, way)
+    # Once the order of gradients is known, parameters may lie in other buckets, and be padded otherwise.
+    slack = 0 if way == "DDP" else 64 * nproc * 2 * len(widths)
+    for kind in ("parameters", "gradients", "optimizer"):
+        most = max(each[kind] for each in told)
+        allowed = slack if kind != "optimizer" else 2 * slack + 8 * len(widths) + 64
+        assert abs(getattr(expected, kind) - most) <= allowed, (kind, getattr(expected, kind), most)
+
+
+def shard_fully(widths: list[int]) -> int:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world = evenstep.init()
+    model = build(widths)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world.world_size,)))
+    return sum(p.to_local().nbytes for p in model.parameters())  # type: ignore[attr-defined]
+
+
+def test_parameters_of_fsdp2(ranks: RankPool, fresh_seed: int) -> None:
+    draw = random.Random(fresh_seed)
+    widths = [draw.randint(2, 300) for _ in range(4)]
+    with torch.device("meta"):
+        sizes = sizes_of(build(widths), lambda p: torch.optim.AdamW(p, foreach=False))
+    assert ranks.run(shard_fully, 2, widths)[0] == footprint(sizes, "FSDP2", 2).parameters
+
+
+# ---------------------------------------------------------------------- loggers
+
+
+def log_means(directory: str) -> None:
+    world = evenstep.init()
+    with evenstep.Logger(directory, formats=("jsonl", "csv"), world=world) as log:
+        rank = world.rank
+        log.log({"loss": float(rank)}, step=0)
+        log.log({"loss": float(rank), "rank": torch.tensor(rank)}, step=1, mean=True)
+        log.log({"loss": float(rank)}, step=2, mean=True, weight=1 + 2 * rank)
+        log.log({"loss": float("nan") if rank == 0 else 7.0}, step=3, mean=True, weight=rank)
+
+
+def test_means_over_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    """Rank 0's own value, the mean, the weighted mean, and one over the ranks that have a say."""
+    ranks.run(log_means, 2, str(tmp_path / "run"))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [0.0, 0.5, 0.75, 7.0]
+    assert lines[1]["rank"] == 0.5
+    assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 5
+
+
+def log_nonsense(directory: str, kind: str) -> str:
+    world = evenstep.init()
+    try:
+        if kind == "directory":
+            evenstep.Logger("/proc/no/such", world=world)
+        log = evenstep.Logger(directory, world=world)
+        with log:
+            if kind == "names":
+                log.log({"loss": 1.0} if world.rank == 0 else {"accuracy": 1.0, "loss": 1.0}, step=0, mean=True)
+            if kind == "value":
+                log.log({"loss": "high" if world.rank == 1 else 1.0}, step=0, mean=True, weight=1 - world.rank)
+    except EvenstepError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        world.barrier()  # the ranks are in step, and can go on
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("directory", "ConfigurationError: Logger on rank 0: /proc/no"),
+        ("names", "MismatchError: Logger.log(mean=True): rank 0 names loss; rank 1 names accuracy, loss."),
+        ("value", "ConfigurationError: Logger.log on rank 1: 'loss' is 'high'"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_told_on_all(ranks: RankPool, tmp_path: Path, kind: str, told: str) -> None:
+    for error in ranks.run(log_nonsense, 2, str(tmp_path), kind):
+        assert error.startswith(told), error

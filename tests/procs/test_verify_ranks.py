@@ -1,0 +1,196 @@
+"""`evenstep verify`: silent on correct scripts, and right about what is wrong with the others."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import evenstep
+from evenstep.cli import main
+from evenstep.testing import RankPool
+from evenstep.verify.ranks import verify_ranks
+from evenstep.verify.report import Report
+from tests.procs.test_readme import environment
+from tests.verify_scripts import CORRECT, IDENTICAL, MISTAKES, NOT_REPRODUCIBLE, REPRODUCIBLE
+
+Verify = Callable[[str, tuple[int, ...]], Report]
+
+
+def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
+    """On each rank of the pool: what `evenstep run` does with a script, in a process that is kept."""
+    from evenstep.launcher.worker import _run_as_main
+    from evenstep.verify import recorder
+
+    # What an earlier script has left is collected now. A world's telemetry takes its hooks away when it goes, and if
+    # that were in the middle of an optimizer's step, torch would complain that its list of hooks has changed.
+    gc.collect()
+    os.environ |= {"EVENSTEP_REHEARSAL": rehearsal, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    remove = recorder.install(Path(plan), rank=int(os.environ["RANK"]))
+    before = sys.modules["__main__"]
+    try:
+        with contextlib.suppress(SystemExit):
+            _run_as_main(compile(Path(script).read_text(), script, "exec"), __file__=script)
+    finally:
+        remove()
+        sys.modules["__main__"] = before
+        del os.environ["EVENSTEP_REHEARSAL"]
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return ""
+
+
+class OnPool:
+    """Starts scripts on ranks that are kept: milliseconds instead of seconds."""
+
+    def __init__(self, ranks: RankPool, script: Path) -> None:
+        self.ranks, self.script = ranks, script
+
+    def __call__(self, plan: Path, rehearsal: Path, num_ranks: int) -> tuple[int, str]:
+        with contextlib.closing(socket.socket()) as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        self.ranks.run(run_script, num_ranks, str(self.script), str(plan), str(rehearsal), port, timeout_s=900.0)
+        return 0, ""
+
+
+@pytest.fixture
+def verified(ranks: RankPool, tmp_path: Path) -> Verify:
+    def verify(text: str, numbers: tuple[int, ...]) -> Report:
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        report = verify_ranks(str(script), [], ranks=numbers, say=print, start=OnPool(ranks, script))
+        print(report.as_json())  # noqa: T201
+        return report
+
+    return verify
+
+
+# The others are slow: all of them run on 1, 2 and 4 ranks with `make test-slow`.
+QUICK = {"torch_dropout", "evenstep_tokens", "batch_norm", "mean_of_means", "branch"}
+
+
+def cases(scripts: Iterable[str]) -> list[Any]:
+    return [
+        each
+        for name in scripts
+        for each in (
+            [pytest.param(name, (1, 2), id=name)] * (name in QUICK)
+            + [pytest.param(name, (1, 2, 4), id=f"{name}-4", marks=pytest.mark.slow)]
+        )
+    ]
+
+
+@pytest.mark.parametrize(("name", "numbers"), cases(CORRECT))
+def test_correct_scripts_are_let_alone(name: str, numbers: tuple[int, ...], verified: Verify):
+    report = verified(CORRECT[name], numbers)
+    assert report.is_fine
+    assert all(run["verdict"] in ("equal", "identical") for run in json.loads(report.as_json())["runs"])
+
+
+@pytest.mark.parametrize(("name", "numbers"), cases(MISTAKES))
+def test_mistakes_are_named(name: str, numbers: tuple[int, ...], verified: Verify):
+    """On every number of ranks, and as the first cause of each."""
+    kind, script = MISTAKES[name]
+    report = verified(script, numbers)
+    assert not report.is_fine
+    assert [(verdict.causes[0].kind, verdict.is_fine) for verdict in report.verdicts] == [
+        (kind, False) for _ in report.verdicts
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("reproducible" not in inspect.signature(evenstep.init).parameters, reason="no reproducible mode")
+def test_reproducible_mode_is_held_to_its_bits_and_the_lane_is_named(verified: Verify):
+    report = verified(REPRODUCIBLE, (1, 2, 4))
+    assert report.num_lanes == 8
+    assert [verdict.word for verdict in report.verdicts] == ["identical", "identical"]
+    report = verified(NOT_REPRODUCIBLE, (1, 2, 4))
+    for verdict, lane in zip(report.verdicts, (4, 2), strict=True):
+        assert verdict.difference is not None
+        assert (verdict.difference.step, verdict.difference.lane) == (1, lane)
+        assert verdict.causes[0].kind == "branch"
+
+
+def test_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """With `evenstep run` and torch's wrapper: sums of whole numbers have the same bits in any order."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(IDENTICAL)
+    assert main(["verify", "--ranks", "2,1", "--steps", "3", "--json", "verdict.json", "script.py"]) == 0
+    out, err = capfd.readouterr()
+    assert "identical bits" in out
+    assert "script.py on 2 ranks" in err
+    assert json.loads(Path("verdict.json").read_text()) == {
+        "script": "script.py",
+        "steps": 3,
+        "compared_with": 1,
+        "lanes": 0,
+        "fine": True,
+        "faults": [],
+        "runs": [
+            {"ranks": 2, "verdict": "identical", "apart": 0.0, "rounding": None, "difference": None, "causes": []}
+        ],
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py", "verdict.json"]
+
+
+@pytest.mark.slow
+def test_a_script_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    script = tmp_path / "script.py"
+    script.write_text("raise RuntimeError('no such thing')")
+    assert main(["verify", "--ranks", "1,2", str(script)]) == 2
+    assert "no such thing" in capfd.readouterr().err
+    script.write_text("")
+    assert main(["verify", "--ranks", "1,2", str(script)]) == 2
+    assert "has made no step" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no.py"], "no.py: no such script"),
+        (["--ranks", "2", __file__], "--ranks 2: at least two numbers of ranks"),
+        (["--ranks", "0,2", __file__], "--ranks 0,2"),
+        (["--steps", "0", __file__], "--steps 0: at least 1"),
+        (["--kill-at", "3", __file__], "--kill-at goes with --resume"),
+        (["--resume", "--ranks", "1,2", __file__], "--ranks doesn't go with --resume"),
+        (["--resume", "no.py"], "no.py: no such script"),
+    ],
+)
+def test_wrong_use(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_page_is_true(tmp_path: Path):
+    """docs/verify.md: its program and its command, and the JSON that it shows."""
+    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (shown,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.py").write_text(program)
+    done = subprocess.run(
+        ["bash", "-ec", command], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stderr
+    told, shown = json.loads((tmp_path / "verdict.json").read_text()), json.loads(shown)
+    assert "differs: step 1: loss is off by" in done.stdout
+    assert "2 ranks: batch norm without synchronisation: '1'" in done.stdout
+    assert told.keys() == shown.keys()
+    (run,), (example,) = told["runs"], shown["runs"]
+    assert run.keys() == example.keys()
+    assert run["difference"].keys() == example["difference"].keys()
+    assert (run["verdict"], run["causes"][0]["kind"]) == (example["verdict"], example["causes"][0]["kind"])

@@ -1,0 +1,337 @@
+"""Memory of a rank: formulas against tensors that exist, `evenstep estimate`, `evenstep bench --memory`."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from evenstep.bench.footprint import WAYS, Sizes, footprint, footprints, largest_batch, verdict
+from evenstep.bench.memory_probe import SavedBytes, largest_unit_bytes, sizes_of, specs_of, state_tensors, storage_bytes
+from evenstep.cli import main
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica.layout import ParameterSpec
+
+GIB = 1 << 30
+
+
+def random_mlp(draw: random.Random, device: str = "cpu") -> nn.Sequential:
+    widths = [draw.randint(1, 200) for _ in range(draw.randint(2, 6))]
+    layers: list[nn.Module] = []
+    for wide, narrow in pairwise(widths):
+        layers += [nn.Linear(wide, narrow, device=device), nn.BatchNorm1d(narrow, device=device), nn.GELU()]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.AdamW, {"lr": 0.1}),
+        (torch.optim.Adam, {"lr": 0.1, "amsgrad": True}),
+        (torch.optim.RMSprop, {"lr": 0.1, "centered": True}),
+        (torch.optim.Adagrad, {"lr": 0.1}),
+    ],
+)
+def test_sizes_on_meta_are_those_of_real_tensors(
+    kind: type[torch.optim.Optimizer], settings: dict[str, object], fresh_seed: int
+) -> None:
+    """Parameters, buffers, optimizer state and activations of a model that was allocated and trained."""
+    draw = random.Random(fresh_seed)
+    for _ in range(5):
+        state = draw.getstate()
+        real = random_mlp(draw)
+        draw.setstate(state)
+        ghost = random_mlp(draw, "meta")
+        batch = draw.randint(2, 40)
+        real[0].weight.requires_grad_(False)
+        ghost[0].weight.requires_grad_(False)
+        width = real[0].in_features
+        found = sizes_of(
+            ghost, lambda p: kind(p, foreach=False, **settings), [torch.zeros(batch, width, device="meta")]
+        )
+
+        trained = [p for p in real.parameters() if p.requires_grad]
+        optimizer = kind(trained, foreach=False, **settings)
+        saved = SavedBytes()
+        saved.exclude([*real.parameters(), *real.buffers()])
+        with saved:
+            loss = real(torch.randn(batch, width)).square().mean()
+        held = saved.now
+        loss.backward()
+        optimizer.step()
+        assert saved.now == 0  # the backward pass has let go of everything
+        assert found.parameter_bytes == storage_bytes(trained)
+        assert found.state_bytes == storage_bytes(state_tensors(optimizer))
+        assert found.fixed_bytes == storage_bytes([real[0].weight, *real.buffers()])
+        assert found.num_samples == batch
+        assert found.activation_bytes == held == saved.peak
+
+
+def test_activations_grow_with_the_batch(fresh_seed: int) -> None:
+    """Measured at one size, computed at others."""
+    draw = random.Random(fresh_seed)
+    model = random_mlp(draw, "meta")
+    width = model[0].in_features
+
+    def measured(batch: int) -> Sizes:
+        return sizes_of(model, lambda p: torch.optim.SGD(p, lr=0.1), [torch.zeros(batch, width, device="meta")])
+
+    for batch in (8, 64, 500):
+        assert measured(32).at(batch).activation_bytes == pytest.approx(measured(batch).activation_bytes, abs=batch + 8)
+
+
+def test_a_storage_that_many_hold_counts_once() -> None:
+    saved = SavedBytes()
+    x = torch.randn(100, requires_grad=True)
+    y = x * 1.0
+    with saved:
+        z = y * y + y.exp() + y.view(10, 10).sin().sum()
+    assert saved.now == 4 * (100 + 100)  # y, and the result of exp
+    del z
+    assert saved.now == 0
+    assert saved.peak == 800
+
+
+def specs(*shapes: tuple[int, ...]) -> tuple[ParameterSpec, ...]:
+    return tuple(ParameterSpec(str(i), shape, torch.float32, torch.device("meta")) for i, shape in enumerate(shapes))
+
+
+def test_formulas_by_hand() -> None:
+    """Two parameters of 1 MiB and one of 4 bytes, AdamW, on 4 ranks."""
+    sizes = Sizes(specs((512, 512), (512, 512), (1,)), 100, 2 * (2 * 1048576 + 4), 5000, 10)
+    one, ddp, sharded, second, fsdp = footprints(sizes, [4])
+    mib = 1 << 20
+    assert (one.parameters, one.gradients, one.optimizer) == (2 * mib + 104, 2 * mib + 4, 4 * mib + 8)
+    # The small parameter takes a line of 64 bytes; it comes first, then nothing else fits into 1 MiB.
+    assert (ddp.parameters, ddp.gradients, ddp.passing) == (2 * mib + 104, 2 * mib + 64, 2 * mib)
+    assert sharded.gradients == 2 * mib + 256  # equal shards of whole lines
+    assert sharded.parameters == 2 * mib + 256 + 100
+    assert sharded.optimizer == pytest.approx(mib, rel=1e-3)
+    assert second.gradients == sharded.gradients // 4
+    assert second.passing == 3 * 2 * mib
+    assert fsdp.parameters == 2 * 128 * 512 * 4 + 4 + 100
+    assert fsdp.optimizer == pytest.approx(mib, rel=1e-3)
+    assert {row.activations for row in (one, ddp, sharded, second, fsdp)} == {5000}
+
+
+def test_what_must_hold_for_any_model(fresh_seed: int) -> None:
+    """Dividing more never takes more; what stays on n ranks is at least what one has."""
+    draw = random.Random(fresh_seed)
+    for _ in range(50):
+        shapes = [(draw.randint(1, 300), draw.randint(1, 300)) for _ in range(draw.randint(1, 20))]
+        sizes = Sizes(specs(*shapes), draw.randint(0, 1000), 8 * sum(a * b for a, b in shapes), 0)
+        n = 2 ** draw.randint(1, 6)
+        rows = {row.way: row for row in footprints(sizes, [n])}
+        padding = 64 * n * len(shapes)
+        assert rows["DDP"].optimizer >= rows["sharded"].optimizer - 8 * padding
+        assert rows["sharded"].gradients >= rows["sharded, stage 2"].gradients >= sizes.parameter_bytes // n
+        assert n * rows["sharded"].optimizer >= sizes.state_bytes
+        assert rows["FSDP2"].parameters * n >= sizes.parameter_bytes
+        assert [row.num_ranks for row in footprints(sizes, [n])] == [1, n, n, n, n]
+
+
+def test_one_rank_divides_nothing() -> None:
+    sizes = Sizes(specs((10, 10)), 0, 800)
+    assert {footprint(sizes, way, 1).total for way in WAYS} == {400 + 400 + 800}
+
+
+def test_units_of_fsdp() -> None:
+    """The items of a list of layers, and what is left."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.ReLU()) for _ in range(3))
+    model = nn.Module()
+    model.blocks, model.head = blocks, nn.Linear(10, 50)  # type: ignore[assignment]
+    assert largest_unit_bytes(model) == 4 * 550
+    assert largest_unit_bytes(nn.Linear(10, 10)) == 440
+
+
+# ---------------------------------------------------------------------- what it says
+
+SMALL = Sizes(specs((1024, 1024)), 0, 8 << 20, 64 << 20, 32)
+
+
+def said(sizes: Sizes, ranks: int, memory: int) -> str:
+    return " ".join(verdict(sizes, ranks, memory))
+
+
+def test_enough() -> None:
+    assert "DDP is enough" in said(SMALL, 8, GIB)
+    assert "instead of 32" in said(SMALL, 8, GIB)
+    assert "one rank is enough" in said(SMALL, 1, GIB)
+
+
+def test_each_way_is_the_next_one_when_the_one_before_does_not_fit() -> None:
+    billion = Sizes(specs(*[(4096, 4096)] * 60), 0, 8 * 60 * 4096 * 4096, 0, largest_unit_bytes=4 * 4096 * 4096)
+    totals = {way: footprint(billion, way, 8).total for way in WAYS}
+    ways = ["DDP", "sharded", "sharded, stage 2", "FSDP2"]
+    assert sorted(ways, key=lambda way: -totals[way]) == ways  # type: ignore[index]
+    assert "DDP is enough" in said(billion, 8, totals["DDP"])
+    assert "ShardedOptimizer(model, ...) needs" in said(billion, 8, totals["sharded"])
+    assert "shard_gradients=True) needs" in said(billion, 8, totals["sharded, stage 2"])
+    assert "fully_shard needs" in said(billion, 8, totals["FSDP2"])
+    assert "FSDP2 is enough from 16 ranks on" in said(billion, 8, totals["FSDP2"] - 1)
+
+
+def test_activations_are_divided_by_no_way() -> None:
+    told = said(SMALL, 8, 40 << 20)
+    assert "torch.utils.checkpoint" in told
+    batch = largest_batch(SMALL, "FSDP2", 8, 40 << 20)
+    assert batch
+    assert f"a batch of {batch} samples" in told
+    assert footprint(SMALL.at(batch), "FSDP2", 8).total <= 40 << 20 < footprint(SMALL.at(batch + 1), "FSDP2", 8).total
+
+
+def test_a_layer_that_does_not_fit() -> None:
+    assert "tensor parallelism" in said(Sizes(specs((65536, 65536)), 0, 8 * 65536**2, 0), 8, GIB)
+
+
+# ---------------------------------------------------------------------- the commands
+
+BUILD = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    return model, torch.zeros(32, 64)
+
+def build_model():
+    return build()[0]
+
+def build_nothing():
+    return 3
+
+def fail():
+    raise RuntimeError("no such data set")
+"""
+
+
+@pytest.fixture
+def built(tmp_path: Path) -> str:
+    (tmp_path / "build.py").write_text(BUILD)
+    return str(tmp_path / "build.py")
+
+
+def test_estimate(built: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out" / "memory.json"
+    arguments = ["--ranks", "2,8", "--memory", "1M", "--batch", "64", "--json", str(out)]
+    assert main(["estimate", f"{built}:build", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert f"{64 * 256 + 256 + 2560 + 10:,} trained parameters, 64 samples a rank" in text
+    assert "2 ranks: DDP is enough" in text
+    report = json.loads(out.read_text())
+    assert [row["way"] for row in report["rows"]] == [*WAYS, *WAYS[1:]]
+    assert report["memory_bytes"] == 1 << 20
+
+
+def test_estimate_without_inputs(built: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", f"{built}:build_model", "--dtype", "bfloat16"]) == 0
+    assert "Activations aren't counted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "status"),
+    [
+        (["{}"], "write FILE.py:FUNCTION", 78),
+        (["no_such.py:build"], "no_such.py: no such file", 78),
+        (["no_such_module:build"], "no_such_module can't be imported", 1),
+        (["{}:nothing"], "has no function 'nothing'", 78),
+        (["{}:build_nothing"], "returns a int", 78),
+        (["{}:fail"], "RuntimeError: no such data set", 1),
+        (["{}:build", "--ranks", "0"], "--ranks 0", 78),
+        (["{}:build", "--memory", "lots"], "'lots' is no size", 78),
+        (["{}:build", "--batch", "0"], "--batch 0", 78),
+        (["{}:build_model", "--batch", "4"], "no batch was seen", 78),
+        (["{}:build", "--json", "/proc/no/such"], "--json /proc/no/such", 78),
+    ],
+)
+def test_estimates_that_make_no_sense(
+    built: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str, status: int
+) -> None:
+    assert main(["estimate", *(each.format(built) for each in arguments)]) == status
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("evenstep: ")
+
+
+def test_a_model_that_cannot_run_on_meta() -> None:
+    class Reads(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * x.sum().item()
+
+    with torch.device("meta"), pytest.raises(UsageError, match="can't run on the device"):
+        sizes_of(Reads(4, 4), lambda p: torch.optim.SGD(p, lr=0.1), [torch.zeros(2, 4)])
+
+
+def test_an_optimizer_that_cannot_step_on_meta() -> None:
+    with pytest.raises(UsageError, match="optimizer can't step on the device"):
+        sizes_of(nn.Linear(4, 4, device="meta"), lambda p: torch.optim.Adafactor(p, foreach=False))
+
+
+def test_a_model_without_trained_parameters() -> None:
+    with pytest.raises(UsageError, match="no parameter that is trained"):
+        sizes_of(nn.ReLU(), lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+def test_ways_and_ranks_that_there_are_not() -> None:
+    with pytest.raises(ConfigurationError, match="way 'ZeRO'"):
+        footprint(SMALL, "ZeRO", 2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="0 ranks"):
+        footprint(SMALL, "DDP", 0)
+
+
+SCRIPT = """
+import torch, evenstep
+
+with evenstep.init(seed=0, quiet=True) as world:
+    model = evenstep.DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(), torch.nn.Linear(256,
+        10))
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(1000):
+        model.backward(model(torch.randn(32, 64)).square().mean(), weight=32)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert step < 3
+"""
+
+
+def test_memory_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends after three steps; what is counted is what the same model has on "meta"."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    out = tmp_path / "memory.json"
+    assert main(["bench", "--memory", "--ranks", "2", "--json", str(out), str(tmp_path / "train.py")]) == 0
+    text = capsys.readouterr().out
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10))
+        expected = sizes_of(model, lambda p: torch.optim.AdamW(p, foreach=False), [torch.zeros(32, 64)])
+    row = json.loads(out.read_text())["rows"][0]
+    assert row["optimizer"] == expected.state_bytes
+    assert row["parameters"] == expected.parameter_bytes + expected.fixed_bytes
+    assert row["activations"] == pytest.approx(expected.activation_bytes, rel=0.02)
+    assert "for 32 samples" in text
+    assert "2 ranks: DDP is enough" in text
+
+
+@pytest.mark.slow
+def test_memory_of_scripts_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--memory", "no_such.py"]) == 78
+    assert "no_such.py: no such script" in capsys.readouterr().err
+    for text, message in (("1 / 0", "failed with status 1"), ("print()", "ended before its third optimizer step")):
+        (tmp_path / "train.py").write_text(text)
+        assert main(["bench", "--memory", str(tmp_path / "train.py")]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_specs_of_a_model() -> None:
+    assert [(spec.name, spec.shape) for spec in specs_of(nn.Linear(3, 2).named_parameters())] == [
+        ("weight", (2, 3)),
+        ("bias", (2,)),
+    ]

@@ -1,0 +1,276 @@
+"""Training scripts for `evenstep verify`: correct ones, and the same with a mistake planted. None knows of it."""
+
+from __future__ import annotations
+
+_TORCH = """
+import os
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+train_set = TensorDataset(torch.randn(256, 20), torch.randint(3, (256,)))
+images = TensorDataset(torch.randn(128, 1, 8, 8), torch.randint(3, (128,)))
+tokens = TensorDataset(torch.randint(1, 32, (128, 12)))
+"""
+
+_EVENSTEP = """
+import evenstep
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+torch.manual_seed(0)
+train_set = TensorDataset(torch.randn(250, 20), torch.randint(3, (250,)))
+images = TensorDataset(torch.randn(120, 1, 8, 8), torch.randint(3, (120,)))
+lines = torch.randint(1, 32, (128, 12)) * (torch.arange(12) < torch.randint(2, 13, (128, 1)))
+tokens = TensorDataset(lines)
+"""
+
+_MLP = "nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 3))"
+
+_LOOP = """
+sampler = DistributedSampler(train_set)
+loader = DataLoader(train_set, batch_size=8, sampler=sampler)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+_CONV = """
+nn.Sequential(
+    nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Flatten(),
+    nn.Dropout(0.3), nn.Linear(256, 3),
+)
+""".strip()
+
+_LM = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids):
+        return self.head(self.body(self.embedding(ids)))
+"""
+
+CORRECT = {
+    "torch": f"{_TORCH}\nmodel = DistributedDataParallel({_MLP})\n"
+    f"optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n{_LOOP}",
+    "torch_dropout": f"""{_TORCH}
+model = DistributedDataParallel({_CONV})
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+torch.manual_seed(100 + rank)
+train_set = images
+{_LOOP}""",
+    "torch_accumulation": f"""{_TORCH}
+import contextlib
+model = DistributedDataParallel({_MLP})
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+loader = DataLoader(train_set, 4, sampler=DistributedSampler(train_set), num_workers=0)
+for step, (x, y) in enumerate(loader):
+    is_last = step % 4 == 3
+    with contextlib.nullcontext() if is_last else model.no_sync():
+        (F.cross_entropy(model(x), y) / 4).backward()
+    if is_last:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+dist.destroy_process_group()
+""",
+    "torch_language": f"""{_TORCH}
+{_LM}
+model = DistributedDataParallel(Model())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(rank + 1)
+for ids, in DataLoader(tokens, batch_size=4, sampler=DistributedSampler(tokens)):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(ids=ids)
+        loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+""",
+    "torch_unused": f"""{_TORCH}
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.spare = nn.Linear(20, 32), nn.Linear(32, 3), nn.Linear(32, 3)
+        self.frozen = nn.Linear(20, 32).requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x) + self.frozen(x)))
+
+model = DistributedDataParallel(Model(), find_unused_parameters=True)
+optimizer = torch.optim.RMSprop([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+held_out = DataLoader(train_set, batch_size=32)
+model.eval()
+with torch.no_grad():
+    accuracy = sum((model(x).argmax(1) == y).sum() for x, y in held_out)
+model.train()
+{_LOOP}""",
+    "torch_adversaries": f"""{_TORCH}
+maker = DistributedDataParallel(nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 20)))
+judge = DistributedDataParallel(nn.Sequential(nn.Linear(20, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)))
+of_maker, of_judge = (torch.optim.Adam(each.parameters(), lr=1e-3) for each in (maker, judge))
+criterion = nn.BCEWithLogitsLoss()
+for x, _ in DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_set)):
+    made = maker(x.flip(1))
+    of_judge.zero_grad()
+    criterion(judge(x), torch.ones(len(x), 1)).backward()
+    criterion(judge(made.detach()), torch.zeros(len(x), 1)).backward()
+    of_judge.step()
+    of_maker.zero_grad()
+    criterion(judge(made), torch.ones(len(x), 1)).backward()
+    of_maker.step()
+dist.destroy_process_group()
+""",
+    "evenstep": f"""{_EVENSTEP}
+with evenstep.init(seed=0, quiet=True) as world:
+    model = evenstep.DistributedDataParallel({_MLP})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = evenstep.DataLoader(train_set, global_batch_size=96, shuffle=True)
+    for epoch in loader.epochs(4):
+        for x, y in loader:
+            model.backward(F.cross_entropy(model(x), y), weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+""",
+    "evenstep_batchnorm": f"""{_EVENSTEP}
+with evenstep.init(seed=0, quiet=True) as world:
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(288, 3)
+    )
+    model = evenstep.DistributedDataParallel(evenstep.SyncBatchNorm.convert_sync_batchnorm(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for x, y in evenstep.DataLoader(images, global_batch_size=24, shuffle=True):
+        model.backward(F.cross_entropy(model(x), y), weight=len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "evenstep_tokens": f"""{_EVENSTEP}
+{_LM}
+with evenstep.init(seed=0, quiet=True) as world:
+    model = evenstep.DistributedDataParallel(Model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in evenstep.DataLoader(tokens, global_batch_size=16, shuffle=True):
+        for ids, in model.microbatches(batch, 2):
+            targets = ids[:, 1:].flatten()
+            loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), targets, ignore_index=0)
+            model.backward(loss, weight=(targets != 0).sum())
+        evenstep.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "evenstep_sharded": f"""{_EVENSTEP}
+class Noisy(Dataset):
+    def __len__(self):
+        return len(train_set)
+
+    def __getitem__(self, index):
+        x, y = train_set[index]
+        return x + 0.1 * torch.randn(20), y
+
+with evenstep.init(seed=0, quiet=True) as world:
+    model = evenstep.DistributedDataParallel({_MLP})
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-3)
+    loader = evenstep.DataLoader(Noisy(), global_batch_size=32, shuffle=True)
+    checkpoint = evenstep.Checkpointer("runs/here", model=model, optimizer=optimizer, loader=loader)
+    checkpoint.resume()
+    for epoch in loader.epochs(1):
+        for x, y in loader:
+            model.backward(F.cross_entropy(model(x), y), weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoint.step()
+""",
+}
+
+_PLAIN = CORRECT["torch"]
+
+# Small whole numbers, of which float32 holds every sum: no order makes a difference.
+IDENTICAL = f"""{_TORCH}
+model = DistributedDataParallel(nn.Linear(4, 1))
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.copy_(torch.randint(-4, 5, parameter.shape))
+train_set = TensorDataset(torch.randint(-4, 5, (64, 4)).float())
+optimizer = torch.optim.SGD(model.parameters(), lr=1 / 4)
+for x, in DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_set)):
+    model(x).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+# Of each mistake the kind of its cause, and the script.
+MISTAKES = {
+    "batch_norm": ("batch norm", _PLAIN.replace("nn.Tanh()", "nn.BatchNorm1d(32), nn.Tanh()")),
+    "mean_of_means": (
+        "average",
+        CORRECT["evenstep_tokens"]
+        .replace("model.backward(loss, weight=(targets != 0).sum())", "loss.backward()")
+        .replace("model.microbatches(batch, 2)", "[batch]")
+        .replace("0.1)", "1e9)"),
+    ),
+    "sum_of_losses": ("average", _PLAIN.replace("model(x), y)", 'model(x), y, reduction="sum")')),
+    "divided_by_ranks": ("average", _PLAIN.replace("loss.backward()", "(loss / size).backward()")),
+    "same_masks": ("random", CORRECT["torch_dropout"].replace("100 + rank", "100")),
+    "no_sampler": (
+        "repeated",
+        _PLAIN.replace("sampler=sampler)", "shuffle=True)").replace(
+            "sampler.set_epoch(epoch)", "torch.manual_seed(epoch)"
+        ),
+    ),
+    "sampler_seeds": ("repeated", _PLAIN.replace("Sampler(train_set)", "Sampler(train_set, seed=rank)")),
+    "branch": (
+        "branch",
+        _PLAIN.replace(
+            "loss.backward()", "(loss + (model.module[0].weight ** 2).sum() if rank == 0 else loss).backward()"
+        ),
+    ),
+    "divisor": (
+        "divisor",
+        CORRECT["torch_accumulation"]
+        .replace("nn.utils.clip_grad_norm_(model.parameters(), 0.5)", "")
+        .replace("y) / 4)", "y) / (4 * size))"),
+    ),
+    "not_divided": (
+        "divisor",
+        CORRECT["torch_accumulation"].replace("(F.cross_entropy(model(x), y) / 4)", "F.cross_entropy(model(x), y)"),
+    ),
+    "learning_rate": ("settings", _PLAIN.replace("lr=0.1", "lr=0.1 * size")),
+    "not_wrapped": ("drift", _PLAIN.replace("F.cross_entropy(model(x), y)", "F.cross_entropy(model.module(x), y)")),
+}
+
+# Reproducible mode, and the same with a rank that counts for more.
+REPRODUCIBLE = f"""{_EVENSTEP}
+with evenstep.init(seed=0, reproducible=True, lanes=8, quiet=True) as world:
+    model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3))
+    model = evenstep.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in evenstep.DataLoader(train_set, global_batch_size=64, shuffle=True):
+        for x, y in model.microbatches(batch):
+            loss = F.cross_entropy(model(x), y)
+            model.backward(loss, weight=len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+NOT_REPRODUCIBLE = REPRODUCIBLE.replace("model.backward(loss,", "model.backward(loss * 1.5 if world.rank else loss,")

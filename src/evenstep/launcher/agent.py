@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.blame import Exit, read_reports, saves_file
 from evenstep.health.budgets import Budgets
-from evenstep.health.page import Seen, page_file, read_page
+from evenstep.health.page import Phase, Seen, page_file, read_page
 from evenstep.launcher.account import Failure, in_short, judge, status_of
 from evenstep.launcher.other_hosts import Elsewhere, OtherHosts
 from evenstep.launcher.starting import RankProcess
@@ -136,6 +136,11 @@ class WatchedRanks:
     def _pages(self) -> dict[int, Seen | None]:
         return {rank: read_page(page_file(self._run_directory, rank, self._attempt)) for rank in self._ranks}
 
+    def _anybody_is_leaving(self) -> bool:
+        pages = self._pages()
+        leaving = {rank for rank, seen in pages.items() if seen is not None and seen.phase is Phase.ENDED}
+        return any(self._ranks[local_rank] in leaving for local_rank in self._alive())
+
     def _ask_for_stacks(self) -> dict[int, str]:
         """Where those are that still run and have told of no error."""
         told = {report.rank for report in read_reports(self._run_directory, attempt=self._attempt)}
@@ -185,6 +190,9 @@ class WatchedRanks:
         while self._alive() and elsewhere is None:
             evident = is_evident(self._exits(), read_reports(self._run_directory, attempt=self._attempt))
             grace_s = self._policy.evident_grace_s if evident else self._policy.grace_s
+            if not evident and self._anybody_is_leaving():
+                # It left its world as it should, and early: how it ends decides who is blamed.
+                grace_s = max(grace_s, self._policy.terminate_s)
             if time.monotonic() - started >= grace_s:
                 break
             time.sleep(_POLL_S)

@@ -7,7 +7,7 @@ RUN := .venv/bin/python -m
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-slow test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
 .PHONY: bench-faults bench-checks soak soak-clean
-.PHONY: bench-collectives bench-hosts bench-step bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
+.PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
 .PHONY: bench-predict
 
 help: ## list these targets
@@ -57,6 +57,9 @@ bench-hosts: install ## all-reduce over two hosts at 1 Gbit/s (network namespace
 
 bench-step: install ## what replication adds to a training step, beside torch's DDP; some minutes, on a quiet machine
 	$(RUN:-m=) benchmarks/step.py --json build/step.json
+
+bench-reproducible: install ## what reproducible mode costs, beside the ordinary one and accumulation; some minutes, on a quiet machine
+	$(RUN:-m=) benchmarks/reproducible.py --json build/reproducible.json
 
 bench-data-parallel: install ## two CPU replicas in one process against one; a minute, on a quiet machine
 	$(RUN:-m=) benchmarks/data_parallel.py --json build/data_parallel.json

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import evenstep
+from evenstep.bench.command import add_bench
 from evenstep.errors import CheckpointError, ConfigurationError, EvenstepError, UsageError
 from evenstep.launcher.template import BecomeRank
 from evenstep.launcher.worker import main as become_rank
@@ -227,6 +228,7 @@ def _parser() -> ArgumentParser:
     jobs.set_defaults(call=_jobs)
     _add_checkpoint(commands)
     _add_verify(commands)
+    add_bench(commands)
     return parser
 
 

@@ -6,13 +6,15 @@ import atexit
 import functools
 import os
 import sys
+import warnings
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from evenstep import checks, randomness
+from evenstep import checks, determinism, randomness
 from evenstep import world as worlds
 from evenstep.device import choose_device
 from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
@@ -20,10 +22,12 @@ from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.health import last_words, page, peer_pages
 from evenstep.health.quiet import quieten
 from evenstep.health.steps import count_optimizer_steps
+from evenstep.lanes import DEFAULT_LANES, Lanes, disagreements, validate_division, validate_mode
 from evenstep.meeting import choose_gloo_interface, open_store
-from evenstep.transport.choice import TRANSPORTS, Transports, open_transports, validate_transport
+from evenstep.transport.choice import TRANSPORTS, Transports, open_between, open_transports, validate_transport
 from evenstep.transport.exchange import exchange
 from evenstep.transport.local import LocalTransport
+from evenstep.transport.ordered import in_tree_order
 from evenstep.world import DEFAULT_TIMEOUT_S, World
 
 _LONGEST_TIMEOUT_S = 1e9  # torch counts in milliseconds and 64 bits, and python's timedelta has an end too
@@ -37,6 +41,9 @@ def init(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     quiet: bool = False,
     log_on_all_ranks: bool = False,
+    reproducible: bool = False,
+    lanes: int | None = None,
+    threads: int | None = None,
 ) -> World:
     """Join the ranks that a launcher started, or be a world of one.
 
@@ -55,6 +62,11 @@ def init(
         quiet: Don't print the line that says what runs where.
         log_on_all_ranks: Let every rank log and warn where all write to one terminal (torchrun, mpiexec, srun). Else
             rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own, and all is kept.
+        reproducible: The same bits on any number of ranks: see docs/reproducible.md. Needs a seed, and training loops
+            over `model.microbatches(batch)`.
+        lanes: With `reproducible`: in how many parts every global batch is computed, a power of two that the number of
+            ranks divides; None: 8.
+        threads: With `reproducible`: CPU threads of every rank, which the bits depend on; None: 1.
 
     Returns:
         The world, which is also the current one: what constructors take when given `world=None`.
@@ -74,7 +86,11 @@ def init(
         "device": None if device is None else str(device),
         "transport": transport,
         "timeout_s": timeout_s,
+        "reproducible": reproducible,
+        "lanes": lanes,
+        "threads": threads,
     }
+    validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed)
     before = worlds.initialised()
     if before is not None:
         made_with = before._init_arguments
@@ -93,10 +109,12 @@ def init(
         world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
     if not (log_on_all_ranks or world.is_main or current_placement().launcher.startswith("evenstep")):
         world._on_close.append(quieten())
-    _check_same_arguments(world, {"seed": seed, "transport": transport, "timeout_s": timeout_s})
+    _check_same_arguments(world, {name: value for name, value in arguments.items() if name != "device"})
     world._init_arguments = arguments
     if seed is not None:
         randomness.seed_everything(seed)
+    if reproducible:
+        make_reproducible(world, num_lanes=lanes or DEFAULT_LANES, threads=threads or 1, timeout_s=timeout_s)
     _announce(world, quiet=quiet)
     atexit.register(world.close)
     worlds.set_current(world)
@@ -201,6 +219,32 @@ def _check_same_arguments(world: World, mine: dict[str, object]) -> None:
                 )
 
 
+def make_reproducible(world: World, *, num_lanes: int, threads: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Collective: from now on this world computes the same bits as one of another size.
+
+    Warns, on rank 0, where the ranks' processors or libraries differ.
+
+    Raises:
+        ConfigurationError: The lanes can't be divided over the ranks. Raised on all of them; the world is closed.
+    """
+    assert world.seed is not None
+    try:
+        validate_division(num_lanes, world.world_size)
+    except ConfigurationError:
+        world.close()
+        raise
+    world._on_close.append(determinism.switch_on(world.device, threads=threads))
+    facts = determinism.facts(world.device)
+    told = disagreements(world.exchange(facts))
+    if told and world.is_main:
+        warnings.warn(
+            f"reproducible mode: bits depend on which rank has which lane, because {'; '.join(told)}.", stacklevel=3
+        )
+    world.lanes = Lanes(num_lanes, world.rank, world.world_size, world.seed, facts)
+    hosts = world.exchange(host_identity())
+    world.transport = in_tree_order(world.transport, hosts, partial(open_between, timeout_s=timeout_s))
+
+
 def _announce(world: World, *, quiet: bool) -> None:
     if quiet or not world.is_main:
         return
@@ -216,6 +260,8 @@ def _announce(world: World, *, quiet: bool) -> None:
         num_threads=torch.get_num_threads(),
         transport=world.transport_name,
     )
+    if world.lanes is not None:
+        line += f", {world.lanes.num_lanes} lanes"
     if line != placement.announced:
         print(line, file=sys.stderr, flush=True)  # noqa: T201
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from evenstep import checks, console, randomness
+from evenstep import checks, console, lanes, randomness
 from evenstep.device import choose_device, parse_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, UsageError
@@ -53,6 +53,7 @@ class World:
         telemetry: What the steps of the models wrapped in this world spent their time on.
         why_gloo: Why CPU ranks don't share memory, where they would if they could; else None.
         has_diverged: Whether every rank draws random numbers of its own already.
+        lanes: In reproducible mode, the lanes of the run; else None.
         stop_reason: Who asked this rank to stop: "SIGTERM", "request_stop()"; None while nobody has.
     """
 
@@ -87,6 +88,7 @@ class World:
         self._of_groups: dict[dist.ProcessGroup, World] = {}
         self._init_arguments: dict[str, object] | None = None
         self.has_diverged = False
+        self.lanes: lanes.Lanes | None = None
         self.stop_reason: str | None = None
         self._at_end: list[Callable[[BaseException | None], object]] = []
 
@@ -140,9 +142,8 @@ class World:
         if group is not None and dist.get_rank(group) < 0:
             raise UsageError(f"rank {dist.get_rank()} is not in the process group that it was given.")
         speaks_nccl = "nccl" in str(dist.get_backend_config(group))
-        if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if speaks_nccl else "cpu"
-        chosen = parse_device(device)
+        usual = torch.device("cuda", torch.cuda.current_device()) if speaks_nccl else "cpu"
+        chosen = parse_device(usual if device is None else device)
         transports = open_transports(transport, chosen, timeout_s=DEFAULT_TIMEOUT_S, group=group)
         hosts = exchange(transports.control, host_identity())
         world = cls(
@@ -204,7 +205,7 @@ class World:
 
     def diverge_random_streams(self) -> None:
         """From now on every rank but 0 draws its own random numbers; once, and only in a world that `init` made."""
-        if not self.has_diverged and self.is_initialised:
+        if not self.has_diverged and self.is_initialised and self.lanes is None:
             self.has_diverged = True
             randomness.diverge(self.rank)
 
@@ -263,8 +264,7 @@ class World:
             A float for a number, else a tensor of `value`'s shape and dtype. NaN if all weights are 0.
 
         Raises:
-            ConfigurationError: The value is no real number or tensor, the weight is negative or no number (not looked
-                at where it is on a GPU).
+            ConfigurationError: The value is no real number or tensor, or the weight isn't one, where it is seen.
         """
         given, weight = check_mean(value, weight, rank=self.rank)
         mean = weighted_mean(self.transport if given.device.type == "cuda" else self.control, given, weight)

@@ -237,7 +237,7 @@ def test_an_interrupt_while_the_ranks_are_started_counts_once_they_are(monkeypat
         ({"nproc": True}, "nproc=True"),
         ({"args": "text"}, r"args=\('text',\)"),
         ({"device": "cuda:99"}, "cuda:99"),
-        ({"threads_per_rank": 0}, "0 threads per rank"),
+        ({"threads_per_rank": 0}, "threads_per_rank=0; a whole number"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments: dict[str, object], message: str) -> None:

@@ -177,7 +177,7 @@ def wrong_local() -> None:
     for wrong in ({"every": 0}, {"every": 2, "warmup_steps": -1}):
         with pytest.raises(ConfigurationError, match=list(wrong)[-1]):
             evenstep.LocalUpdates(model, optimizer, **wrong)
-    with pytest.raises(ConfigurationError, match="not a Linear"):
+    with pytest.raises(ConfigurationError, match="model=Linear"):
         evenstep.LocalUpdates(nn.Linear(1, 1), optimizer, every=1)
     with model.accumulate():
         model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()

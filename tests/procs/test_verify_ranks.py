@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import json
 import os
@@ -19,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import evenstep
+from evenstep import world as worlds
 from evenstep.cli import main
 from evenstep.testing import RankPool
 from evenstep.verify.ranks import verify_ranks
@@ -34,9 +34,7 @@ def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
     from evenstep.launcher.worker import _run_as_main
     from evenstep.verify import recorder
 
-    # What an earlier script has left is collected now. A world's telemetry takes its hooks away when it goes, and if
-    # that were in the middle of an optimizer's step, torch would complain that its list of hooks has changed.
-    gc.collect()
+    _forget_groups()  # of tests before this one
     os.environ |= {"EVENSTEP_REHEARSAL": rehearsal, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     remove = recorder.install(Path(plan), rank=int(os.environ["RANK"]))
     before = sys.modules["__main__"]
@@ -47,9 +45,16 @@ def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
         remove()
         sys.modules["__main__"] = before
         del os.environ["EVENSTEP_REHEARSAL"]
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _forget_groups()
     return ""
+
+
+def _forget_groups() -> None:
+    world = worlds.initialised()
+    if world is not None:
+        world.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class OnPool:

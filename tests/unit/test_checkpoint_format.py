@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import random
+import weakref
 import zlib
 from pathlib import Path
 
@@ -432,3 +433,14 @@ def test_at_every_kill_during_a_replacement_a_whole_checkpoint_of_the_step_is_th
             if done:
                 break
         assert number > 3
+
+
+def test_the_bytes_of_a_tensor_keep_it_alive() -> None:
+    tensor = torch.full((100_000,), 7, dtype=torch.uint8)
+    itself = weakref.ref(tensor)
+    memory = bytes_of(tensor)
+    del tensor
+    assert itself() is not None
+    assert bytes(memory[:3]) == b"\x07\x07\x07"
+    del memory
+    assert itself() is None

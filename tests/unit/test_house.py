@@ -33,6 +33,8 @@ ROOMS = [
     "console",
     "transport",
     "health",
+    "determinism",
+    "lanes",
     "randomness",
     "device",
     "environment",

@@ -154,9 +154,10 @@ def sizes_of(
     whole = fixed = 0
     if batch:
         whole = _saved_by(model, inputs)
-        if batch > 1:
-            half = _saved_by(model, _cut(inputs, batch, batch // 2))
-            per_sample = (whole - half) / (batch - batch // 2)
+        part = max(2, batch // 2)  # batch normalisation refuses to train on one sample
+        if batch > part:
+            half = _saved_by(model, _cut(inputs, batch, part))
+            per_sample = (whole - half) / (batch - part)
             fixed = max(0, round(whole - per_sample * batch))
     return Sizes(
         parameters=specs_of(named),

@@ -18,6 +18,10 @@ from evenstep.world import World
 _METHODS = ("list", "write", "open", "rename", "remove", "lock")
 
 
+LANES = "lanes"
+_TAKEN = {RANDOM: "the random streams", LANES: "the lanes of reproducible mode"}
+
+
 def open_storage(directory: Any) -> Storage:
     """Where checkpoints lie.
 
@@ -45,8 +49,8 @@ def validate_objects(objects: Mapping[str, Any]) -> None:
     for name, value in objects.items():
         if not name.isidentifier():
             raise ConfigurationError(f"{name!r} names an object; a name is a word, as in model=model.")
-        if name == RANDOM:
-            raise ConfigurationError(f"{RANDOM}= is the name of the random streams; use another one.")
+        if name in _TAKEN:
+            raise ConfigurationError(f"{name}= is the name of {_TAKEN[name]}; use another one.")
         target = unwrapped(value)
         lacks = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(target, method, None))]
         if lacks:

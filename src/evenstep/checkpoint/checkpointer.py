@@ -95,6 +95,8 @@ class Checkpointer:
             return arguments.facts(storage, self.policy, self.world, objects, options)
 
         validate_together(self.world, "Checkpointer", validate)
+        if self.world.lanes is not None:
+            objects = {**objects, arguments.LANES: self.world.lanes}
         self._rehearsal = Rehearsal.of_this_process(self.world, objects)
         storage = arguments.open_storage(directory if self._rehearsal is None else self._rehearsal.directory)
         self._directory = RunDirectory(storage, self.world, self.policy)

@@ -165,7 +165,9 @@ class Staging:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which must outlive this. Not `numpy()`: numpy may be missing."""
+    """The memory of a contiguous CPU tensor, which lives as long as this. Not `numpy()`: numpy may be missing."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]  # `memory` doesn't own what it shows, and must keep it
+    return memoryview(memory).cast("B")

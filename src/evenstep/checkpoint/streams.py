@@ -41,7 +41,8 @@ def capture_streams(world: World) -> dict[str, Any]:
 
 
 def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
-    """Continue the stream that this rank had; a rank that is new gets one derived from rank 0's.
+    """Continue the stream that this rank had; a rank that is new gets one derived from rank 0's, or rank 0's own where
+    all ranks draw the same (before they diverge, and in reproducible mode).
 
     Args:
         ranks: What `capture_streams` gave on each rank of the run that saved.
@@ -68,7 +69,7 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
             numpy=numpy_state,
         )
     )
-    if world.rank >= len(ranks):
+    if world.rank >= len(ranks) and ranks[0]["has_diverged"]:
         drawn = int(torch.randint(1 << 62, ()).item())
         torch.manual_seed(mix(drawn, world.rank) >> 1)
     world.has_diverged = bool(ranks[0]["has_diverged"])

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch.utils.data import IterableDataset
+
 from evenstep import checks
 from evenstep.data.division import Division, plan_division
 from evenstep.data.locality import Weights
@@ -13,6 +15,7 @@ from evenstep.data.position import Mark
 from evenstep.data.records import Records
 from evenstep.data.sampler import DistributedSampler
 from evenstep.data.weighted import WeightedSampler
+from evenstep.environment import measurement
 from evenstep.errors import ConfigurationError
 from evenstep.transport.agreement import validate_together
 from evenstep.world import World
@@ -22,6 +25,7 @@ _ADVICE = "Every rank makes its loaders in the same order, from the same data se
 
 
 _MAY_BE_NONE = {
+    "sample_seed": "None: as the run is",
     "shuffle": "None for the data set's order, or the sampler's",
     "pin_memory": "None to pin where batches go to a GPU",
     "persistent_workers": "None to keep those that are expensive to start",
@@ -86,6 +90,18 @@ def _refused(name: str, value: Any) -> str:
     )
 
 
+def as_measured(global_batch_size: Any, max_tokens: Any) -> tuple[Any, Any]:
+    """Both as the script gives them; under `evenstep bench` as that asks for."""
+    asked = measurement()
+    if asked is None:
+        return global_batch_size, max_tokens
+    if global_batch_size is not None and asked.global_batch_size is not None:
+        global_batch_size = asked.global_batch_size
+    if isinstance(max_tokens, int):
+        max_tokens *= asked.growth
+    return global_batch_size, max_tokens
+
+
 def order_of(sampler: Any, shuffle: bool | None, seed: Any, world_seed: int | None) -> OrderAsked:
     """Shuffle, seed and weights, from the arguments or from the sampler that stands for them."""
     if sampler is None:
@@ -122,10 +138,25 @@ def choose_dataset(dataset: Any, shards: Any, on_error: str | None) -> Any:
         raise ConfigurationError(str(error).removeprefix("Records: ")) from None
 
 
-def choose_skips(dataset: Any, on_error: str | None) -> bool:
+def choose_sample_seed(given: bool | None, dataset: Any, world: World) -> bool:
+    """Whether random numbers in `__getitem__` are keyed by sample."""
+    if given is False and world.lanes is not None:
+        raise ConfigurationError("sample_seed=False in reproducible mode, which keys random numbers by sample.")
+    if given is None:
+        return world.lanes is not None and not isinstance(dataset, IterableDataset)
+    return bool(given)
+
+
+def choose_skips(dataset: Any, on_error: str | None, world: World) -> bool:
     """Whether samples that can't be loaded are left out."""
     chosen = getattr(dataset, "on_error", "raise") if on_error is None else on_error
-    return checks.choice("on_error", chosen, ("raise", "skip")) == "skip"
+    skips = checks.choice("on_error", chosen, ("raise", "skip")) == "skip"
+    if skips and world.lanes is not None:
+        raise ConfigurationError(
+            "on_error='skip' in reproducible mode: without a sample the others would move to other lanes. Make the "
+            "data set whole, or leave the sample out of it (torch.utils.data.Subset)."
+        )
+    return skips
 
 
 def validate_stream(

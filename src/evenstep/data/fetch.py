@@ -66,8 +66,8 @@ class Fetcher:
     ) -> None:
         self.dataset = dataset
         self.collate = default_collate if collate_fn is None else collate_fn
-        self.wants_tensors = sample_seed is None and gives_batches(dataset, self.collate)
-        self._sample_seed = sample_seed
+        self.wants_tensors = gives_batches(dataset, self.collate)
+        self._sample_seed = None if self.wants_tensors else sample_seed  # such a data set draws nothing
         # Whether the page tells the sample, and not only the step.
         self.notes_samples = not self.wants_tensors and (
             sample_seed is not None or not hasattr(dataset, "__getitems__")

@@ -7,18 +7,22 @@ from torch import Tensor
 
 from evenstep.data.plan import Epoch, divide
 from evenstep.errors import MismatchError
+from evenstep.lanes import per_rank
 from evenstep.transport.exchange import check_rows
 from evenstep.world import World
 
 
-def positions_by_rank(epoch: Epoch, start: int, stop: int, world_size: int) -> list[Tensor]:
-    """Positions of each rank's samples between two steps, in the order in which it sees them. Pure."""
+def positions_by_rank(epoch: Epoch, start: int, stop: int, world_size: int, lanes: int = 1) -> list[Tensor]:
+    """Positions of each rank's samples between two steps, in the order in which it sees them. Pure.
+
+    `lanes` are those of each rank.
+    """
     plan = epoch.plan
     first, last = plan.step_at(start) or 0, plan.step_at(stop)
     spans = [plan.global_batch(step) for step in range(first, plan.num_batches if last is None else last)]
     parts = []
     for rank in range(world_size):
-        shares = [torch.arange(*divide(*span, rank=rank, world_size=world_size)) for span in spans]
+        shares = [torch.arange(*divide(*span, rank=rank, world_size=world_size, lanes=lanes)) for span in spans]
         parts.append(torch.cat(shares) if shares else torch.empty(0, dtype=torch.int64))
     return parts
 
@@ -38,7 +42,7 @@ def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: 
         ConfigurationError: No dense tensor.
     """
     check_rows(rows, rank=world.rank, what="loader.gather")
-    parts = positions_by_rank(epoch, start, stop, world.world_size)
+    parts = positions_by_rank(epoch, start, stop, world.world_size, per_rank(world.lanes))
     num_rows = len(rows) if rows.dim() else 1
     lengths = world.exchange(num_rows) if world.world_size > 1 else [num_rows]
     for rank, (length, part) in enumerate(zip(lengths, parts, strict=True)):

@@ -66,7 +66,7 @@ class DataLoader:
         max_tokens: Instead of `global_batch_size`: samples of a global batch times the longest of them, at most.
         lengths: With `max_tokens`: tokens of each sample.
         sample_seed: Key python's, torch's and numpy's random numbers in `__getitem__` by (seed, epoch, sample), so that
-            augmentation is the same for any number of ranks and workers.
+            augmentation is the same for any number of ranks and workers. None: in reproducible mode.
         on_error: "raise", or "skip": leave out samples that raise `DataError`, count them in `num_skipped` and say so;
             batches are shorter then. None: what the data set has as `on_error`, or "raise".
         seed: Of the order and of random numbers; None: the world's, or 0.
@@ -103,7 +103,7 @@ class DataLoader:
         locality: int | tuple[int, int] | None = None,
         max_tokens: int | None = None,
         lengths: Any = None,
-        sample_seed: bool = False,
+        sample_seed: bool | None = None,
         on_error: str | None = None,
         seed: int | None = None,
         world: World | None = None,
@@ -124,6 +124,7 @@ class DataLoader:
         problem: str | None = None
         try:
             arguments.validate_refused(batch_size, batch_sampler, generator, in_order)
+            global_batch_size, max_tokens = arguments.as_measured(global_batch_size, max_tokens)
             arguments.validate_switches(
                 shuffle=shuffle,
                 drop_last=drop_last,
@@ -141,8 +142,8 @@ class DataLoader:
                 order,
                 global_batch_size,
                 collate_fn,
-                sample_seed=sample_seed,
-                skip=arguments.choose_skips(self.dataset, on_error),
+                sample_seed=arguments.choose_sample_seed(sample_seed, self.dataset, self.world),
+                skip=arguments.choose_skips(self.dataset, on_error, self.world),
                 locality=locality,
                 max_tokens=max_tokens,
                 lengths=lengths,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from evenstep.data.order import Order
+from evenstep.lanes import begin_of
 
 
 class Plan(Protocol):
@@ -45,14 +46,14 @@ class Epoch:
     order: Order
 
 
-def divide(start: int, stop: int, *, rank: int, world_size: int) -> tuple[int, int]:
+def divide(start: int, stop: int, *, rank: int, world_size: int, lanes: int = 1) -> tuple[int, int]:
     """The part of one rank: first, and the one after the last; equal if the rank has none.
 
-    Parts are contiguous, in order of rank, and differ by at most one; rank 0 has one if anybody has.
+    Parts are contiguous, in order of rank, and differ by at most one; rank 0 has one if anybody has. With several lanes
+    a rank has so many parts of a division into `world_size * lanes`: see `evenstep.lanes`.
     """
-    each, rest = divmod(stop - start, world_size)
-    first = start + rank * each + min(rank, rest)
-    return first, first + each + (rank < rest)
+    length, num_parts = stop - start, world_size * lanes
+    return start + begin_of(length, rank * lanes, num_parts), start + begin_of(length, (rank + 1) * lanes, num_parts)
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,6 @@ class BatchPlan:
         step, rest = divmod(position, self.global_batch_size)
         return step if rest == 0 and 0 <= step < self.num_batches else None
 
-    def share(self, step: int, *, rank: int, world_size: int) -> tuple[int, int]:
+    def share(self, step: int, *, rank: int, world_size: int, lanes: int = 1) -> tuple[int, int]:
         """The positions of one rank: see `divide`."""
-        return divide(*self.global_batch(step), rank=rank, world_size=world_size)
+        return divide(*self.global_batch(step), rank=rank, world_size=world_size, lanes=lanes)

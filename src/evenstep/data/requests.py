@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,14 +31,15 @@ class Request(NamedTuple):
 
 
 def requests(
-    epoch: Epoch, first_step: int, *, rank: int, world_size: int, as_tensors: bool = False
+    epoch: Epoch, first_step: int, *, rank: int, world_size: int, lanes: int = 1, as_tensors: bool = False
 ) -> Iterator[Request]:
-    """The requests of one rank from `first_step` on, one for every step."""
+    """The requests of one rank from `first_step` on, one for every step. `lanes` are those of each rank."""
     plan, step = epoch.plan, first_step
+    share = partial(divide, rank=rank, world_size=world_size, lanes=lanes)
     while step < plan.num_batches:
-        spans = _equal_steps(plan, step, rank, world_size)
+        spans = _equal_steps(plan, step, share)
         if spans is None:
-            yield from _one_by_one(epoch, step, rank, world_size, as_tensors)
+            yield from _one_by_one(epoch, step, share, as_tensors)
             return
         samples = epoch.order.at(spans)
         # Rows of a table: cut by torch or by `tolist`, not by python.
@@ -55,12 +57,12 @@ def to_list(samples: Tensor) -> Any:
         return samples.tolist()
 
 
-def _equal_steps(plan: Any, step: int, rank: int, world_size: int) -> Tensor | None:
+def _equal_steps(plan: Any, step: int, share: Callable[[int, int], tuple[int, int]]) -> Tensor | None:
     """Positions of this rank, [steps, samples], in a run of steps of the usual size; None where there is none."""
     if not isinstance(plan, BatchPlan):
         return None
     num_full = plan.num_samples // plan.global_batch_size
-    first, last = divide(0, plan.global_batch_size, rank=rank, world_size=world_size)
+    first, last = share(0, plan.global_batch_size)
     if step >= num_full or first == last:
         return None
     stop = min(num_full, step + max(1, _BLOCK // (last - first)))
@@ -68,13 +70,15 @@ def _equal_steps(plan: Any, step: int, rank: int, world_size: int) -> Tensor | N
     return starts + torch.arange(first, last)
 
 
-def _one_by_one(epoch: Epoch, step: int, rank: int, world_size: int, as_tensors: bool) -> Iterator[Request]:
+def _one_by_one(
+    epoch: Epoch, step: int, share: Callable[[int, int], tuple[int, int]], as_tensors: bool
+) -> Iterator[Request]:
     plan, order = epoch.plan, epoch.order
     while step < plan.num_batches:
         spans: list[tuple[int, int]] = []
         num_positions = 0
         while step + len(spans) < plan.num_batches and num_positions < _BLOCK:
-            spans.append(divide(*plan.global_batch(step + len(spans)), rank=rank, world_size=world_size))
+            spans.append(share(*plan.global_batch(step + len(spans))))
             num_positions += spans[-1][1] - spans[-1][0]
         samples = order.at(torch.cat([torch.arange(*span) for span in spans]))
         for (start, stop), row in zip(

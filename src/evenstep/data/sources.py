@@ -17,9 +17,10 @@ from evenstep.data.gathering import gather_in_order
 from evenstep.data.plan import BatchPlan, Epoch
 from evenstep.data.position import Mark
 from evenstep.data.records import Records
-from evenstep.data.requests import requests
+from evenstep.data.requests import Request, requests
 from evenstep.data.stream import StreamFetcher, is_sharded, stream_requests, until_all_end, until_the_end
-from evenstep.errors import UsageError
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.lanes import per_rank
 from evenstep.world import World
 
 
@@ -107,22 +108,23 @@ class SampleSource:
         """This rank's batches, each with the position at its end."""
         epoch = self.division.epoch(start.epoch)
         plan, step = epoch.plan, epoch.plan.step_at(start.position) or 0
-        rank, world_size = self.world.rank, self.world.world_size
         if hired is None:
-            as_tensors = self.fetcher.wants_tensors
-            for request in requests(epoch, step, rank=rank, world_size=world_size, as_tensors=as_tensors):
+            for request in self._requests(epoch, step, as_tensors=self.fetcher.wants_tensors):
                 yield plan.global_batch(request.step)[1], self.fetcher[request]
             return
         # To a worker a list: a tensor would travel through shared memory of its own.
-        wanted = requests(epoch, step, rank=rank, world_size=world_size)
+        wanted = self._requests(epoch, step)
         with workers.working(hired, wanted, partial(self._doing, epoch)) as batches:
             for number, loaded in enumerate(batches, step):
                 yield plan.global_batch(number)[1], loaded
 
+    def _requests(self, epoch: Epoch, step: int, *, as_tensors: bool = False) -> Iterator[Request]:
+        rank, world_size, lanes = self.world.rank, self.world.world_size, per_rank(self.world.lanes)
+        return requests(epoch, step, rank=rank, world_size=world_size, lanes=lanes, as_tensors=as_tensors)
+
     def _doing(self, epoch: Epoch, step: int, number: int) -> str:
         """What a worker was at: which sample, as far as can be known."""
-        wanted = requests(epoch, step, rank=self.world.rank, world_size=self.world.world_size)
-        samples = next(wanted).samples
+        samples = next(self._requests(epoch, step)).samples
         where = f"epoch {epoch.number}, step {step}"
         if self.fetcher.notes_samples and number < len(samples):
             return f"sample {samples[number]} ({where}, number {number} of this rank's {len(samples)})"
@@ -156,6 +158,12 @@ class StreamSource:
         self.drop_last = drop_last
         self._num_parts = max(1, num_workers)
         self.by_shard = is_sharded(dataset, world.world_size * self._num_parts)
+        if self.by_shard and world.lanes is not None:
+            raise ConfigurationError(
+                f"{type(dataset).__name__} is a stream that is divided by shards, whose order depends on the number of "
+                f"ranks and workers; reproducible mode can't have that. Hide its num_shards, so that it is divided by "
+                f"record, or use files (Records)."
+            )
         self.fetcher = StreamFetcher(
             dataset,
             collate_fn,
@@ -163,6 +171,7 @@ class StreamSource:
             drop_last=drop_last,
             rank=world.rank,
             world_size=world.world_size,
+            lanes=per_rank(world.lanes),
             num_workers=num_workers,
             by_shard=self.by_shard,
             packs=world.device.type == "cpu",

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -55,6 +56,7 @@ class StreamFetcher:
         drop_last: Leave out a last global batch that is short.
         rank: This rank.
         world_size: Number of ranks.
+        lanes: Of each rank; see `divide`.
         num_workers: Of this rank, as of every other.
         by_shard: See [Note: streams].
         packs: Have workers send small batches as bytes.
@@ -71,6 +73,7 @@ class StreamFetcher:
         drop_last: bool,
         rank: int,
         world_size: int,
+        lanes: int = 1,
         num_workers: int,
         by_shard: bool,
         packs: bool = False,
@@ -79,6 +82,7 @@ class StreamFetcher:
         self.collate = default_collate if collate_fn is None else collate_fn
         self._size, self._drop_last = global_batch_size, drop_last
         self._rank, self._world_size, self._num_workers = rank, world_size, max(1, num_workers)
+        self._share = partial(divide, rank=rank, world_size=world_size, lanes=lanes)
         self._by_shard = by_shard
         self._packs = packs and num_workers > 0
         self._iteration: int | None = None
@@ -92,13 +96,13 @@ class StreamFetcher:
             if self._iteration != request.samples:
                 self._begin(request, 0 if worker is None else worker.id)
             if self._by_shard:
-                start, stop = divide(0, self._size, rank=self._rank, world_size=self._world_size)
+                start, stop = self._share(0, self._size)
                 mine = records = self._take(stop - start)
             else:
                 deque(islice(self._records, (request.step - self._step) * self._size), maxlen=0)
                 self._step = request.step + 1
                 records = self._take(self._size)
-                start, stop = divide(0, len(records), rank=self._rank, world_size=self._world_size)
+                start, stop = self._share(0, len(records))
                 mine = records[start:stop]
             if not records or (self._drop_last and not self._by_shard and len(records) < self._size):
                 return Loaded(self._nothing() if self._by_shard else None, num_samples=0)

@@ -7,6 +7,7 @@ needs and never looks at `os.environ` itself.
     detect.py      whose variables are these, and do they fit together?
     foreign.py     one function for each MPI launcher and scheduler
     hosts.py       lists of hosts as they write them
+    measuring.py   what `evenstep bench` tells the ranks
     values.py      reading and showing single variables
 
 Variables that evenstep itself sets for the ranks it starts (nobody else needs to set them):
@@ -20,6 +21,7 @@ Variables that evenstep itself sets for the ranks it starts (nobody else needs t
     EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
     EVENSTEP_REHEARSAL   file that says how a resume is rehearsed; set by `evenstep verify --resume`
     EVENSTEP_VERIFY      file that says what a rank records of its steps; set by `evenstep verify`
+    EVENSTEP_BENCH_...   how a run is measured, see `measuring.py`; set by `evenstep bench`
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ from pathlib import Path
 
 from evenstep.environment.detect import detect, host_of_task, refuse_independent_runs
 from evenstep.environment.foreign import Surroundings
+from evenstep.environment.measuring import Measurement
 from evenstep.environment.placement import Placement, placement_from_hosts
 
 __all__ = [
+    "Measurement",
     "Placement",
     "Surroundings",
     "announcement",
@@ -47,6 +51,7 @@ __all__ = [
     "host_identity",
     "host_of_task",
     "is_set",
+    "measurement",
     "openmp_threads",
     "placement_from_hosts",
     "rank_variables",
@@ -57,6 +62,7 @@ __all__ = [
     "surroundings",
     "telling_variables",
     "verification_file",
+    "with_measurement",
     "with_rehearsal",
     "with_verification",
 ]
@@ -185,6 +191,16 @@ def with_verification(file: Path, rehearsal: Path) -> dict[str, str]:
     """This process's environment, for a run that is recorded, not compiled, and whose checkpoints go elsewhere."""
     recorded = {"EVENSTEP_VERIFY": str(file), "EVENSTEP_REHEARSAL": str(rehearsal), "TORCHDYNAMO_DISABLE": "1"}
     return {**os.environ, **recorded}
+
+
+def measurement() -> Measurement | None:
+    """How this run is measured; None, as always but under `evenstep bench`."""
+    return Measurement.from_variables(os.environ)
+
+
+def with_measurement(asked: Measurement) -> dict[str, str]:
+    """This process's environment, for a run that is measured."""
+    return {**os.environ, **asked.variables()}
 
 
 # Values of other variables might be secrets, and are nobody's business.

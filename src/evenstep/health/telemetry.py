@@ -143,6 +143,11 @@ class Recorder:
         ended = [*self._steps, self._current] if self._is_over else self._steps
         return [explain(marks) for marks in ended]
 
+    def marks(self) -> list[int]:
+        """All marks of these steps, one after the other: [what, when in ns, what, when in ns, ...]."""
+        ended = [*self._steps, self._current] if self._is_over else self._steps
+        return [number for step in ended for number in step]
+
     def newest(self) -> StepTimes | None:
         """The newest step whose optimizer has been seen; None before there is one."""
         for marks in (self._current, *reversed(self._steps)):

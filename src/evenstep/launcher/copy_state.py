@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import io
+import mmap
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -36,6 +38,7 @@ def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     environment.replace(variables)
+    tempfile.tempdir = None  # an import may have asked for it, and TMPDIR may be another one here
     sys.stdout = sys.__stdout__ = _unbuffered(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _unbuffered(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
     _set_threads()
@@ -44,6 +47,53 @@ def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+
+
+class _MemoryMap(ctypes.Structure):
+    """The kernel's `struct prctl_mm_map`."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
+        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end")),
+        ("auxv", ctypes.c_uint64),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )
+
+
+# By name, their places in /proc/PID/stat behind the name of the program.
+_IN_STAT = {"start_code": 23, "end_code": 24, "start_stack": 25, "start_data": 42, "end_data": 43, "start_brk": 44}
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_shown: list[mmap.mmap] = []  # the kernel reads it as long as this process lives
+
+
+def show_as(command: Sequence[str], variables: Mapping[str, str]) -> bool:
+    """Have `ps` and /proc show this command line and these variables, instead of the launcher's.
+
+    Returns:
+        Whether the kernel allowed it; else they show the launcher's.
+    """
+    texts = [b"".join(os.fsencode(word) + b"\0" for word in command)]
+    texts.append(b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in variables.items()))
+    # Private: the kernel shows nothing of what it would have to ask a file for, and counts shared memory as one.
+    memory = mmap.mmap(-1, sum(map(len, texts)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(b"".join(texts))
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    middle = begin + len(texts[0])
+    wanted = _MemoryMap(
+        **{name: int(fields[place]) for name, place in _IN_STAT.items()},
+        brk=libc.sbrk(0),
+        arg_start=begin,
+        arg_end=middle,
+        env_start=middle,
+        env_end=middle + len(texts[1]),
+        exe_fd=0xFFFFFFFF,
+    )
+    _shown.append(memory)
+    return bool(libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(wanted), ctypes.sizeof(wanted), 0) == 0)
 
 
 def copied_path(path: Sequence[str], package: Path) -> list[str]:

@@ -7,16 +7,13 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
 from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from evenstep.launcher.template import Template
-
-_WORKER = str(Path(__file__).with_name("start_worker.py"))
+from evenstep.launcher.template import WORKER, Template
 
 
 class RankProcess(Protocol):
@@ -46,7 +43,7 @@ class CopyingHandler(SubprocessHandler):
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         # Anything else, as a program that binds it to cores and then starts it, is started as it is written.
-        if tuple(args[:3]) == (sys.executable, "-u", _WORKER) and _is_open(0):
+        if tuple(args[:3]) == (sys.executable, "-u", WORKER) and _is_open(0):
             out = self._stdout.fileno() if self._stdout else 1
             err = self._stderr.fileno() if self._stderr else 2
             process = self._template.start(args[4:], env, [0, out, err])

@@ -36,13 +36,15 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from evenstep.launcher.copy_state import copied_path, set_blas_threads, settle
+from evenstep.launcher.copy_state import copied_path, set_blas_threads, settle, show_as
 from evenstep.launcher.lifeline import die_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
+WORKER = str(Path(__file__).with_name("start_worker.py"))
 _LENGTH = struct.Struct("<Q")
 _ANSWER_S = 60.0
 _POLL_S = 0.005
+_THREADS_END_S = 0.5
 
 
 class BecomeRank(BaseException):
@@ -197,11 +199,15 @@ def fork_template(*, preloads: bool = False) -> Template | None:
     theirs.close()
     ours.settimeout(_ANSWER_S)
     template = Template(ours, pid)
-    # Looked at only now: numpy's threads end when a process forks, and begin again when they are needed. A thread that
-    # is still here may have held a lock, which nobody would ever release in the copies.
-    if len(os.listdir("/proc/self/task")) > 1:
-        template.close()
-        return None
+    # Looked at only now: numpy's threads end when a process forks, and begin again when they are needed; the system
+    # may list one for a moment after that. A thread that is still here may have held a lock, which nobody would ever
+    # release in the copies.
+    deadline = time.monotonic() + _THREADS_END_S
+    while len(os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() > deadline:
+            template.close()
+            return None
+        time.sleep(_POLL_S)
     return template
 
 
@@ -237,6 +243,7 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             os.close(writer)
             try:
                 settle(variables, descriptors)
+                show_as([sys.executable, "-u", WORKER, str(launcher), *arguments], variables)
                 sys.path[:] = copied_path(sys.path, Path(__file__).resolve().parents[1])
             except BaseException:
                 traceback.print_exc()

@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> None:
     if kind == "module":
         _become_module(target, rest)
     else:
-        _become_script(target, rest)
+        become_script(target, rest)
 
 
 def _is_own_log(descriptor: int, rank: int) -> bool:
@@ -96,7 +96,8 @@ def _share_one_file() -> None:
         os.dup2(1, 2)
 
 
-def _become_script(path: str, arguments: list[str]) -> None:
+def become_script(path: str, arguments: list[str]) -> None:
+    """Run a script as python itself would have from the start."""
     sys.argv = [path, *arguments]
     _put_first(Path(path).resolve().parent)
     with io.open_code(str(Path(path).absolute())) as file:

@@ -1,7 +1,8 @@
 """Clipping of gradients that every rank has whole, and of gradients that are divided over ranks.
 
 The rule is that of torch's `clip_grad_norm_` (Pascanu et al., "On the difficulty of training recurrent neural
-networks", 2013). Norms are added in float64, whatever the gradients' dtype.
+networks", 2013). Norms are added in float64, whatever the gradients' dtype; in reproducible mode in fixed point, so
+that the order doesn't matter (`exact.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from evenstep import checks
+from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+from evenstep.optim import exact
 from evenstep.optim.divided import DividedOptimizer
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.hidden_gradient import HiddenGradient, local_parts
@@ -120,7 +123,6 @@ def _norms(groups: Sequence[_Gradients], norm_type: float) -> Tensor:
     """[num_groups], float64: the norms of the whole gradients, the same on all ranks."""
     tensors = [tensor for group in groups for tensor in (*group.hidden, *group.whole)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    totals = torch.stack([_powers(group.whole, norm_type, device) for group in groups])
     # Each gradient is divided among the ranks of its own model: several models, several sums.
     transports: dict[int, tuple[Transport, list[list[HiddenGradient]]]] = {}
     for number, group in enumerate(groups):
@@ -129,11 +131,45 @@ def _norms(groups: Sequence[_Gradients], norm_type: float) -> Tensor:
             _, theirs = transports.setdefault(id(transport), (transport, [[] for _ in groups]))
             theirs[number].append(hidden)
     is_max = math.isinf(norm_type)
+    if (world := worlds.initialised()) is not None and world.lanes is not None and not is_max:
+        return _exact_norms([group.whole for group in groups], list(transports.values()), norm_type, device)
+    totals = torch.stack([_powers(group.whole, norm_type, device) for group in groups])
     for transport, theirs in transports.values():
         sums = torch.stack([_powers(local_parts(hidden), norm_type, device) for hidden in theirs])
         transport.all_reduce(sums, "max" if is_max else "sum").wait()
         totals = torch.maximum(totals, sums) if is_max else totals + sums
     return totals if is_max else totals.pow(1 / norm_type)
+
+
+def _exact_norms(
+    wholes: Sequence[Sequence[Tensor]],
+    divided: Sequence[tuple[Transport, Sequence[Sequence[HiddenGradient]]]],
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """[num_groups], float64: as `_norms`, with the same bits however gradients are divided over ranks."""
+    if norm_type not in (1.0, 2.0):
+        raise ConfigurationError(
+            f"clip_grad_norm_: norm_type={norm_type} in reproducible mode, where norms are those with exponent 1, 2 or "
+            f"math.inf."
+        )
+    parts = [(transport, [local_parts(hidden) for hidden in theirs]) for transport, theirs in divided]
+    peaks = torch.stack([exact.largest(whole, device) for whole in wholes])
+    for transport, theirs in parts:
+        found = torch.stack([exact.largest(own, device) for own in theirs])
+        transport.all_reduce(found, "max").wait()
+        peaks = torch.maximum(peaks, found)
+
+    def words_of(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+        return torch.stack([exact.words_of(own, peak, norm_type) for own, peak in zip(groups, peaks, strict=True)])
+
+    words = words_of(wholes)
+    for transport, theirs in parts:
+        sums = words_of(theirs)
+        transport.all_reduce(sums).wait()
+        words += sums
+    totals = [exact.value_of(own, peak, norm_type) for own, peak in zip(words, peaks, strict=True)]
+    return torch.stack(totals).pow(1 / norm_type)
 
 
 def _powers(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, optim
 
+from evenstep import world as worlds
 from evenstep.optim.kinds import choose_fused
 from evenstep.optim.runs import Run, State, build_runs
 from evenstep.optim.shards import Shard
@@ -143,7 +144,9 @@ class ElementDivision:
 
     def _copy_options(self, group: Mapping[str, Any], own: dict[str, Any]) -> None:
         own.update((key, value) for key, value in group.items() if key not in ("params", "param_names"))
-        if own["params"] and choose_fused(self._kind, group, own["params"][0].device):
+        world = worlds.initialised()
+        in_lanes = world is not None and world.lanes is not None
+        if own["params"] and choose_fused(self._kind, group, own["params"][0].device, in_lanes=in_lanes):
             own["fused"], own["foreach"] = True, False
 
     # ------------------------------------------------------------------ state

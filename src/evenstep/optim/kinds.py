@@ -70,9 +70,27 @@ def validate_kind(kind: type[optim.Optimizer]) -> None:
         )
 
 
-def choose_fused(kind: type[optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether a parameter group's step is to be the fused one: where there is one and the user hasn't chosen. Pure."""
-    if kind not in _FUSED.get(device.type, ()):
+def choose_fused(
+    kind: type[optim.Optimizer], options: Mapping[str, Any], device: torch.device, *, in_lanes: bool
+) -> bool:
+    """Whether a parameter group's step is to be the fused one: where there is one and the user hasn't chosen. Pure.
+
+    Args:
+        kind: Of the optimizer.
+        options: Of the group.
+        device: Where its parameters are.
+        in_lanes: In reproducible mode: no. torch's fused steps of a CPU (2.13) round the last elements of a tensor
+            otherwise than those before them, and where a stretch ends depends on the number of ranks.
+
+    Raises:
+        ConfigurationError: The user has chosen it in reproducible mode.
+    """
+    if in_lanes and options.get("fused"):
+        raise ConfigurationError(
+            "fused=True in reproducible mode: a fused step rounds the last elements of a stretch otherwise, and where "
+            "stretches end depends on the number of ranks. Leave fused out, or use the plain torch optimizer."
+        )
+    if in_lanes or kind not in _FUSED.get(device.type, ()):
         return False
     chosen = options.get("fused") is not None or options.get("foreach") is not None
     return not (chosen or options.get("differentiable") or options.get("capturable"))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, optim
 
 from evenstep import checks
-from evenstep.errors import UsageError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.optim.divided import DividedOptimizer
 from evenstep.optim.kinds import validate_optimizer
 from evenstep.replica.distributed import DistributedDataParallel
@@ -54,6 +54,10 @@ class LocalUpdates:
             raise checks.refuse("LocalUpdates: model", model, "an evenstep.DistributedDataParallel")
 
         def validate() -> dict[str, Any]:
+            if model.world.lanes is not None:
+                raise ConfigurationError(
+                    "in reproducible mode what ranks learn by themselves would depend on how many there are."
+                )
             validate_optimizer("optimizer", optimizer)
             if isinstance(optimizer, DividedOptimizer):
                 raise checks.refuse("optimizer", optimizer, "a plain torch optimizer: every rank steps all parameters")

@@ -96,6 +96,11 @@ class ShardedOptimizer(DividedOptimizer):
             )
             by_elements = is_elementwise(kind) if elementwise is None else bool(elementwise)
             _validate_options(kind, by_elements, shard_gradients, master_weights, reduce_dtype)
+            if model.world.lanes is not None and reduce_dtype is not None and reduce_dtype.itemsize < 4:
+                raise ConfigurationError(
+                    f"reduce_dtype={reduce_dtype} in reproducible mode, where sums of lanes would be rounded "
+                    f"differently on another number of ranks. Leave it out."
+                )
             groups[:] = arguments.listed(model.engine.parameters if params is None else params)
             tried = arguments.try_out(kind, groups, defaults)
             chosen = [parameter for group in tried for parameter in group["params"]]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from evenstep.errors import ConfigurationError
+from evenstep.lanes import begin_of
 
 # Two rows and not one: batch normalisation refuses to train on a single value per channel.
 _STAND_IN_ROWS = 2
@@ -35,22 +36,29 @@ def split(batch: Any, num_parts: int, dim: int = 0) -> list[Any]:
     """
     if not isinstance(num_parts, int) or isinstance(num_parts, bool) or num_parts < 1:
         raise ConfigurationError(f"microbatches: n={num_parts!r}; a whole number of at least 1.")
+    leaves, structure, length = rows_of(batch, dim)
+    parts = []
+    num_parts = min(num_parts, length)
+    for index in range(num_parts):
+        start, stop = begin_of(length, index, num_parts), begin_of(length, index + 1, num_parts)
+        part = [leaf.narrow(dim, start, stop - start) if has_rows else leaf for leaf, has_rows in leaves]
+        parts.append(pytree.tree_unflatten(part, structure))
+    return parts
+
+
+def rows_of(batch: Any, dim: int) -> tuple[list[tuple[Any, bool]], Any, int]:
+    """What a batch can be divided by: (leaves, each with whether it has rows; structure; number of samples). Pure.
+
+    Raises:
+        ConfigurationError: No tensor, or tensors of different lengths.
+    """
     leaves, structure = pytree.tree_flatten(batch)
     lengths = {int(leaf.shape[dim]) for leaf in leaves if _has_rows(leaf, dim)}
     if len(lengths) != 1:
         which = "first dimension" if dim == 0 else f"dimension {dim}"
         found = f"tensors of lengths {sorted(lengths)}" if lengths else f"no tensor with a {which}"
         raise ConfigurationError(f"microbatches: the batch has {found}; it is divided along its one {which}.")
-    length = lengths.pop()
-    parts = []
-    start = 0
-    num_parts = min(num_parts, length)
-    for index in range(num_parts):
-        stop = start + length // num_parts + (index < length % num_parts)
-        part = [leaf.narrow(dim, start, stop - start) if _has_rows(leaf, dim) else leaf for leaf in leaves]
-        parts.append(pytree.tree_unflatten(part, structure))
-        start = stop
-    return parts
+    return [(leaf, _has_rows(leaf, dim)) for leaf in leaves], structure, lengths.pop()
 
 
 class StandIn:

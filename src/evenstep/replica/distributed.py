@@ -19,7 +19,7 @@ from evenstep import checks, randomness
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.health import page
-from evenstep.replica import registrations
+from evenstep.replica import lane_loop, registrations
 from evenstep.replica.agreement import validate_same_model
 from evenstep.replica.batches import StandIn, batch_length, split
 from evenstep.replica.channels import bucket_transport
@@ -119,7 +119,8 @@ class DistributedDataParallel(TorchInterface):
     ) -> None:
         nn.Module.__init__(self)
         group = group_of(process_group, device_mesh, module)
-        world = worlds.chosen(world, "DistributedDataParallel").of_group(group)
+        everybody = worlds.chosen(world, "DistributedDataParallel")
+        world = everybody.of_group(group)
         settings = settle(
             world,
             module,
@@ -138,6 +139,8 @@ class DistributedDataParallel(TorchInterface):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             batched_grad_copy=batched_grad_copy,
         )
+        if everybody.lanes is not None:
+            lane_loop.validate_model(module, settings, is_of_group=world is not everybody)
         if world.is_initialised and device_ids is None:
             module.to(world.device)
         self.module = module = replace_torchs(module)
@@ -187,6 +190,8 @@ class DistributedDataParallel(TorchInterface):
                 self._validate_parameters()
             if self.training:
                 self.world.diverge_random_streams()
+                if self.engine.lanes is not None:
+                    self.engine.lanes.validate_open("the model was called in training")
         began_ns = perf_counter_ns()
         page.mark(page.Phase.FORWARD if with_grad else page.Phase.EVALUATING)
         if self.settings.inputs_to is not None:
@@ -334,7 +339,7 @@ class DistributedDataParallel(TorchInterface):
         """torch's name for `accumulate`."""
         return self.accumulate()
 
-    def microbatches(self, batch: Batch, n: int) -> Iterator[Batch]:
+    def microbatches(self, batch: Batch, n: int = 1) -> Iterator[Batch]:
         """Iterate over a batch in parts; communication is held back on all but the last.
 
             for x, y in model.microbatches(batch, 4):
@@ -345,14 +350,20 @@ class DistributedDataParallel(TorchInterface):
         zero times, and its end takes part in the exchange all the same. With a `SyncBatchNorm` in the model, which
         exchanges statistics in every part, all ranks get equally many parts, and some of them may be empty.
 
+        In reproducible mode the parts are this rank's lanes, and training has no other way: see docs/reproducible.md.
+        There `loss.backward()` is averaged over lanes, as over so many ranks.
+
         Args:
             batch: A nest of tensors [n_samples, ...], divided along the first dimension.
-            n: Number of parts; fewer if there are fewer samples.
+            n: Number of parts; fewer if there are fewer samples. In reproducible mode: of each lane.
 
         Raises:
             ConfigurationError: `n` is no positive number, or the batch can't be divided.
             UsageError: The last part was not followed by a backward pass.
         """
+        if self.engine.lanes is not None:
+            yield from lane_loop.loop(batch, n, self.dim, self.engine, self.world, self._lane_buffers)
+            return
         parts = split(batch, n, self.dim)
         if self.sync_layers and self.training:
             parts = self.sync_layers.pad(parts, batch, self.dim)

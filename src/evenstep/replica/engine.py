@@ -40,7 +40,6 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,8 +51,10 @@ from evenstep.health import page
 from evenstep.health.telemetry import BACKWARD
 from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.exchange import BucketExchange, Exchange, NoExchange, build_exchange, divide_by_weight
+from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.nonfinite import NonFiniteGuard
+from evenstep.replica.passes import Pass
 from evenstep.replica.readiness import Readiness, at_end_of_backward
 from evenstep.replica.settings import Settings
 from evenstep.replica.weighting import Kind, Window
@@ -64,35 +65,6 @@ _OURS = -1  # the key of our hook among those of a tensor; torch counts its own 
 
 # What `model.backward` multiplies the loss by, innermost last; no thread-local, since autograd has threads of its own.
 _multiplied_by: list[float | Tensor] = []
-
-
-@dataclass
-class _Pass:
-    """One run of autograd.
-
-    Attributes:
-        kind: What it means.
-        weight: Its share in the window's sum.
-        synchronised: It ends the window: gradients travel.
-        discards: What it produces is dropped.
-        mutes: The gradient that reaches the module's outputs is replaced by zeros; where it is a tensor, if that is
-            true.
-        confirmed: A parameter has received a gradient, so this is no `torch.autograd.grad`.
-        set_aside: Gradients of the window so far, while a discarding pass runs.
-    """
-
-    kind: Kind
-    weight: float | Tensor
-    synchronised: bool
-    discards: bool
-    mutes: bool | Tensor = False
-    confirmed: bool = False
-    set_aside: list[Tensor | None] | None = None
-
-    @property
-    def fills_buckets(self) -> bool:
-        """Whether gradients travel as soon as they are there."""
-        return self.synchronised and not self.discards
 
 
 class Engine:
@@ -121,8 +93,9 @@ class Engine:
             self.names, self.parameters, self.num_dense, world, settings.policy, buffers, self.recorder, transport
         )
         self.guard = None if settings.on_nonfinite is None else NonFiniteGuard(settings.on_nonfinite, world, transport)
-        self._watch_values()
-        self._travels = not isinstance(self.exchange, NoExchange)
+        self.lanes = None if world.lanes is None else LaneSums(world.lanes, self.parameters)
+        self._equip_exchange()
+        self._travels = not isinstance(self.exchange, NoExchange) or self.lanes is not None
         self.readiness = Readiness(self.parameters, self.exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
@@ -130,7 +103,7 @@ class Engine:
         self.has_learned_order = False
         self.world = world
         self._window: Window | None = None
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._carried: list[tuple[nn.Parameter, Tensor]] = []
         self._ran = self._ran_stand_in = False  # since the last pass, over samples and over a stand-in
         self._left_early: str | None = None
@@ -224,6 +197,11 @@ class Engine:
             _multiplied_by.pop()
         self._close_pass()
 
+    def end_lane(self) -> None:
+        """A lane of this rank is complete, and another will follow."""
+        assert self.lanes is not None
+        self.lanes.add_lane(self._window, self.buckets)
+
     def reduce_without_backward(self) -> None:
         """Collective: end the window of a rank that had nothing to add to it (an empty share)."""
         self.exchange.weight_scale(0.0, opens_window=self._window is None)
@@ -251,7 +229,7 @@ class Engine:
         """Between two windows: gradients take another way from now on."""
         self.exchange = made
         self._travels = True
-        self._watch_values()
+        self._equip_exchange()
         self.readiness = Readiness(self.parameters, made.layout, self)
         self.has_learned_order = False
 
@@ -330,12 +308,14 @@ class Engine:
     # ------------------------------------------------------------------ passes and windows
 
     def _open_pass(self, kind: Kind, weight: float | Tensor, *, discards: bool, mutes: bool | Tensor = False) -> None:
+        if self.lanes is not None:
+            self.lanes.validate_open("a backward pass")
         self.recorder.mark(BACKWARD)
         page.mark(page.Phase.BACKWARD)
-        self._pass = _Pass(kind, weight, synchronised=self.synchronise, discards=discards, mutes=mutes)
+        self._pass = Pass(kind, weight, synchronised=self.synchronise, discards=discards, mutes=mutes)
         if self._window is None:
             self.exchange.open_window()
-        if kind is Kind.WEIGHTED and self._window is None:
+        if (kind is Kind.WEIGHTED or self.lanes is not None) and self._window is None:
             self._set_aside()
         if discards:
             self._pass.set_aside = [parameter.grad for parameter in self.parameters]
@@ -367,7 +347,7 @@ class Engine:
             self._end_window()
         self._pass = None
 
-    def _put_back(self, current: _Pass) -> None:
+    def _put_back(self, current: Pass) -> None:
         if current.set_aside is not None:
             for parameter, grad in zip(self.parameters, current.set_aside, strict=True):
                 parameter.grad = grad
@@ -394,6 +374,8 @@ class Engine:
     def _end_window(self) -> None:
         """Collective: afterwards `p.grad` is the global mean on every rank."""
         assert self._window is not None
+        if self.lanes is not None:
+            self.lanes.close_window(self._window, self.buckets)
         if self.guard is not None:
             self._look_outside_buckets(self.guard)
         self.exchange.finish(self._window)
@@ -411,7 +393,8 @@ class Engine:
             for parameter in self.parameters:
                 parameter.grad = None
 
-    def _watch_values(self) -> None:
+    def _equip_exchange(self) -> None:
+        self.exchange.lanes = self.lanes
         if isinstance(self.exchange, BucketExchange):
             self.exchange.guard = self.guard
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from evenstep.health.telemetry import REDUCED, WAITING, Recorder
 from evenstep.replica.bucket import Bucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
+from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.nonfinite import NonFiniteGuard
@@ -34,10 +35,12 @@ class Exchange(Protocol):
     Attributes:
         layout: Which gradient lies in which bucket; without buckets where nothing travels.
         buckets: Those buckets.
+        lanes: In reproducible mode, the sums of this rank's lanes.
     """
 
     layout: Layout
     buckets: Sequence[Bucket]
+    lanes: LaneSums | None
 
     @property
     def scale(self) -> float:
@@ -105,6 +108,7 @@ class NoExchange:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.layout = Layout((), (0,) * len(parameters))
         self.buckets: Sequence[Bucket] = ()
+        self.lanes: LaneSums | None = None
         self._parameters = parameters
         self._scale = 1.0
 
@@ -114,8 +118,8 @@ class NoExchange:
         return self._scale
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
-        """The window's first weight: a window of one pass then has nothing to divide by."""
-        if opens_window:
+        """The window's first weight: a window of one pass then has nothing to divide by. In lanes 1, as elsewhere."""
+        if opens_window and self.lanes is None:
             self._scale = weight if isinstance(weight, float) and weight > 0 else 1.0
         return self._scale
 
@@ -134,7 +138,10 @@ class NoExchange:
 
     def finish(self, window: Window) -> None:
         """Divide by the window's weight."""
-        divide_by_weight(self._parameters, window, self._scale)
+        if self.lanes is None:
+            divide_by_weight(self._parameters, window, self._scale)
+        else:
+            self.lanes.divide(window)
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """See `Exchange.learn_order`; there are no buckets."""
@@ -198,6 +205,7 @@ class BucketExchange:
         self._half_scale: float | None = None
         self.hook: CommHook | None = None
         self.guard: NonFiniteGuard | None = None
+        self.lanes: LaneSums | None = None
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
         self._announced: list[Any] = []  # what was told in this window to ranks that have left
@@ -346,6 +354,8 @@ class BucketExchange:
             self._recorder.mark(action.bucket)
             self._make_room(bucket)
             bucket.pack()
+            if self.lanes is not None:
+                self.lanes.add_to(bucket)
             if self.guard is not None:
                 self.guard.look(bucket)
             if self._hooks is None and kind is not Kind.WEIGHTED and bucket.has_half_precision:
@@ -361,7 +371,7 @@ class BucketExchange:
         if window.kind is None:
             weighted = bool(self._header.tensor[1] > 0)
         num_ranks = float(self._world.world_size)
-        divisor: float | Tensor = num_ranks
+        divisor: float | Tensor = num_ranks if self.lanes is None else float(self.lanes.num_lanes)
         if weighted:
             divisor = self._header.divisor(self.scale)
         elif self._uneven is not None and not self._uneven.divide_by_initial_world_size:

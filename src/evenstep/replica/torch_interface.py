@@ -24,6 +24,7 @@ from evenstep.health.steps import mark_compilations
 from evenstep.replica import registrations
 from evenstep.replica.comm_hook import CommHook
 from evenstep.replica.engine import Engine
+from evenstep.replica.lane_loop import LaneBuffers
 from evenstep.replica.settings import Settings
 from evenstep.replica.sync_layers import SyncLayers
 from evenstep.replica.uneven import Uneven, UnevenJoinHook
@@ -92,6 +93,7 @@ class TorchInterface(TorchDistributedDataParallel):
         self.engine = Engine(self.module, world, settings, transport)
         self.sync_layers = SyncLayers(self.module, world, self.engine)
         self.engine.shares_statistics = bool(self.sync_layers)
+        self._lane_buffers = LaneBuffers(self.module, settings.ignored)
         self._hook: CommHook | None = None
         self._frozen = [(name, p) for name, p in settings.kept(self.module) if not p.requires_grad]
         # What torch's class has, for those who read it.
@@ -180,6 +182,8 @@ class TorchInterface(TorchDistributedDataParallel):
         """
         if self._hook is not None:
             raise UsageError("register_comm_hook: there is one already, and a model has at most one.")
+        if self.engine.lanes is not None:
+            raise UsageError("register_comm_hook in reproducible mode: a hook adds in an order of its own.")
         made = CommHook(state, hook)
         self.engine.exchange.set_hook(made)
         self._hook = made
@@ -213,6 +217,8 @@ class TorchInterface(TorchDistributedDataParallel):
             enable: False: the context does nothing.
             throw_on_early_termination: Raise a RuntimeError on every rank as soon as one has left its loop.
         """
+        if self.engine.lanes is not None:
+            raise UsageError("join in reproducible mode: every rank has its lanes of every batch. Leave it out.")
         if self.world.world_size == 1:
             return contextlib.nullcontext()
         return Join(
@@ -262,7 +268,16 @@ class TorchInterface(TorchDistributedDataParallel):
                 "only a module that is replicated over all ranks can be pickled or copied; save "
                 "its state_dict, or `.module`."
             )
-        without = {"world", "engine", "sync_layers", "process_group", "_hook", "_frozen", "_join_config"}
+        without = {
+            "world",
+            "engine",
+            "sync_layers",
+            "process_group",
+            "_lane_buffers",
+            "_hook",
+            "_frozen",
+            "_join_config",
+        }
         return {name: value for name, value in self.__dict__.items() if name not in without}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -36,7 +36,8 @@ def validate_group(what: str, group: Any) -> None:
     if group is None or isinstance(group, dist.ProcessGroup):
         return
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise UsageError(f"{what}: rank {dist.get_rank()} is not in the process group that it was given.")
+        rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
+        raise UsageError(f"{what}: {rank} is not in the process group that it was given.")
     raise ConfigurationError(f"{what}={checks.shown(group)} is no torch.distributed.ProcessGroup.")
 
 

@@ -82,10 +82,23 @@ def open_transports(
 
 
 def _open(name: str, timeout_s: float, of: dist.ProcessGroup | None) -> Transport:
-    ranks = dist.get_process_group_ranks(of)
+    return open_between(name, dist.get_process_group_ranks(of), timeout_s=timeout_s, alone=of is not None)
+
+
+def open_between(name: str, ranks: Sequence[int], *, timeout_s: float, alone: bool = True) -> Transport:
+    """Open a transport of torch's between some ranks.
+
+    Collective: these ranks call this, in the same order.
+
+    Args:
+        name: "gloo" or "nccl".
+        ranks: Their numbers in the default group.
+        timeout_s: Deadline of a call.
+        alone: The other ranks don't call this.
+    """
     if name == "gloo":
         return open_gloo(ranks, timeout_s=timeout_s)
     timeout = timedelta(seconds=timeout_s)
     # Of a group that its members alone know the other ranks can't be told.
-    group = dist.new_group(ranks, backend=name, timeout=timeout, use_local_synchronization=of is not None)
+    group = dist.new_group(list(ranks), backend=name, timeout=timeout, use_local_synchronization=alone)
     return ProcessGroupTransport(group, name=name, timeout_s=timeout_s, owns_group=True)

@@ -90,6 +90,11 @@ class SeveralHostsTransport:
         self._thread = CallThread("evenstep several hosts", on_failure=self._let_go)
         self._is_closed = False
 
+    @property
+    def is_regular(self) -> bool:
+        """Whether every host has equally many, consecutive ranks: sums are then added in a tree over ranks."""
+        return self._plan.is_regular
+
     # ------------------------------------------------------------------ the seam
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

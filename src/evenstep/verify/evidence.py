@@ -187,8 +187,7 @@ def _probes_name(rank: int, step: int) -> str:
 
 def digest(tensor: Tensor) -> str:
     """64 bits that two tensors share if their bits are equal, and otherwise don't."""
-    held = tensor.detach().cpu().contiguous()  # by a name: `bytes_of` looks at memory that must outlive it
-    return hashlib.blake2b(bytes_of(held), digest_size=8).hexdigest()
+    return hashlib.blake2b(bytes_of(tensor.detach().cpu().contiguous()), digest_size=8).hexdigest()
 
 
 def thinned(tensor: Tensor) -> Tensor:

@@ -1,0 +1,310 @@
+"""Why it doesn't scale better, and what to do about it: measurements in, causes with their expected gain out. Pure.
+
+A cause is reported if what it costs was measured, is worth a tenth of the step, and is more than the spread of the
+rounds. Every part of the step has one cause at most, so a slow loader isn't called a slow rank as well:
+
+    waiting for data          slow loader
+    imbalance                 slow rank, or uneven work
+    exposed communication     enormous layer, or small batch (with what else each exchange costs)
+    contention                oversubscribed threads, or contention
+    computing, on a GPU       host waits: `.item()` in every step
+
+On a healthy script nothing is reported. Where other programs keep cores busy a note says so, and neither uneven work
+nor contention is put down to the script.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from evenstep.bench.decompose import Decomposition, Parts
+from evenstep.bench.records import Facts
+
+_WORTH = 0.10  # of the step; smaller losses aren't worth a person's time
+_WORTH_UNSURE = 0.15  # where the cause is no single thing that could be removed
+_MOSTLY = 0.7  # a rank that is last as often as that is last for a reason
+_LARGE_BYTES = 16 << 20  # an exchange of less is latency, whichever layer it is
+_DOMINATES = 0.5
+MANY_ELSEWHERE = 0.3  # cores; then ranks are late, and compute slowly, for reasons that aren't the script's
+_SCHEDULING_S = 0.002  # ranks that differ by less are late because the system ran something else
+
+_PHASE_WORDS = {
+    "data": "waiting for data",
+    "sync": "the wrapper's work before the forward pass",
+    "forward": "the forward pass",
+    "backward": "the backward pass",
+    "engine": "the wrapper's work after the backward pass",
+    "optimizer": "the optimizer's step",
+    "script": "the script's own work between the passes",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause.
+
+    Attributes:
+        cause: Its name: "slow loader", "slow rank", "uneven work", "enormous layer", "small batch",
+            "oversubscribed threads", "contention", "host waits".
+        what: What was measured.
+        advice: What to do, and what is to be expected of it.
+        gain: Throughput then, over throughput now: at most.
+    """
+
+    cause: str
+    what: str
+    advice: str
+    gain: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """What findings are drawn from: one point of a curve.
+
+    Attributes:
+        num_replicas: Ranks.
+        rows_per_replica: Samples of a step on one of them.
+        decomposition: Of the step.
+        facts: Of rank 0.
+        spread: What rounds differ by: the distance of the quartiles of the step over its median.
+        num_threads: Of all ranks together.
+        device_busy_s: On a GPU: how long in a step the busiest one computed.
+        syncs: On a GPU: lines that made the host wait, and how often in a step.
+        divides_batch: Of strong scaling: what computes more slowly than alone may be the smaller batch.
+        num_cores_elsewhere: Cores of the host that other programs kept busy.
+    """
+
+    num_replicas: int
+    rows_per_replica: float
+    decomposition: Decomposition
+    facts: Facts
+    spread: float = 0.0
+    num_threads: int = 1
+    device_busy_s: float | None = None
+    syncs: tuple[tuple[str, float], ...] = ()
+    divides_batch: bool = False
+    num_cores_elsewhere: float = 0.0
+
+    @property
+    def parts(self) -> Parts:
+        """Of the step."""
+        return self.decomposition.parts
+
+    @property
+    def held_up_by_one(self) -> bool:
+        """Whether it is always the same rank that comes last, and not now this one and now that."""
+        late = self.decomposition.late
+        return (
+            late is not None
+            and late.share_of_steps >= _MOSTLY
+            and late.excess_s >= self.parts.imbalance_s / 2
+            and self.parts.share("imbalance") >= _WORTH
+        )
+
+    @property
+    def jitter_s(self) -> float:
+        """Imbalance that no rank is to blame for: each exchange waits for whoever comes last."""
+        return 0.0 if self.held_up_by_one else self.parts.imbalance_s
+
+
+def find(case: Case) -> list[Finding]:
+    """The causes, the costliest first."""
+    rules: tuple[Callable[[Case], Finding | None], ...] = (
+        _slow_loader,
+        _slow_rank,
+        _enormous_layer,
+        _small_batch,
+        _uneven_work,
+        _oversubscribed,
+        _contention,
+        _host_waits,
+    )
+    found = [finding for rule in rules if (finding := rule(case)) is not None]
+    return sorted(found, key=lambda finding: -finding.gain)
+
+
+def _slow_loader(case: Case) -> Finding | None:
+    parts, facts = case.parts, case.facts
+    share = parts.share("data")
+    if share < _limit(case):
+        return None
+    rest_s = parts.total_s - parts.data_s
+    needed = math.ceil((parts.data_s if facts.num_workers == 0 else facts.num_workers * parts.total_s) / rest_s)
+    needed = max(needed, facts.num_workers + 1)
+    gain = parts.total_s / rest_s
+    has = "num_workers=0, so the rank itself loads" if facts.num_workers == 0 else f"num_workers={facts.num_workers}"
+    cores = case.num_replicas * (needed + 1)
+    short = (
+        f" (together they want {cores} cores, and there are {facts.num_cores}: a cheaper __getitem__ or data prepared "
+        f"beforehand do the same)"
+        if facts.device == "cpu" and cores > facts.num_cores
+        else ""
+    )
+    return Finding(
+        "slow loader",
+        f"every rank waits {_ms(parts.data_s)} of its {_ms(parts.total_s)} for data, {share:.0%} ({has})",
+        f"with num_workers={needed} loading hides behind the rest: {_ms(parts.total_s)} to {_ms(rest_s)} a step at "
+        f"best{short}",
+        gain,
+    )
+
+
+def _slow_rank(case: Case) -> Finding | None:
+    late, parts = case.decomposition.late, case.parts
+    if late is None or not case.held_up_by_one or parts.share("imbalance") < _limit(case):
+        return None
+    rest_s = parts.total_s - parts.imbalance_s
+    return Finding(
+        "slow rank",
+        f"rank {late.rank} is the last one ready in {late.share_of_steps:.0%} of the steps, {_ms(late.excess_s)} after "
+        f"a typical rank, and loses it in {_PHASE_WORDS[late.phase]}",
+        f"look at what rank {late.rank} does there that others don't; without it {_ms(parts.total_s)} to "
+        f"{_ms(rest_s)} a step",
+        parts.total_s / rest_s,
+    )
+
+
+def _enormous_layer(case: Case) -> Finding | None:
+    parts = case.parts
+    if parts.share("exposed") < _limit(case) or not _one_layer_dominates(case.facts):
+        return None
+    name, num_bytes = case.facts.largest
+    share = num_bytes / case.facts.gradient_bytes
+    rest_s = parts.total_s - parts.exposed_s * share / 2
+    return Finding(
+        "enormous layer",
+        f"{name} has {_mib(num_bytes)} of the {_mib(case.facts.gradient_bytes)} that travel, {share:.0%}: nothing is "
+        f"left to hide it behind, and {_ms(parts.exposed_s)} of the step are waiting for it, "
+        f"{parts.share('exposed'):.0%}",
+        f"send it in 16 bits (torch's bf16_compress_hook): {_ms(parts.total_s)} to {_ms(rest_s)} a step; or make it "
+        f"smaller, or its gradient sparse",
+        parts.total_s / rest_s,
+    )
+
+
+def _small_batch(case: Case) -> Finding | None:
+    parts = case.parts
+    fixed_s = parts.exposed_s + parts.engine_s + case.jitter_s
+    if case.num_replicas == 1 or fixed_s < _limit(case) * parts.total_s:
+        return None
+    if parts.exposed_s >= _WORTH * parts.total_s and _one_layer_dominates(case.facts):
+        return None
+    is_work = case.jitter_s > _SCHEDULING_S
+    if is_work and case.jitter_s > max(parts.exposed_s + parts.engine_s, _WORTH_UNSURE * parts.total_s):
+        return None  # it is not the exchange that costs
+    twice_s = parts.total_s + _grows_s(case)
+    gain = 2 * parts.total_s / twice_s
+    rows = case.rows_per_replica
+    return Finding(
+        "small batch",
+        f"of {_ms(parts.total_s)} a step {_ms(fixed_s)} are the exchange of gradients, {fixed_s / parts.total_s:.0%}, "
+        f"whatever the size of the batch",
+        f"batch {rows:g} to {2 * rows:g} a replica: exposed communication falls from {parts.share('exposed'):.0%} to "
+        f"{parts.exposed_s / twice_s:.0%}, the whole exchange from {fixed_s / parts.total_s:.0%} to "
+        f"{fixed_s / twice_s:.0%}; or accumulate (model.microbatches)",
+        gain,
+    )
+
+
+def _uneven_work(case: Case) -> Finding | None:
+    late, parts = case.decomposition.late, case.parts
+    if late is None or case.held_up_by_one or parts.share("imbalance") < max(_limit(case), _WORTH_UNSURE):
+        return None
+    if _small_batch(case) is not None or case.num_cores_elsewhere > MANY_ELSEWHERE:
+        return None
+    rest_s = parts.total_s - parts.imbalance_s
+    return Finding(
+        "uneven work",
+        f"the ranks take turns in being late: {_ms(parts.imbalance_s)} of {_ms(parts.total_s)} are waiting for whoever "
+        f"comes last, {parts.share('imbalance'):.0%}",
+        f"give every rank as much to do in every step (samples of similar length: max_tokens=): {_ms(parts.total_s)} "
+        f"to {_ms(rest_s)} a step at best",
+        parts.total_s / rest_s,
+    )
+
+
+def _oversubscribed(case: Case) -> Finding | None:
+    parts, facts = case.parts, case.facts
+    if not _wants_too_many_cores(case) or parts.share("contention") < _limit(case):
+        return None
+    rest_s = parts.total_s - parts.contention_s
+    fitting = max(1, facts.num_cores // case.num_replicas)
+    advice = f"--threads-per-rank {fitting}, and no torch.set_num_threads in the script"
+    if case.num_replicas > facts.num_cores:
+        advice = f"at most {facts.num_cores} replicas, of one thread each"
+    return Finding(
+        "oversubscribed threads",
+        f"{case.num_replicas} ranks compute with {case.num_threads} threads on {facts.num_cores} cores; computing "
+        f"takes {_ms(parts.contention_s)} longer than on one replica, {parts.share('contention'):.0%} of the step",
+        f"{advice}: {_ms(parts.total_s)} to {_ms(rest_s)} a step at best",
+        parts.total_s / rest_s,
+    )
+
+
+def _contention(case: Case) -> Finding | None:
+    parts = case.parts
+    if case.divides_batch or case.num_cores_elsewhere > MANY_ELSEWHERE or _wants_too_many_cores(case):
+        return None
+    if parts.share("contention") < max(_limit(case), _WORTH_UNSURE):
+        return None
+    rest_s = parts.total_s - parts.contention_s
+    place = "memory, PCIe or power" if case.facts.device == "cuda" else "memory bandwidth"
+    return Finding(
+        "contention",
+        f"computing takes {_ms(parts.contention_s)} longer than on one replica, {parts.share('contention'):.0%} of the "
+        f"step, although every rank has cores of its own: they share {place}",
+        f"fewer replicas with more threads each, or another host for some of them: {_ms(parts.total_s)} to "
+        f"{_ms(rest_s)} a step at best",
+        parts.total_s / rest_s,
+    )
+
+
+def _host_waits(case: Case) -> Finding | None:
+    parts, busy_s = case.parts, case.device_busy_s
+    lines = [(line, count) for line, count in case.syncs if count >= 0.5]
+    if case.facts.device != "cuda" or busy_s is None or not lines:
+        return None
+    idle_s = parts.total_s - parts.exposed_s - parts.imbalance_s - parts.data_s - busy_s
+    if idle_s < _limit(case) * parts.total_s:
+        return None
+    told = ", ".join(f"{line} ({count:.0f} times a step)" if count >= 1.5 else line for line, count in lines[:3])
+    rest_s = parts.total_s - idle_s
+    return Finding(
+        "host waits",
+        f"{told}: the host waits there for the GPU (.item(), .cpu(), a tensor in an `if`), and the GPU then for the "
+        f"host: it computes {_ms(busy_s)} of {_ms(parts.total_s)}",
+        f"look at values every hundredth step, or keep them on the GPU: {_ms(parts.total_s)} to {_ms(rest_s)} a step "
+        f"at best",
+        parts.total_s / rest_s,
+    )
+
+
+def _limit(case: Case) -> float:
+    """The share of a step that a loss must have to be told: what rounds differ by is no finding."""
+    return max(_WORTH, min(0.5, case.spread))
+
+
+def _grows_s(case: Case) -> float:
+    """What of a step is twice as long with twice the batch."""
+    parts = case.parts
+    lost_by_one_s = parts.imbalance_s - case.jitter_s
+    return parts.data_s + parts.contention_s + parts.compute_s + lost_by_one_s
+
+
+def _one_layer_dominates(facts: Facts) -> bool:
+    _, num_bytes = facts.largest
+    return num_bytes >= _LARGE_BYTES and facts.num_tensors > 1 and num_bytes >= _DOMINATES * facts.gradient_bytes
+
+
+def _wants_too_many_cores(case: Case) -> bool:
+    return case.facts.device == "cpu" and case.num_threads > case.facts.num_cores
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.3g} MiB"

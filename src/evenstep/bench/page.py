@@ -1,0 +1,121 @@
+"""The report as one HTML file that needs nothing else: pictures and style are inside. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from evenstep.bench.report import CURVE_TITLES, PART_NAMES, counted, late_lines, usage_lines
+
+_STYLE = """
+:root { --ink: #23272e; --soft: #626b77; --line: #e1e4e8; --blue: #2f6db3; --red: #c8453b; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink);
+       max-width: 860px; margin: 2.2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0 0 .2rem } h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem }
+p, li { color: var(--ink) } .soft { color: var(--soft) } code { font-size: .92em }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+th, td { text-align: right; padding: .28rem .55rem; border-bottom: 1px solid var(--line) }
+th { font-weight: 600; color: var(--soft) } th:first-child, td:first-child { text-align: left }
+figure { margin: .6rem 0 } figure svg { width: 100%; height: auto }
+.finding { border-left: 4px solid var(--red); padding: .3rem 0 .3rem .9rem; margin: .9rem 0 }
+.finding h3 { margin: 0; font-size: 1rem } .finding p { margin: .2rem 0 }
+.well { border-left: 4px solid #4f9d69; padding: .3rem 0 .3rem .9rem }
+.scroll { overflow-x: auto }
+"""
+
+
+def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
+    """The page.
+
+    Args:
+        report: What `build_report` has made.
+        pictures: `<svg>` elements, by name: "efficiency", "parts", "timeline".
+    """
+    command = report["command"]
+    words = " ".join([command["script"], *command["arguments"]])
+    facts = report["facts"]
+    settings = (
+        f"{facts['device']}, {command['num_threads']} threads a replica, {facts['num_cores']} cores; "
+        f"{command['num_rounds']} rounds of {command['num_steps']} steps after {command['num_warmup']}; gradients "
+        f"averaged by {facts['wrapper'] or 'nobody that was found'}"
+    )
+    body = [
+        f"<h1>How well does <code>{escape(words)}</code> scale?</h1>",
+        f'<p class="soft">{escape(report["began_at"])}, evenstep {escape(report["evenstep"])}<br>{escape(settings)}',
+        _findings(report),
+        "<h2>Efficiency</h2>",
+        _picture(pictures, "efficiency", "Efficiency against replicas, with quartiles"),
+        *(_scaling(name, points) for name, points in report["curves"].items()),
+        "<h2>Where a step goes</h2>",
+        _picture(pictures, "parts", "The step in parts, by number of replicas"),
+        *(_parts(name, points) for name, points in report["curves"].items()),
+        *(f"<p>{escape(line)}.</p>" for line in [*late_lines(report), *usage_lines(report)]),
+        "<h2>One step, rank by rank</h2>",
+        f'<p class="soft">Step {report["timeline"]["step"] + 1} of the median run. Below each rank its buckets: '
+        f"from when they set out until all had arrived.</p>",
+        _picture(pictures, "timeline", "One step on every rank, with buckets in flight"),
+    ]
+    if report["remarks"]:
+        remarks = "".join(f"<li>{escape(remark)}</li>" for remark in report["remarks"])
+        body += ["<h2>Notes</h2>", f"<ul>{remarks}</ul>"]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f"<title>{escape(words)}: scaling</title>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+    )
+
+
+def _findings(report: Mapping[str, Any]) -> str:
+    where = f"on {counted(report['findings_at'])}"
+    if not report["findings"]:
+        return f'<p class="well">Nothing costs a tenth of a step {where}: there is nothing to report.</p>'
+    found = [
+        f'<div class="finding"><h3>{escape(each["cause"])}, {each["curve"]} scaling: '
+        f"up to {each['gain']:.2f} times the throughput</h3>"
+        f"<p>Measured: {escape(each['what'])}.</p><p>To do: {escape(each['advice'])}.</p></div>"
+        for each in report["findings"]
+    ]
+    return f"<h2>Why not better, {where}</h2>{''.join(found)}"
+
+
+def _scaling(name: str, points: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            f"{point['num_replicas']}",
+            f"{point['rows_per_replica']:g}",
+            f"{point['step_s']['median'] * 1e3:.3g} ms",
+            f"{point['samples_per_s']['median']:,.0f}",
+            f"{point['speedup']['median']:.2f}",
+            f"{point['efficiency']['median']:.0%}",
+            f"{100 * point['efficiency']['low']:.0f} to {point['efficiency']['high']:.0%}",
+            f"{sum(point['cores_busy_by_rank']):.1f}",
+        ]
+        for point in points
+    ]
+    head = ["replicas", "batch", "step", "samples/s", "speed-up", "efficiency", "quartiles", "cores busy"]
+    return f"<p>{escape(CURVE_TITLES[name])}.</p>" + _table(head, rows)
+
+
+def _parts(name: str, points: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for part, words in PART_NAMES.items():
+        cells = []
+        for point in points:
+            total = sum(point["parts"].values())
+            cells.append(f"{point['parts'][part] * 1e3:.3g} ms · {point['parts'][part] / total:.0%}")
+        rows.append([words, *cells])
+    rows.append(["step", *(f"{sum(point['parts'].values()) * 1e3:.3g} ms" for point in points)])
+    head = [f"{name} scaling", *(counted(point["num_replicas"]) for point in points)]
+    return _table(head, rows)
+
+
+def _picture(pictures: Mapping[str, str], name: str, caption: str) -> str:
+    return f'<figure id="{name}" aria-label="{escape(caption)}">{pictures[name]}</figure>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

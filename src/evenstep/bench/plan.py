@@ -1,0 +1,104 @@
+"""Which runs are measured, and in which order. Pure.
+
+[Note: rounds]
+
+A machine drifts: it warms up, others use it. If all runs on one replica came first and all on four last, the drift
+would look like scaling. So every round has each setting once, one round goes up and the next one down, and replicas are
+compared within a round.
+
+    round 0    1, 2, 4 replicas
+    round 1    4, 2, 1
+    round 2    1, 2, 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evenstep.errors import ConfigurationError
+
+MODES = ("weak", "strong", "both")
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """One point of a curve.
+
+    Attributes:
+        num_replicas: Ranks of the run.
+        global_batch_size: Samples of a step on all ranks together; None: as the script says.
+        growth: By how much larger than on the fewest replicas the global batch is.
+    """
+
+    num_replicas: int
+    global_batch_size: int | None
+    growth: int = 1
+
+
+def default_replicas(num_places: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to the number of GPUs, or of cores."""
+    found = [1]
+    while found[-1] * 2 <= num_places:
+        found.append(found[-1] * 2)
+    return tuple(found)
+
+
+def validate_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
+    """In order and once each.
+
+    Raises:
+        ConfigurationError: There are none, or one isn't positive, or not a multiple of the smallest.
+    """
+    chosen = tuple(sorted(set(replicas)))
+    if not chosen or chosen[0] < 1:
+        raise ConfigurationError(f"--replicas {','.join(map(str, replicas))}: numbers of at least 1, as in 1,2,4.")
+    odd = [number for number in chosen if number % chosen[0]]
+    if odd:
+        raise ConfigurationError(
+            f"--replicas {','.join(map(str, replicas))}: {odd[0]} is no multiple of {chosen[0]}, the fewest, with "
+            f"which all are compared."
+        )
+    return chosen
+
+
+def plan_settings(replicas: Sequence[int], mode: str, batch: int | None) -> dict[str, tuple[Setting, ...]]:
+    """The settings of each curve, "weak" and "strong"; both begin with the same one.
+
+    Args:
+        replicas: In order, multiples of the first.
+        mode: "weak": a batch that grows with the replicas; "strong": one batch divided over them; "both".
+        batch: Samples of a step on the fewest replicas; None: nobody knows, and nobody changes it.
+    """
+    fewest = replicas[0]
+    curves: dict[str, tuple[Setting, ...]] = {}
+    if mode in ("weak", "both"):
+        grown = [(number, number // fewest) for number in replicas]
+        curves["weak"] = tuple(Setting(n, None if batch is None else batch * by, by) for n, by in grown)
+    if mode in ("strong", "both"):
+        curves["strong"] = tuple(Setting(number, batch) for number in replicas)
+    return curves
+
+
+def in_order(curves: dict[str, tuple[Setting, ...]], round_number: int) -> list[Setting]:
+    """The settings of a round, each once: up, and down again in the next one."""
+    found = list(dict.fromkeys(setting for curve in curves.values() for setting in curve))
+    return found[::-1] if round_number % 2 else found
+
+
+def rows_per_replica(setting: Setting, batch: int | None) -> float | None:
+    """Samples of a step on one replica, if they are known."""
+    total = setting.global_batch_size or batch
+    return None if total is None else total / setting.num_replicas
+
+
+def too_small(curves: dict[str, tuple[Setting, ...]]) -> str | None:
+    """What can't be run, in words: a global batch that has no sample for every replica."""
+    for curve in curves.values():
+        for setting in curve:
+            if setting.global_batch_size is not None and setting.global_batch_size < setting.num_replicas:
+                return (
+                    f"a batch of {setting.global_batch_size} can't be divided over {setting.num_replicas} replicas; "
+                    f"choose a larger --batch, or --mode weak"
+                )
+    return None

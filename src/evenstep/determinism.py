@@ -1,0 +1,95 @@
+"""What makes a rank compute the same bits every time: torch's switches, all set in this one place, and their limits.
+
+What can't be switched on is told instead: `facts` has everything else that bits are known to depend on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+
+from evenstep.environment import exported, is_set
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_BACKENDS: tuple[tuple[Any, str, Any], ...] = (
+    (torch.backends.cudnn, "deterministic", True),
+    (torch.backends.cudnn, "benchmark", False),  # would choose the algorithm by a race
+    (torch.backends.cudnn, "allow_tf32", False),
+    (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+    (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    # Memory that nobody has written is nobody's answer; filling it would cost a pass over every new tensor.
+    (torch.utils.deterministic, "fill_uninitialized_memory", False),
+)
+
+
+def switch_on(device: torch.device, *, threads: int) -> Callable[[], None]:
+    """Have torch compute deterministically on this rank; operations that can't are errors that torch names.
+
+    Args:
+        device: Where the rank computes.
+        threads: CPU threads of an operation: sums are divided among them, so bits depend on how many there are.
+
+    Returns:
+        Puts everything back to what it was.
+    """
+    undo = contextlib.ExitStack()
+    if device.type == "cuda" and not is_set(_CUBLAS):
+        undo.enter_context(exported({_CUBLAS: ":4096:8"}))  # without it cuBLAS may add in another order each time
+    undo.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(threads)
+    undo.callback(
+        torch.use_deterministic_algorithms,
+        torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    torch.set_float32_matmul_precision("highest")  # no TF32 on GPUs, no bfloat16 on CPUs
+    for owner, name, value in _BACKENDS:
+        undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+    return undo.close
+
+
+def facts(device: torch.device) -> dict[str, str]:
+    """Everything else that bits depend on, by what people call it. The same facts give the same bits."""
+    found = {
+        "the CPU": _cpu_model(),
+        "the CPU's vector instructions": torch.backends.cpu.get_cpu_capability(),
+        "the number of CPU threads": str(torch.get_num_threads()),
+        "torch": str(torch.__version__),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "oneDNN": _line_of_build("oneDNN", "MKL-DNN"),
+        "the BLAS library": _line_of_build("Math Kernel Library", "OpenBLAS", "BLAS_INFO"),
+    }
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["numpy"] = importlib.metadata.version("numpy")
+    if device.type == "cuda":
+        found["the GPU"] = torch.cuda.get_device_name(device)
+        found["CUDA"] = str(torch.version.cuda)
+        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+    return found
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model", "cpu model"):
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _line_of_build(*words: str) -> str:
+    """The line of torch's build settings that has one of some words; "none" without one."""
+    for line in torch.__config__.show().splitlines():
+        if any(word in line for word in words):
+            return line.strip(" -")[:160]
+    return "none"

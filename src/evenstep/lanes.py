@@ -1,0 +1,180 @@
+"""Lanes: the fixed number of virtual ranks on which reproducible mode computes every global batch.
+
+[Note: lanes]
+
+    global batch      |   0   |   1   |   2   |   3   |   4   |   5   |   6   |   7   |     lanes = 8
+    1 rank            |--------------------------- rank 0 ----------------------------|
+    2 ranks           |----------- rank 0 ------------|----------- rank 1 ------------|
+    4 ranks           |--- rank 0 ----|--- rank 1 ----|--- rank 2 ----|--- rank 3 ----|
+
+A rank computes its lanes one after the other. What a lane computes is the same on any number of ranks: the same samples
+in tensors of the same shape, the same random numbers, the same module buffers, the same number of threads. What lanes
+give is added in one binary tree over lanes, of which a rank has a subtree:
+
+    lane   0   1   2   3   4   5   6   7
+            \\ /     \\ /     \\ /     \\ /
+             +       +       +       +            inside the rank, as far as it has both
+              \\_____/         \\_____/
+                 +               +
+                  \\_____________/
+                         +                        the rest by the transport, whose order is a tree over ranks
+
+*One rule of division* for loaders (into ranks) and for `microbatches` (into lanes): parts are contiguous, differ by at
+most one, and the longer ones come first. Neighbouring parts of such a division are such a division of what they cover,
+so a rank's share can be cut without knowing the others'.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from evenstep.errors import ConfigurationError
+from evenstep.randomness import mix
+
+DEFAULT_LANES = 8
+_LANES_TAG = 0x6C616E65  # "lane": other streams from the same seed stay unrelated
+_VERSION = 1
+
+
+def begin_of(length: int, index: int, num_parts: int) -> int:
+    """Where part number `index` of `length` things begins; the end of the last is that of part `num_parts`. Pure."""
+    each, rest = divmod(length, num_parts)
+    return index * each + min(index, rest)
+
+
+@dataclass
+class Lanes:
+    """The lanes of a run, as one rank has them.
+
+    Attributes:
+        num_lanes: How many there are, a power of two.
+        rank: This rank.
+        world_size: Number of ranks; divides `num_lanes`.
+        seed: Of all random streams.
+        facts: What the bits depend on beside lanes and seed (`determinism.facts`).
+        num_loops: Loops over micro-batches so far, of all models; what random streams are keyed by.
+        current: The lane that is being computed; None between loops.
+    """
+
+    num_lanes: int
+    rank: int
+    world_size: int
+    seed: int
+    facts: dict[str, str] = field(default_factory=dict)
+    num_loops: int = 0
+    current: int | None = None
+
+    @property
+    def per_rank(self) -> int:
+        """Lanes of each rank."""
+        return self.num_lanes // self.world_size
+
+    @property
+    def first(self) -> int:
+        """This rank's first."""
+        return self.rank * self.per_rank
+
+    def key(self, lane: int) -> int:
+        """Of the random streams of one lane in the present loop; 64 bits."""
+        return mix(_LANES_TAG, self.seed, self.num_loops, lane)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of it, in JSON types."""
+        return {
+            "version": _VERSION,
+            "lanes": self.num_lanes,
+            "seed": self.seed,
+            "num_loops": self.num_loops,
+            "facts": dict(self.facts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, on any number of ranks.
+
+        Warns, on rank 0, of everything that may change bits and isn't as it was.
+
+        Raises:
+            ConfigurationError: The state is of other lanes or another seed, and so of another run.
+        """
+        if state.get("version") != _VERSION:
+            raise ConfigurationError(f"version {_VERSION} of lanes is known, this is {state.get('version')!r}.")
+        for name, value, argument in (("lanes", self.num_lanes, "lanes"), ("seed", self.seed, "seed")):
+            if state[name] != value:
+                raise ConfigurationError(
+                    f"the run was made with {argument}={state[name]} and goes on with {argument}={value}: other bits. "
+                    f"Pass evenstep.init(reproducible=True, {argument}={state[name]}), or start afresh."
+                )
+        self.num_loops = int(state["num_loops"])
+        found = changes(state["facts"], self.facts)
+        if found and self.rank == 0:
+            warnings.warn(
+                f"reproducible mode: the bits may differ from those of an undisturbed run, because {'; '.join(found)}.",
+                stacklevel=2,
+            )
+
+
+def per_rank(lanes: Lanes | None) -> int:
+    """Parts of a global batch that each rank has: its lanes, or one. Pure."""
+    return 1 if lanes is None else lanes.per_rank
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """What is not as it was, in words. Pure."""
+    return [
+        f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}"
+        for name in dict.fromkeys((*before, *now))
+        if before.get(name) != now.get(name)
+    ]
+
+
+def disagreements(facts: Sequence[dict[str, str]]) -> list[str]:
+    """Where the ranks of a run differ, in words: of each fact the first rank that has another than rank 0. Pure."""
+    first = facts[0]
+    found = []
+    for name, value in first.items():
+        rank = next((rank for rank, each in enumerate(facts) if each.get(name) != value), None)
+        if rank is not None:
+            found.append(f"{name} is {value} on rank 0 and {facts[rank].get(name, 'unknown')} on rank {rank}")
+    return found
+
+
+def validate_mode(*, reproducible: Any, lanes: Any, threads: Any, seed: int | None) -> None:
+    """Check what `init` was given, as far as one rank can tell. Pure.
+
+    Raises:
+        ConfigurationError: Something is wrong with it.
+    """
+    if not isinstance(reproducible, bool):
+        raise ConfigurationError(f"reproducible={reproducible!r}: True or False.")
+    for name, value in (("lanes", lanes), ("threads", threads)):
+        if value is not None and not reproducible:
+            raise ConfigurationError(f"{name}={value!r} goes with reproducible=True, which is missing.")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ConfigurationError(f"{name}={value!r}: a whole number of at least 1.")
+    if not reproducible:
+        return
+    if seed is None:
+        raise ConfigurationError("reproducible=True without a seed: every random number comes from it. Pass seed=0.")
+    if lanes is not None and lanes & (lanes - 1):
+        below = 1 << (lanes.bit_length() - 1)
+        raise ConfigurationError(
+            f"lanes={lanes}: a power of two, such as {below} or {2 * below}: they are added in a binary tree."
+        )
+
+
+def validate_division(num_lanes: int, world_size: int) -> None:
+    """Check that lanes can be divided over ranks. Pure; the same on all ranks.
+
+    Raises:
+        ConfigurationError: They can't.
+    """
+    if num_lanes % world_size:
+        sizes = [str(1 << power) for power in range(num_lanes.bit_length())]
+        fits = " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)
+        raise ConfigurationError(
+            f"lanes={num_lanes} can't be divided over {world_size} ranks. Start {fits} ranks, or pass another number "
+            f"of lanes (which gives other bits)."
+        )

@@ -1,0 +1,194 @@
+"""The lower part of the tree over lanes: what the lanes of one rank give, added as a binary counter counts.
+
+[Note: a binary counter]
+
+A sum of 2 ** j neighbouring lanes is at level j. A new lane is at level 0; as long as there is one at its level
+already, the two are added and go one level up. So a rank with 8 lanes holds at most three sums beside the gradients of
+the lane that is being computed:
+
+    lane        0      1      2      3      4      5      6      7
+    level 0     0             2             4             6
+    level 1            01                          45
+    level 2                          0123
+    then                                                         07: into the buckets, while the backward pass runs
+
+Sums are the tensors that autograd has made: nothing is copied, and a lane costs one addition, as in any accumulation.
+
+*What isn't there counts as zero.* A lane without samples, or without a gradient of some parameter, adds 0.0 on
+whichever rank it is. That matters for one bit only: -0.0 + 0.0 is 0.0.
+
+Of the last lane gradients arrive one bucket after the other, and the sums of the lanes before it are added to each as
+it is packed. Lanes behind the last one that has samples are empty, so its right neighbours are zeros at every level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.errors import UsageError
+from evenstep.lanes import Lanes
+from evenstep.replica.bucket import Bucket
+from evenstep.replica.weighting import Kind, Window
+
+Sums = list[Tensor | None]  # by parameter; None: no lane had a gradient of it
+
+
+class LaneSums:
+    """Adds the lanes of one model on this rank. Told by the engine and by the loop over lanes.
+
+    Args:
+        lanes: Of the run.
+        parameters: All that are trained.
+
+    Attributes:
+        num_lanes: Of all ranks.
+        is_open: A loop over lanes runs: the model may be called.
+        at_end: Called when the last lane is complete, before module buffers travel.
+    """
+
+    def __init__(self, lanes: Lanes, parameters: Sequence[nn.Parameter]) -> None:
+        self.num_lanes = lanes.num_lanes
+        self.is_open = False
+        self.at_end: Callable[[], object] | None = None
+        self._rank = lanes.rank
+        self._parameters = parameters
+        self._num_levels = lanes.per_rank.bit_length() - 1
+        self._num_done = 0
+        self._sums: dict[int, Sums] = {}  # by level
+        self._weights: dict[int, float | Tensor] = {}
+
+    def begin(self) -> None:
+        """A loop over this rank's lanes begins."""
+        self.is_open = True
+        self._num_done = 0
+        self._sums, self._weights = {}, {}
+
+    def end(self) -> None:
+        """The loop is over, one way or another."""
+        self.is_open = False
+        self.at_end = None
+        self._sums, self._weights = {}, {}
+
+    def validate_open(self, what: str) -> None:
+        """Raise unless a loop over lanes runs.
+
+        Raises:
+            UsageError: `what` happened outside of it.
+        """
+        if not self.is_open:
+            raise UsageError(
+                f"{what} on rank {self._rank} outside model.microbatches, and reproducible mode computes every batch "
+                f"in lanes. Write: for x, y in model.microbatches(batch): model.backward(loss_of(model(x), y), "
+                f"weight=len(x)), and the optimizer's step behind the loop. To evaluate, use torch.no_grad()."
+            )
+
+    def add_lane(self, window: Window | None, buckets: Sequence[Bucket]) -> None:
+        """A lane is complete, and another will follow: take its gradients.
+
+        Args:
+            window: With this lane's weight, which is taken too; None: there was no backward pass.
+            buckets: Whose memory sums must not stay in.
+        """
+        sums = self._take({id(view) for bucket in buckets for view in bucket.views})
+        weight = _taken_weight(window)
+        if isinstance(weight, Tensor):  # on a GPU, and not read: a lane of weight 0 may have any gradient
+            for grad in sums:
+                if grad is not None:
+                    grad.masked_fill_(weight.to(grad.device) == 0, 0)
+        level = 0
+        while self._num_done >> level & 1:
+            sums = _added(self._sums.pop(level), sums)
+            weight = self._weights.pop(level) + weight
+            level += 1
+        self._sums[level], self._weights[level] = sums, weight
+        self._num_done += 1
+
+    def _take(self, views: set[int]) -> Sums:
+        grads = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        # After zero_grad(set_to_none=False) autograd has added to views of the buckets, which are needed.
+        return [grad.clone() if grad is not None and id(grad) in views else grad for grad in grads]
+
+    @torch.no_grad()
+    def add_to(self, bucket: Bucket) -> None:
+        """A bucket holds the last lane's gradients: add those of the lanes before it."""
+        missing = False
+        here = {slot.parameter for slot in bucket.layout.slots}
+        found: set[int] = set()
+        for level in range(self._num_levels):
+            sums = self._sums.get(level)
+            pairs = [
+                (view, grad)
+                for slot, view in zip(bucket.layout.slots, bucket.views, strict=True)
+                if sums is not None and (grad := sums[slot.parameter]) is not None
+            ]
+            missing = missing or len(pairs) < len(here)
+            if pairs:
+                torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+                found |= {p for p in here if sums is not None and sums[p] is not None}
+        if missing:
+            bucket.flat.add_(0.0)
+        if found:
+            bucket.publish(found.__contains__)
+
+    @torch.no_grad()
+    def close_window(self, window: Window, buckets: Sequence[Bucket]) -> None:
+        """The last lane is complete. Where there are no buckets, `p.grad` becomes this rank's sum.
+
+        Args:
+            window: Its weight becomes this rank's.
+            buckets: Of the exchange.
+        """
+        for level in range(self._num_levels):
+            window.weight = self._weights.pop(level, 0.0) + _wide(window.weight)
+        if not buckets:
+            total = [parameter.grad for parameter in self._parameters]
+            for level in range(self._num_levels):
+                total = _added(self._sums.pop(level, None), total)
+            for parameter, grad in zip(self._parameters, total, strict=True):
+                parameter.grad = grad
+        if self.at_end is not None:
+            self.at_end()
+
+    def divide(self, window: Window) -> None:
+        """Divide `p.grad` by the weight of all lanes, or by their number; where there is only this rank."""
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if window.kind is not Kind.WEIGHTED:
+            torch._foreach_div_(grads, float(self.num_lanes))
+            return
+        for grad in grads:
+            # As `Header.divisor`: on a GPU a number would be turned into a factor, with another rounding.
+            total = torch.as_tensor(window.weight, dtype=torch.float64, device=grad.device)
+            grad.div_(torch.where(total > 0, total, torch.inf))
+
+    def __repr__(self) -> str:
+        return f"<LaneSums {self._num_done} of {1 << self._num_levels} lanes, {len(self._sums)} sums>"
+
+
+def _taken_weight(window: Window | None) -> float | Tensor:
+    if window is None:
+        return 0.0
+    weight, window.weight = window.weight, 0.0
+    return _wide(weight)
+
+
+def _wide(weight: float | Tensor) -> float | Tensor:
+    """Weights travel in float64, and so they are added in it."""
+    return weight.double() if isinstance(weight, Tensor) else weight
+
+
+@torch.no_grad()
+def _added(left: Sums | None, right: Sums) -> Sums:
+    """The sums of two neighbours, in the memory of one of them."""
+    left = [None] * len(right) if left is None else left
+    both = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    alone = [a if b is None else b for a, b in zip(left, right, strict=True) if (a is None) is not (b is None)]
+    if both:
+        torch._foreach_add_([a for a, _ in both], [b for _, b in both])
+    if alone:
+        torch._foreach_add_([each for each in alone if each is not None], 0.0)
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]

@@ -1,0 +1,38 @@
+"""One run of autograd, as the engine follows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from evenstep.replica.weighting import Kind
+
+
+@dataclass
+class Pass:
+    """One run of autograd.
+
+    Attributes:
+        kind: What it means.
+        weight: Its share in the window's sum.
+        synchronised: It ends the window: gradients travel.
+        discards: What it produces is dropped.
+        mutes: The gradient that reaches the module's outputs is replaced by zeros; where it is a tensor, if that is
+            true.
+        confirmed: A parameter has received a gradient, so this is no `torch.autograd.grad`.
+        set_aside: Gradients of the window so far, while a discarding pass runs.
+    """
+
+    kind: Kind
+    weight: float | Tensor
+    synchronised: bool
+    discards: bool
+    mutes: bool | Tensor = False
+    confirmed: bool = False
+    set_aside: list[Tensor | None] | None = None
+
+    @property
+    def fills_buckets(self) -> bool:
+        """Whether gradients travel as soon as they are there."""
+        return self.synchronised and not self.discards

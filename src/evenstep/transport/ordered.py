@@ -1,0 +1,242 @@
+"""Sums in a fixed binary tree over ranks, over transports that add in an order of their own (Gloo, NCCL).
+
+[Note: exchange, add, gather]
+
+Of a vector every rank gets one slice from every other, adds them in tree order, and tells the others the sum: what a
+ring sends, in two steps. Where several ranks share a host, that is done inside each host first, and then between the
+ranks that have the same slice, one per host, so that every host sends each element once:
+
+                 host A                 host B
+             rank 0   rank 1        rank 2   rank 3
+    inside   slice 0  slice 1       slice 0  slice 1       of the host's vectors
+    between  slice 0 -------------- slice 0
+                      slice 1 --------------- slice 1
+    inside   gather                 gather
+
+With as many consecutive ranks on each host, a power of two, both steps together are the tree over all ranks.
+
+Sums are taken one after the other in the order of their launch, whenever they are awaited: on the CPU in a thread of
+the transport, over groups of its own, on a GPU on a stream of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import PeerLostError
+from evenstep.transport.base import Op, Transport, Work
+from evenstep.transport.call_thread import CallThread
+from evenstep.transport.hosts import HostPlan
+from evenstep.transport.reduction import plan_tree
+
+_IN_TREE_ORDER = ("local", "shared memory")
+_HALF = (torch.float16, torch.bfloat16)
+
+Steps = Generator[Work, None, None]  # what has to be awaited before the next step
+
+
+def in_tree_order(
+    transport: Transport, hosts: Sequence[str], subgroup: Callable[[str, Sequence[int]], Transport]
+) -> Transport:
+    """A transport that adds in a binary tree over ranks: this one, if it does, or one that stands before it.
+
+    Collective: every rank calls this.
+
+    Args:
+        transport: Of ranks whose number is a power of two.
+        hosts: Of each rank, on which host it is.
+        subgroup: Opens a transport of a name ("gloo", "nccl") between some ranks; called by these ranks alone.
+    """
+    if transport.name in _IN_TREE_ORDER or getattr(transport, "is_regular", False):
+        return transport
+    plan = HostPlan(tuple(tuple(r for r, own in enumerate(hosts) if own == host) for host in dict.fromkeys(hosts)))
+    levels = None
+    if plan.is_regular and 1 < len(plan.hosts) < transport.world_size:
+        host, place = plan.place_of(transport.rank)
+        name = "gloo" if "gloo" in transport.name else transport.name
+        levels = [subgroup(name, plan.hosts[host]), subgroup(name, plan.lane(place))]
+    return OrderedTransport(transport, levels or [transport.split()])
+
+
+class OrderedTransport:
+    """Adds in tree order; everything else is the transport's behind it. See [Note: exchange, add, gather].
+
+    Args:
+        behind: Carries everything; its ranks are this one's.
+        levels: What sums go through, one after the other: [all ranks], or [the ranks of this host, those of the other
+            hosts with the same place]. Nobody else uses them.
+    """
+
+    def __init__(self, behind: Transport, levels: Sequence[Transport]) -> None:
+        self.name = behind.name
+        self.rank = behind.rank
+        self.world_size = behind.world_size
+        self._behind = behind
+        self._levels = list(levels)
+        self._thread = CallThread("evenstep ordered sums", on_failure=self._let_go)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._is_closed = False
+
+    # ------------------------------------------------------------------ sums
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
+        """See `Transport.all_reduce`; sums are added in tree order."""
+        if op not in ("sum", "mean"):
+            return self._behind.all_reduce(tensor, op)
+        flat = tensor.detach().view(-1)
+        ready = self._ready(flat)
+        return self._launch(self._sum(ready, self._levels), flat, ready, op)
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
+        """See `Transport.reduce_scatter`; sums are added in tree order."""
+        if op not in ("sum", "mean"):
+            return self._behind.reduce_scatter(out, tensor, op)
+        ready, into = self._ready(tensor.detach().view(-1)), out.detach().view(-1)
+        part = ready.new_empty(into.numel())
+        return self._launch(self._sum_of_parts(part, ready), into, part, op)
+
+    def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
+        """See `Transport.reduce`: an all-reduce."""
+        return self.all_reduce(tensor, op)
+
+    def _ready(self, flat: Tensor) -> Tensor:
+        """As it travels: 16 bits as 32, so that sums are rounded once; with Gloo what is on a GPU on the CPU."""
+        wide = flat.float() if flat.dtype in _HALF else flat
+        return wide.cpu() if self.name == "gloo" else wide
+
+    def _launch(self, steps: Steps, into: Tensor, result: Tensor, op: Op) -> Work:
+        """Have the steps taken behind those of all calls before. `into` becomes `result`."""
+
+        def finish() -> None:
+            if op == "mean":
+                result.div_(self.world_size)
+            if result is not into:
+                into.copy_(result)
+
+        def run() -> None:
+            for work in steps:
+                work.wait()
+
+        if result.device.type == "cpu":
+            queued = self._thread.submit(f"a sum of {result.numel()} over {self.name}", lambda number: run)
+            return _Sum(queued.wait, queued.is_completed, finish)
+        device = result.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            run()
+            done = stream.record_event()
+        return _Sum(lambda: torch.cuda.current_stream(device).wait_event(done), done.query, finish)
+
+    def _sum(self, flat: Tensor, levels: Sequence[Transport]) -> Steps:
+        if not levels or not flat.numel():
+            return
+        level, *rest = levels
+        short = -flat.numel() % level.world_size
+        whole = torch.cat([flat, flat.new_zeros(short)]) if short else flat
+        received = torch.empty_like(whole)
+        yield level.all_to_all(received, whole)
+        mine = _add(received, level.world_size)
+        yield from self._sum(mine, rest)
+        yield level.all_gather(whole, mine)
+        if short:
+            flat.copy_(whole[: flat.numel()])
+
+    def _sum_of_parts(self, part: Tensor, flat: Tensor) -> Steps:
+        # Part number r belongs to rank r, which is place r % m of host r // m: first those of one place together.
+        place = self._levels[0].world_size if len(self._levels) > 1 else 1
+        mine = flat
+        if flat.numel() and place > 1:
+            mine = mine.view(-1, place, part.numel()).transpose(0, 1).reshape(-1)
+        for level in self._levels if flat.numel() else ():
+            received = torch.empty_like(mine)
+            yield level.all_to_all(received, mine)
+            mine = _add(received, level.world_size)
+        part.copy_(mine)
+
+    # ------------------------------------------------------------------ the rest
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `Transport.allocate`."""
+        return self._behind.allocate(numel, dtype=dtype, device=device)
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """See `Transport.broadcast`."""
+        return self._behind.broadcast(tensor, src)
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        """See `Transport.all_gather`."""
+        return self._behind.all_gather(out, tensor)
+
+    def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
+        """See `Transport.gather`."""
+        return self._behind.gather(out, tensor, dst)
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
+        """See `Transport.scatter`."""
+        return self._behind.scatter(out, tensor, src)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        out_splits: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> Work:
+        """See `Transport.all_to_all`."""
+        return self._behind.all_to_all(out, tensor, out_splits, splits)
+
+    def barrier(self) -> Work:
+        """See `Transport.barrier`."""
+        return self._behind.barrier()
+
+    def split(self) -> Transport:
+        """See `Transport.split`."""
+        return OrderedTransport(self._behind.split(), [each.split() for each in self._levels])
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._thread.refuse(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
+        self._let_go()
+        self._thread.join(timeout_s=5.0)
+
+    def _let_go(self) -> None:
+        for each in (*self._levels, self._behind):
+            each.close()
+
+    def __repr__(self) -> str:
+        return f"<OrderedTransport of {' and '.join(str(each.world_size) for each in self._levels)}, {self._behind!r}>"
+
+
+class _Sum:
+    """A sum under way."""
+
+    def __init__(self, wait: Callable[[], object], is_done: Callable[[], bool], finish: Callable[[], object]) -> None:
+        self._wait = wait
+        self._is_done = is_done
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> None:
+        if self._finish is not None:
+            self._wait()
+            finish, self._finish = self._finish, None
+            finish()
+
+    def is_completed(self) -> bool:
+        return self._finish is None or self._is_done()
+
+
+def _add(received: Tensor, num_ranks: int) -> Tensor:
+    """The sum of equal parts, in tree order."""
+    parts = list(received.view(num_ranks, -1).unbind())
+    for a, b in plan_tree(num_ranks):
+        parts[a].add_(parts[b])  # parts[a] is memory of `received`, which is nobody else's
+    return parts[0]

@@ -1,0 +1,196 @@
+"""`evenstep bench` on scripts that run: those of docs/bench.md, and scripts with a planted cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenstep.bench.report import PART_NAMES
+from tests.commands import Command
+
+PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+PROGRAMS = {
+    block.split("\n", 1)[0].removeprefix("# "): block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+}
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+
+
+DEADLINE_S = 240.0  # several runs, one after the other, on a machine that may be busy
+pytestmark = pytest.mark.timeout(DEADLINE_S + 30)
+
+
+def wait(command: Command) -> int:
+    """Its exit status; killed, with all it started, if it takes too long."""
+    try:
+        return command.process.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        for pid in command.processes():
+            os.kill(pid, signal.SIGKILL)
+        command.process.wait()
+        raise AssertionError(f"{command.arguments} hangs:\n{command.stdout}\n{command.stderr}") from None
+
+
+def bench(directory: Path, *arguments: str, out: str = "bench-report") -> dict[str, Any]:
+    command = Command(directory, ["bench", *arguments], {"COLUMNS": "80"})
+    assert wait(command) == 0, f"{command.stdout}\n{command.stderr}"
+    assert command.leaves_no_process()
+    assert not [name for name in command.left_files() if name.startswith("evenstep-")]
+    report: dict[str, Any] = json.loads((directory / out / "report.json").read_text())
+    return report
+
+
+def test_every_command_of_the_page_is_run() -> None:
+    assert [shlex.split(command)[-1] for command in COMMANDS] == list(PROGRAMS) == ["train.py", "train_ddp.py"]
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, id="evenstep"), pytest.param(1, id="torch", marks=pytest.mark.slow)]
+)
+def test_command_of_the_page(number: int, tmp_path: Path) -> None:
+    for name, program in PROGRAMS.items():
+        (tmp_path / name).write_text(program)
+    words = shlex.split(COMMANDS[number])
+    assert words[:2] == ["evenstep", "bench"]
+    out = "bench-ddp" if number else "bench-report"
+    report = bench(tmp_path, *words[2:], out=out)
+    one, two = report["curves"]["weak"]
+    assert (one["num_replicas"], two["num_replicas"]) == (1, 2)
+    assert (one["rows_per_replica"], two["rows_per_replica"]) == (256, 256)
+    assert (one["num_steps"], two["num_steps"]) == (10, 10)
+    for point in (one, two):
+        assert set(point["parts"]) == set(PART_NAMES)
+        assert min(point["parts"].values()) >= 0
+        assert sum(point["parts"].values()) == pytest.approx(point["step_s"]["median"], rel=1e-6)
+        for part in ("compute", "data", "optimizer"):
+            assert point["parts"][part] > 0, part
+    assert two["parts"]["exposed"] + two["parts"]["imbalance"] > 0
+    assert report["facts"]["wrapper"] == ("torch" if number else "evenstep")
+    assert len(report["timeline"]["ranks"]) == 2
+    phases = {phase for rank in report["timeline"]["ranks"] for phase, _, _ in rank["phases"]}
+    assert phases >= {"data", "forward", "backward", "wait", "optimizer"}
+    if number == 0:
+        assert all(rank["buckets"] for rank in report["timeline"]["ranks"])
+        assert not (tmp_path / "runs").exists(), "the checkpointer left something"
+    else:
+        assert not (tmp_path / "model.pt").exists()
+    kept = sorted(path.name for path in (tmp_path / out).iterdir())
+    assert kept == ["efficiency.png", "parts.png", "report.html", "report.json", "timeline.png"]
+
+
+# ---------------------------------------------------------------------- planted causes
+
+SCRIPT = """
+import time
+import torch, evenstep
+import torch.nn.functional as F
+from torch.utils.data import Dataset
+
+class Samples(Dataset):
+    def __len__(self):
+        return 4096
+    def __getitem__(self, index):
+        time.sleep({load_s})
+        return torch.full(({width},), index % 7, dtype=torch.float32), index % {classes}
+
+class Work(torch.nn.Module):
+    # Sleeping stands for computing, so that the number of cores doesn't matter.
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear({width}, {hidden}), torch.nn.Linear({hidden}, {classes})
+    def forward(self, x):
+        time.sleep({work_s} + ({late_s} if world.rank == world.world_size - 1 and world.world_size > 1 else 0))
+        return self.head(self.body(x))
+
+{prelude}
+with evenstep.init(seed=0) as world:
+    model = evenstep.DistributedDataParallel(Work())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = evenstep.DataLoader(Samples(), global_batch_size={batch})
+    for epoch in loader.epochs(1000):
+        for x, y in loader:
+            {extra}
+            model.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+CALM = {
+    "load_s": 0, "width": 16, "classes": 10, "hidden": 16, "work_s": 0.2, "late_s": 0, "batch": 8, "prelude": "",
+    "extra": "pass",
+}  # fmt: skip
+
+
+def found_in(directory: Path, *arguments: str, **changed: object) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    (directory / "train.py").write_text(textwrap.dedent(SCRIPT).format(**{**CALM, **changed}))
+    usual = ["--replicas", "1,2", "--mode", "weak", "--steps", "12", "--repeats", "1", "--device", "cpu"]
+    report = bench(directory, *usual, *arguments, "train.py")
+    return report["findings"], report
+
+
+@pytest.mark.slow
+def test_nothing_is_found_in_a_healthy_script(tmp_path: Path) -> None:
+    findings, report = found_in(tmp_path)
+    assert findings == [], report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cause", "changed"),
+    [
+        ("slow loader", {"load_s": 0.02}),
+        ("slow rank", {"late_s": 0.2}),
+        ("small batch", {"work_s": 0, "hidden": 64, "batch": 1}),
+        ("enormous layer", {"work_s": 0.005, "hidden": 1024, "classes": 20_000, "batch": 2}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_planted_cause_is_found_and_no_other(cause: str, changed: dict[str, Any], tmp_path: Path) -> None:
+    findings, report = found_in(tmp_path, **changed)
+    assert [finding["cause"] for finding in findings] == [cause], report
+    if cause == "slow rank":
+        assert findings[0]["what"].startswith("rank 1 is the last one ready")
+        assert "in the forward pass" in findings[0]["what"]
+
+
+@pytest.mark.slow
+def test_oversubscribed_threads_are_found(tmp_path: Path) -> None:
+    """Here real cores are needed: every rank multiplies matrices with more threads than there are cores."""
+    num_threads = 4 * len(os.sched_getaffinity(0))
+    findings, report = found_in(
+        tmp_path,
+        prelude=f"torch.set_num_threads({num_threads})",
+        extra="big = torch.randn(900, 900); [big @ big for _ in range(6)]",
+        work_s=0,
+    )
+    assert [finding["cause"] for finding in findings] == ["oversubscribed threads"], report
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("raise ValueError('no data here')", "ValueError: no data here"),
+        ("print('done')", "the script made no step with a torch optimizer"),
+        ("import time; time.sleep(600)", "not over after 6 s. Does the script step a torch optimizer?"),
+    ],
+    ids=["raises", "makes no steps", "never ends"],
+)
+def test_a_script_that_cannot_be_measured(script: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
+    limit = "6" if "sleep" in script else "100"
+    command = Command(tmp_path, ["bench", "--replicas", "1", "--limit", limit, "train.py"])
+    assert wait(command) == 1
+    assert says in command.stderr
+    assert "Traceback" not in command.stderr.split("It said:")[0]
+    assert command.leaves_no_process()

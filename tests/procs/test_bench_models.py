@@ -1,0 +1,243 @@
+"""What a measured process sees of torch's own wrapper and of loaders: without starting a run."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from time import perf_counter_ns
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import TensorDataset
+
+import evenstep
+from evenstep.bench.gpu import covered, is_of_the_script
+from evenstep.bench.loaders import LoaderWatch, num_rows
+from evenstep.bench.models import ModelWatch, _trained_by, facts_of
+from evenstep.bench.records import DATA, RankRecord, sorted_marks, steps_in_parts
+from evenstep.bench.scratch import Scratch
+from evenstep.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
+from evenstep.testing import RankPool
+
+
+class Sleepy(torch.nn.Module):
+    """Sleeps in forward and in the middle of backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(200, 200), torch.nn.Linear(200, 2)
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        hidden = self.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: time.sleep(self.seconds))
+        out: torch.Tensor = self.last(hidden)
+        return out
+
+
+def train(model: torch.nn.Module, marks: list[int], optimizer: torch.optim.Optimizer, num_steps: int) -> list[int]:
+    ends = []
+    for _ in range(num_steps):
+        model(torch.randn(3, 200)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(perf_counter_ns())
+        marks += (OPTIMIZER_END, ends[-1])
+    with torch.no_grad():
+        model(torch.randn(5, 200))  # an evaluation is no part of it
+    return ends
+
+
+def watch_torchs_wrapper(seconds: list[float]) -> tuple[str, int, list[dict[str, float]]]:
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(0)
+    model = TorchDistributedDataParallel(Sleepy(seconds[world.rank]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    marks: list[int] = []
+    watch = ModelWatch(marks)
+    train(model, marks, optimizer, 2)
+    # As `find` does, but not among all objects: this process has had other models.
+    watch.models, watch.wrapper = [model], "torch"
+    model.register_forward_pre_hook(watch._count_rows, with_kwargs=True)
+    watch._attach(model)
+    marks.clear()
+    ends = train(model, marks, optimizer, 4)
+    record = RankRecord(world.rank, 2, 1, tuple(ends), (3,) * 4, tuple(sorted_marks(marks)))
+    return watch.wrapper, watch.num_rows, steps_in_parts(record)
+
+
+def test_torchs_wrapper_is_seen_through_its_hooks(ranks: RankPool) -> None:
+    """The wait is told from the backward pass, and who is late from who waits."""
+    fast, slow = ranks.run(watch_torchs_wrapper, 2, [0.0, 0.1])
+    assert fast[1] == slow[1] == 12
+    for step in slow[2]:
+        assert step["forward"] > 0.1
+        assert step["backward"] > 0.1
+    assert sum(step["wait"] for step in fast[2]) > 2 * sum(step["wait"] for step in slow[2])
+    for step in fast[2]:
+        assert step["wait"] + step["sync"] > 0.1, step
+        assert step["forward"] < 0.1
+
+
+def test_a_plain_module_is_found_by_its_optimizer() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(200, 20), torch.nn.Linear(20, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    marks: list[int] = []
+    watch = ModelWatch(marks)
+    # Not `find`: other tests' wrapped models may not have been collected yet.
+    everything = [torch.nn.Linear(2, 2), model, *model]
+    assert _trained_by(optimizer, everything) == [model]
+    watch.models = [model]
+    watch._attach(model)
+    train(model, marks, optimizer, 3)
+    counts = Counter(marks[::2])
+    assert {counts[what] for what in (FORWARD, BACKWARD, WAITING, REDUCED)} == {3}
+    assert facts_of([model]) == {
+        "gradient_bytes": 4 * (200 * 20 + 20 + 20 * 2 + 2),
+        "num_tensors": 4,
+        "largest": ("0.weight", 4 * 200 * 20),
+    }
+
+
+# ---------------------------------------------------------------------- loaders
+
+
+@pytest.fixture
+def loader_watch(monkeypatch: pytest.MonkeyPatch) -> LoaderWatch:
+    """Both classes are as before when the test is over."""
+    for kind in (TorchDataLoader, evenstep.DataLoader):
+        monkeypatch.setattr(kind, "__iter__", kind.__iter__)
+    monkeypatch.setattr(TorchDataLoader, "__init__", TorchDataLoader.__init__)
+    watch = LoaderWatch([], lambda: 0, 4)
+    watch.install()
+    return watch
+
+
+def test_loaders_of_both_kinds_are_seen_once(loader_watch: LoaderWatch) -> None:
+    """evenstep's loader with workers stands on torch's, which nobody waits for a second time."""
+    data = TensorDataset(torch.arange(20.0), torch.arange(20))
+    world = evenstep.World.alone()
+    for loader in (
+        TorchDataLoader(data, batch_size=10, shuffle=True),
+        TorchDataLoader(data, 10),
+        evenstep.DataLoader(data, global_batch_size=4, world=world),
+        evenstep.DataLoader(data, global_batch_size=4, num_workers=1, world=world),
+    ):
+        loader_watch.marks.clear()
+        loader_watch.num_rows = 0
+        sizes = [len(x) for x, _ in loader]
+        assert sizes == [4] * 5, "torch's loaders have the batch that was asked for"
+        assert loader_watch.num_rows == 20
+        assert loader_watch.marks[::2].count(DATA) == 1 + 5 + 1, "making the iterator, five batches, and the end"
+    assert loader_watch.num_workers == 1
+
+
+def test_a_loop_that_trains_is_given_another_epoch_and_one_that_looks_is_not(loader_watch: LoaderWatch) -> None:
+    steps = 0
+    loader_watch.num_steps = lambda: steps
+    loader = TorchDataLoader(TensorDataset(torch.arange(20.0)), batch_size=4)
+    assert sum(1 for _ in loader) == 5
+    count = 0
+    for _ in loader:
+        count += 1
+        steps += 1
+        if count == 13:
+            loader_watch.is_over = True
+    assert count == 15, "three epochs; the third one ends the loop"
+
+
+def test_loaders_that_choose_their_batches_keep_them(loader_watch: LoaderWatch) -> None:
+    data = TensorDataset(torch.arange(6.0))
+    assert [len(x) for (x,) in TorchDataLoader(data, batch_sampler=[[0, 1], [2, 3, 4]])] == [2, 3]
+    assert [len(x) for (x,) in TorchDataLoader(data)] == [1] * 6
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        (torch.zeros(3, 2), 3),
+        ([torch.zeros(3, 2), torch.zeros(5)], 3),
+        ({"x": {"ids": torch.zeros(7, 2)}, "y": torch.zeros(5)}, 7),
+        ([torch.tensor(1.0), torch.zeros(5)], 5),
+        ("text", 0),
+        ([], 0),
+    ],
+)
+def test_rows_of_a_batch(batch: object, rows: int) -> None:
+    assert num_rows(batch) == rows
+
+
+# ---------------------------------------------------------------------- what a measured run may not do
+
+
+def test_saved_files_go_elsewhere_and_are_read_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "save", torch.save)
+    monkeypatch.setattr(torch, "load", torch.load)
+    best = tmp_path / "best.pt"
+    torch.save({"trained": torch.ones(3)}, best)
+    scratch = Scratch(tmp_path / "scratch")
+    (tmp_path / "scratch").mkdir()
+    scratch.install()
+    assert torch.load(best)["trained"].sum() == 3, "what was there before is read"
+    torch.save({"trained": torch.zeros(3)}, best)
+    torch.save({"trained": torch.zeros(3)}, str(tmp_path / "new.pt"))
+    assert torch.load(best)["trained"].sum() == 0, "and then what this run has saved"
+    assert torch.load(tmp_path / "new.pt")["trained"].sum() == 0
+    monkeypatch.undo()
+    assert torch.load(best)["trained"].sum() == 3
+    assert scratch.saved == [str(best), str(tmp_path / "new.pt")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "scratch"]
+
+
+def test_a_checkpointer_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = evenstep.World.alone()
+    model = torch.nn.Linear(2, 2)
+
+    def save() -> evenstep.Checkpointer:
+        checkpoint = evenstep.Checkpointer(tmp_path / "run", world=world, every_steps=1, model=model)
+        assert checkpoint.resume() == 0
+        checkpoint.step(loss=1.0)
+        checkpoint.save()
+        checkpoint.discard()
+        checkpoint.wait()
+        checkpoint.close()
+        return checkpoint
+
+    for name in ("resume", "step", "save", "discard"):
+        monkeypatch.setattr(evenstep.Checkpointer, name, getattr(evenstep.Checkpointer, name))
+    for name in ("save", "load"):
+        monkeypatch.setattr(torch, name, getattr(torch, name))
+    Scratch(tmp_path).install()
+    assert save().num_steps == 1
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    save()
+    assert (tmp_path / "run").exists()
+
+
+def test_the_loader_obeys(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = TensorDataset(torch.arange(64.0))
+    world = evenstep.World.alone()
+    monkeypatch.setenv("EVENSTEP_BENCH_DIR", "/tmp")
+    assert evenstep.DataLoader(data, global_batch_size=8, world=world).global_batch_size == 8
+    monkeypatch.setenv("EVENSTEP_BENCH_BATCH", "16")
+    monkeypatch.setenv("EVENSTEP_BENCH_GROWTH", "2")
+    assert evenstep.DataLoader(data, global_batch_size=8, world=world).global_batch_size == 16
+    by_tokens = evenstep.DataLoader(data, max_tokens=8, lengths=[1] * 64, world=world)
+    assert len(next(iter(by_tokens))[0]) == 16
+    monkeypatch.setenv("EVENSTEP_BENCH_BATCH", "many")
+    with pytest.raises(evenstep.EvenstepError, match="EVENSTEP_BENCH_BATCH='many' is not a whole number"):
+        evenstep.DataLoader(data, global_batch_size=8, world=world)
+
+
+def test_what_a_gpu_was_busy_with_is_counted_once() -> None:
+    assert covered([(0, 2), (1, 3), (5, 6), (5.5, 5.75)]) == 4
+    assert covered([]) == 0
+    assert is_of_the_script("/home/me/train.py")
+    assert not is_of_the_script(torch.optim.__file__)
+    assert not is_of_the_script(evenstep.__file__)

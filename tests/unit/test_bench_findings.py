@@ -1,0 +1,176 @@
+"""Planted causes are found by their names, and nothing else is: on records as ranks would have left them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from evenstep.bench.findings import Finding, find
+from evenstep.bench.records import Facts
+from evenstep.bench.report import case_of
+from evenstep.bench.scaling import curve
+from tests.bench_runs import CALM, Phases, calm, weak_pair
+
+FACTS = Facts(wrapper="evenstep", num_cores=8, gradient_bytes=8 << 20, num_tensors=6, largest=("0.weight", 3 << 20))
+TINY = {"data": 0.05, "forward": 0.3, "script": 0.1, "backward": 0.6, "engine": 0.08, "optimizer": 0.15}
+
+
+def findings(size: int, phases: Callable[[int, int], Phases], **given: Any) -> list[Finding]:
+    found = weak_pair(size, phases, **{"facts": FACTS, **given})
+    return find(case_of(curve(found.curves["weak"], found.rounds)[-1]))
+
+
+def only(found: list[Finding], cause: str) -> Finding:
+    assert [finding.cause for finding in found] == [cause]
+    assert found[0].gain > 1
+    return found[0]
+
+
+def with_(**changed: float) -> Callable[[int, int], Phases]:
+    return lambda rank, step: {**CALM, **changed}
+
+
+SIZES = pytest.mark.parametrize("size", [2, 4, 8])
+
+
+@SIZES
+def test_a_healthy_script_has_nothing_to_report(size: int, fresh_seed: int) -> None:
+    for noise in (0.0, 0.02, 0.05):
+        assert findings(size, calm, exchange_ms=4, seed=fresh_seed, noise=noise) == []
+    assert findings(1, calm) == []
+
+
+@SIZES
+def test_a_slow_loader(size: int, fresh_seed: int) -> None:
+    found = only(findings(size, with_(data=80.0), exchange_ms=4, seed=fresh_seed), "slow loader")
+    assert found.gain == pytest.approx((94.2 + 80 + 4) / (94.2 + 4), rel=0.02)
+    assert "num_workers=0" in found.what
+    assert "num_workers=1" in found.advice
+    assert ("there are 8" in found.advice) == (size == 8)
+    only(findings(1, with_(data=80.0), seed=fresh_seed), "slow loader")
+
+
+def test_a_loader_with_too_few_workers_is_told_how_many_it_takes(fresh_seed: int) -> None:
+    """Two workers deliver a batch in 180 ms, 360 ms of work, and the rest of the step takes 98 ms: four of them."""
+    facts = replace(FACTS, num_workers=2, num_cores=64)
+    found = only(findings(2, with_(data=80.0), exchange_ms=4, seed=fresh_seed, facts=facts), "slow loader")
+    assert "num_workers=4" in found.advice
+
+
+@SIZES
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "script"])
+def test_one_slow_rank_is_named_with_its_phase(size: int, phase: str, fresh_seed: int) -> None:
+    late = random.Random(fresh_seed).randrange(size)
+    print(f"rank {late}")  # noqa: T201
+
+    def phases(rank: int, step: int) -> Phases:
+        return {**CALM, phase: CALM[phase] + (200.0 if rank == late else 0.0)}
+
+    found = only(findings(size, phases, alone=calm, exchange_ms=4, noise=0), "slow rank")
+    words = {"data": "waiting for data", "script": "the script's own work"}.get(phase, f"the {phase} pass")
+    assert found.what.startswith(f"rank {late} is the last one ready in 100% of the steps, 200 ms after")
+    assert words in found.what
+    assert found.gain == pytest.approx(298.2 / 98.2, rel=0.05)
+
+
+def test_uneven_work_is_nobodys_fault(fresh_seed: int) -> None:
+    draw = random.Random(fresh_seed)
+    times = {(rank, step): draw.uniform(20, 200) for rank in range(4) for step in range(40)}
+
+    def phases(rank: int, step: int) -> Phases:
+        return {**CALM, "backward": times[rank, step]}
+
+    only(findings(4, phases, alone=with_(backward=110), exchange_ms=4, seed=fresh_seed), "uneven work")
+
+
+@SIZES
+def test_a_tiny_batch(size: int, fresh_seed: int) -> None:
+    found = only(findings(size, lambda r, s: TINY, exchange_ms=0.3, seed=fresh_seed), "small batch")
+    assert "batch 32 to 64 a replica: exposed communication falls from" in found.advice
+
+
+def test_what_a_batch_twice_as_large_does_is_computed() -> None:
+    """18 of 100 ms are communication; with twice the batch 82 ms become 164."""
+    phases = {"forward": 30.0, "backward": 52.0}
+    found = only(findings(2, lambda r, s: phases, exchange_ms=18, noise=0), "small batch")
+    assert "batch 32 to 64 a replica: exposed communication falls from 18% to 10%" in found.advice
+    assert found.gain == pytest.approx(2 * 100 / 182)
+
+
+@SIZES
+def test_an_enormous_last_layer(size: int, fresh_seed: int) -> None:
+    facts = replace(FACTS, gradient_bytes=110 << 20, largest=("head.weight", 100 << 20))
+    found = only(findings(size, calm, exchange_ms=70, seed=fresh_seed, facts=facts), "enormous layer")
+    assert found.what.startswith("head.weight has 100 MiB of the 110 MiB that travel, 91%")
+    assert "head.weight" not in str(findings(size, calm, exchange_ms=4, seed=fresh_seed, facts=facts))
+
+
+@SIZES
+def test_oversubscribed_threads(size: int, fresh_seed: int) -> None:
+    facts = replace(FACTS, num_threads=8)
+    slower = with_(forward=60, backward=120)
+    found = only(findings(size, slower, alone=calm, seed=fresh_seed, facts=facts), "oversubscribed threads")
+    assert f"{size} ranks compute with {8 * size} threads on 8 cores" in found.what
+    assert f"--threads-per-rank {8 // size}" in found.advice
+    assert findings(size, calm, seed=fresh_seed, facts=facts) == [], "too many threads that cost nothing"
+
+
+def test_more_replicas_than_cores(fresh_seed: int) -> None:
+    facts = replace(FACTS, num_cores=2)
+    found = only(
+        findings(4, with_(forward=60, backward=120), alone=calm, seed=fresh_seed, facts=facts), "oversubscribed threads"
+    )
+    assert "at most 2 replicas" in found.advice
+
+
+@SIZES
+def test_contention(size: int, fresh_seed: int) -> None:
+    found = only(findings(size, with_(forward=45, backward=90), alone=calm, seed=fresh_seed), "contention")
+    assert "memory bandwidth" in found.what
+    assert found.gain == pytest.approx(139 / 94.7, rel=0.05)
+
+
+def test_a_smaller_batch_that_computes_more_slowly_is_no_contention(fresh_seed: int) -> None:
+    found = weak_pair(2, with_(forward=45, backward=90), alone=calm, seed=fresh_seed, facts=FACTS)
+    assert find(case_of(curve(found.curves["weak"], found.rounds)[-1], divides_batch=True)) == []
+
+
+def test_other_programs_are_not_put_down_to_the_script(fresh_seed: int) -> None:
+    found = weak_pair(2, with_(forward=45, backward=90), alone=calm, seed=fresh_seed, facts=FACTS)
+    case = case_of(curve(found.curves["weak"], found.rounds)[-1])
+    only(find(case), "contention")
+    assert find(replace(case, num_cores_elsewhere=1.5)) == []
+
+
+def test_item_in_every_step_on_a_gpu(fresh_seed: int) -> None:
+    facts = replace(FACTS, device="cuda")
+    lines = (("train.py:12", 1.0), ("train.py:99", 0.1))
+    found = only(
+        findings(2, calm, exchange_ms=2, seed=fresh_seed, facts=facts, syncs=lines, device_busy_s=0.05), "host waits"
+    )
+    assert found.what.startswith("train.py:12: the host waits there for the GPU (.item()")
+    assert "train.py:99" not in found.what
+    assert found.gain == pytest.approx(96.7 / 52.5, rel=0.05)
+    busy = {"facts": facts, "syncs": lines, "device_busy_s": 0.09}
+    assert findings(2, calm, exchange_ms=2, seed=fresh_seed, **busy) == [], "a GPU that is busy has nobody to wait for"
+    assert findings(2, calm, exchange_ms=2, seed=fresh_seed, facts=facts, device_busy_s=0.05) == []
+
+
+def test_two_causes_are_both_found_the_costlier_first(fresh_seed: int) -> None:
+    def phases(rank: int, step: int) -> Phases:
+        return {**CALM, "data": 60.0, "backward": 60.0 + (300.0 if rank == 1 else 0.0)}
+
+    found = findings(4, phases, alone=with_(data=60.0), exchange_ms=4, seed=fresh_seed)
+    assert [finding.cause for finding in found] == ["slow rank", "slow loader"]
+
+
+def test_a_loss_smaller_than_what_rounds_differ_by_is_none(fresh_seed: int) -> None:
+    """The quartiles of the step are 40 % apart: a part of 20 % is no finding."""
+    measured = weak_pair(2, with_(data=24.0), exchange_ms=4, seed=fresh_seed, facts=FACTS)
+    case = case_of(curve(measured.curves["weak"], measured.rounds)[-1])
+    only(find(case), "slow loader")
+    assert find(replace(case, spread=0.4)) == []

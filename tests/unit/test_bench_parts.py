@@ -1,0 +1,254 @@
+"""Steps in parts that add up: marks, ranks that wait for each other, efficiency over rounds, the order of runs."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from evenstep.bench.decompose import Decomposition, decompose
+from evenstep.bench.plan import Setting, default_replicas, in_order, plan_settings, too_small, validate_replicas
+from evenstep.bench.records import (
+    DATA,
+    DATA_END,
+    PHASES,
+    RankRecord,
+    buckets_in_flight,
+    read_record,
+    sorted_marks,
+    spans,
+    steps_in_parts,
+    write_record,
+)
+from evenstep.bench.scaling import Spread, curve, median_run
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, OPTIMIZER, OPTIMIZER_END, REDUCED, WAITING
+from tests.bench_runs import CALM, MS, WARMUP, calm, make_run, weak_pair
+
+# ---------------------------------------------------------------------- marks
+
+
+def test_every_instant_has_one_phase() -> None:
+    marks = [DATA, 2, DATA_END, 5, FORWARD, 6, FORWARD_END, 16, BACKWARD, 18, 1, 20, 0, 25, WAITING, 28, REDUCED, 33]
+    marks += [END, 34, OPTIMIZER, 36, OPTIMIZER_END, 40]
+    assert spans(marks, 0, 40) == [
+        ("script", 0, 2),
+        ("data", 2, 5),
+        ("script", 5, 6),
+        ("forward", 6, 16),
+        ("script", 16, 18),
+        ("backward", 18, 28),
+        ("wait", 28, 33),
+        ("engine", 33, 34),
+        ("script", 34, 36),
+        ("optimizer", 36, 40),
+    ]
+
+
+def test_a_stretch_begins_in_the_phase_that_the_marks_before_it_say() -> None:
+    assert spans([FORWARD, 10, FORWARD_END, 30], 20, 40) == [("forward", 20, 30), ("script", 30, 40)]
+
+
+def test_waiting_for_data_in_the_middle_of_a_phase_goes_back_to_it() -> None:
+    marks = [FORWARD, 0, DATA, 10, DATA_END, 20, FORWARD_END, 30]
+    assert [phase for phase, *_ in spans(marks, 0, 30)] == ["forward", "data", "forward"]
+
+
+def test_any_marks_give_steps_whose_phases_add_up(fresh_seed: int) -> None:
+    """Whatever is missing, doubled or out of order."""
+    draw = random.Random(fresh_seed)
+    for _ in range(200):
+        marks = [n for _ in range(draw.randrange(60)) for n in (draw.choice(range(-24, 4)), draw.randrange(100 * MS))]
+        ends = tuple(sorted(draw.sample(range(100 * MS), draw.randrange(2, 6))))
+        record = RankRecord(0, 1, 1, ends, (1,) * len(ends), tuple(sorted_marks(marks)))
+        steps = steps_in_parts(record)
+        assert len(steps) == len(ends) - 1
+        for step, (began, ended) in zip(steps, pairwise(ends), strict=True):
+            assert set(step) == set(PHASES)
+            assert min(step.values()) >= 0
+            assert sum(step.values()) == pytest.approx((ended - began) / 1e9, abs=1e-12)
+
+
+def test_buckets_travel_until_all_have_arrived() -> None:
+    record = RankRecord(0, 2, 1, (0, 100), (1, 1), (0, 10, 1, 20, WAITING, 30, REDUCED, 50, 0, 110))
+    assert buckets_in_flight(record, 0, 100) == [(0, 10, 50), (1, 20, 50)]
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    (record,) = make_run(Setting(1, 32), calm, syncs=(("train.py:3", 1.0),), device_busy_s=0.05).records
+    write_record(record, tmp_path / "rank-0.json")
+    assert read_record(tmp_path / "rank-0.json") == record
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
+    with pytest.raises(UsageError, match=r"no rank-1.json: the script made no step"):
+        read_record(tmp_path / "rank-1.json")
+    (tmp_path / "old.json").write_text('{"version": 0}')
+    with pytest.raises(UsageError, match="of version 0, and 1 is known"):
+        read_record(tmp_path / "old.json")
+
+
+# ---------------------------------------------------------------------- who waits for whom
+
+
+def taken_apart(
+    size: int, *, exchange_ms: float = 4.0, noise: float = 0.0, slow: dict[int, float] | None = None
+) -> Decomposition:
+    def phases(rank: int, step: int) -> dict[str, float]:
+        return {**CALM, "forward": 30.0 + (slow or {}).get(rank, 0.0)}
+
+    return make_run(Setting(size, 32), phases, exchange_ms=exchange_ms, noise=noise).decompose()
+
+
+def test_the_parts_of_equal_ranks() -> None:
+    parts = taken_apart(4).parts
+    told = (parts.data_s, parts.imbalance_s, parts.exposed_s, parts.engine_s, parts.optimizer_s, parts.compute_s)
+    assert told == pytest.approx((0.0005, 0.0, 0.004, 0.0002, 0.003, 0.091), abs=1e-6)
+    assert parts.total_s == pytest.approx(0.0987, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_one_slow_rank_is_what_it_costs_the_others(size: int) -> None:
+    """Also with two ranks, where the average rank is half slow: what would go without it is all of the 200 ms."""
+    found = taken_apart(size, slow={1: 200.0})
+    assert found.parts.imbalance_s == pytest.approx(0.2, abs=1e-6)
+    assert found.parts.exposed_s == pytest.approx(0.004, abs=1e-6)
+    assert found.parts.compute_s == pytest.approx(0.091, abs=1e-6)
+    assert found.late is not None
+    assert (found.late.rank, found.late.phase, found.late.share_of_steps) == (1, "forward", 1.0)
+    assert found.late.excess_s == pytest.approx(0.2, abs=1e-6)
+    assert found.ready_s[1] - found.ready_s[0] == pytest.approx(0.2, abs=1e-6)
+
+
+def test_ranks_that_are_slow_in_different_phases_and_wait_for_nobody_are_no_imbalance() -> None:
+    def phases(rank: int, step: int) -> dict[str, float]:
+        return {**CALM, ("data" if rank else "forward"): 50.0 + CALM["forward" if rank == 0 else "data"]}
+
+    parts = make_run(Setting(2, 32), phases, exchange_ms=2, noise=0).decompose().parts
+    assert parts.imbalance_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_parts_add_up_to_the_measured_step(fresh_seed: int) -> None:
+    """For any ranks: what is told of a step is the step that was measured."""
+    draw = random.Random(fresh_seed)
+    for _ in range(40):
+        size = draw.choice([1, 2, 3, 4, 7])
+        scale = {(r, k): draw.uniform(0.2, 3) for r in range(size) for k in CALM}
+        run = make_run(
+            Setting(size, 32),
+            lambda rank, step, scale=scale: {k: v * scale[rank, k] for k, v in CALM.items()},
+            exchange_ms=draw.uniform(0, 30),
+            seed=draw.randrange(1 << 30),
+            noise=draw.uniform(0, 0.6),
+        )
+        alone_s = draw.choice([None, draw.uniform(0, 0.2)])
+        parts = run.decompose(compute_alone_s=alone_s).parts
+        assert parts.total_s == pytest.approx(run.step_s, rel=1e-6)
+        assert all(getattr(parts, f"{name}_s") >= 0 for name in ("data", "imbalance", "exposed", "contention"))
+        if size == 1:
+            assert parts.imbalance_s == pytest.approx(0, abs=1e-9)
+
+
+def test_contention_is_what_one_replica_alone_does_not_need() -> None:
+    run = make_run(Setting(2, 64), calm, noise=0)
+    parts = run.decompose(compute_alone_s=0.061).parts
+    assert (parts.contention_s, parts.compute_s) == pytest.approx((0.030, 0.061), abs=1e-6)
+    assert run.decompose(compute_alone_s=0.2).parts.contention_s == 0.0  # faster than alone: the machine's mood
+
+
+def test_nothing_to_take_apart() -> None:
+    with pytest.raises(ValueError, match="no step"):
+        decompose([[], []])
+
+
+# ---------------------------------------------------------------------- efficiency
+
+
+def test_efficiency_is_compared_within_a_round() -> None:
+    """The machine is half as fast in the second round, and the figures don't move."""
+    one, two = Setting(1, 32, 1), Setting(2, 64, 2)
+    rounds = []
+    for pace in (1.0, 2.0, 1.3):
+        rounds.append(
+            {
+                setting: make_run(
+                    setting,
+                    lambda r, s, pace=pace: {k: v * pace for k, v in CALM.items()},
+                    exchange_ms=5 * pace,
+                    noise=0,
+                )
+                for setting in (one, two)
+            }
+        )
+    _, point = curve((one, two), rounds)
+    expected = 94.7 / 99.7
+    assert (point.efficiency.low, point.efficiency.median, point.efficiency.high) == pytest.approx([expected] * 3)
+    assert point.speedup.median == pytest.approx(2 * expected)
+    assert point.step_s.median == pytest.approx(0.0997 * 1.3, rel=1e-3)
+    assert point.decomposition.parts.total_s == pytest.approx(point.run.step_s)
+
+
+def test_strong_scaling_compares_computing_by_the_sample() -> None:
+    one, four = Setting(1, 32), Setting(4, 32)
+    quarter = {k: v / 4 for k, v in CALM.items()}
+    runs = {
+        one: make_run(one, calm, noise=0),
+        four: make_run(four, lambda r, s: quarter, rows=8, exchange_ms=1, noise=0),
+    }
+    base, point = curve((one, four), [runs])
+    assert base.efficiency.median == 1.0
+    assert point.speedup.median == pytest.approx(94.7 / (94.7 / 4 + 1), rel=1e-4)
+    assert point.decomposition.parts.contention_s == pytest.approx(0, abs=1e-6)
+
+
+def test_spread_and_the_run_in_the_middle() -> None:
+    assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0)
+    assert Spread.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+    setting = Setting(1, 32)
+    runs = [make_run(setting, lambda r, s, p=p: {"forward": p}, noise=0) for p in (30.0, 10.0, 20.0)]
+    assert median_run(runs) is runs[2]
+    assert median_run(runs[:2]) is runs[1]
+
+
+# ---------------------------------------------------------------------- which runs
+
+
+def test_settings_of_both_curves_begin_with_the_same_one() -> None:
+    curves = plan_settings((1, 2, 4), "both", 32)
+    assert curves["weak"] == (Setting(1, 32, 1), Setting(2, 64, 2), Setting(4, 128, 4))
+    assert curves["strong"] == (Setting(1, 32, 1), Setting(2, 32, 1), Setting(4, 32, 1))
+    assert plan_settings((2, 4), "weak", None) == {"weak": (Setting(2, None, 1), Setting(4, None, 2))}
+
+
+def test_rounds_go_up_and_down_and_have_each_setting_once() -> None:
+    curves = plan_settings((1, 2), "both", 32)
+    up = in_order(curves, 0)
+    assert up == [Setting(1, 32, 1), Setting(2, 64, 2), Setting(2, 32, 1)]
+    assert in_order(curves, 1) == up[::-1]
+    assert in_order(curves, 2) == up
+
+
+def test_numbers_of_replicas() -> None:
+    assert default_replicas(1) == (1,)
+    assert default_replicas(6) == (1, 2, 4)
+    assert default_replicas(8) == (1, 2, 4, 8)
+    assert validate_replicas([4, 1, 2, 2]) == (1, 2, 4)
+    with pytest.raises(ConfigurationError, match="--replicas 2,3: 3 is no multiple of 2, the fewest"):
+        validate_replicas([2, 3])
+    with pytest.raises(ConfigurationError, match="--replicas 0,2: numbers of at least 1"):
+        validate_replicas([0, 2])
+
+
+def test_a_batch_that_cannot_be_divided() -> None:
+    assert too_small(plan_settings((1, 2, 4), "both", 3)) == (
+        "a batch of 3 can't be divided over 4 replicas; choose a larger --batch, or --mode weak"
+    )
+    assert too_small(plan_settings((1, 2, 4), "weak", 1)) is None
+    assert WARMUP >= 1
+
+
+def test_a_reader_is_told_what_the_figures_are_worth() -> None:
+    """Only what is true of these runs."""
+    assert weak_pair(2, calm).remarks == (
+        "without psutil there is no utilisation by core: pip install 'evenstep[bench]'",
+    )

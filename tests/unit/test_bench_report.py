@@ -1,0 +1,222 @@
+"""The report: a dictionary that goes through JSON, tables, pictures, and a page that needs nothing else."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from evenstep.bench import page, plots
+from evenstep.bench.command import add_bench, scaling
+from evenstep.bench.plan import Setting
+from evenstep.bench.report import PART_NAMES, build_report, print_report
+from evenstep.errors import ConfigurationError
+from tests.bench_runs import CALM, calm, make_run, measured, weak_pair
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+
+
+def reported() -> dict[str, Any]:
+    """A report with a slow rank, as it comes out of report.json."""
+
+    def phases(rank: int, step: int) -> dict[str, float]:
+        return {**CALM, "forward": 30.0 + (200.0 if rank == 1 else 0.0)}
+
+    found = weak_pair(2, phases, alone=calm, exchange_ms=4)
+    report = build_report(found, version="1.2.3", began_at="2026-01-02 03:04:05+00:00")
+    again: dict[str, Any] = json.loads(json.dumps(report))
+    return again
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    return reported()
+
+
+@pytest.fixture(scope="module")
+def html(report: dict[str, Any]) -> str:
+    figures = plots.draw(report)
+    return page.render(report, {name: plots.as_svg(figure, name) for name, figure in figures.items()})
+
+
+def test_the_report_says_what_was_measured(report: dict[str, Any]) -> None:
+    one, two = report["curves"]["weak"]
+    assert (one["num_replicas"], two["num_replicas"]) == (1, 2)
+    assert sum(two["parts"].values()) == pytest.approx(two["step_s"]["median"], rel=1e-3)
+    assert two["late"]["rank"] == 1
+    assert [finding["cause"] for finding in report["findings"]] == ["slow rank"]
+    ranks = report["timeline"]["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    for rank in ranks:
+        ends = [ended for _, _, ended in rank["phases"]]
+        assert [began for _, began, _ in rank["phases"][1:]] == ends[:-1], "no gap"
+        assert [number for number, _, _ in rank["buckets"]] == [0, 1]
+    assert any(phase == "wait" for phase, _, _ in ranks[0]["phases"])
+
+
+def test_the_tables_fit_a_terminal(report: dict[str, Any]) -> None:
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=80))
+    text = out.getvalue()
+    assert "…" not in text, "something was cut off"
+    for words in (
+        *PART_NAMES.values(),
+        "slow rank",
+        "samples/s",
+        "speed-up",
+        "rank 1 was the last one in 100% of the steps",
+    ):
+        assert words in re.sub(r"\s+", " ", text), words
+
+
+def test_a_healthy_run_is_said_to_be_healthy() -> None:
+    found = build_report(weak_pair(2, calm, exchange_ms=4), version="1", began_at="now")
+    assert found["findings"] == []
+    out = io.StringIO()
+    print_report(found, Console(file=out, width=80))
+    assert "Nothing costs a tenth of a step on 2 replicas" in re.sub(r"\s+", " ", out.getvalue())
+
+
+def test_both_curves_in_one_report() -> None:
+    one, two, half = Setting(1, 32, 1), Setting(2, 64, 2), Setting(2, 32, 1)
+    halved = {k: v / 2 for k, v in CALM.items()}
+    runs = {one: make_run(one, calm), two: make_run(two, calm), half: make_run(half, lambda r, s: halved, rows=16)}
+    found = build_report(measured([runs], weak=(one, two), strong=(one, half)), version="1", began_at="now")
+    assert set(found["curves"]) == {"weak", "strong"}
+    assert set(plots.draw(found)) == {"efficiency", "parts", "timeline"}
+
+
+# ---------------------------------------------------------------------- the page
+
+
+def test_the_page_needs_nothing_from_outside(html: str) -> None:
+    names = {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+        "http://www.w3.org/1999/02/22-rdf-syntax-ns#",
+    }
+    names |= {
+        "http://creativecommons.org/ns#",
+        "http://purl.org/dc/elements/1.1/",
+        "http://purl.org/dc/dcmitype/StillImage",
+    }
+    assert set(re.findall(r'https?://[^"\'<> ]+', html)) <= names | {"https://matplotlib.org/"}
+    assert not re.search(r"<(script|link|img|iframe)\b|url\((?!#)|@import", html)
+    assert "&lt;0.1&gt;" in html, "arguments are escaped"
+    assert "<0.1>" not in html
+
+
+def test_every_picture_is_in_the_page_once_with_names_of_its_own(html: str) -> None:
+    assert re.findall(r'<figure id="(\w+)"', html) == ["efficiency", "parts", "timeline"]
+    assert html.count("<svg") == 3
+    figures = re.findall(r"<figure.*?</figure>", html, re.DOTALL)
+    clips = [set(re.findall(r'<clipPath id="(\w+)"', figure)) for figure in figures]
+    assert all(clips)
+    assert not clips[0] & clips[1]
+    assert not clips[1] & clips[2]
+
+
+def test_pictures_for_slides(report: dict[str, Any], tmp_path: Path) -> None:
+    for name, figure in plots.draw(report).items():
+        plots.save_png(figure, tmp_path / f"{name}.png")
+        content = (tmp_path / f"{name}.png").read_bytes()
+        assert content.startswith(b"\x89PNG")
+        assert len(content) > 8000
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed")
+def test_a_browser_shows_the_pictures(html: str, tmp_path: Path) -> None:
+    """The browser itself measures what it has laid out, and writes that into the page it prints."""
+    asks = """<script>window.addEventListener('load', () => {
+        const found = [...document.querySelectorAll('figure svg')].map(each => {
+            const box = each.getBoundingClientRect();
+            const paths = [...each.querySelectorAll('path, use')];
+            const ink = paths.filter(path => path.getBoundingClientRect().width > 0).length;
+            return [each.parentElement.id, Math.round(box.width), Math.round(box.height), ink].join(' ');
+        });
+        document.body.setAttribute('data-found', found.join(';'));
+    });</script>"""
+    (tmp_path / "report.html").write_text(html.replace("</body>", asks + "</body>"))
+    assert CHROMIUM is not None
+    quiet = ["--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    called = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        *quiet,
+        "--disable-sync",
+        "--disable-dev-shm-usage",
+    ]
+    called += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=900,1200", "--dump-dom"]
+    done = subprocess.run([*called, f"file://{tmp_path}/report.html"], capture_output=True, text=True, timeout=120)
+    found = re.search(r'data-found="([^"]*)"', done.stdout)
+    assert found, done.stderr[-2000:]
+    seen = {name: [int(n) for n in numbers] for name, *numbers in (each.split() for each in found[1].split(";"))}
+    assert set(seen) == {"efficiency", "parts", "timeline"}
+    for name, (width, height, num_paths) in seen.items():
+        assert width > 500, name
+        assert height > 150, name
+        assert num_paths > 20, name
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def parse(*arguments: str) -> Namespace:
+    parser = ArgumentParser()
+    add_bench(parser.add_subparsers())
+    return parser.parse_args(["bench", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a script"),
+        (["no-such.py"], "no-such.py: no such script"),
+        (["--warmup", "1", "x.py"], "--warmup 1: at least 2"),
+        (["--steps", "999", "x.py"], "at most 1000 together"),
+        (["--replicas", "2,3", "x.py"], "3 is no multiple of 2"),
+        (["--out", "/proc/x", "x.py"], "--out /proc/x"),
+    ],
+)
+def test_commands_that_make_no_sense(arguments: list[str], message: str, tmp_path: Path) -> None:
+    out = [] if "--out" in arguments else ["--out", str(tmp_path / "out")]
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        scaling(parse("--replicas", "1", *out, *arguments))
+
+
+def test_the_scripts_own_flags_are_its_own() -> None:
+    args = parse("--replicas", "1,2", "train.py", "--steps", "7", "--out", "here")
+    assert (args.replicas, args.script, args.arguments, args.steps) == (
+        (1, 2),
+        "train.py",
+        ["--steps", "7", "--out", "here"],
+        30,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--replicas", "one", "x.py"], ["--batch", "0", "x.py"], ["--mode", "no", "x.py"]]
+)
+def test_flags_that_are_no_numbers(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert "error: argument" in capsys.readouterr().err
+
+
+def test_without_matplotlib_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not plots.is_available()
+    assert "pip install 'evenstep[bench]'" in plots.MISSING

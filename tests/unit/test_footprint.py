@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from evenstep.bench.footprint import WAYS, Sizes, footprint, footprints, largest_batch, verdict
 from evenstep.bench.memory_probe import SavedBytes, largest_unit_bytes, sizes_of, specs_of, state_tensors, storage_bytes
+from evenstep.bench.memory_probe import main as run_probe
 from evenstep.cli import main
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.layout import ParameterSpec
@@ -318,6 +320,42 @@ def test_memory_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert row["activations"] == pytest.approx(expected.activation_bytes, rel=0.02)
     assert "for 32 samples" in text
     assert "2 ranks: DDP is enough" in text
+
+
+TWO_OPTIMIZERS = """
+import torch, evenstep
+
+with evenstep.init(seed=0, quiet=True) as world:
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(64, 256))
+    other = torch.nn.Linear(256, 8)
+    one = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+    two = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    for step in range(1000):
+        other(model(torch.randn(32, 64))).square().mean().backward()
+        for each in (one, two):
+            each.step()
+        for each in (one, two):
+            each.zero_grad()
+        assert step < 3
+"""
+
+
+def test_several_optimizers_and_one_inside_another(tmp_path: Path) -> None:
+    """A ShardedOptimizer steps flat memory through an optimizer of its own: nothing counts twice."""
+    script, out = tmp_path / "train.py", tmp_path / "memory.json"
+    script.write_text(TWO_OPTIMIZERS)
+    path, arguments = list(sys.path), list(sys.argv)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run_probe(str(out), str(script), [])
+    finally:
+        sys.path[:], sys.argv[:] = path, arguments
+    assert not caught.value.code
+    told = json.loads(out.read_text())
+    assert sorted(shape for shape, _ in told["parameters"]) == [[8], [8, 256], [256], [256, 64]]
+    adamw, momentum = 2 * 4 * (64 * 256 + 256), 4 * (256 * 8 + 8)
+    assert told["state_bytes"] == pytest.approx(adamw + momentum, rel=0.01)
+    assert told["num_samples"] == 32
 
 
 @pytest.mark.slow

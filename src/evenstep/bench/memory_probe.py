@@ -7,7 +7,7 @@ import resource
 import runpy
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,9 @@ class _Watch:
         saved: What autograd holds.
         batch: Rows of the first tensor that the model was called with; 0 if there was none.
         model: The module that was called first in a step.
+        num_steps: Of the optimizer that stepped first.
+        gradient_bytes: Before its newest step.
+        optimizers: That have stepped, in order.
     """
 
     out: Path
@@ -232,6 +235,7 @@ class _Watch:
     model: nn.Module | None = None
     num_steps: int = 0
     gradient_bytes: int = 0
+    optimizers: dict[int, Optimizer] = field(default_factory=dict)
 
     def called(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Of the first call in a step: that is the whole model's."""
@@ -240,18 +244,21 @@ class _Watch:
             self.saved.exclude([*module.parameters(), *module.buffers()])
 
     def stepping(self, optimizer: Optimizer, *_: object) -> None:
-        """Gradients are there."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.gradient_bytes = storage_bytes(p.grad for p in parameters)
+        """Gradients are there, and an optimizer is known."""
+        self.optimizers.setdefault(id(optimizer), optimizer)
+        if self._is_first(optimizer):
+            self.gradient_bytes = storage_bytes(p.grad for p in self._parameters())
 
     def stepped(self, optimizer: Optimizer, *_: object) -> None:
-        """After enough steps write what there is, and end the script."""
+        """After enough steps of the first optimizer write what there is, and end the script."""
+        if not self._is_first(optimizer):
+            return
         self.num_steps += 1
         if self.num_steps < NUM_STEPS:
             self.model = None
             self.saved.restart()
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = self._parameters()
         model = nn.Module() if self.model is None else self.model
         trained = {id(p) for p in parameters}
         fixed = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in trained]
@@ -259,7 +266,7 @@ class _Watch:
             "fixed_bytes": storage_bytes(fixed),
             "largest_unit_bytes": largest_unit_bytes(model),
             "parameters": [[list(p.shape), str(p.dtype).removeprefix("torch.")] for p in parameters],
-            "state_bytes": storage_bytes(state_tensors(optimizer)),
+            "state_bytes": storage_bytes([t for each in self.optimizers.values() for t in state_tensors(each)]),
             "gradient_bytes": self.gradient_bytes,
             "activation_bytes": self.saved.peak,
             "num_samples": self.batch,
@@ -267,6 +274,19 @@ class _Watch:
         }
         self.out.write_text(json.dumps(told))
         raise SystemExit(0)
+
+    def _is_first(self, optimizer: Optimizer) -> bool:
+        return next(iter(self.optimizers)) == id(optimizer)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Of all optimizers. One inside another one steps memory that the outer one's parameters are views of."""
+        found: list[nn.Parameter] = []
+        seen: set[int] = set()
+        for optimizer in self.optimizers.values():
+            new = [p for group in optimizer.param_groups for p in group["params"] if _key(p) not in seen]
+            seen |= {_key(p) for p in new}
+            found += new
+        return found
 
 
 def _peak_bytes() -> int:

@@ -201,9 +201,9 @@ def test_a_checkpointer_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def save() -> evenstep.Checkpointer:
         checkpoint = evenstep.Checkpointer(tmp_path / "run", world=world, every_steps=1, model=model)
         assert checkpoint.resume() == 0
+        checkpoint.discard()
         checkpoint.step(loss=1.0)
         checkpoint.save()
-        checkpoint.discard()
         checkpoint.wait()
         checkpoint.close()
         return checkpoint

@@ -119,6 +119,19 @@ def test_oversubscribed_threads(size: int, fresh_seed: int) -> None:
     assert findings(size, calm, seed=fresh_seed, facts=facts) == [], "too many threads that cost nothing"
 
 
+def test_what_too_many_threads_bring_with_them_is_not_told_beside_them(fresh_seed: int) -> None:
+    """Exchanges are slow then, and ranks late by turns."""
+    draw = random.Random(fresh_seed)
+    times = {(rank, step): draw.uniform(60, 260) for rank in range(4) for step in range(40)}
+
+    def phases(rank: int, step: int) -> Phases:
+        return {**CALM, "forward": 60.0, "backward": times[rank, step]}
+
+    given = {"alone": calm, "exchange_ms": 60.0, "seed": fresh_seed}
+    assert "oversubscribed threads" not in str(findings(4, phases, **given))
+    only(findings(4, phases, **given, facts=replace(FACTS, num_threads=8)), "oversubscribed threads")
+
+
 def test_more_replicas_than_cores(fresh_seed: int) -> None:
     facts = replace(FACTS, num_cores=2)
     found = only(

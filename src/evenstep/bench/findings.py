@@ -28,7 +28,7 @@ _MOSTLY = 0.7  # a rank that is last as often as that is last for a reason
 _LARGE_BYTES = 16 << 20  # an exchange of less is latency, whichever layer it is
 _DOMINATES = 0.5
 MANY_ELSEWHERE = 0.3  # cores; then ranks are late, and compute slowly, for reasons that aren't the script's
-_SCHEDULING_S = 0.002  # ranks that differ by less are late because the system ran something else
+_SCHEDULING_S = 0.002  # a rank that loses less does so because the system ran something else
 
 _PHASE_WORDS = {
     "data": "waiting for data",
@@ -187,8 +187,8 @@ def _enormous_layer(case: Case) -> Finding | None:
 def _small_batch(case: Case) -> Finding | None:
     parts = case.parts
     fixed_s = parts.exposed_s + parts.engine_s + case.jitter_s
-    if case.num_replicas == 1 or fixed_s < _limit(case) * parts.total_s:
-        return None
+    if case.num_replicas == 1 or fixed_s < _limit(case) * parts.total_s or _oversubscribed(case) is not None:
+        return None  # with more threads than cores exchanges are slow, and ranks late, for that reason
     if parts.exposed_s >= _WORTH * parts.total_s and _one_layer_dominates(case.facts):
         return None
     is_work = case.jitter_s > _SCHEDULING_S
@@ -212,7 +212,7 @@ def _uneven_work(case: Case) -> Finding | None:
     late, parts = case.decomposition.late, case.parts
     if late is None or case.held_up_by_one or parts.share("imbalance") < max(_limit(case), _WORTH_UNSURE):
         return None
-    if _small_batch(case) is not None or case.num_cores_elsewhere > MANY_ELSEWHERE:
+    if case.num_cores_elsewhere > MANY_ELSEWHERE or _small_batch(case) is not None or _oversubscribed(case) is not None:
         return None
     rest_s = parts.total_s - parts.imbalance_s
     return Finding(
@@ -247,7 +247,7 @@ def _contention(case: Case) -> Finding | None:
     parts = case.parts
     if case.divides_batch or case.num_cores_elsewhere > MANY_ELSEWHERE or _wants_too_many_cores(case):
         return None
-    if parts.share("contention") < max(_limit(case), _WORTH_UNSURE):
+    if parts.share("contention") < max(_limit(case), _WORTH_UNSURE) or parts.contention_s < _SCHEDULING_S:
         return None
     rest_s = parts.total_s - parts.contention_s
     place = "memory, PCIe or power" if case.facts.device == "cuda" else "memory bandwidth"

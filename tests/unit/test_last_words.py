@@ -19,7 +19,7 @@ def raised_by_running(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
     script = tmp_path / "script.py"
     script.write_text(text)
     with pytest.raises(BaseException) as caught:
-        worker._become_script(str(script), [])
+        worker.become_script(str(script), [])
     error = caught.value
     assert error.__traceback__ is not None
     return error.with_traceback(error.__traceback__.tb_next)  # without this function

@@ -175,9 +175,16 @@ def test_rows_of_a_batch(batch: object, rows: int) -> None:
 # ---------------------------------------------------------------------- what a measured run may not do
 
 
+def keep_what_scratch_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measured process is changed for good; this one is restored."""
+    for name in ("resume", "step", "save", "discard"):
+        monkeypatch.setattr(evenstep.Checkpointer, name, getattr(evenstep.Checkpointer, name))
+    for name in ("save", "load"):
+        monkeypatch.setattr(torch, name, getattr(torch, name))
+
+
 def test_saved_files_go_elsewhere_and_are_read_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "save", torch.save)
-    monkeypatch.setattr(torch, "load", torch.load)
+    keep_what_scratch_changes(monkeypatch)
     best = tmp_path / "best.pt"
     torch.save({"trained": torch.ones(3)}, best)
     scratch = Scratch(tmp_path / "scratch")
@@ -208,10 +215,7 @@ def test_a_checkpointer_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         checkpoint.close()
         return checkpoint
 
-    for name in ("resume", "step", "save", "discard"):
-        monkeypatch.setattr(evenstep.Checkpointer, name, getattr(evenstep.Checkpointer, name))
-    for name in ("save", "load"):
-        monkeypatch.setattr(torch, name, getattr(torch, name))
+    keep_what_scratch_changes(monkeypatch)
     Scratch(tmp_path).install()
     assert save().num_steps == 1
     assert list(tmp_path.iterdir()) == []

@@ -25,7 +25,7 @@ _ADVICE = "Every rank makes its loaders in the same order, from the same data se
 
 
 _MAY_BE_NONE = {
-    "sample_seed": "None: as the run is",
+    "sample_seed": "None for what the mode asks",
     "shuffle": "None for the data set's order, or the sampler's",
     "pin_memory": "None to pin where batches go to a GPU",
     "persistent_workers": "None to keep those that are expensive to start",

@@ -179,7 +179,7 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
-            f"{source} is no file of tensors and plain data: {first} Load it where you trust it, and save its "
+            f"{source} is no file of tensors and plain data: {first.rstrip('.')}. Load it where you trust it, and save its "
             f"state_dict."
         ) from None
     if not isinstance(content, dict):

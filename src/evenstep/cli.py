@@ -313,7 +313,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _step(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():  # which "²" isn't, though a digit
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
     return int(text)
 

@@ -179,8 +179,8 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
-            f"{source} is no file of tensors and plain data: {first.rstrip('.')}. Load it where you trust it, and save its "
-            f"state_dict."
+            f"{source} is no file of tensors and plain data: {first.rstrip('.')}. Load it where you trust it, and "
+            f"save its state_dict."
         ) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{source} holds a {type(content).__name__}, and no state dictionary.")

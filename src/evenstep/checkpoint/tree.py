@@ -116,8 +116,8 @@ def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> A
             copied = torch.from_numpy(numpy.array(value))  # a copy that is the tensor's own
         except (TypeError, ValueError):
             raise ConfigurationError(
-                f"{shown(path)} is a numpy array of dtype {value.dtype.str}, which no checkpoint can hold: tensors have "
-                f"this machine's byte order and at most 64 bits a number. Convert it."
+                f"{shown(path)} is a numpy array of dtype {value.dtype.str}, which no checkpoint can hold: tensors "
+                f"have this machine's byte order and at most 64 bits a number. Convert it."
             ) from None
         return {"~array": _put(copied, path, tensors)}
     raise ConfigurationError(

@@ -184,7 +184,8 @@ def _locality(given: Any, shuffle: bool) -> tuple[int, int] | None:
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_BLOCK:
             raise ConfigurationError(
                 f"locality={given!r}: the {name} is a whole number, at least 1 (and at most 2**31). Pass the number of "
-                f"neighbours that are read together, or that and the number of such blocks that are shuffled with each other."
+                f"neighbours that are read together, or that and the number of such blocks that are shuffled with each "
+                f"other."
             )
     if not shuffle:
         raise ConfigurationError("locality says how to shuffle, and shuffle=False. Leave one of them out.")

@@ -105,9 +105,9 @@ def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
 
 def _unlike(path: str, one: str, two: str) -> UsageError:
     return UsageError(
-        f"this rank has no sample in the last global batch, and what collate_fn makes can't be emptied: {path} is {one} "
-        f"for one sample and {two} for two. Have it make the same of any number of samples (no squeeze of the batch "
-        f"dimension), or pass drop_last=True."
+        f"this rank has no sample in the last global batch, and what collate_fn makes can't be emptied: {path} is "
+        f"{one} for one sample and {two} for two. Have it make the same of any number of samples (no squeeze of the "
+        f"batch dimension), or pass drop_last=True."
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from evenstep.health.telemetry import REDUCED, WAITING, Recorder
 from evenstep.replica.bucket import Bucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
+from evenstep.replica.drift import NOTHING, DriftWatch
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
@@ -205,6 +206,7 @@ class BucketExchange:
         self._half_scale: float | None = None
         self.hook: CommHook | None = None
         self.guard: NonFiniteGuard | None = None
+        self.drift: DriftWatch | None = None
         self.lanes: LaneSums | None = None
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
@@ -276,7 +278,9 @@ class BucketExchange:
         self._recorder.mark(WAITING)
         self.announce()
         self._used = [parameter.grad is not None for parameter in self._parameters]
-        self._header.fill(window, self._used)
+        # Within a join some have left, and are made equal when it ends.
+        told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
+        self._header.fill(window, self._used, told)
         header_work = self._transport.all_reduce(self._header.tensor)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
         sent_buffers = self._module_buffers.start(src) if self._module_buffers is not None else []
@@ -288,6 +292,8 @@ class BucketExchange:
         self.reducer.reset()
         if self._header.tensor.device.type == "cpu":
             self._header.check_kinds()
+        if self.drift is not None:
+            self.drift.hear(self._header.told())
         if not all(self._used) or self._num_dense < len(self._parameters):
             self._used = self._header.used_anywhere()
             for bucket in self.buckets:

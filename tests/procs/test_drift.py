@@ -19,8 +19,9 @@ from evenstep.testing import faults
 
 
 def build(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 11), nn.BatchNorm1d(11), nn.Tanh(), nn.Linear(11, 3))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 11), nn.BatchNorm1d(11), nn.Tanh(), nn.Linear(11, 3))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -33,6 +34,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 def drifting(seed: int, victims: list[int], at: int, sharded: bool, every: int | None) -> tuple[str, int]:
     """(what is raised, how many steps after the fault)."""
     world = evenstep.init(quiet=True)
+    torch.manual_seed(seed + world.rank)
     model = evenstep.DistributedDataParallel(build(seed), compare_every=every)
     if sharded:
         optimizer: torch.optim.Optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)

@@ -20,7 +20,7 @@ from evenstep.replica.drift import NOTHING, DriftWatch
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.nonfinite import NonFiniteGuard
+from evenstep.replica.nonfinite import NonFiniteGuard, SumWatch
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.sparse import sum_over_ranks
 from evenstep.replica.uneven import Uneven
@@ -200,6 +200,7 @@ class BucketExchange:
         self._world = world
         self._transport = transport
         self._policy = policy
+        self.sums: SumWatch | None = None
         self._module_buffers = module_buffers
         self._specs = [self._describe(index) for index in range(num_dense)]
         self._header = Header(len(parameters), parameters[0].device)
@@ -230,6 +231,14 @@ class BucketExchange:
         allocator: Transport = self._transport if self._hooks is None else LocalTransport()
         self.buckets: Sequence[Bucket] = [self._build_bucket(bucket, allocator) for bucket in layout.buckets]
         self._recorder.has_buckets(sum(bucket.flat.nbytes for bucket in self.buckets))
+        if self.sums is not None:
+            self.watch_sums(self.sums)
+
+    def watch_sums(self, sums: SumWatch) -> None:
+        """Have somebody look at the sums of buckets while they are made."""
+        self.sums = sums
+        for bucket in self.buckets:
+            sums.watch(bucket.flat, bucket.layout, bucket.names)
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
         return Bucket(layout, self._parameters, self._names, self._transport, allocator=allocator)
@@ -280,7 +289,7 @@ class BucketExchange:
         self._used = [parameter.grad is not None for parameter in self._parameters]
         # Within a join some have left, and are made equal when it ends.
         told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
-        self._header.fill(window, self._used, told)
+        self._header.fill(window, self._used, told, self.sums is not None and self.sums.has_found)
         header_work = self._transport.all_reduce(self._header.tensor)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
         sent_buffers = self._module_buffers.start(src) if self._module_buffers is not None else []
@@ -294,6 +303,8 @@ class BucketExchange:
             self._header.check_kinds()
         if self.drift is not None:
             self.drift.hear(self._header.told())
+        if self.sums is not None:
+            self.sums.end_window(self._header.any_found())
         if not all(self._used) or self._num_dense < len(self._parameters):
             self._used = self._header.used_anywhere()
             for bucket in self.buckets:

@@ -107,8 +107,9 @@ def test_a_bad_gradient_is_said_once_by_default(ranks, fresh_seed, nproc, poison
         assert told[1:] == [[]] * (nproc - 1)
         assert len(told[0]) == 1, (width, sharded, cap_mb)
         assert "(in backward pass 3)" in told[0][0]
-        for rank in range(nproc):
-            assert (f"rank {rank}: '0.inner" in told[0][0]) == (rank in poisoned), told[0][0]
+        named = {rank for rank in range(nproc) if f"at least on rank {rank}: '0.inner" in told[0][0]}
+        # Whose part of the sum it is has been overwritten: where another rank explains it, that one isn't named.
+        assert named == set(poisoned) or (named and named < set(poisoned)), told[0][0]
         assert "'1." not in told[0][0], "the gradient of the last layer was fine"
         assert "only in the sum" not in told[0][0]
     assert ranks.run(warned, nproc, fresh_seed, poisoned, 2, True, False, None) == [[]] * nproc
@@ -130,7 +131,7 @@ def test_an_overflow_of_the_sum_is_nobodys(ranks, fresh_seed):
     first, second = ranks.run(overflowing, 2, fresh_seed)
     assert second == []
     assert len(first) == 1
-    assert "on only in the sum over ranks: " in first[0]
+    assert "averaged, only in the sum over ranks: " in first[0]
     assert "rank 0:" not in first[0]
 
 

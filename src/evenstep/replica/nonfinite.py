@@ -165,11 +165,11 @@ class SumWatch:
         for rank, name in found:
             by_rank.setdefault(rank, []).append(name)
         text = "; ".join(
-            f"{'only in the sum over ranks' if rank < 0 else f'rank {rank}'}: {_listed(names)}"
+            f"{'only in the sum over ranks' if rank < 0 else f'at least on rank {rank}'}: {_listed(names)}"
             for rank, names in by_rank.items()
         )
         warnings.warn(
-            f"a gradient was infinite or not a number before gradients were averaged, on {text} (in backward pass "
+            f"a gradient was infinite or not a number before gradients were averaged, {text} (in backward pass "
             f"{first + 1}). It is now in the parameters, unless the step was left out. This is said once; "
             f"on_nonfinite='skip' leaves such steps out, 'raise' ends the run, None looks at nothing.",
             stacklevel=2,
@@ -187,7 +187,7 @@ class SumWatch:
         bad_of: dict[int, Tensor] = {}
         for rank, given in enumerate(inputs):
             if given.data_ptr() == result.data_ptr():
-                own = rank  # overwritten by the sum: it is what the others don't explain
+                own = rank  # overwritten by the sum: it is what the others don't explain, or not known to be
                 continue
             values = given[places]
             bad_of[rank] = ~values.isfinite()

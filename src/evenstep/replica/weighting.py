@@ -149,7 +149,7 @@ class Header:
 
     def any_found(self) -> bool:
         """After the sum: whether a rank has found something. Reads the tensor."""
-        return bool(self.tensor[-1] > 0)
+        return self.tensor[-1].item() > 0.0
 
     def num_plain(self) -> Tensor:
         """After the sum: on how many ranks the window was PLAIN. 0-dim, on the device, without waiting for it."""

@@ -112,6 +112,8 @@ class Call:
                 os.kill(pid, signal.SIGKILL)
             self.process.wait()
         self._reader.join(5)
+        if self.process.stdout is not None and not self._reader.is_alive():
+            self.process.stdout.close()
         return status, ended
 
     def processes(self) -> list[int]:

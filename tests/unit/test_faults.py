@@ -104,7 +104,8 @@ PLANTS = """
     named = socket.socket(socket.AF_UNIX)
     named.bind(os.path.join(tempfile.gettempdir(), "named"))
     lives_on = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(1, flush=True); time.sleep(60)"
-    child = subprocess.Popen([sys.executable, "-c", lives_on], start_new_session=True, stdout=subprocess.PIPE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    child = subprocess.Popen([sys.executable, "-c", lives_on], start_new_session=True, **pipes)
     child.stdout.readline()
 """
 

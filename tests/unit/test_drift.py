@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from evenstep.replica.digests import canonical, digest, distance
-from evenstep.replica.drift import find_minority, plan_portions
+from evenstep.replica.drift import DriftWatch, find_minority, plan_portions
 
 
 def test_portions_cover_each_row_once_and_cost_about_the_same(fresh_seed):
@@ -109,3 +112,69 @@ def test_only_less_than_half_are_a_minority(digests, differing, minority):
     assert (found, ranks) == (differing, minority)
     if minority and len(differing) == 1:
         assert typical not in minority
+
+
+def build_watches(seed: int, num_ranks: int, *, is_late: bool, every: int = 4) -> list[DriftWatch]:
+    """The watches of all ranks, in this process."""
+    made = []
+    for _ in range(num_ranks):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 3))
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        world: Any = SimpleNamespace(world_size=num_ranks, is_main=True)
+        watch = DriftWatch(names, parameters, world, None, every=every, is_vouched=False)  # type: ignore[arg-type]
+        watch._is_late = is_late
+        made.append(watch)
+    return made
+
+
+def end_window(watches: list[DriftWatch]) -> list[bool]:
+    """What the header does; whether each has found something."""
+    told = [torch.as_tensor(watch.tell(), dtype=torch.float64) for watch in watches]
+    for watch in watches:
+        watch.hear(torch.stack(told).sum(0))
+    return [watch._found is not None for watch in watches]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5, 8192])
+@pytest.mark.parametrize("is_late", [False, True])  # on a GPU
+def test_all_ranks_find_a_difference_in_the_same_window(fresh_seed, num_ranks, is_late):
+    watches = build_watches(fresh_seed, min(num_ranks, 5), is_late=is_late)
+    for watch in watches:  # of many ranks, those that aren't here tell what rank 0 tells
+        watch._world.world_size = num_ranks
+        watch._half_bits = min(20, (53 - (num_ranks - 1).bit_length()) // 2)
+
+    def end() -> list[bool]:
+        told = [torch.as_tensor(watch.tell(), dtype=torch.float64) for watch in watches]
+        sums = torch.stack(told).sum(0) + told[0] * (num_ranks - len(watches))
+        for watch in watches:
+            watch.hear(sums)
+        return [watch._found is not None for watch in watches]
+
+    assert not any(any(end()) for _ in range(11))
+    watches[-1]._parameters[0].data[7, 11] += 1.0
+    seen = [end() for _ in range(10)]
+    assert all(len(set(each)) == 1 for each in seen)
+    assert any(each[0] for each in seen[: 4 + 1 + 2 * is_late])
+    assert all(watch.is_on for watch in watches)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_with_one_doubt_nobody_compares(fresh_seed, is_late):
+    watches = build_watches(fresh_seed, 3, is_late=is_late)
+    end_window(watches)
+    watches[1].doubt()
+    watches[2]._parameters[0].data[7, 11] += 1.0
+    assert not any(any(end_window(watches)) for _ in range(20))
+    assert not any(watch.is_on for watch in watches)
+
+
+def test_who_is_asked_for_doubts_nothing(fresh_seed):
+    watches = build_watches(fresh_seed, 2, is_late=False)
+    for watch in watches:
+        watch._is_vouched = True
+        watch.doubt()
+        watch._machine += id(watch)
+    assert not any(any(end_window(watches)) for _ in range(6))
+    watches[1]._parameters[2].data[0, 0] += 1.0
+    assert any(all(end_window(watches)) for _ in range(7))

@@ -169,6 +169,7 @@ class DriftWatch:
         self._transport = transport
         self._is_vouched = is_vouched
         self._device = parameters[0].device
+        self._is_late = self._device.type != "cpu"  # what is told is read a window later, when nobody waits for it
         plain = [type(p.data) is Tensor and p.layout is torch.strided for p in parameters]
         sizes = [_rows(p) if is_plain else (0, 0) for p, is_plain in zip(parameters, plain, strict=True)]
         portions = plan_portions(sizes, every)
@@ -225,10 +226,12 @@ class DriftWatch:
         if number == 0:
             self._sent = "machine", ()
             digest = torch.tensor(self._machine, device=self._device)
-        elif self._suspect is not None and self._on_its_way is None:
+        elif self._suspect is not None:
+            if self._on_its_way is not None and self._on_its_way[0][0] == "again":
+                return (self._doubts, *NOTHING[1:])
             self._sent = "again", self._suspect
             digest = self._after_step if self._after_step is not None else self._digest(self._suspect)
-        elif (portion := self._due.get(number % self._every)) is not None and self._suspect is None:
+        elif (portion := self._due.get(number % self._every)) is not None:
             self._sent = "first", portion
             digest = self._digest(portion)
         return (self._doubts, *NOTHING[1:]) if digest is None else self._numbers(digest)
@@ -238,19 +241,16 @@ class DriftWatch:
         if self._on_its_way is not None:
             before, host, event = self._on_its_way
             self._on_its_way = None
-            event.synchronize()  # a window ago: it has happened
+            if event is not None:
+                event.synchronize()  # a window ago: it has happened
             self._judge(*before, host.tolist())
         sent, self._sent = self._sent, None
         if sent is None or self._is_off:
             return
-        if sums.device.type != "cuda":
+        if self._is_late:
+            self._on_its_way = sent, *_start_copy(sums)
+        else:
             self._judge(*sent, sums.tolist())
-            return
-        host = torch.empty(NUM_TOLD, dtype=sums.dtype, pin_memory=True)
-        host.copy_(sums, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._on_its_way = sent, host, event
 
     def conclude(self) -> None:
         """Collective if a difference has been found, which all ranks know: say what it is.
@@ -269,11 +269,11 @@ class DriftWatch:
         differ = any(int(sums[i]) ** 2 != num_ranks * int(sums[i + 1]) for i in (1, 3))
         if sums[0] or (why == "machine" and differ and not self._is_vouched):
             self._is_off = True
-        if self._is_off or not differ or why == "again":
+        if self._is_off or why == "again":
             self._watch_steps(None)
         if self._is_off or not differ:
             return
-        if why == "first":
+        if why == "first" and self._suspect is None:  # one at a time
             self._watch_steps(portion)
         elif why == "again":
             self._found = portion
@@ -305,7 +305,7 @@ class DriftWatch:
 
     def _numbers(self, whole: Tensor) -> Sequence[float] | Tensor:
         mask, bits = (1 << self._half_bits) - 1, self._half_bits
-        if whole.device.type == "cpu":
+        if not self._is_late:
             value = int(whole) >> 12
             low, high = value & mask, value >> bits & mask
             return [self._doubts, low, low * low, high, high * high]
@@ -364,6 +364,17 @@ class DriftWatch:
         else:
             who = f"the ranks differ in {which}, {amount}; no majority agrees, so it is undecidable which are right"
         return f"the replicas have drifted apart: {who} ({when})."
+
+
+def _start_copy(sums: Tensor) -> tuple[Tensor, Any]:
+    """A copy on the host, and the event after which it is there."""
+    if sums.device.type != "cuda":
+        return sums.cpu().clone(), None
+    host = torch.empty(NUM_TOLD, dtype=sums.dtype, pin_memory=True)
+    host.copy_(sums, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return host, event
 
 
 def _rows(parameter: Tensor) -> tuple[int, int]:

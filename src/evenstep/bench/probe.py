@@ -127,6 +127,7 @@ class Probe:
             num_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
             num_workers=self._loaders.num_workers,
             has_loader=self._loaders.was_seen,
+            bucket_bytes=models.bucket_bytes(),
             **facts_of(models.models),
         )
         record = RankRecord(

@@ -27,9 +27,9 @@ from evenstep.testing import RankPool
 class Sleepy(torch.nn.Module):
     """Sleeps in forward and in the middle of backward."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, width: int = 200, num_outputs: int = 2) -> None:
         super().__init__()
-        self.first, self.last = torch.nn.Linear(200, 200), torch.nn.Linear(200, 2)
+        self.first, self.last = torch.nn.Linear(200, width), torch.nn.Linear(width, num_outputs)
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,14 +85,18 @@ def test_torchs_wrapper_is_seen_through_its_hooks(ranks: RankPool) -> None:
         assert step["forward"] < 0.1
 
 
-def watch_torchs_buckets(finds_unused: bool, has_hook: bool) -> tuple[tuple[int, ...], list[dict[int, list[float]]], int]:
+def watch_torchs_buckets(
+    finds_unused: bool, has_hook: bool
+) -> tuple[tuple[int, ...], list[dict[int, list[float]]], int]:
     """(bytes of buckets, seconds of the backward pass by bucket and step, buckets that really went)."""
     world = evenstep.init(quiet=True)
     torch.manual_seed(0)
-    model = TorchDistributedDataParallel(Sleepy(0.05), bucket_cap_mb=0.1, find_unused_parameters=finds_unused)
+    # torch's first bucket is full with 1 MiB: the last layer's gradients.
+    sleepy = Sleepy(0.05, 2000, 150)
+    model = TorchDistributedDataParallel(sleepy, bucket_cap_mb=0.1, find_unused_parameters=finds_unused)
     sent: list[int] = []
 
-    def hook(_: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and not for texts
         sent.append(bucket.index())
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
@@ -116,9 +120,9 @@ def watch_torchs_buckets(finds_unused: bool, has_hook: bool) -> tuple[tuple[int,
 
 @pytest.mark.parametrize("finds_unused", [False, True])
 def test_buckets_of_torchs_wrapper_set_out_one_by_one(ranks: RankPool, finds_unused: bool) -> None:
-    """As many as torch itself sends, all bytes of the gradients, in order; the first before the backward pass sleeps."""
+    """As many as torch itself sends, all bytes of the gradients, in order; the first before the pass sleeps."""
     for num_bytes, (ready,), num_sent in ranks.run(watch_torchs_buckets, 2, finds_unused, True):
-        assert sum(num_bytes) == 4 * (200 * 200 + 200 + 200 * 2 + 2)
+        assert sum(num_bytes) == 4 * (200 * 2000 + 2000 + 2000 * 150 + 150)
         assert len(num_bytes) == num_sent > 1
         assert list(ready) == list(range(num_sent))
         assert [len(each) for each in ready.values()] == [2] * num_sent
@@ -131,7 +135,11 @@ def test_buckets_of_torchs_wrapper_set_out_one_by_one(ranks: RankPool, finds_unu
     ("told", "found"),
     [
         (
-            {"has_rebuilt_buckets": 1, "rebuilt_bucket_sizes": "12, 28", "rebuilt_per_bucket_param_indices": "2 0, 1 3"},
+            {
+                "has_rebuilt_buckets": 1,
+                "rebuilt_bucket_sizes": "12, 28",
+                "rebuilt_per_bucket_param_indices": "2 0, 1 3",
+            },
             TorchBuckets((12, 28), (0, 3)),
         ),
         ({"has_rebuilt_buckets": 0, "bucket_sizes": "20, 20"}, TorchBuckets((20, 20), (3, 0))),

@@ -159,6 +159,16 @@ def test_other_programs_are_not_put_down_to_the_script(fresh_seed: int) -> None:
     assert find(replace(case, num_cores_elsewhere=1.5)) == []
 
 
+def test_ranks_that_other_programs_make_late_are_no_small_batch(fresh_seed: int) -> None:
+    """An exchange of 4 % of the step, and ranks that are late by turns by another 8 %."""
+    draw = random.Random(fresh_seed)
+    times = {(rank, step): draw.uniform(50, 80) for rank in range(2) for step in range(40)}
+    found = weak_pair(2, lambda r, s: {**CALM, "backward": times[r, s]}, exchange_ms=6, seed=fresh_seed, facts=FACTS)
+    case = case_of(curve(found.curves["weak"], found.rounds)[-1])
+    only(find(case), "small batch")
+    assert find(replace(case, num_cores_elsewhere=1.5)) == []
+
+
 def test_item_in_every_step_on_a_gpu(fresh_seed: int) -> None:
     facts = replace(FACTS, device="cuda")
     lines = (("train.py:12", 1.0), ("train.py:99", 0.1))

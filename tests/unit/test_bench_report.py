@@ -18,6 +18,7 @@ from rich.console import Console
 from evenstep.bench import page, plots
 from evenstep.bench.command import add_bench, scaling
 from evenstep.bench.plan import Setting
+from evenstep.bench.profile import profile_of_report
 from evenstep.bench.report import PART_NAMES, build_report, print_report
 from evenstep.errors import ConfigurationError
 from tests.bench_runs import CALM, calm, make_run, measured, weak_pair
@@ -63,6 +64,20 @@ def test_the_report_says_what_was_measured(report: dict[str, Any]) -> None:
         assert [began for _, began, _ in rank["phases"][1:]] == ends[:-1], "no gap"
         assert [number for number, _, _ in rank["buckets"]] == [0, 1]
     assert any(phase == "wait" for phase, _, _ in ranks[0]["phases"])
+
+
+def test_the_report_says_when_buckets_set_out(report: dict[str, Any], html: str) -> None:
+    """Half-way through the backward pass of 60 ms, and at its end; nothing travels on one replica."""
+    one, two = report["curves"]["weak"]
+    assert one["buckets"] == []
+    assert [each["num_bytes"] for each in two["buckets"]] == report["timeline"]["bucket_bytes"] == [1 << 20, 7 << 20]
+    assert [each["ready_s"] for each in two["buckets"]] == pytest.approx([0.03, 0.06], rel=0.05)
+    assert two["passes_spread_s"] > 0
+    assert "<td>bucket 1</td><td>7 MiB</td>" in html
+    assert report["facts"]["bucket_bytes"] == [1 << 20, 7 << 20]
+    profile = profile_of_report(report)
+    assert [bucket.num_bytes for bucket in profile.buckets] == [1 << 20, 7 << 20]
+    assert profile.buckets[-1].ready_s == pytest.approx(profile.backward_s, rel=0.05)
 
 
 def test_the_tables_fit_a_terminal(report: dict[str, Any]) -> None:

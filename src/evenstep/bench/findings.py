@@ -186,13 +186,15 @@ def _enormous_layer(case: Case) -> Finding | None:
 
 def _small_batch(case: Case) -> Finding | None:
     parts = case.parts
-    fixed_s = parts.exposed_s + parts.engine_s + case.jitter_s
+    # Ranks that are late because of other programs are late for reasons that no batch changes.
+    jitter_s = 0.0 if case.num_cores_elsewhere > MANY_ELSEWHERE else case.jitter_s
+    fixed_s = parts.exposed_s + parts.engine_s + jitter_s
     if case.num_replicas == 1 or fixed_s < _limit(case) * parts.total_s or _oversubscribed(case) is not None:
         return None  # with more threads than cores exchanges are slow, and ranks late, for that reason
     if parts.exposed_s >= _WORTH * parts.total_s and _one_layer_dominates(case.facts):
         return None
-    is_work = case.jitter_s > _SCHEDULING_S
-    if is_work and case.jitter_s > max(parts.exposed_s + parts.engine_s, _WORTH_UNSURE * parts.total_s):
+    is_work = jitter_s > _SCHEDULING_S
+    if is_work and jitter_s > max(parts.exposed_s + parts.engine_s, _WORTH_UNSURE * parts.total_s):
         return None  # it is not the exchange that costs
     twice_s = parts.total_s + _grows_s(case)
     gain = 2 * parts.total_s / twice_s

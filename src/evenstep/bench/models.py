@@ -75,7 +75,9 @@ class ModelWatch:
         first = 0
         for model in self._ours():
             marks = model.engine.recorder.marks()
-            found += [n for what, when in zip(marks[::2], marks[1::2], strict=True) for n in (_after(first, what), when)]
+            found += [
+                n for what, when in zip(marks[::2], marks[1::2], strict=True) for n in (_after(first, what), when)
+            ]
             first += len(model.engine.buckets)
         return found
 

@@ -92,6 +92,7 @@ def make_run(
                 Usage(wall_s=1.0, process_s=0.9, cores=(0.9,) * size),
                 syncs,
                 device_busy_s,
+                batches=(rows,) * len(ends[rank]),
             )
             for rank in range(size)
         ),

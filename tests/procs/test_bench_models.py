@@ -253,6 +253,7 @@ def keep_what_scratch_changes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(evenstep.Checkpointer, name, getattr(evenstep.Checkpointer, name))
     for name in ("save", "load"):
         monkeypatch.setattr(torch, name, getattr(torch, name))
+    monkeypatch.setattr(evenstep.Logger, "__init__", evenstep.Logger.__init__)
 
 
 def test_saved_files_go_elsewhere_and_are_read_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +272,28 @@ def test_saved_files_go_elsewhere_and_are_read_from_there(tmp_path: Path, monkey
     assert torch.load(best)["trained"].sum() == 3
     assert scratch.saved == [str(best), str(tmp_path / "new.pt")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "scratch"]
+
+
+def test_a_logger_writes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would begin its file anew: step 0 is made once more."""
+    world = evenstep.World.alone()
+
+    def log() -> None:
+        with evenstep.Logger(directory=tmp_path / "run", formats=("jsonl", "csv"), world=world) as logger:
+            logger.log({"loss": 1.0}, step=0)
+
+    log()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    assert len(before) == 2
+    keep_what_scratch_changes(monkeypatch)
+    (tmp_path / "scratch").mkdir()
+    scratch = Scratch(tmp_path / "scratch")
+    scratch.install()
+    log()
+    log()
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert scratch.saved == [str(tmp_path / "run")]
+    assert len(list((tmp_path / "scratch").rglob("metrics.*"))) == 2
 
 
 def test_a_checkpointer_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

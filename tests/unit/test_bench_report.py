@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,16 @@ from evenstep.bench.command import add_bench, scaling
 from evenstep.bench.plan import Setting
 from evenstep.bench.profile import profile_of_report
 from evenstep.bench.report import PART_NAMES, build_report, print_report
+from evenstep.bench.runs import Wish, remarks
 from evenstep.errors import ConfigurationError
 from tests.bench_runs import CALM, calm, make_run, measured, weak_pair
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
+
+
+WISH = Wish("train.py", (), (1, 2), "weak", None, 2, 20, 1, 1)
 
 
 def reported() -> dict[str, Any]:
@@ -110,6 +115,26 @@ def test_both_curves_in_one_report() -> None:
     found = build_report(measured([runs], weak=(one, two), strong=(one, half)), version="1", began_at="now")
     assert set(found["curves"]) == {"weak", "strong"}
     assert set(plots.draw(found)) == {"efficiency", "parts", "timeline"}
+
+
+def test_a_step_of_several_batches_is_told_from_its_batches() -> None:
+    """Two batches of 16 for a step of 32: what a loader can be asked for is 16, and what a step has is 32."""
+    run = make_run(Setting(2, 32), calm, rows=32)
+    run = replace(run, records=tuple(replace(each, batches=(16,) * len(each.steps_ns)) for each in run.records))
+    assert (run.usual_batch, run.loader_batch) == (64, 32)
+    assert "were asked for" not in str(remarks({"weak": (run.setting,)}, [{run.setting: run}], WISH))
+    other = Setting(2, 64)
+    assert "a batch had 32 samples and not the 64 that were asked for" in str(
+        remarks({"weak": (other,)}, [{other: replace(run, setting=other)}], WISH)
+    )
+
+
+def test_why_there_is_no_strong_scaling() -> None:
+    wish = replace(WISH, mode="both")
+    for batch, told in ((None, "no loader was seen"), (1, "a batch of 1 samples can't be divided over 2 replicas")):
+        settings = Setting(1, batch), Setting(2, batch, 2)
+        runs = {each: make_run(each, calm) for each in settings}
+        assert told in str(remarks({"weak": settings}, [runs], wish))
 
 
 # ---------------------------------------------------------------------- the page

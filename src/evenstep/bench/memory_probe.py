@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils import _pytree as pytree
 
 from evenstep.bench.footprint import Sizes
+from evenstep.bench.scratch import Scratch
 from evenstep.errors import UsageError
 from evenstep.replica.layout import ParameterSpec
 
@@ -313,4 +314,5 @@ def main(out: str, script: str, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    Scratch(Path(sys.argv[1]).parent).install()  # three steps neither resume a training nor replace its files
     main(sys.argv[1], sys.argv[2], sys.argv[3:])

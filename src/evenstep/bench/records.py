@@ -119,6 +119,8 @@ class RankRecord:
         syncs: On a GPU: lines of the script that made the host wait for it, and how often in a step.
         device_busy_s: On a GPU: how long in a step it computed; None elsewhere.
         saved: Files that the script wanted to write and that were kept out of its way.
+        batches: By step, samples of the newest batch of a loader: fewer than `rows` where a step takes several, or
+            where a model is called twice with the same.
     """
 
     rank: int
@@ -132,6 +134,7 @@ class RankRecord:
     syncs: tuple[tuple[str, float], ...] = ()
     device_busy_s: float | None = None
     saved: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -157,7 +160,10 @@ def read_record(path: Path) -> RankRecord:
         UsageError: There is none, or it is of another version.
     """
     if not path.exists():
-        raise UsageError(f"the run left no {path.name}: the script made no step with a torch optimizer.")
+        raise UsageError(
+            f"the run left no {path.name}: the script made no step with a torch optimizer. (One that starts processes "
+            f"of its own is seen only where it trains itself: have `evenstep bench` start the ranks.)"
+        )
     found: dict[str, Any] = json.loads(path.read_text())
     version = found.pop("version", None)
     if version != VERSION:

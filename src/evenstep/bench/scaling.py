@@ -62,6 +62,12 @@ class Run:
         return sum(Counter(record.counted_rows()).most_common(1)[0][0] for record in self.records)
 
     @property
+    def loader_batch(self) -> int:
+        """Samples of most batches of the loader on all ranks together: what a loader can be asked for."""
+        batches = [record.batches[record.num_warmup : len(record.steps_ns)] for record in self.records]
+        return sum(Counter(each).most_common(1)[0][0] for each in batches if each)
+
+    @property
     def samples_per_s(self) -> float:
         """Throughput of all ranks."""
         return self.rows_per_step / self.step_s

@@ -20,7 +20,7 @@ from evenstep.bench import page, plots
 from evenstep.bench.command import add_bench, scaling
 from evenstep.bench.plan import Setting
 from evenstep.bench.profile import profile_of_report
-from evenstep.bench.report import PART_NAMES, build_report, print_report
+from evenstep.bench.report import PART_NAMES, build_report, nothing_found, print_report
 from evenstep.bench.runs import Wish, remarks
 from evenstep.errors import ConfigurationError
 from tests.bench_runs import CALM, calm, make_run, measured, weak_pair
@@ -106,6 +106,17 @@ def test_a_healthy_run_is_said_to_be_healthy() -> None:
     out = io.StringIO()
     print_report(found, Console(file=out, width=80))
     assert "Nothing costs a tenth of a step on 2 replicas" in re.sub(r"\s+", " ", out.getvalue())
+
+
+def test_a_loss_without_a_cause_is_not_said_to_be_healthy() -> None:
+    """Many small losses, none of which is worth a tenth of the step."""
+    slower = {**CALM, "forward": 36.0, "backward": 66.0, "engine": 3.0, "optimizer": 6.0}
+    found = build_report(weak_pair(4, lambda r, s: slower, alone=calm, exchange_ms=5), version="1", began_at="now")
+    assert found["findings"] == []
+    told = nothing_found(found)
+    assert re.match(
+        "No cause was found for certain on 4 replicas, although weak scaling has an efficiency of 8[0-9]%", told
+    )
 
 
 def test_both_curves_in_one_report() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import runpy
 import sys
@@ -314,5 +315,7 @@ def main(out: str, script: str, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.path and sys.path[0] == os.getcwd():
+        del sys.path[0]  # put there for `-m`; a script doesn't have it
     Scratch(Path(sys.argv[1]).parent).install()  # three steps neither resume a training nor replace its files
     main(sys.argv[1], sys.argv[2], sys.argv[3:])

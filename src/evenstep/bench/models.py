@@ -96,8 +96,8 @@ class ModelWatch:
     # ------------------------------------------------------------------ torch's
 
     def _attach(self, model: nn.Module) -> None:
-        inner = model.module if isinstance(model, TorchDistributedDataParallel) else None
-        if inner is not None:
+        if isinstance(model, TorchDistributedDataParallel):
+            inner: nn.Module = model.module
             model.register_forward_pre_hook(lambda *_: self._mark(SYNC))
             self._watch_buckets(model, inner)
             inner.register_forward_pre_hook(lambda *_: self._mark(FORWARD))

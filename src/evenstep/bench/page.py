@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from evenstep.bench.report import CURVE_TITLES, PART_NAMES, counted, late_lines, usage_lines
+from evenstep.bench.report import CURVE_TITLES, PART_NAMES, counted, late_lines, nothing_found, usage_lines
 
 _STYLE = """
 :root { --ink: #23272e; --soft: #626b77; --line: #e1e4e8; --blue: #2f6db3; --red: #c8453b; }
@@ -74,7 +74,7 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
 def _findings(report: Mapping[str, Any]) -> str:
     where = f"on {counted(report['findings_at'])}"
     if not report["findings"]:
-        return f'<p class="well">Nothing costs a tenth of a step {where}: there is nothing to report.</p>'
+        return f'<p class="well">{escape(nothing_found(report))}</p>'
     found = [
         f'<div class="finding"><h3>{escape(each["cause"])}, {each["curve"]} scaling: '
         f"up to {each['gain']:.2f} times the throughput</h3>"

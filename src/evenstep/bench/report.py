@@ -21,6 +21,8 @@ from evenstep.bench.scaling import Point, Run, Spread, busy_cores, cores_elsewhe
 
 VERSION = 1
 
+_WELL = 0.9  # an efficiency of less should have a cause
+
 # In the order of a step; what is lost stands above what is used.
 PART_NAMES = {
     "compute": "computing",
@@ -265,8 +267,16 @@ def findings_table(report: Mapping[str, Any]) -> Table:
 
 
 def nothing_found(report: Mapping[str, Any]) -> str:
-    """What is said when all is well."""
-    return f"Nothing costs a tenth of a step on {counted(report['findings_at'])}: there is nothing to report."
+    """What is said when all is well, or nobody knows why it isn't."""
+    curves = report["curves"]
+    name = "weak" if "weak" in curves else next(iter(curves))
+    efficiency, where = curves[name][-1]["efficiency"]["median"], f"on {counted(report['findings_at'])}"
+    if efficiency < _WELL:
+        return (
+            f"No cause was found for certain {where}, although {name} scaling has an efficiency of {efficiency:.0%}: "
+            f"see where a step goes, and the notes."
+        )
+    return f"Nothing costs a tenth of a step {where}: there is nothing to report."
 
 
 def _ms(seconds: float) -> str:

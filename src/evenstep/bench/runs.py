@@ -159,7 +159,10 @@ def remarks(
         )
     unseen = [record for record in records if not record.facts.wrapper and record.world_size > 1]
     if unseen:
-        found.append("no wrapped model was found, so communication can't be told from computing")
+        found.append(
+            "no wrapped model was found: the replicas train apart, or exchange gradients in a way that isn't known "
+            "here, and communication can't be told from computing"
+        )
     if any(record.facts.device == "cuda" for record in records):
         found.append(
             "parts of a step on a GPU are the host's, when work was queued and not when it was done: communication "

@@ -120,7 +120,8 @@ class BucketWatch:
         self.num_bytes = buckets.num_bytes
         self.backward_begins()
         for number, index in enumerate(buckets.completed_by):
-            parameters[index].register_post_accumulate_grad_hook(self._completes(number))
+            hook = self._completes(number)
+            parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def _completes(self, number: int) -> Callable[[Tensor], None]:
         def complete(parameter: Tensor) -> None:
@@ -138,7 +139,7 @@ class BucketWatch:
 
 def _logging_data(model: DistributedDataParallel) -> dict[str, Any] | None:
     try:
-        told: dict[str, Any] = model._get_ddp_logging_data()
+        told: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     except (AttributeError, AssertionError, RuntimeError):
         return None
     return told

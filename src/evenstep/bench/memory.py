@@ -156,7 +156,8 @@ def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
         ending = (
             "ended before its third optimizer step" if done.returncode == 0 else f"failed with status {done.returncode}"
         )
-        raise UsageError(f"{script} {ending}. It said:\n{done.stderr[-4000:].rstrip()}")
+        said = done.stderr[-4000:].rstrip()
+        raise UsageError(f"{script} {ending}." + (f" It said:\n{said}" if said else ""))
 
 
 def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:

@@ -194,7 +194,9 @@ def test_a_browser_shows_the_pictures(html: str, tmp_path: Path) -> None:
             const box = each.getBoundingClientRect();
             const paths = [...each.querySelectorAll('path, use')];
             const ink = paths.filter(path => path.getBoundingClientRect().width > 0).length;
-            return [each.parentElement.id, Math.round(box.width), Math.round(box.height), ink].join(' ');
+            const bars = paths.filter(path => getComputedStyle(path).fill === 'rgb(229, 121, 74)'
+                                              && path.getBoundingClientRect().width > 1).length;
+            return [each.parentElement.id, Math.round(box.width), Math.round(box.height), ink, bars].join(' ');
         });
         document.body.setAttribute('data-found', found.join(';'));
     });</script>"""
@@ -216,7 +218,9 @@ def test_a_browser_shows_the_pictures(html: str, tmp_path: Path) -> None:
     assert found, done.stderr[-2000:]
     seen = {name: [int(n) for n in numbers] for name, *numbers in (each.split() for each in found[1].split(";"))}
     assert set(seen) == {"efficiency", "parts", "timeline"}
-    for name, (width, height, num_paths) in seen.items():
+    # Exposed communication has a bar for each number of replicas, either bucket in flight one for each rank; legends.
+    assert (seen["parts"][3], seen["timeline"][3]) == (2 + 1, 2 * 2 + 1)
+    for name, (width, height, num_paths, _) in seen.items():
         assert width > 500, name
         assert height > 150, name
         assert num_paths > 20, name

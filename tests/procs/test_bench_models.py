@@ -108,11 +108,16 @@ def watch_torchs_buckets(
         model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     marks: list[int] = []
+    train(model, marks, optimizer, 1)
+    marks.clear()
     watch = ModelWatch(marks)
     watch.models, watch.wrapper = [model], "torch"
     watch._attach(model)
+    with model.no_sync():  # nothing travels, and torch doesn't say that its buckets are others now
+        for _ in range(4):
+            model(torch.randn(3, 200)).square().mean().backward()
     ends = train(model, marks, optimizer, 3)
-    with model.no_sync():  # nothing travels here
+    with model.no_sync():
         model(torch.randn(3, 200)).square().mean().backward()
     sent.clear()
     ends += train(model, marks, optimizer, 2)

@@ -88,7 +88,7 @@ class Facts:
         gradient_bytes: Of all gradients.
         num_tensors: Parameters that are trained.
         largest: Name and bytes of the largest of them.
-        bucket_bytes: Of every bucket in which gradients travel; empty on one replica, and where nobody says it.
+        bucket_bytes: Of every bucket in which gradients travel; empty where none do, and where nobody says it.
     """
 
     device: str = "cpu"

@@ -92,9 +92,9 @@ class BucketWatch:
 
     def forward_begins(self) -> None:
         """The module is about to run, and the wrapper has laid out its buckets."""
+        if self._is_attached or not self._model.require_backward_grad_sync:
+            return  # in a pass without an exchange torch says nothing new
         self._num_passes += 1
-        if self._is_attached:
-            return
         told = _logging_data(self._model)
         if told is None:
             self._is_attached = True  # nobody says it, and nobody will

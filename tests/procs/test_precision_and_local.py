@@ -72,6 +72,69 @@ def test_a_step_with_a_bad_gradient_on_one_rank_is_skipped_by_all(ranks, fresh_s
         assert len(set(sums)) == 4
 
 
+def warned(seed: int, poisoned: list[int], width: int, scaled: bool, sharded: bool, cap_mb: float | None) -> list[str]:
+    """What is said by default where the third backward pass is bad on some ranks."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(
+        nn.Sequential(Poisoned(seed), nn.Linear(3, width, dtype=torch.float64)), bucket_cap_mb=cap_mb
+    )
+    if sharded:
+        optimizer: torch.optim.Optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(6):
+            model.module[0].poison = step in (2, 4) and world.rank in poisoned
+            model(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    del scaler
+    return [str(each.message) for each in caught if "not a number" in str(each.message)]
+
+
+@pytest.mark.parametrize(("nproc", "poisoned"), [(2, [1]), (3, [0, 2])])
+def test_a_bad_gradient_is_said_once_by_default(ranks, fresh_seed, nproc, poisoned):
+    # Small buckets, one that travels in place, several of different sizes, and one that is divided.
+    for width, sharded, cap_mb in (
+        (2, False, None),
+        (60_000, False, None),
+        (60_000, False, 0.01),
+        (60_000, True, None),
+    ):
+        told = ranks.run(warned, nproc, fresh_seed, poisoned, width, False, sharded, cap_mb)
+        assert told[1:] == [[]] * (nproc - 1)
+        assert len(told[0]) == 1, (width, sharded, cap_mb)
+        assert "(in backward pass 3)" in told[0][0]
+        named = {rank for rank in range(nproc) if f"at least on rank {rank}: '0.inner" in told[0][0]}
+        # Whose part of the sum it is has been overwritten: where another rank explains it, that one isn't named.
+        assert named == set(poisoned) or (named and named < set(poisoned)), told[0][0]
+        assert "'1." not in told[0][0], "the gradient of the last layer was fine"
+        assert "only in the sum" not in told[0][0]
+    assert ranks.run(warned, nproc, fresh_seed, poisoned, 2, True, False, None) == [[]] * nproc
+
+
+def overflowing(seed: int) -> list[str]:
+    """Every rank's gradient is finite, and their sum is not."""
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed, torch.float32))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for factor in (1.0, 3e38, 1.0):
+            model(torch.ones(1, 6))[0, 0].mul(factor).backward()
+            model.zero_grad()
+    return [str(each.message) for each in caught if "not a number" in str(each.message)]
+
+
+def test_an_overflow_of_the_sum_is_nobodys(ranks, fresh_seed):
+    first, second = ranks.run(overflowing, 2, fresh_seed)
+    assert second == []
+    assert len(first) == 1
+    assert "averaged, only in the sum over ranks: " in first[0]
+    assert "rank 0:" not in first[0]
+
+
 def raising(seed: int) -> str:
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Poisoned(seed), on_nonfinite="raise")

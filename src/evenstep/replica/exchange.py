@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from evenstep.health.telemetry import REDUCED, WAITING, Recorder
 from evenstep.replica.bucket import Bucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
+from evenstep.replica.drift import NOTHING, DriftWatch
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.nonfinite import NonFiniteGuard
+from evenstep.replica.nonfinite import NonFiniteGuard, SumWatch
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.sparse import sum_over_ranks
 from evenstep.replica.uneven import Uneven
@@ -199,12 +200,14 @@ class BucketExchange:
         self._world = world
         self._transport = transport
         self._policy = policy
+        self.sums: SumWatch | None = None
         self._module_buffers = module_buffers
         self._specs = [self._describe(index) for index in range(num_dense)]
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
         self.hook: CommHook | None = None
         self.guard: NonFiniteGuard | None = None
+        self.drift: DriftWatch | None = None
         self.lanes: LaneSums | None = None
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
@@ -228,6 +231,14 @@ class BucketExchange:
         allocator: Transport = self._transport if self._hooks is None else LocalTransport()
         self.buckets: Sequence[Bucket] = [self._build_bucket(bucket, allocator) for bucket in layout.buckets]
         self._recorder.has_buckets(sum(bucket.flat.nbytes for bucket in self.buckets))
+        if self.sums is not None:
+            self.watch_sums(self.sums)
+
+    def watch_sums(self, sums: SumWatch) -> None:
+        """Have somebody look at the sums of buckets while they are made."""
+        self.sums = sums
+        for bucket in self.buckets:
+            sums.watch(bucket.flat, bucket.layout, bucket.names)
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
         return Bucket(layout, self._parameters, self._names, self._transport, allocator=allocator)
@@ -276,7 +287,9 @@ class BucketExchange:
         self._recorder.mark(WAITING)
         self.announce()
         self._used = [parameter.grad is not None for parameter in self._parameters]
-        self._header.fill(window, self._used)
+        # Within a join some have left, and are made equal when it ends.
+        told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
+        self._header.fill(window, self._used, told, self.sums is not None and self.sums.has_found)
         header_work = self._transport.all_reduce(self._header.tensor)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
         sent_buffers = self._module_buffers.start(src) if self._module_buffers is not None else []
@@ -288,6 +301,10 @@ class BucketExchange:
         self.reducer.reset()
         if self._header.tensor.device.type == "cpu":
             self._header.check_kinds()
+        if self.drift is not None:
+            self.drift.hear(self._header.told())
+        if self.sums is not None:
+            self.sums.end_window(self._header.any_found())
         if not all(self._used) or self._num_dense < len(self._parameters):
             self._used = self._header.used_anywhere()
             for bucket in self.buckets:

@@ -40,6 +40,8 @@ class Settings:
         init_sync_buffers: Make module buffers equal at the start, too.
         sync_buffers: Make module buffers equal at the end of every synchronised backward pass.
         on_nonfinite: What happens to a step with a gradient that isn't finite; None: nothing is looked at.
+        compare_every: In so many windows parameters are compared between ranks once; None: where they are surely meant
+            to be equal, in the usual number; 0: never.
     """
 
     policy: BucketPolicy
@@ -51,6 +53,7 @@ class Settings:
     init_sync_buffers: bool
     sync_buffers: bool
     on_nonfinite: Policy | None = None
+    compare_every: int | None = None
 
     def trained(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are kept in step, in registration order."""
@@ -256,6 +259,7 @@ def settle(
     delayed: tuple[Any, Any],
     init_sync: bool,
     on_nonfinite: Policy | None,
+    compare_every: int | None,
     mixed_precision: Any,
     **ignored: Any,
 ) -> Settings:
@@ -273,6 +277,7 @@ def settle(
         delayed: `delay_all_reduce_named_params` and `param_to_hook_all_reduce`.
         init_sync: Compare the models and make them equal.
         on_nonfinite: What happens where gradients aren't finite.
+        compare_every: How often replicas are compared.
         mixed_precision: torch's `_MixedPrecision`.
         ignored: torch's switches on which nothing depends here.
 
@@ -285,6 +290,8 @@ def settle(
     def validate() -> dict[str, Any]:
         check_module(module, ignored_names(module))
         validate_policy(on_nonfinite)
+        if compare_every is not None:
+            checks.whole("compare_every", compare_every, least=0)
         checks.switches("", init_sync=init_sync)
         checks.switches("", otherwise="None", **ignored)
         check_delayed(module, *delayed)
@@ -299,6 +306,7 @@ def settle(
             init_sync_buffers=at_start,
             sync_buffers=after_steps,
             on_nonfinite=on_nonfinite,
+            compare_every=compare_every,
         )
         made.append(settings)
         return {
@@ -307,6 +315,7 @@ def settle(
             "dim": settings.dim,
             "bytes of a bucket": list(settings.policy.caps_bytes),
             "on_nonfinite": on_nonfinite,
+            "compare_every": compare_every,
             "mixed_precision": describe_precision(mixed_precision),
         }
 

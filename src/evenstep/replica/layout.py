@@ -24,12 +24,14 @@ class Sharding:
         is_replicated: Nothing is divided: every rank has all gradients, and steps all parameters.
         frees_gradients: Buckets are memory that is lent for the time of the exchange; only the shard stays.
         reduce_dtype: The dtype in which gradients are added; None: the parameters' own.
+        shares_parameters: The CPU ranks of a host have one copy of the parameters.
     """
 
     owner: int
     is_replicated: bool = False
     frees_gradients: bool = False
     reduce_dtype: torch.dtype | None = None
+    shares_parameters: bool = False
 
 
 @dataclass(frozen=True)

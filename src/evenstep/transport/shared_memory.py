@@ -115,6 +115,11 @@ class SharedMemoryTransport:
         self._is_closed = False
         helper.register(self)
 
+    @property
+    def memory_ranks(self) -> Sequence[int]:
+        """See `common.ranks_in_reach`."""
+        return range(self.world_size)
+
     # ------------------------------------------------------------------ the seam
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

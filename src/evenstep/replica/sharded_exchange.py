@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -116,7 +117,7 @@ class ShardedExchange(BucketExchange):
         if index not in self._shardings:
             return spec
         sharding, group = self._shardings[index]
-        return ParameterSpec(spec.name, spec.shape, spec.dtype, spec.device, sharding, group)
+        return replace(spec, sharding=sharding, group=group)
 
     def _plan(self, order: Sequence[int]) -> Layout:
         self._order = order
@@ -215,7 +216,9 @@ class ShardedExchange(BucketExchange):
             bucket.put_back(add=True)
 
     def set_hook(self, hook: CommHook) -> None:
-        """See `Exchange.set_hook`."""
+        """See `Exchange.set_hook`; in a world of one nothing is handed over."""
+        if self._world.world_size == 1:
+            return
         self.hook = hook
         self._hooks = HookQueue(hook)
         self._lay_out_again(self.layout)

@@ -239,7 +239,7 @@ def test_16_bit_gradients_are_added_in_float32_and_rounded_once(ranks, fresh_see
         wide = ranks.run(half_gradients, 3, fresh_seed, gloo, dtype, WIDE, weighted)
         narrow = ranks.run(half_gradients, 3, fresh_seed, gloo, dtype, {}, weighted)
         assert max(wide) <= 1.001, "one rounding"
-        assert max(narrow) > 1.5, "more than one, where they are added and divided in 16 bits"
+        assert max(narrow) > 1.2, "more than one, where they are added and divided in 16 bits"
 
 
 def told_to_the_model(seed: int, how: str) -> list[torch.Tensor]:

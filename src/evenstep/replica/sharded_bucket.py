@@ -262,7 +262,8 @@ class ShardedBucket(Bucket):
         held = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
         if self._lent is None and self.layout.dtype is self.values.dtype:
             self.flat.zero_()
-            self.shard.zero_()
+            if not self._is_in_place:
+                self.shard.zero_()
             for index in held:
                 self.parameters[index].grad = self.views[index]
         else:

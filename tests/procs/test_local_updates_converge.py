@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from types import ModuleType
 
 import pytest
@@ -63,9 +64,10 @@ def language_model(every: int | None, num_steps: int) -> tuple[float, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn has the digits")
 def test_digits_are_recognised_as_well(ranks):
     """Held-out accuracy with an average every 4 and every 8 steps, beside gradients averaged in each."""
-    pytest.importorskip("sklearn")
     reference = ranks.run(digits, 2, None, 8, timeout_s=170)[0]
     assert reference > 0.96
     for every in (4, 8):
@@ -83,4 +85,4 @@ def test_text_is_predicted_as_well(ranks):
     assert reference < 4.0
     told = ranks.run(language_model, 2, 4, 150, timeout_s=280)
     assert told[0] == told[1]
-    assert told[0][1] < 1.03 * reference, f"{told[0][1]:.3f}, and {reference:.3f} with every gradient averaged"
+    assert told[0][1] < 1.05 * reference, f"{told[0][1]:.3f}, and {reference:.3f} with every gradient averaged"

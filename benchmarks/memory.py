@@ -161,6 +161,7 @@ def main() -> None:
         results[side] = evenstep.launch(
             on_rank, arguments.ranks, (side, arguments.width, arguments.steps), device="cpu"
         )
+        print(side, results[side], flush=True)
     print(f"\n{arguments.ranks} ranks\n\n{table(results)}")
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,8 @@ from tests.launchers.slurm import clean_environment
 KINDS = {"openmpi": "Open MPI", "mpich": "MPICH"}
 DEADLINE_S = 150.0
 
-# Trains a little, so that more than the meeting is shown, and meets a second time.
+# Trains a little, so that more than the meeting is shown, and meets a second time. A line is one write: an unbuffered
+# `print` makes two, and a launcher may put another rank's between them.
 TRAINS = """
     import evenstep, torch
 
@@ -31,8 +32,8 @@ TRAINS = """
             optimizer.zero_grad()
         total = sum(p.sum().item() for p in model.parameters())
         print(f"rank {world.rank} of {world.world_size}, {world.local_rank} of {world.local_world_size}, host"
-              f" {world.node_rank} of {world.num_nodes}, {world.launcher}, {world.transport_name}, {total:.6f}",
-              flush=True)
+              f" {world.node_rank} of {world.num_nodes}, {world.launcher}, {world.transport_name}, {total:.6f}\\n",
+              end="", flush=True)
     with evenstep.init(quiet=True, device="cpu") as world:
         world.barrier()
 """
@@ -79,7 +80,7 @@ def test_two_jobs_at_once_on_one_host_do_not_meet(tmp_path: Path, kind: str) -> 
             (pathlib.Path.cwd().parent / f"{sys.argv[1]}-{world.rank}").touch()
             while len(list(pathlib.Path.cwd().parent.glob("job?-*"))) < 4:
                 time.sleep(0.02)
-            print(f"rank {world.rank} {jobs}", flush=True)
+            print(f"rank {world.rank} {jobs}\\n", end="", flush=True)
     """
     started = []
     for job in ("job1", "job2"):

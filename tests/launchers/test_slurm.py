@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import textwrap
 import time
@@ -44,8 +45,8 @@ def test_a_body_is_one_process_and_mpiexec_in_it_starts_ranks(slurm: OneNodeSlur
     (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS))
     body = f"""
         export OMP_NUM_THREADS=1
-        {PYTHON} script.py
-        {" ".join(mpiexec("openmpi"))} -n 2 {PYTHON} script.py
+        {shlex.quote(PYTHON)} script.py
+        {shlex.join([*mpiexec("openmpi"), "-n", "2", PYTHON])} script.py
     """
     said = submit(slurm, tmp_path, body, "-n", "2")
     ranks = [line.rpartition(", ")[0] for line in lines(said)]
@@ -66,7 +67,7 @@ def test_a_script_of_evenstep_jobs_is_submitted_and_runs(slurm: OneNodeSlurm, tm
     (tmp_path / "job.sh").write_text(script)
     (tmp_path / "logs").mkdir()
     command = tmp_path / "evenstep"  # as in an environment where evenstep is installed
-    command.write_text(f'#!/bin/sh\nexec {PYTHON} -m evenstep "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} -m evenstep "$@"\n')
     command.chmod(0o755)
     path = f"PATH={tmp_path}:{os.environ['PATH']}"
     job = slurm.call("sbatch", "--parsable", f"--export=ALL,{path}", "job.sh", cwd=tmp_path).strip()

@@ -167,7 +167,7 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(ranks, fresh_seed, tmp_path):
 @pytest.mark.slow
 def test_a_chain_of_kills_on_4_1_2_and_8_ranks(ranks, fresh_seed, tmp_path):
     expected = ranks.run(runs.digits_until, 1, str(tmp_path / "whole"), 60, fresh_seed, False, timeout_s=170)[0]
-    stages = [(4, 13, True), (1, 22, True), (2, 41, True), (8, 60, False)]
+    stages = [(4, 13, True), (1, 22, True), (2, 40, True), (8, 60, False)]  # 41 is short: its last lanes are empty
     assert_same(chain(ranks, tmp_path / "parts", stages, fresh_seed), expected, "4, 1, 2 and 8 ranks")
 
 

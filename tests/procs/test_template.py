@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.launcher.copy_state import mapped_files
 from evenstep.launcher.template import why_not
 from tests.commands import call
 
@@ -103,3 +104,13 @@ def test_a_copy_is_what_python_would_have_started(tmp_path: Path) -> None:
 def test_where_a_copy_could_differ_there_is_none(options: list[str], files: list[str | None], words: str) -> None:
     found = why_not("/home/me", options, files)
     assert found is None if words is None else words in (found or "")
+
+
+def test_a_mapped_file_may_have_a_space_in_its_name() -> None:
+    maps = """\
+7f00-7f01 r-xp 00000000 fe:00 123                        /my work/.venv/libopenblas 64.so
+7f01-7f02 rw-p 00001000 fe:00 123                        /my work/.venv/libopenblas 64.so
+7f02-7f03 rw-p 00000000 00:00 0
+7ffc-7ffd rw-p 00000000 00:00 0                          [stack]
+"""
+    assert mapped_files(maps) == {"/my work/.venv/libopenblas 64.so"}

@@ -163,6 +163,13 @@ def test_pages_are_shared_between_processes_of_a_host_and_leave_no_file(tmp_path
         assert peer_pages.read(1) is None
         line = f"{__file__}:"
         assert line in peer_pages.tell_sites("call 1", {0: os.getpid()})
+        before = peer_pages.tell_sites("call 2", {0: os.getpid()})
+        for number in range(3, 6):  # three more disagreements, before another rank has read of the first
+            page.write_site(f"call {number}\nelsewhere")
+        assert peer_pages._said_of("call 2", os.getpid()) in before
+        page.write_site("call 6\n" + "é" * 5000)
+        assert set(peer_pages._said_of("call 6", os.getpid()) or "") <= {"é", "\N{REPLACEMENT CHARACTER}"}
+        assert peer_pages._said_of("call 2", os.getpid()) is None
         assert peer_pages.tell_sites("call 1", {0: os.getpid(), 1: 1}) == ""
     finally:
         end()

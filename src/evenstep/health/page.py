@@ -1,6 +1,6 @@
 """The progress page: what a rank is doing, written with a few stores to memory and read from outside the process.
 
-A page is a file of 1 KiB in the run's private directory, mapped by its rank. Nobody has to ask the rank: it can be
+A page is a file of 4 KiB in the run's private directory, mapped by its rank. Nobody has to ask the rank: it can be
 read while the rank is stopped, holds the interpreter lock, or is dead. Every field is a machine word of its own, so a
 reader sees each of them whole; between fields it may see a moment in between, and judges nothing by one look.
 
@@ -15,7 +15,7 @@ reader sees each of them whole; between fields it may see a moment in between, a
           8     how long it has waited for other ranks in all, nanoseconds
           9     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
          10     when the last step was finished, nanoseconds (monotonic)
-         16 ... a text: where in its script this rank is, written when ranks disagree. Its length comes last
+         16 ... four texts in turn: where in its script this rank is, written when ranks disagree. A length comes last
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE_BYTES = 1024
+PAGE_BYTES = 4096
 CELL_BYTES = 128
+_NUM_SITES = 4  # a rank may disagree again before others have read where it stood at first
+_SITE_BYTES = (PAGE_BYTES - CELL_BYTES) // _NUM_SITES
 _TEXT = struct.Struct("=H")
-_MARK = 0x32474150_534E5645  # changes with the layout
+_MARK = 0x33474150_534E5645  # changes with the layout
 _FORMAT = "=16Q"
 _NO_BUCKET = (1 << 64) - 1
 
@@ -103,7 +105,7 @@ class Seen:
 class Page:
     """This rank's own page, open for writing."""
 
-    __slots__ = ("_cells", "_map", "path")
+    __slots__ = ("_cells", "_map", "_num_sites", "path")
 
     def __init__(self, path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -113,6 +115,7 @@ class Page:
         finally:
             os.close(fd)
         self._cells = memoryview(self._map).cast("B").cast("Q")
+        self._num_sites = 0
         self.path = path
         self._cells[5] = 0
         self._cells[1], self._cells[7] = os.getpid(), _NO_BUCKET
@@ -120,12 +123,14 @@ class Page:
         self._cells[0] = _MARK
 
     def write_site(self, text: str) -> None:
-        """Leave a text for other ranks; what is too long for the page is cut off."""
-        data = text.encode(errors="replace")[: PAGE_BYTES - CELL_BYTES - _TEXT.size]
-        self._map[CELL_BYTES : CELL_BYTES + _TEXT.size] = _TEXT.pack(0)
-        begin = CELL_BYTES + _TEXT.size
+        """Leave a text for other ranks beside the last three; what is too long is cut off."""
+        data = text.encode(errors="replace")[: _SITE_BYTES - _TEXT.size]
+        place = CELL_BYTES + self._num_sites % _NUM_SITES * _SITE_BYTES
+        self._num_sites += 1
+        begin = place + _TEXT.size
+        self._map[place:begin] = _TEXT.pack(0)
         self._map[begin : begin + len(data)] = data
-        self._map[CELL_BYTES : CELL_BYTES + _TEXT.size] = _TEXT.pack(len(data))
+        self._map[place:begin] = _TEXT.pack(len(data))
 
     def close(self) -> None:
         """Unmap it. What was written stays to be read."""
@@ -235,11 +240,14 @@ def read_page(path: Path) -> Seen | None:
     return parse_page(data[:CELL_BYTES]) if len(data) == PAGE_BYTES else None
 
 
-def parse_site(data: bytes | mmap.mmap) -> str:
-    """The text of a page; "" if there is none. Pure."""
-    (length,) = _TEXT.unpack_from(data, CELL_BYTES)
-    begin = CELL_BYTES + _TEXT.size
-    return bytes(data[begin : begin + length]).decode(errors="replace")
+def parse_sites(data: bytes | mmap.mmap) -> list[str]:
+    """The texts of a page, "" for each that has not been written. Pure."""
+    texts = []
+    for place in range(CELL_BYTES, CELL_BYTES + _NUM_SITES * _SITE_BYTES, _SITE_BYTES):
+        (length,) = _TEXT.unpack_from(data, place)
+        begin = place + _TEXT.size
+        texts.append(bytes(data[begin : begin + length]).decode(errors="replace"))
+    return texts
 
 
 def parse_page(data: bytes | memoryview) -> Seen | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from evenstep.environment import host_identity
 from evenstep.health import page
-from evenstep.health.page import Seen, parse_page, parse_site
+from evenstep.health.page import Seen, parse_page, parse_sites
 
 _SITES_S = 1.0
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -96,12 +96,17 @@ def tell_sites(key: str, pids: Mapping[int, int]) -> str:
     page.write_site(f"{key}\n{user_site()}")
     deadline = time.monotonic() + _SITES_S
     while True:
-        said = {rank: parse_site(_maps[pid]).partition("\n") for rank, pid in sorted(pids.items())}
-        if all(found[0] == key for found in said.values()) or time.monotonic() > deadline:
+        said = {rank: _said_of(key, pid) for rank, pid in sorted(pids.items())}
+        if None not in said.values() or time.monotonic() > deadline:
             break
         time.sleep(0.005)
-    told = "; ".join(f"rank {rank}: {found[2] if found[0] == key else 'not said'}" for rank, found in said.items())
+    told = "; ".join(f"rank {rank}: {where or 'not said'}" for rank, where in said.items())
     return f" They were called here: {told}."
+
+
+def _said_of(key: str, pid: int) -> str | None:
+    texts = (text.partition("\n") for text in parse_sites(_maps[pid]))
+    return next((where for about, _, where in texts if about == key), None)
 
 
 def user_site() -> str:

@@ -7,7 +7,6 @@ import importlib.machinery
 import io
 import mmap
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,6 @@ _SET_BLAS_THREADS = (
     "scipy_openblas_set_num_threads",
     "scipy_openblas_set_num_threads64_",
 )
-_BLAS_FILE = re.compile(r"/\S*openblas\S*$")
 
 
 def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
@@ -131,6 +129,12 @@ def _set_threads() -> None:
         torch.set_num_threads(num_threads)
 
 
+def mapped_files(maps: str) -> set[str]:
+    """The files in the text of /proc/PID/maps; their names may have spaces. Pure."""
+    places = [line.split(maxsplit=5) for line in maps.splitlines()]
+    return {place[5] for place in places if len(place) == 6 and place[5].startswith("/")}
+
+
 def set_blas_threads(variables: Mapping[str, str]) -> None:
     """The same for numpy's OpenBLAS; in the template, before it is copied.
 
@@ -142,8 +146,9 @@ def set_blas_threads(variables: Mapping[str, str]) -> None:
     wanted = variables.get("OMP_NUM_THREADS", "")
     if not wanted.isdigit() or variables.get("OPENBLAS_NUM_THREADS") or variables.get("GOTO_NUM_THREADS"):
         return
-    maps = Path("/proc/self/maps").read_text()
-    for file in {found[0] for line in maps.splitlines() if (found := _BLAS_FILE.search(line))}:
+    for file in mapped_files(Path("/proc/self/maps").read_text()):
+        if "openblas" not in os.path.basename(file):
+            continue
         library = ctypes.CDLL(file)  # numpy's: it is loaded already
         for function in _SET_BLAS_THREADS:
             if hasattr(library, function):

@@ -218,7 +218,8 @@ def left_behind(seed: int) -> tuple[int, list[str]]:
 
 
 def test_memory_goes_with_the_last_who_uses_it(ranks, fresh_seed):
-    assert ranks.run(left_behind, 3, fresh_seed) == [(0, [])] * 3
+    # Collecting what torch has imported takes its time on a busy machine.
+    assert ranks.run(left_behind, 3, fresh_seed, timeout_s=150) == [(0, [])] * 3
 
 
 # ---------------------------------------------------------------------- loading, averaging, saving

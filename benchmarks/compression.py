@@ -55,7 +55,10 @@ class Training:
         if side == "evenstep":
             self.model = evenstep.DistributedDataParallel(module)
         else:
-            self.model = TorchDistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True)
+            # On the CPU PowerSGD goes on in Gloo's threads, and with two buckets under way torch's ranks begin the next
+            # collectives of the two in different orders, and abort. All gradients in one bucket it is, then.
+            cap = {"bucket_cap_mb": 64.0} if hook == "powerSGD_hook" else {}
+            self.model = TorchDistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True, **cap)
         made = HOOKS[hook]
         if made is not None:
             self.model.register_comm_hook(*made())

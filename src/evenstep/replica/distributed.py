@@ -80,6 +80,8 @@ class DistributedDataParallel(TorchInterface):
         forward_sync_buffers: torch 2.13's name for `broadcast_buffers`; buffers are made equal at the start in any
             case.
         first_bucket_cap_mb: Size of the first bucket in MiB; None: 1, or `bucket_cap_mb` if that is smaller.
+        reduce_dtype: The dtype in which gradients are added over ranks and divided, such as float32 where parameters
+            have 16 bits; None: that of the parameters. `p.grad` keeps the parameters' dtype.
         on_nonfinite: What happens when a gradient is infinite or not a number on some rank, unless its loss was scaled
             by the `scaler` of `backward`. "warn": rank and parameter are said once, where ranks add gradients in shared
             memory (elsewhere as None), and not where a GradScaler is in use; "skip": every `p.grad` becomes None on
@@ -119,6 +121,7 @@ class DistributedDataParallel(TorchInterface):
         forward_sync_buffers: bool | None = None,
         *,
         first_bucket_cap_mb: float | None = None,
+        reduce_dtype: torch.dtype | None = None,
         on_nonfinite: Policy | None = "warn",
         compare_every: int | None = None,
         world: World | None = None,
@@ -139,6 +142,7 @@ class DistributedDataParallel(TorchInterface):
             on_nonfinite=on_nonfinite,
             compare_every=compare_every,
             mixed_precision=mixed_precision,
+            reduce_dtype=reduce_dtype,
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,

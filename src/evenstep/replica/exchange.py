@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.health.telemetry import REDUCED, WAITING, Recorder
-from evenstep.replica.bucket import Bucket
+from evenstep.replica.bucket import HALF_PRECISION, Bucket, CastBucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.drift import NOTHING, DriftWatch
 from evenstep.replica.lane_sums import LaneSums
@@ -176,7 +176,7 @@ class BucketExchange:
         parameters: Those with dense gradients in registration order, then those with sparse ones.
         num_dense: How many have dense gradients, and lie in buckets.
         world: Who takes part.
-        policy: Sizes of buckets.
+        policy: Sizes and dtype of buckets.
         module_buffers: Sent along, or None.
         recorder: Of what happens when.
         transport: Carries buckets and headers, and what else belongs to the same pass.
@@ -215,11 +215,16 @@ class BucketExchange:
         self._used: list[bool] = []
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(self._plan(range(num_dense - 1, -1, -1)))
-        self._has_half_precision = any(bucket.has_half_precision for bucket in self.buckets)
+        # Autograd multiplies weights into gradients of the parameters' dtype, whatever these are added in.
+        self._has_half_precision = any(parameter.dtype in HALF_PRECISION for parameter in parameters) or any(
+            bucket.has_half_precision for bucket in self.buckets
+        )
 
     def _describe(self, index: int) -> ParameterSpec:
         parameter = self._parameters[index]
-        return ParameterSpec(self._names[index], tuple(parameter.shape), parameter.dtype, parameter.device)
+        added_in = self._policy.reduce_dtype if parameter.is_floating_point() else None
+        shape = tuple(parameter.shape)
+        return ParameterSpec(self._names[index], shape, parameter.dtype, parameter.device, added_in=added_in)
 
     def _plan(self, order: Sequence[int]) -> Layout:
         return plan_layout(self._specs, order, self._policy)
@@ -241,7 +246,9 @@ class BucketExchange:
             sums.watch(bucket.flat, bucket.layout, bucket.names)
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
-        return Bucket(layout, self._parameters, self._names, self._transport, allocator=allocator)
+        is_cast = layout.dtype is not self._parameters[layout.slots[0].parameter].dtype
+        kind = CastBucket if is_cast else Bucket
+        return kind(layout, self._parameters, self._names, self._transport, allocator=allocator)
 
     @property
     def scale(self) -> float:
@@ -272,7 +279,7 @@ class BucketExchange:
     def is_clear(self, bucket: Bucket) -> bool:
         """See `Exchange.is_clear`."""
         all_views = all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
-        return all_views and bucket.flat.device.type == "cpu" and not bucket.flat.any()
+        return all_views and bucket.flat.device.type == "cpu" and bucket.is_zero
 
     def complete(self, bucket: int, kind: Kind | None) -> None:
         """See `Exchange.complete`."""
@@ -313,6 +320,8 @@ class BucketExchange:
                 if is_used:
                     parameter.grad = sum_over_ranks(parameter.grad, parameter, self._transport, self._world.control)
         self._divide(window)
+        for bucket in self.buckets:
+            bucket.unpack()
         if self._module_buffers is not None:
             self._module_buffers.finish(sent_buffers)
         while self._announced:

@@ -73,7 +73,7 @@ class NonFiniteGuard:
 
     def look(self, bucket: Bucket) -> None:
         """At a bucket that holds this rank's gradients, before it travels."""
-        self._look([bucket.flat], lambda: (bucket.names, bucket.views))
+        self._look([bucket.flat], lambda: (bucket.names, bucket.sent_views))
 
     def look_at(self, names: Sequence[str], grads: Sequence[Tensor]) -> None:
         """At gradients that travel in no bucket."""

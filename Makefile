@@ -8,7 +8,7 @@ RUN := .venv/bin/python -m
 .PHONY: help install demo test test-slow test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
 .PHONY: bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
-.PHONY: bench-predict
+.PHONY: bench-predict bench-compression
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -93,6 +93,9 @@ soak-clean: install ## SOAK_STEPS=100000 steps with twice as many ranks as cores
 
 bench-memory: install ## memory per rank: parameters, gradients, optimizer, buckets, peak; a minute
 	$(RUN:-m=) benchmarks/memory.py --json build/memory.json
+
+bench-compression: install ## compression hooks of torch's over two hosts at 1 Gbit/s, beside torch's DDP (network namespaces; needs root)
+	$(RUN:-m=) benchmarks/compression.py --json build/compression.json
 
 bench-predict: install ## steps of four ranks predicted from one and two, then measured (network namespaces; needs root); some minutes
 	$(RUN:-m=) benchmarks/predict.py --json build/predict.json

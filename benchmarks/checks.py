@@ -4,9 +4,10 @@
     python benchmarks/checks.py --json build/checks.json
 
 A difference of half a percent can't be measured between two runs on a busy machine; counts and unit costs can. Counted
-on rank 0 are the marks on the progress page, the telemetry's, the comparison of what ranks call (fingerprints), and the
-look for slow ranks. The launcher's own work is measured apart: what one of its looks costs, ten times a second at most,
-on any core.
+on rank 0 are the marks on the progress page, the telemetry's, the comparison of what ranks call (fingerprints), the
+look for slow ranks, at sums that aren't finite (in the step itself; the least of the steps), and the digests by which
+replicas are compared (a whole round of them). All, the step too, are the least of several. The launcher's own work is
+measured apart: what one of its looks costs, ten times a second at most, on any core.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -33,6 +33,8 @@ from evenstep.health.blame import read_reports
 from evenstep.health.budgets import Budgets, find_late
 from evenstep.health.telemetry import Recorder
 from evenstep.launcher.watch import observe
+from evenstep.replica.drift import DEFAULT_EVERY, DriftWatch
+from evenstep.transport import reduction
 from evenstep.transport.collectives import Exchange
 
 # Where each is looked up, and what is called there.
@@ -77,11 +79,17 @@ def account(num_steps: int) -> dict[str, Any]:
         counts: Counter[str] = Counter()
         in_headers: list[float] = []
         kept = [(owner, name, getattr(owner, name)) for places in COUNTED.values() for owner, name in places]
+        at_sums: list[float] = []
+        least_at_sums = float("inf")
+        kept.append((reduction, "check_sum", reduction.check_sum))
         for what, places in COUNTED.items():
             for owner, name in places:
                 setattr(owner, name, _counting(getattr(owner, name), what, counts, in_headers))
+        reduction.check_sum = _counting(reduction.check_sum, "sums", counts, at_sums)
         for _ in range(num_steps):
+            at_sums.clear()
             step()
+            least_at_sums = min(least_at_sums, sum(at_sums))
         for owner, name, original in kept:
             setattr(owner, name, original)
         recorder = Recorder()
@@ -92,17 +100,19 @@ def account(num_steps: int) -> dict[str, Any]:
             "page: waiting": unit_cost(lambda: page.mark_waiting(False)),
             "telemetry": unit_cost(lambda: recorder.mark(0), 2_000),
             "fingerprints": min(in_headers, default=0.0),
+            "sums": least_at_sums * num_steps / max(1, counts["sums"]),
+            "drift": cost_of_digests(model.engine.drift, world.world_size),
             "slow ranks": unit_cost(lambda: watch.look(time.monotonic())) + 0.1 * unit_cost(peer_pages.read_all, 2_000),
         }
-        per_step = {what: count / num_steps for what, count in counts.items()} | {"slow ranks": 1 / 16}
+        per_step = {what: count / num_steps for what, count in counts.items()} | {"slow ranks": 1 / 16, "drift": 1.0}
         world.barrier()
-        return {"step_s": statistics.median(times), "per_step": per_step, "cost_s": costs}
+        return {"step_s": min(times), "per_step": per_step, "cost_s": costs}
 
 
 def _counting(call: Callable[..., Any], what: str, counts: Counter[str], took: list[float]) -> Callable[..., Any]:
     def counted(*args: Any, **kwargs: Any) -> Any:
         counts[what] += 1
-        if what != "fingerprints":
+        if what not in ("fingerprints", "sums"):
             return call(*args, **kwargs)
         began = time.perf_counter()
         try:
@@ -111,6 +121,22 @@ def _counting(call: Callable[..., Any], what: str, counts: Counter[str], took: l
             took.append(time.perf_counter() - began)
 
     return counted
+
+
+def cost_of_digests(watch: DriftWatch, num_ranks: int) -> float:
+    """Seconds per step for comparing replicas: a whole round over its steps, of each the least of several rounds."""
+    least = [float("inf")] * DEFAULT_EVERY
+    for _ in range(10):
+        for number in range(DEFAULT_EVERY):
+            began = time.perf_counter()
+            told = watch.tell()
+            took = time.perf_counter() - began
+            sums = torch.tensor(told, dtype=torch.float64) * num_ranks  # as if all had told the same
+            began = time.perf_counter()
+            watch.hear(sums)
+            least[number] = min(least[number], took + time.perf_counter() - began)
+    assert watch.is_on
+    return sum(least) / DEFAULT_EVERY
 
 
 def cost_of_a_look(num_ranks: int) -> float:

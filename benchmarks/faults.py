@@ -15,6 +15,7 @@ A cascade is four ranks, a fault of chance at a rank, step and phase of chance; 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -85,10 +86,12 @@ class Call:
 
     def __init__(self, command: Sequence[str], directory: Path) -> None:
         self.mark = uuid.uuid4().hex
+        self._directory = directory
         self.temporary = directory / "tmp"
         self.temporary.mkdir()
         self.lines: list[tuple[float, str]] = []
         self._shm = set(os.listdir("/dev/shm"))
+        self._files = set(os.listdir(directory))
         variables = os.environ | {"TMPDIR": str(self.temporary), "BENCH_MARK": self.mark, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, cwd=directory, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -109,6 +112,8 @@ class Call:
                 os.kill(pid, signal.SIGKILL)
             self.process.wait()
         self._reader.join(5)
+        if self.process.stdout is not None and not self._reader.is_alive():
+            self.process.stdout.close()
         return status, ended
 
     def processes(self) -> list[int]:
@@ -116,23 +121,43 @@ class Call:
         return list(_marked(self.mark))
 
     def left(self) -> list[str]:
-        """What is left behind a second after the end; logs of a failed run are kept on purpose."""
+        """What is left behind a second after the end; logs of a failed run are kept on purpose.
+
+        Processes, with what they listen on; segments in /dev/shm; sockets and files in the temporary directory and
+        where the run was started. A socket without a name is there only as long as a process holds it.
+        """
         deadline = time.monotonic() + 1.0
         while (found := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        left = [f"process {pid}" for pid in found]
+        left = [f"process {pid}{_listening(pid)}" for pid in found]
         # Semaphores of multiprocessing are other programs': there are no workers here.
         new = set(os.listdir("/dev/shm")) - self._shm
         left += [f"/dev/shm/{name}" for name in new if not name.startswith("sem.mp-")]
-        mine = [path.name for path in self.temporary.iterdir()]
-        return left + [
-            name for name in mine if not name.startswith(("evenstep-logs-", "torchelastic_", "torchinductor"))
-        ]
+        kept = ("evenstep-logs-", "torchelastic_", "torchinductor")
+        mine = [path for path in self.temporary.iterdir() if not path.name.startswith(kept)]
+        mine += [path for path in self._directory.iterdir() if path.name not in self._files]
+        return left + [f"{'socket' if path.is_socket() else 'file'} {path.name}" for path in mine]
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append((time.monotonic(), line.rstrip("\n")))
+
+
+def _listening(pid: int) -> str:
+    """ " on port ..., ...", if a process listens on any."""
+    held = set()
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                held.add(os.readlink(descriptor))
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
+                ports.add(int(fields[1].rpartition(":")[2], 16))
+    return f" on port {', '.join(map(str, sorted(ports)))}" if ports else ""
 
 
 def _marked(mark: str) -> Iterator[int]:

@@ -12,14 +12,12 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import describe_machine, ratios, spread
+from measuring import describe_machine, ratios, run_on_hosts, spread
 
 from evenstep.testing.namespaces import Namespaces
 from evenstep.transport.base import Transport
@@ -63,25 +61,6 @@ def measure_on_rank(repeats: int) -> dict[str, dict[str, list[float]]]:
     return result
 
 
-def run_on_hosts(hosts: Namespaces, ranks_per_host: int, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Start the ranks, and return what rank 0 measured."""
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "rank0.json"
-        script = [__file__, "--as-rank", str(out), "--repeats", str(repeats)]
-        started = [
-            subprocess.Popen(
-                hosts.evenstep_run(host, ["--nproc-per-node", str(ranks_per_host), *script]),
-                env={**os.environ, **hosts.environment(host), "OMP_NUM_THREADS": "1"},
-            )
-            for host in range(len(hosts.addresses))
-        ]
-        statuses = [process.wait() for process in started]
-        if any(statuses) or not out.exists():
-            raise SystemExit(f"ranks failed: {statuses}")
-        measured: dict[str, dict[str, list[float]]] = json.loads(out.read_text())
-        return measured
-
-
 def table(measured: dict[str, dict[str, list[float]]]) -> str:
     """For people, and for the documentation. Pure."""
     lines = ["| bytes | Gloo, us | evenstep, us | times faster |", "| ---: | ---: | ---: | ---: |"]
@@ -109,7 +88,7 @@ def main() -> None:
     machine = describe_machine()
     print(machine)
     with Namespaces(2, rate_mbit=arguments.rate_mbit) as hosts:
-        measured = run_on_hosts(hosts, arguments.ranks_per_host, arguments.repeats)
+        measured = run_on_hosts(hosts, arguments.ranks_per_host, __file__, ["--repeats", str(arguments.repeats)])
     print(f"\n2 hosts of {arguments.ranks_per_host} ranks, {arguments.rate_mbit:g} Mbit/s\n\n{table(measured)}")
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,20 @@
-"""What the benchmarks share: how spread is told, and what machine it was."""
+"""What the benchmarks share: how spread is told, what machine it was, and ranks on several hosts."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from evenstep.testing.namespaces import Namespaces
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -43,3 +49,21 @@ def describe_machine() -> dict[str, object]:
         "torch": torch.__version__,
         "load_1_min": os.getloadavg()[0],
     }
+
+
+def run_on_hosts(hosts: Namespaces, ranks_per_host: int, script: str, arguments: Sequence[str]) -> Any:
+    """Start the ranks of a benchmark, and return what its rank 0 has written: JSON, to the file behind `--as-rank`."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "rank0.json"
+        command = ["--nproc-per-node", str(ranks_per_host), script, "--as-rank", str(out), *arguments]
+        started = [
+            subprocess.Popen(
+                hosts.evenstep_run(host, command),
+                env={**os.environ, **hosts.environment(host), "OMP_NUM_THREADS": "1"},
+            )
+            for host in range(len(hosts.addresses))
+        ]
+        statuses = [process.wait() for process in started]
+        if any(statuses) or not out.exists():
+            raise SystemExit(f"ranks failed: {statuses}")
+        return json.loads(out.read_text())

@@ -4,8 +4,10 @@
     python benchmarks/memory.py --ranks 4 --width 768 --json result.json
 
 Each side trains in processes of its own. Tensors are counted by their storages; a storage that two kinds share counts
-for the first. torch's own buckets can't be reached from Python. `peak` is the largest resident
-size while training, above that before the model was made. Shared memory counts for every rank that uses it.
+for the first. torch's own buckets can't be reached from Python. `peak` is the largest resident size while training,
+above that before the model was made: what ranks share counts for each of them. `host` is what all ranks together have
+between a backward pass and the step, pages that they share counted once (PSS), above that before the models were made;
+`host's parameters` is that of the parameters alone, by their storages.
 """
 
 from __future__ import annotations
@@ -25,8 +27,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import evenstep
 
-SIDES = ["torch DDP", "torch ZeRO", "evenstep", "sharded", "sharded, stage 2"]
+SIDES = {
+    "torch DDP": {},
+    "torch ZeRO": {},
+    "evenstep": {},
+    "sharded": {},
+    "sharded, stage 2": {"shard_gradients": True},
+    "sharded, shared": {"share_parameters": True},
+    "stage 2, shared": {"shard_gradients": True, "share_parameters": True},
+}
 COLUMNS = ["parameters", "gradients", "optimizer", "buckets", "peak"]
+OF_HOST = ["host's parameters", "host"]  # of all ranks together
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None], counted: set[int]) -> int:
@@ -50,11 +61,22 @@ def resident_bytes() -> int:
     raise OSError("/proc/self/status has no VmRSS")
 
 
+def proportional_bytes() -> int:
+    """Of this process, now; of a page that n processes have, each has an n-th."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/smaps_rollup has no Pss")
+
+
 def measure(side: str, width: int, steps: int) -> dict[str, int]:
     """On a rank: bytes by kind after some steps, counted between a backward pass and the step."""
     world = evenstep.init(quiet=True)
     gc.collect()
     before = resident_bytes()
+    world.barrier()
+    host_before = proportional_bytes()
+    world.barrier()
     torch.manual_seed(0)
     module = GPT(width=width)
     model: torch.nn.Module
@@ -70,9 +92,7 @@ def measure(side: str, width: int, steps: int) -> dict[str, int]:
         if side == "evenstep":
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         else:
-            optimizer = evenstep.ShardedOptimizer(
-                replicated, torch.optim.AdamW, lr=1e-4, shard_gradients=side.endswith("2")
-            )
+            optimizer = evenstep.ShardedOptimizer(replicated, torch.optim.AdamW, lr=1e-4, **SIDES[side])
     symbols = torch.randint(512, (2, 64))
     for step in range(steps):
         model(symbols).square().mean().backward()
@@ -84,7 +104,7 @@ def measure(side: str, width: int, steps: int) -> dict[str, int]:
     gradients = storage_bytes([p.grad for p in model.parameters()], counted)
     buckets = 0
     if isinstance(model, evenstep.DistributedDataParallel):
-        if side.startswith("sharded"):
+        if isinstance(optimizer, evenstep.ShardedOptimizer):
             gradients += storage_bytes([bucket.reduced for bucket in model.engine.buckets], counted)
         buckets = storage_bytes([bucket.flat for bucket in model.engine.buckets], counted)
     if isinstance(optimizer, evenstep.ShardedOptimizer):
@@ -92,19 +112,26 @@ def measure(side: str, width: int, steps: int) -> dict[str, int]:
     else:
         inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
         state = storage_bytes([v for s in inner.state.values() for v in s.values()], counted)
+    gc.collect()
+    world.barrier()
+    host = proportional_bytes() - host_before
+    world.barrier()
+    # One of the ranks stands for all where they have the same memory.
+    is_counted = world.is_main or not SIDES[side].get("share_parameters")
     optimizer.step()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    sizes = [parameters, gradients, state, buckets, peak]
-    return dict(zip(COLUMNS, sizes, strict=True))
+    sizes = [parameters, gradients, state, buckets, peak, parameters if is_counted else 0, host]
+    return dict(zip([*COLUMNS, *OF_HOST], sizes, strict=True))
 
 
 def on_rank(side: str, width: int, steps: int) -> dict[str, int]:
-    """On a rank: the largest of all ranks, by kind."""
+    """On a rank: the largest of all ranks, by kind, and of a host the sum."""
     try:
         mine = measure(side, width, steps)
         world = evenstep.init(quiet=True)
         everybodys = world.gather(torch.tensor([list(mine.values())]))
-        return dict(zip(COLUMNS, everybodys.amax(0).tolist(), strict=True))
+        largest, sums = everybodys.amax(0).tolist(), everybodys.sum(0).tolist()
+        return {name: (sums if name in OF_HOST else largest)[i] for i, name in enumerate(mine)}
     finally:
         if dist.is_initialized():
             evenstep.init(quiet=True).close()
@@ -112,9 +139,10 @@ def on_rank(side: str, width: int, steps: int) -> dict[str, int]:
 
 def table(results: dict[str, dict[str, int]]) -> str:
     """For people, and for the documentation. Pure."""
-    lines = ["| MiB on the largest rank | " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
+    columns = [*COLUMNS, *OF_HOST]
+    lines = ["| MiB on the largest rank | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
     for side, sizes in results.items():
-        lines.append(f"| {side} | " + " | ".join(f"{sizes[name] / 2**20:,.1f}" for name in COLUMNS) + " |")
+        lines.append(f"| {side} | " + " | ".join(f"{sizes[name] / 2**20:,.1f}" for name in columns) + " |")
     return "\n".join(lines)
 
 
@@ -133,6 +161,7 @@ def main() -> None:
         results[side] = evenstep.launch(
             on_rank, arguments.ranks, (side, arguments.width, arguments.steps), device="cpu"
         )
+        print(side, results[side], flush=True)
     print(f"\n{arguments.ranks} ranks\n\n{table(results)}")
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

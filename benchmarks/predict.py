@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import describe_machine
+from measuring import describe_machine, run_on_hosts
 from torch import Tensor, nn
 
 import evenstep
@@ -139,22 +136,11 @@ def run(
     hosts: Hosts, rate_mbit: float, num_steps: int, variants: Sequence[Variant], *, measures_network: bool = False
 ) -> dict[str, Any]:
     """Start ranks on namespaces, and return what rank 0 wrote."""
-    with Namespaces(hosts.num_hosts, rate_mbit=rate_mbit) as namespaces, tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "rank0.json"
-        script = [__file__, "--as-rank", str(out), "--steps", str(num_steps), "--variants", ";".join(variants)]
-        script += ["--network"] * measures_network
-        started = [
-            subprocess.Popen(
-                namespaces.evenstep_run(host, ["--nproc-per-node", str(hosts.ranks_per_host), *script]),
-                env={**os.environ, **namespaces.environment(host), "OMP_NUM_THREADS": "1"},
-            )
-            for host in range(hosts.num_hosts)
-        ]
-        statuses = [process.wait() for process in started]
-        if any(statuses) or not out.exists():
-            raise SystemExit(f"ranks failed: {statuses}")
-        told: dict[str, Any] = json.loads(out.read_text())
-        return told
+    arguments = ["--steps", str(num_steps), "--variants", ";".join(variants)]
+    arguments += ["--network"] * measures_network
+    with Namespaces(hosts.num_hosts, rate_mbit=rate_mbit) as namespaces:
+        told: dict[str, Any] = run_on_hosts(namespaces, hosts.ranks_per_host, __file__, arguments)
+    return told
 
 
 def measure_small(rate_mbit: float, num_steps: int) -> tuple[dict[str, Profile], dict[str, Level]]:

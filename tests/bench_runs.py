@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from evenstep.bench.plan import Setting
@@ -24,6 +25,8 @@ from evenstep.health.telemetry import (
 WARMUP = 2
 MS = 1_000_000
 CALM = {"data": 0.5, "forward": 30.0, "script": 1.0, "backward": 60.0, "engine": 0.2, "optimizer": 3.0}
+FACTS = Facts(wrapper="evenstep", num_cores=8, gradient_bytes=8 << 20, num_tensors=6)
+BUCKET_BYTES = (1 << 20, 7 << 20)
 Phases = Mapping[str, float]  # milliseconds
 
 
@@ -63,7 +66,8 @@ def make_run(
             its += (BACKWARD, goes_on("script"))
             begun = now[rank]
             ended = goes_on("backward")
-            its += (0, (begun + ended) // 2, 1, ended, WAITING, ended)
+            its += (0, (begun + ended) // 2, 1, ended) if size > 1 else ()
+            its += (WAITING, ended)
         arrived = max(now) + round(exchange_ms * MS)
         for rank in range(size):
             if size > 1:
@@ -84,10 +88,11 @@ def make_run(
                 tuple(ends[rank]),
                 (rows,) * len(ends[rank]),
                 tuple(marks[rank]),
-                facts or Facts(wrapper="evenstep", num_cores=8, gradient_bytes=8 << 20, num_tensors=6),
+                replace(facts or FACTS, bucket_bytes=BUCKET_BYTES if size > 1 else ()),
                 Usage(wall_s=1.0, process_s=0.9, cores=(0.9,) * size),
                 syncs,
                 device_busy_s,
+                batches=(rows,) * len(ends[rank]),
             )
             for rank in range(size)
         ),

@@ -6,14 +6,16 @@
     ├── DataError                     a sample can't be had: a damaged file, a worker that died        exit 1
     ├── MismatchError                 the ranks disagree: parameters, shapes, lengths                  exit 72
     ├── NonFiniteError                a gradient is infinite or not a number                           exit 73
+    ├── DriftError                    replicas have other parameters than they should                  exit 73
     ├── PeerLostError                 another rank died or left while this one needed it               exit 76
     ├── CollectiveTimeoutError        the others did not arrive in time                                exit 71
     ├── CheckpointError               a checkpoint can't be saved, read, or doesn't fit                exit 74
     └── RankFailedError               a rank of `evenstep.launch` died without an exception of its own
 
 `PeerLostError` and `CollectiveTimeoutError` are *consequences*: whoever raises them is a witness, not the culprit.
-A `ConfigurationError`, `UsageError`, `DataError`, `MismatchError` or `CheckpointError` is explained by its message, so
-it is shown without a traceback. A run that was asked to stop, and has saved, ends with `SystemExit(75)`: no error.
+A `ConfigurationError`, `UsageError`, `DataError`, `MismatchError`, `DriftError` or `CheckpointError` is explained by
+its message, so it is shown without a traceback. A run that was asked to stop, and has saved, ends with
+`SystemExit(75)`: no error.
 """
 
 from __future__ import annotations
@@ -76,6 +78,13 @@ class NonFiniteError(EvenstepError, ArithmeticError):
     """A gradient is infinite or not a number. Raised on every rank with the same text."""
 
     exit_code = 73
+
+
+class DriftError(EvenstepError, RuntimeError):
+    """Parameters that must be the same on all ranks no longer are. Raised on every rank with the same text."""
+
+    exit_code = 73
+    is_users_mistake = True
 
 
 class PeerLostError(EvenstepError, ConnectionError):

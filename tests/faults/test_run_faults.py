@@ -305,7 +305,7 @@ TRAINS = """
     import evenstep, torch
 
     with evenstep.init(seed=0) as world:
-        model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 4))
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 4), compare_every=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(8):
             model.backward(model(torch.ones(2, 4)).square().mean())
@@ -322,6 +322,12 @@ TRAINS = """
             "exit:rank=0,step=3,phase=forward",
             72,
             r"rank 0 .* had ended with status 0 .* early \((step|collective) \d+; the",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "drift:rank=1,step=2",
+            73,
+            r"drifted apart: ranks 0 and 1 differ in parameter 'weight', .* it is undecidable which is right",
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -1,10 +1,17 @@
-"""`evenstep bench --network` over hosts: each level by itself."""
+"""Networks of hosts: measured level by level, and taken down with whoever made them."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 
+import pytest
+
+from evenstep.testing import namespaces
 from tests.hosts.conftest import Hosts
 
 MEASURES = """
@@ -35,3 +42,31 @@ def test_levels_of_two_hosts_of_two_ranks(make_hosts: Callable[[int], Hosts]) ->
     assert not (second.directory / "network.json").exists()
     assert "between hosts: " in first.stdout
     assert second.stdout == ""
+
+
+MAKES_NAMESPACES = """
+    import time
+    from evenstep.testing.namespaces import Namespaces
+
+    with Namespaces(1) as hosts:
+        print(hosts._prefix, flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.brief
+@pytest.mark.parametrize("ends_by", [signal.SIGTERM, signal.SIGKILL])
+def test_namespaces_are_gone_with_their_process_or_with_the_next(ends_by: signal.Signals) -> None:
+    reason = namespaces.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    program = [sys.executable, "-c", textwrap.dedent(MAKES_NAMESPACES)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        prefix = process.stdout.readline().strip()
+        assert prefix
+        process.send_signal(ends_by)
+        assert process.wait(30) == -ends_by
+    left = {f"{prefix}-0", f"{prefix}-switch"} if ends_by == signal.SIGKILL else set()
+    assert set(namespaces.sweep()) & {f"{prefix}-0", f"{prefix}-switch"} == left
+    assert prefix not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout

@@ -17,8 +17,9 @@ import evenstep
 from evenstep.bench.gpu import covered, is_of_the_script
 from evenstep.bench.loaders import LoaderWatch, num_rows
 from evenstep.bench.models import ModelWatch, _trained_by, facts_of
-from evenstep.bench.records import DATA, RankRecord, sorted_marks, steps_in_parts
+from evenstep.bench.records import DATA, RankRecord, backward_until_ready, sorted_marks, steps_in_parts
 from evenstep.bench.scratch import Scratch
+from evenstep.bench.torch_buckets import TorchBuckets, read_buckets
 from evenstep.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
 from evenstep.testing import RankPool
 
@@ -26,9 +27,9 @@ from evenstep.testing import RankPool
 class Sleepy(torch.nn.Module):
     """Sleeps in forward and in the middle of backward."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, width: int = 200, num_outputs: int = 2) -> None:
         super().__init__()
-        self.first, self.last = torch.nn.Linear(200, 200), torch.nn.Linear(200, 2)
+        self.first, self.last = torch.nn.Linear(200, width), torch.nn.Linear(width, num_outputs)
         self.seconds = seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,15 +74,93 @@ def watch_torchs_wrapper(seconds: list[float]) -> tuple[str, int, list[dict[str,
 
 def test_torchs_wrapper_is_seen_through_its_hooks(ranks: RankPool) -> None:
     """The wait is told from the backward pass, and who is late from who waits."""
-    fast, slow = ranks.run(watch_torchs_wrapper, 2, [0.0, 0.1])
+    fast, slow = ranks.run(watch_torchs_wrapper, 2, [0.0, 0.3])
     assert fast[1] == slow[1] == 12
     for step in slow[2]:
-        assert step["forward"] > 0.1
-        assert step["backward"] > 0.1
-    assert sum(step["wait"] for step in fast[2]) > 2 * sum(step["wait"] for step in slow[2])
+        assert step["forward"] > 0.3
+        assert step["backward"] > 0.3
+    # Both wait for the same exchange; the fast one longer, by what the slow one has slept.
+    waited = [sum(step["wait"] for step in each[2]) for each in (fast, slow)]
+    assert waited[0] - waited[1] > 0.3 * len(fast[2]) / 2
     for step in fast[2]:
         assert step["wait"] + step["sync"] > 0.1, step
-        assert step["forward"] < 0.1
+        assert step["forward"] < 0.3
+
+
+def watch_torchs_buckets(
+    finds_unused: bool, has_hook: bool
+) -> tuple[tuple[int, ...], list[dict[int, list[float]]], int]:
+    """(bytes of buckets, seconds of the backward pass by bucket and step, buckets that really went)."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(0)
+    # torch's first bucket is full with 1 MiB: the last layer's gradients.
+    sleepy = Sleepy(0.05, 2000, 150)
+    model = TorchDistributedDataParallel(sleepy, bucket_cap_mb=0.1, find_unused_parameters=finds_unused)
+    sent: list[int] = []
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and not for texts
+        sent.append(bucket.index())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    if has_hook:
+        model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    marks: list[int] = []
+    train(model, marks, optimizer, 1)
+    marks.clear()
+    watch = ModelWatch(marks)
+    watch.models, watch.wrapper = [model], "torch"
+    watch._attach(model)
+    with model.no_sync():  # nothing travels, and torch doesn't say that its buckets are others now
+        for _ in range(4):
+            model(torch.randn(3, 200)).square().mean().backward()
+    ends = train(model, marks, optimizer, 3)
+    with model.no_sync():
+        model(torch.randn(3, 200)).square().mean().backward()
+    sent.clear()
+    ends += train(model, marks, optimizer, 2)
+    record = RankRecord(world.rank, 2, 3, tuple(ends), (3,) * 5, tuple(sorted_marks(marks)))
+    return watch.bucket_bytes(), [backward_until_ready(record)], len(sent) // 2
+
+
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_buckets_of_torchs_wrapper_set_out_one_by_one(ranks: RankPool, finds_unused: bool) -> None:
+    """As many as torch itself sends, all bytes of the gradients, in order; the first before the pass sleeps."""
+    for num_bytes, (ready,), num_sent in ranks.run(watch_torchs_buckets, 2, finds_unused, True):
+        assert sum(num_bytes) == 4 * (200 * 2000 + 2000 + 2000 * 150 + 150)
+        assert len(num_bytes) == num_sent > 1
+        assert list(ready) == list(range(num_sent))
+        assert [len(each) for each in ready.values()] == [2] * num_sent
+        for first, last in zip(ready[0], ready[num_sent - 1], strict=True):
+            assert first < last
+            assert last > 0.05
+
+
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        (
+            {
+                "has_rebuilt_buckets": 1,
+                "rebuilt_bucket_sizes": "12, 28",
+                "rebuilt_per_bucket_param_indices": "2 0, 1 3",
+            },
+            TorchBuckets((12, 28), (0, 3)),
+        ),
+        ({"has_rebuilt_buckets": 0, "bucket_sizes": "20, 20"}, TorchBuckets((20, 20), (3, 0))),
+        ({"has_rebuilt_buckets": 0, "bucket_sizes": "16, 24"}, None),
+        ({"bucket_sizes": "20, 28"}, None),
+        ({"bucket_sizes": ""}, None),
+        ({"has_rebuilt_buckets": 1}, None),
+        ({"has_rebuilt_buckets": 1, "rebuilt_bucket_sizes": "4", "rebuilt_per_bucket_param_indices": "0"}, None),
+        ({"has_rebuilt_buckets": 1, "rebuilt_bucket_sizes": "9", "rebuilt_per_bucket_param_indices": "7"}, None),
+    ],
+)
+def test_what_torch_says_of_its_buckets(told: dict[str, object], found: TorchBuckets | None) -> None:
+    """Four parameters of 4, 8, 8 and 20 bytes; what doesn't fit them is not believed."""
+    assert read_buckets(told, [4, 8, 8, 20]) == found
 
 
 def test_a_plain_module_is_found_by_its_optimizer() -> None:
@@ -181,6 +260,7 @@ def keep_what_scratch_changes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(evenstep.Checkpointer, name, getattr(evenstep.Checkpointer, name))
     for name in ("save", "load"):
         monkeypatch.setattr(torch, name, getattr(torch, name))
+    monkeypatch.setattr(evenstep.Logger, "__init__", evenstep.Logger.__init__)
 
 
 def test_saved_files_go_elsewhere_and_are_read_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +279,28 @@ def test_saved_files_go_elsewhere_and_are_read_from_there(tmp_path: Path, monkey
     assert torch.load(best)["trained"].sum() == 3
     assert scratch.saved == [str(best), str(tmp_path / "new.pt")]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "scratch"]
+
+
+def test_a_logger_writes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it would begin its file anew: step 0 is made once more."""
+    world = evenstep.World.alone()
+
+    def log() -> None:
+        with evenstep.Logger(directory=tmp_path / "run", formats=("jsonl", "csv"), world=world) as logger:
+            logger.log({"loss": 1.0}, step=0)
+
+    log()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    assert len(before) == 2
+    keep_what_scratch_changes(monkeypatch)
+    (tmp_path / "scratch").mkdir()
+    scratch = Scratch(tmp_path / "scratch")
+    scratch.install()
+    log()
+    log()
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert scratch.saved == [str(tmp_path / "run")]
+    assert len(list((tmp_path / "scratch").rglob("metrics.*"))) == 2
 
 
 def test_a_checkpointer_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

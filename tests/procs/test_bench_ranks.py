@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from evenstep.bench.memory_probe import sizes_of, state_tensors, storage_bytes
 from evenstep.bench.network import Sweep, measure, plan_sizes
 from evenstep.bench.profile import profile_of
 from evenstep.errors import EvenstepError
+from evenstep.logger.files import why_no_tensorboard
 from evenstep.testing import RankPool
 
 # ---------------------------------------------------------------------- the network
@@ -202,3 +206,22 @@ def log_nonsense(directory: str, kind: str) -> str:
 def test_what_is_wrong_on_one_rank_is_told_on_all(ranks: RankPool, tmp_path: Path, kind: str, told: str) -> None:
     for error in ranks.run(log_nonsense, 2, str(tmp_path), kind):
         assert error.startswith(told), error
+
+
+@pytest.mark.skipif(why_no_tensorboard() is not None, reason="TensorBoard is not installed")
+def test_events_of_a_process_that_was_killed(tmp_path: Path) -> None:
+    """What `log` has returned from is there, although nobody closed the file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    script = f"""
+import os, signal, evenstep
+with evenstep.init(quiet=True):
+    log = evenstep.Logger({str(tmp_path)!r}, formats=("tensorboard",))
+    for step in range(5):
+        log.log({{"loss": step}}, step=step)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(5))

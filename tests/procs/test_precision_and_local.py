@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import warnings
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
 
 
 def build(seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -70,6 +72,69 @@ def test_a_step_with_a_bad_gradient_on_one_rank_is_skipped_by_all(ranks, fresh_s
         assert all(other == sums for _, other in results)
         assert sums[1] == sums[2]
         assert len(set(sums)) == 4
+
+
+def warned(seed: int, poisoned: list[int], width: int, scaled: bool, sharded: bool, cap_mb: float | None) -> list[str]:
+    """What is said by default where the third backward pass is bad on some ranks."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(
+        nn.Sequential(Poisoned(seed), nn.Linear(3, width, dtype=torch.float64)), bucket_cap_mb=cap_mb
+    )
+    if sharded:
+        optimizer: torch.optim.Optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.0)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(6):
+            model.module[0].poison = step in (2, 4) and world.rank in poisoned
+            model(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    del scaler
+    return [str(each.message) for each in caught if "not a number" in str(each.message)]
+
+
+@pytest.mark.parametrize(("nproc", "poisoned"), [(2, [1]), (3, [0, 2])])
+def test_a_bad_gradient_is_said_once_by_default(ranks, fresh_seed, nproc, poisoned):
+    # Small buckets, one that travels in place, several of different sizes, and one that is divided.
+    for width, sharded, cap_mb in (
+        (2, False, None),
+        (60_000, False, None),
+        (60_000, False, 0.01),
+        (60_000, True, None),
+    ):
+        told = ranks.run(warned, nproc, fresh_seed, poisoned, width, False, sharded, cap_mb)
+        assert told[1:] == [[]] * (nproc - 1)
+        assert len(told[0]) == 1, (width, sharded, cap_mb)
+        assert "(in backward pass 3)" in told[0][0]
+        named = {rank for rank in range(nproc) if f"at least on rank {rank}: '0.inner" in told[0][0]}
+        # Whose part of the sum it is has been overwritten: where another rank explains it, that one isn't named.
+        assert named == set(poisoned) or (named and named < set(poisoned)), told[0][0]
+        assert "'1." not in told[0][0], "the gradient of the last layer was fine"
+        assert "only in the sum" not in told[0][0]
+    assert ranks.run(warned, nproc, fresh_seed, poisoned, 2, True, False, None) == [[]] * nproc
+
+
+def overflowing(seed: int) -> list[str]:
+    """Every rank's gradient is finite, and their sum is not."""
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed, torch.float32))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for factor in (1.0, 3e38, 1.0):
+            model(torch.ones(1, 6))[0, 0].mul(factor).backward()
+            model.zero_grad()
+    return [str(each.message) for each in caught if "not a number" in str(each.message)]
+
+
+def test_an_overflow_of_the_sum_is_nobodys(ranks, fresh_seed):
+    first, second = ranks.run(overflowing, 2, fresh_seed)
+    assert second == []
+    assert len(first) == 1
+    assert "averaged, only in the sum over ranks: " in first[0]
+    assert "rank 0:" not in first[0]
 
 
 def raising(seed: int) -> str:
@@ -190,3 +255,111 @@ def wrong_local() -> None:
 
 def test_wrong_local_updates_are_named(ranks):
     ranks.run(wrong_local, 2)
+
+
+# ---------------------------------------------------------------------- 16-bit gradients, added in float32
+
+WIDE = {"reduce_dtype": torch.float32}
+
+
+def half_gradients(seed: int, gloo: bool, dtype: torch.dtype, options: dict, weighted: bool) -> float:
+    """The largest error of the mean of 16-bit gradients, in units of half a unit in the last place."""
+    world = evenstep.init(quiet=True)
+    if gloo:
+        world = evenstep.World.from_process_group(transport="gloo", device="cpu")
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(40, 60, bias=False), nn.Linear(60, 30, bias=False)).to(dtype)
+    twin = copy.deepcopy(module)
+    model = evenstep.DistributedDataParallel(module, bucket_cap_mb=5e-3, world=world, **options)
+    generator = torch.Generator().manual_seed(seed + world.rank)
+    worst = 0.0
+    for turn in range(3):
+        x = torch.randn(6, 40, generator=generator).to(dtype)
+        weight, total = 1.0, float(world.world_size)
+        loss, own = model(x).float().square().mean(), twin(x).float().square().mean()
+        if weighted:
+            weight, total = float(1 + world.rank), world.world_size * (world.world_size + 1) / 2
+            model.backward(loss, weight=weight)
+        else:
+            loss.backward()
+        scale = model.engine.exchange.scale if weighted else 1.0
+        (own * (weight / scale)).backward()
+        for parameter, each in zip(model.parameters(), twin.parameters(), strict=True):
+            exact = world.gather(each.grad.double().unsqueeze(0)).sum(0) * scale / total
+            assert parameter.grad.dtype is dtype
+            unit = torch.finfo(dtype).eps / 2 * exact.abs().clamp_min(torch.finfo(dtype).tiny)
+            worst = max(worst, float(((parameter.grad.double() - exact) / unit).abs().max()))
+        model.zero_grad(set_to_none=turn != 1)
+        twin.zero_grad()
+    if gloo:
+        world.close()
+    return worst
+
+
+@pytest.mark.parametrize("gloo", [False, True])
+def test_16_bit_gradients_are_added_in_float32_and_rounded_once(ranks, fresh_seed, gloo):
+    for dtype, weighted in ((torch.bfloat16, False), (torch.float16, True)):
+        wide = ranks.run(half_gradients, 3, fresh_seed, gloo, dtype, WIDE, weighted)
+        narrow = ranks.run(half_gradients, 3, fresh_seed, gloo, dtype, {}, weighted)
+        assert max(wide) <= 1.001, "one rounding"
+        assert max(narrow) > 1.2, "more than one, where they are added and divided in 16 bits"
+
+
+def told_to_the_model(seed: int, how: str) -> list[torch.Tensor]:
+    """Parameters after some steps with a plain, flat or divided optimizer over a model with `reduce_dtype`."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(
+        build(seed, torch.bfloat16), bucket_cap_mb=5e-4, **({} if how == "optimizer" else WIDE), on_nonfinite="skip"
+    )
+    if how in ("sharded", "optimizer"):
+        optimizer = evenstep.ShardedOptimizer(
+            model, torch.optim.SGD, lr=0.1, foreach=False, **(WIDE if how == "optimizer" else {})
+        )
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        optimizer = evenstep.fuse(optimizer, model) if how == "fused" else optimizer
+    generator = torch.Generator().manual_seed(seed + world.rank)
+    for step in range(4):
+        for part in range(2):  # windows of two passes, and a second window without zero_grad
+            x = torch.randn(3, 6, generator=generator).to(torch.bfloat16)
+            with model.accumulate() if part == 0 else contextlib.nullcontext():
+                model.backward(model(x).float().square().mean(), weight=3)
+        optimizer.step()
+        if step != 1:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_every_optimizer_takes_the_models_reduce_dtype(ranks, fresh_seed):
+    by_optimizer = ranks.run(told_to_the_model, 2, fresh_seed, "optimizer")
+    by_model = ranks.run(told_to_the_model, 2, fresh_seed, "sharded")
+    for one, other in zip(by_optimizer, by_model, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    plain = ranks.run(told_to_the_model, 2, fresh_seed, "plain")[0]
+    for how in ("fused", "sharded"):  # which step with what is not rounded to 16 bits first
+        for a, b in zip(plain, ranks.run(told_to_the_model, 2, fresh_seed, how)[1], strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+
+
+def too_large_for_16_bits() -> tuple[list[str], int]:
+    """float32 gradients that a sum in 16 bits couldn't hold are found before they are added, and named."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(
+        build(0, torch.float32), reduce_dtype=torch.float16, on_nonfinite="skip", world=world
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (model(torch.ones(1, 6)).sum() * (1e6 if world.rank == 1 else 1.0)).backward()
+    for wrong in ({"reduce_dtype": torch.int32}, {"reduce_dtype": "float32"}):
+        with pytest.raises(ConfigurationError, match="reduce_dtype"):
+            evenstep.DistributedDataParallel(build(0), **wrong)
+    with pytest.raises(MismatchError, match="reduce_dtype is"):
+        evenstep.DistributedDataParallel(build(0), reduce_dtype=torch.float64 if world.rank else None)
+    return [str(each.message) for each in caught], model.skipped_steps
+
+
+def test_what_cant_be_reduced_so_is_named(ranks):
+    told = ranks.run(too_large_for_16_bits, 2)
+    assert [skipped for _, skipped in told] == [1, 1]
+    assert "on rank 1: " in told[0][0][0]
+    assert "'2.bias'" in told[0][0][0]

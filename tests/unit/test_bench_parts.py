@@ -210,6 +210,16 @@ def test_spread_and_the_run_in_the_middle() -> None:
     assert median_run(runs[:2]) is runs[1]
 
 
+@pytest.mark.parametrize("num_rounds", [1, 2, 3, 4])
+def test_parts_add_up_to_the_step_that_is_told_however_many_rounds(num_rounds: int) -> None:
+    setting = Setting(1, 32)
+    rounds = [{setting: make_run(setting, lambda r, s, n=n: {"forward": 10.0 * n}, noise=0)} for n in range(1, 5)]
+    (point,) = curve([setting], rounds[:num_rounds])
+    assert point.decomposition.parts.total_s == pytest.approx(point.step_s.median)
+    assert point.samples_per_s.median == pytest.approx(32 / point.step_s.median)
+    assert point.step_s.low <= point.step_s.median <= point.step_s.high
+
+
 # ---------------------------------------------------------------------- which runs
 
 

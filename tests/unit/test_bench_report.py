@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,18 @@ from rich.console import Console
 from evenstep.bench import page, plots
 from evenstep.bench.command import add_bench, scaling
 from evenstep.bench.plan import Setting
-from evenstep.bench.report import PART_NAMES, build_report, print_report
+from evenstep.bench.profile import profile_of_report
+from evenstep.bench.report import PART_NAMES, build_report, nothing_found, print_report
+from evenstep.bench.runs import Wish, remarks
 from evenstep.errors import ConfigurationError
 from tests.bench_runs import CALM, calm, make_run, measured, weak_pair
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
+
+
+WISH = Wish("train.py", (), (1, 2), "weak", None, 2, 20, 1, 1)
 
 
 def reported() -> dict[str, Any]:
@@ -65,6 +71,20 @@ def test_the_report_says_what_was_measured(report: dict[str, Any]) -> None:
     assert any(phase == "wait" for phase, _, _ in ranks[0]["phases"])
 
 
+def test_the_report_says_when_buckets_set_out(report: dict[str, Any], html: str) -> None:
+    """Half-way through the backward pass of 60 ms, and at its end; nothing travels on one replica."""
+    one, two = report["curves"]["weak"]
+    assert one["buckets"] == []
+    assert [each["num_bytes"] for each in two["buckets"]] == report["timeline"]["bucket_bytes"] == [1 << 20, 7 << 20]
+    assert [each["ready_s"] for each in two["buckets"]] == pytest.approx([0.03, 0.06], rel=0.05)
+    assert two["passes_spread_s"] > 0
+    assert "<td>bucket 1</td><td>7 MiB</td>" in html
+    assert report["facts"]["bucket_bytes"] == [1 << 20, 7 << 20]
+    profile = profile_of_report(report)
+    assert [bucket.num_bytes for bucket in profile.buckets] == [1 << 20, 7 << 20]
+    assert profile.buckets[-1].ready_s == pytest.approx(profile.backward_s, rel=0.05)
+
+
 def test_the_tables_fit_a_terminal(report: dict[str, Any]) -> None:
     out = io.StringIO()
     print_report(report, Console(file=out, width=80))
@@ -88,6 +108,17 @@ def test_a_healthy_run_is_said_to_be_healthy() -> None:
     assert "Nothing costs a tenth of a step on 2 replicas" in re.sub(r"\s+", " ", out.getvalue())
 
 
+def test_a_loss_without_a_cause_is_not_said_to_be_healthy() -> None:
+    """Many small losses, none of which is worth a tenth of the step."""
+    slower = {**CALM, "forward": 36.0, "backward": 66.0, "engine": 3.0, "optimizer": 6.0}
+    found = build_report(weak_pair(4, lambda r, s: slower, alone=calm, exchange_ms=5), version="1", began_at="now")
+    assert found["findings"] == []
+    told = nothing_found(found)
+    assert re.match(
+        "No cause was found for certain on 4 replicas, although weak scaling has an efficiency of 8[0-9]%", told
+    )
+
+
 def test_both_curves_in_one_report() -> None:
     one, two, half = Setting(1, 32, 1), Setting(2, 64, 2), Setting(2, 32, 1)
     halved = {k: v / 2 for k, v in CALM.items()}
@@ -95,6 +126,26 @@ def test_both_curves_in_one_report() -> None:
     found = build_report(measured([runs], weak=(one, two), strong=(one, half)), version="1", began_at="now")
     assert set(found["curves"]) == {"weak", "strong"}
     assert set(plots.draw(found)) == {"efficiency", "parts", "timeline"}
+
+
+def test_a_step_of_several_batches_is_told_from_its_batches() -> None:
+    """Two batches of 16 for a step of 32: what a loader can be asked for is 16, and what a step has is 32."""
+    run = make_run(Setting(2, 32), calm, rows=32)
+    run = replace(run, records=tuple(replace(each, batches=(16,) * len(each.steps_ns)) for each in run.records))
+    assert (run.usual_batch, run.loader_batch) == (64, 32)
+    assert "were asked for" not in str(remarks({"weak": (run.setting,)}, [{run.setting: run}], WISH))
+    other = Setting(2, 64)
+    assert "a batch had 32 samples and not the 64 that were asked for" in str(
+        remarks({"weak": (other,)}, [{other: replace(run, setting=other)}], WISH)
+    )
+
+
+def test_why_there_is_no_strong_scaling() -> None:
+    wish = replace(WISH, mode="both")
+    for batch, told in ((None, "no loader was seen"), (1, "a batch of 1 samples can't be divided over 2 replicas")):
+        settings = Setting(1, batch), Setting(2, batch, 2)
+        runs = {each: make_run(each, calm) for each in settings}
+        assert told in str(remarks({"weak": settings}, [runs], wish))
 
 
 # ---------------------------------------------------------------------- the page
@@ -143,7 +194,9 @@ def test_a_browser_shows_the_pictures(html: str, tmp_path: Path) -> None:
             const box = each.getBoundingClientRect();
             const paths = [...each.querySelectorAll('path, use')];
             const ink = paths.filter(path => path.getBoundingClientRect().width > 0).length;
-            return [each.parentElement.id, Math.round(box.width), Math.round(box.height), ink].join(' ');
+            const bars = paths.filter(path => getComputedStyle(path).fill === 'rgb(229, 121, 74)'
+                                              && path.getBoundingClientRect().width > 1).length;
+            return [each.parentElement.id, Math.round(box.width), Math.round(box.height), ink, bars].join(' ');
         });
         document.body.setAttribute('data-found', found.join(';'));
     });</script>"""
@@ -165,7 +218,9 @@ def test_a_browser_shows_the_pictures(html: str, tmp_path: Path) -> None:
     assert found, done.stderr[-2000:]
     seen = {name: [int(n) for n in numbers] for name, *numbers in (each.split() for each in found[1].split(";"))}
     assert set(seen) == {"efficiency", "parts", "timeline"}
-    for name, (width, height, num_paths) in seen.items():
+    # Exposed communication has a bar for each number of replicas, either bucket in flight one for each rank; legends.
+    assert (seen["parts"][3], seen["timeline"][3]) == (2 + 1, 2 * 2 + 1)
+    for name, (width, height, num_paths, _) in seen.items():
         assert width > 500, name
         assert height > 150, name
         assert num_paths > 20, name

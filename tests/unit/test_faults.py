@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
+import re
+import signal
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,3 +93,43 @@ def test_a_gradient_is_spoilt_once() -> None:
     finally:
         remove()
     assert not any(map(math.isnan, train(2)))
+
+
+PLANTS = """
+    import os, socket, subprocess, sys, tempfile
+
+    open("/dev/shm/evenstep-planted-" + os.environ["BENCH_MARK"], "w").close()
+    open("forgotten", "w").close()
+    open(os.path.join(tempfile.gettempdir(), "also-forgotten"), "w").close()
+    named = socket.socket(socket.AF_UNIX)
+    named.bind(os.path.join(tempfile.gettempdir(), "named"))
+    lives_on = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(1, flush=True); time.sleep(60)"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    child = subprocess.Popen([sys.executable, "-c", lives_on], start_new_session=True, **pipes)
+    child.stdout.readline()
+"""
+
+
+def test_the_benchmark_of_faults_finds_what_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its "left behind: 0" means something only if it can find a process, a port, a segment, a socket and files."""
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(benchmarks)
+    spec = importlib.util.spec_from_file_location("benchmark_of_faults", benchmarks / "faults.py")
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, bench)  # dataclasses look there
+    spec.loader.exec_module(bench)
+    call = bench.Call([sys.executable, "-c", textwrap.dedent(PLANTS)], tmp_path)
+    try:
+        status, _ = call.wait()
+        assert status == 0, call.lines
+        left = call.left()
+    finally:
+        for pid in call.processes():
+            os.kill(pid, signal.SIGKILL)
+        planted = Path("/dev/shm") / f"evenstep-planted-{call.mark}"
+        planted.unlink(missing_ok=True)
+    assert len(left) == 5, left
+    assert sum(re.fullmatch(r"process \d+ on port \d+", each) is not None for each in left) == 1
+    assert {str(planted), "file forgotten", "file also-forgotten", "socket named"} < set(left)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
@@ -92,6 +93,34 @@ def test_few_tensors_are_stepped():
     assert flat.state_bytes <= 2.5 * sum(p.nbytes for p in model.parameters())
     with pytest.raises(UsageError, match="isn't kept by parameter"):
         flat.state[model[0].weight]
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_zeroing_costs_a_call_and_not_one_per_parameter():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(50)))
+    flat = evenstep.fuse(torch.optim.SGD(model.parameters(), lr=0.1))
+    for set_to_none, most in ((False, 1), (True, 0), (False, 1)):
+        model(torch.randn(2, 8)).sum().backward()
+        flat.step()
+        with Calls() as calls:
+            flat.zero_grad(set_to_none)
+        assert calls.num <= most
+        assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
+    grads = [p.grad.data_ptr() for p in model.parameters()]
+    model(torch.randn(2, 8)).sum().backward()  # autograd adds where the zeros are: nothing has to be copied
+    assert [p.grad.data_ptr() for p in model.parameters()] == grads
+    flat.step()
 
 
 def test_what_cant_be_fused_is_named():

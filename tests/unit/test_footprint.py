@@ -244,7 +244,7 @@ def test_estimate_without_inputs(built: str, capsys: pytest.CaptureFixture[str])
         (["no_such.py:build"], "no_such.py: no such file", 78),
         (["no_such_module:build"], "no_such_module can't be imported", 1),
         (["{}:nothing"], "has no function 'nothing'", 78),
-        (["{}:build_nothing"], "returns a int", 78),
+        (["{}:build_nothing"], "returns int, and no torch.nn.Module", 78),
         (["{}:fail"], "RuntimeError: no such data set", 1),
         (["{}:build", "--ranks", "0"], "--ranks 0", 78),
         (["{}:build", "--memory", "lots"], "'lots' is no size", 78),

@@ -253,6 +253,11 @@ def test_training_outside_of_the_loop(world):
     [
         (lambda: nn.Sequential(nn.Linear(2, 2), evenstep.SyncBatchNorm(2)), {}, "'1' is a SyncBatchNorm"),
         (lambda: nn.Linear(1, 1).bfloat16(), {}, "parameter 'weight' is bfloat16"),
+        (
+            lambda: nn.Linear(1, 1),
+            {"reduce_dtype": torch.float64},
+            "reduce_dtype=torch.float64 with parameter 'weight'",
+        ),
         (lambda: nn.Embedding(3, 2, sparse=True), {}, "parameter 'weight' has sparse gradients"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), {"broadcast_buffers": False}, "broadcast_buffers"),
     ],
@@ -277,6 +282,8 @@ def test_what_else_depends_on_the_number_of_ranks(world):
         evenstep.DataLoader(data, global_batch_size=4, sample_seed=False)
     with pytest.raises(ConfigurationError, match="fused=True"):
         evenstep.ShardedOptimizer(model, torch.optim.AdamW, fused=True)
+    with pytest.raises(ConfigurationError, match=r"reduce_dtype=torch\.float64 in reproducible mode"):
+        evenstep.ShardedOptimizer(model, torch.optim.AdamW, reduce_dtype=torch.float64)
     with pytest.raises(ConfigurationError, match=r"lanes= is the name of the lanes"):
         evenstep.Checkpointer("nowhere", lanes=model)
 

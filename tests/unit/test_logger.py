@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import random
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -203,14 +205,26 @@ def test_scalars_for_tensorboard(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(why_no_tensorboard() is not None, reason="TensorBoard is not installed")
 def test_events_of_the_real_tensorboard(world: World, tmp_path: Path) -> None:
+    """Read back by TensorBoard itself: names, steps, times and values; steps that are made again stand there once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for steps in (range(8), range(5, 10)):
+    began = time.time()
+    for run, steps in enumerate((range(8), range(5, 10))):
         with Logger(tmp_path, formats=("tensorboard",), world=world) as log:
             for step in steps:
-                log.log({"loss": float(step)}, step=step)
+                log.log({"loss": step + run / 4, "lr": torch.tensor(0.5)}, step=step)
+            log.log({"rare/value": math.nan}, step=steps[-1])
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in events.Scalars("loss")] == list(range(10))
+    assert events.Tags()["scalars"] == ["loss", "lr", "rare/value"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        *((step, step) for step in range(5)),
+        *((step, step + 0.25) for step in range(5, 10)),
+    ]
+    assert [event.value for event in events.Scalars("lr")] == [0.5] * 10
+    (rare,) = events.Scalars("rare/value")  # that of step 7 went with the steps that were made again
+    assert rare.step == 9
+    assert math.isnan(rare.value)
+    assert all(began - 1 <= event.wall_time <= time.time() + 1 for event in events.Scalars("loss"))
 
 
 def test_without_tensorboard_the_error_says_what_to_install(

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from argparse import ArgumentParser
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,9 @@ def test_a_report_survives_a_file_and_has_a_line_per_figure() -> None:
     lines = table(report).splitlines()
     assert len([line for line in lines if line.startswith("| all (4)")]) == len(measured)
     assert lines[-1].startswith("between hosts: 20.0 us, 8.000 GB/s (ring")
+    (level,) = report.levels.values()
+    noisy = table(replace(report, levels={"between": replace(level, error=0.8)}))
+    assert noisy.endswith("The fit is poor: measure again when hosts and network are quiet, with more --repeats.")
 
 
 def test_sizes() -> None:

@@ -19,7 +19,7 @@ from evenstep.bench.cost import (
     fit_link,
     lanes_stages,
 )
-from evenstep.bench.profile import combine, profile_of_report, split_bytes, summarise
+from evenstep.bench.profile import combine, profile_of_report, summarise
 from evenstep.bench.simulate import (
     VARIANTS,
     Bucket,
@@ -344,13 +344,17 @@ def test_times_alone_and_buckets_together() -> None:
 
 
 def report() -> dict[str, object]:
-    def point(step: float, backward: float, ready: list[float]) -> dict[str, object]:
+    def point(step: float, backward: float, ready: dict[int, float]) -> dict[str, object]:
         parts = {"compute": 0.03, "optimizer": 0.004, "data": 0.002, "engine": 0.001, "exposed": 0.0, "imbalance": 0.0}
-        spread = {"median": step, "low": step - 0.001, "high": step + 0.001}
-        return {"parts": parts, "step_s": spread, "backward_s": backward, "ready_s": ready, "rows_per_replica": 16}
+        spread = {"median": step, "low": step, "high": step}
+        buckets = [{"num_bytes": size, "ready_s": when} for size, when in ready.items()]
+        return {"parts": parts, "step_s": spread, "backward_s": backward, "buckets": buckets} | {
+            "rows_per_replica": 16,
+            "passes_spread_s": 0.002,
+            "ready_s": [0.5],  # by rank, not by bucket
+        }
 
-    curve = [point(0.037, 0.02, []), point(0.05, 0.04, [0.02, 0.04])]
-    return {"curves": {"weak": curve}, "facts": {"gradient_bytes": 10 * MIB}}
+    return {"curves": {"weak": [point(0.037, 0.02, {}), point(0.05, 0.04, {MIB: 0.02, 9 * MIB: 0.04})]}}
 
 
 def test_a_profile_of_a_report() -> None:
@@ -359,7 +363,7 @@ def test_a_profile_of_a_report() -> None:
     assert (profile.num_samples, profile.backward_s, profile.other_s) == (16, 0.02, 0.003)
     assert profile.forward_s == pytest.approx(0.01)
     assert profile.buckets == (Bucket(MIB, 0.01), Bucket(9 * MIB, 0.02))
-    assert profile.spread_s == pytest.approx(0.002 / 1.349)
+    assert profile.spread_s == 0.002
 
 
 def test_reports_without_what_is_needed() -> None:
@@ -369,13 +373,3 @@ def test_reports_without_what_is_needed() -> None:
     lonely["curves"]["weak"].pop()  # type: ignore[index]
     with pytest.raises(ConfigurationError, match="no buckets"):
         profile_of_report(lonely)
-
-
-def test_bytes_are_split_without_loss(fresh_seed: int) -> None:
-    draw = random.Random(fresh_seed)
-    for _ in range(100):
-        total, count = draw.randint(1000, 10**9), draw.randint(1, 50)
-        sizes = split_bytes(total, count)
-        assert sum(sizes) == total
-        assert len(sizes) == count
-        assert min(sizes) > 0

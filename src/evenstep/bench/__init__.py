@@ -8,6 +8,7 @@ A script, measured on this host:
     rank.py        one rank of such a run: prepares the process, becomes the user's script
     probe.py       counts steps there, ends the run, leaves the record
     models.py      when forward and backward passes begin and end, for torch's own wrapper too
+    torch_buckets.py   when torch's buckets set out
     loaders.py     when the script waits for data
     scratch.py     what the script saves goes elsewhere, or nowhere
     gpu.py         what makes the host wait for a GPU

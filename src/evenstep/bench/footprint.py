@@ -208,18 +208,18 @@ def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
     ways = WAYS[:1] if num_ranks == 1 else WAYS[1:]
     rows = {way: footprint(sizes, way, num_ranks) for way in ways}
     first = rows[ways[0]]
-    has = f"{_gib(memory_bytes)} GiB of memory"
+    has = f"{_size(memory_bytes)} of memory"
     if first.total <= memory_bytes:
-        lines = [f"{first.way} is enough: {_gib(first.total)} GiB of {has}."]
+        lines = [f"{first.way} is enough: {_size(first.total)} of {has}."]
         more = largest_batch(sizes, first.way, num_ranks, memory_bytes)
         if more is not None and more > sizes.num_samples:
             lines.append(f"A batch of {more:,} samples a rank would fit, instead of {sizes.num_samples:,}.")
         return lines
-    lines = [f"{first.way} needs {_gib(first.total)} GiB of {has}: it is not enough."]
+    lines = [f"{first.way} needs {_size(first.total)} of {has}: it is not enough."]
     for row in list(rows.values())[1:]:
         if row.total <= memory_bytes:
-            return [*lines, f"What comes next: {_HOW[row.way]} needs {_gib(row.total)} GiB. It is enough."]
-        lines.append(f"{row.way} needs {_gib(row.total)} GiB: not enough either.")
+            return [*lines, f"What comes next: {_HOW[row.way]} needs {_size(row.total)}. It is enough."]
+        lines.append(f"{row.way} needs {_size(row.total)}: not enough either.")
     last = rows[ways[-1]]
     if last.activations > memory_bytes / 2:
         share = f"{last.activations / last.total:.0%} are activations, which no way divides"
@@ -259,5 +259,5 @@ def _doublings(num_ranks: int) -> list[int]:
     return counts
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.2f}"
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

@@ -29,6 +29,7 @@ class LoaderWatch:
 
     Attributes:
         num_rows: Samples handed out so far.
+        last_rows: And in the newest batch.
         num_workers: Of the loader that was read last.
         was_seen: Whether anything was read.
     """
@@ -37,7 +38,7 @@ class LoaderWatch:
         self.marks = marks
         self.num_steps = num_steps
         self.rows_per_rank = rows_per_rank
-        self.num_rows = 0
+        self.num_rows = self.last_rows = 0
         self.num_workers = 0
         self.was_seen = False
         self.is_over = False
@@ -106,7 +107,8 @@ class _Watched:
             watch.marks += (DATA, began_ns, DATA_END, perf_counter_ns())
         watch.was_seen = True
         watch.num_workers = self._loader.num_workers
-        watch.num_rows += num_rows(item)
+        watch.last_rows = num_rows(item)
+        watch.num_rows += watch.last_rows
         return item
 
     def _begun(self) -> Iterator[Any]:

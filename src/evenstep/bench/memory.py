@@ -83,7 +83,7 @@ def estimate(args: Namespace) -> int:
         built = _call(args.target)
         model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
         if not isinstance(model, nn.Module):
-            raise ConfigurationError(f"{args.target} returns a {type(model).__name__}, and no torch.nn.Module.")
+            raise ConfigurationError(f"{args.target} returns {type(model).__name__}, and no torch.nn.Module.")
         inputs = inputs if isinstance(inputs, tuple | list) else (inputs,)
         model = model.to("meta")
         inputs = pytree.tree_map(_to_meta, list(inputs))
@@ -144,7 +144,9 @@ def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="evenstep-memory-") as directory:
         out = Path(directory) / "memory.json"
-        command = [sys.executable, "-m", "evenstep.bench.memory_probe", str(out), script, *arguments]
+        # As a rank: a script for torch's wrapper asks the environment which one it is.
+        command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", "1"]
+        command += ["-m", "evenstep.bench.memory_probe", str(out), script, *arguments]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
         )
@@ -154,7 +156,8 @@ def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
         ending = (
             "ended before its third optimizer step" if done.returncode == 0 else f"failed with status {done.returncode}"
         )
-        raise UsageError(f"{script} {ending}. It said:\n{done.stderr[-4000:].rstrip()}")
+        said = done.stderr[-4000:].rstrip()
+        raise UsageError(f"{script} {ending}." + (f" It said:\n{said}" if said else ""))
 
 
 def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import runpy
 import sys
@@ -18,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils import _pytree as pytree
 
 from evenstep.bench.footprint import Sizes
+from evenstep.bench.scratch import Scratch
 from evenstep.errors import UsageError
 from evenstep.replica.layout import ParameterSpec
 
@@ -313,4 +315,7 @@ def main(out: str, script: str, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.path and sys.path[0] == os.getcwd():
+        del sys.path[0]  # put there for `-m`; a script doesn't have it
+    Scratch(Path(sys.argv[1]).parent).install()  # three steps neither resume a training nor replace its files
     main(sys.argv[1], sys.argv[2], sys.argv[3:])

@@ -49,6 +49,7 @@ from evenstep.world import World
 REPORT_VERSION = 1
 _BLOCK_S = 0.03  # how long calls are repeated, where one is shorter
 _MAX_CALLS = 200
+_POOR_FIT = 0.3
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -325,6 +326,8 @@ def table(report: NetworkReport) -> str:
         lines.append("")
         what = "between the ranks of a host" if name == "inside" else "between hosts"
         lines.append(f"{what}: {level.link} ({level.algorithm}; median error of the fit {level.error:.0%})")
+        if level.error > _POOR_FIT:
+            lines.append("The fit is poor: measure again when hosts and network are quiet, with more --repeats.")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from evenstep.bench.report import CURVE_TITLES, PART_NAMES, counted, late_lines, usage_lines
+from evenstep.bench.report import CURVE_TITLES, PART_NAMES, counted, late_lines, nothing_found, usage_lines
 
 _STYLE = """
 :root { --ink: #23272e; --soft: #626b77; --line: #e1e4e8; --blue: #2f6db3; --red: #c8453b; }
@@ -21,7 +21,7 @@ figure { margin: .6rem 0 } figure svg { width: 100%; height: auto }
 .finding { border-left: 4px solid var(--red); padding: .3rem 0 .3rem .9rem; margin: .9rem 0 }
 .finding h3 { margin: 0; font-size: 1rem } .finding p { margin: .2rem 0 }
 .well { border-left: 4px solid #4f9d69; padding: .3rem 0 .3rem .9rem }
-.scroll { overflow-x: auto }
+.scroll { overflow-x: auto; margin-bottom: 1.2rem }
 """
 
 
@@ -34,10 +34,13 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     """
     command = report["command"]
     words = " ".join([command["script"], *command["arguments"]])
-    facts = report["facts"]
+    facts, curves = report["facts"], report["curves"]
+    main = curves.get("weak") or next(iter(curves.values()))
     settings = (
-        f"{facts['device']}, {command['num_threads']} threads a replica, {facts['num_cores']} cores; "
-        f"{command['num_rounds']} rounds of {command['num_steps']} steps after {command['num_warmup']}; gradients "
+        f"{facts['device']}, {_counted(command['num_threads'], 'thread')} a replica, "
+        f"{_counted(facts['num_cores'], 'core')}; "
+        f"{_counted(command['num_rounds'], 'round')} of {_counted(command['num_steps'], 'step')} after "
+        f"{command['num_warmup']} of warm-up; gradients "
         f"averaged by {facts['wrapper'] or 'nobody that was found'}"
     )
     body = [
@@ -46,15 +49,16 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
         _findings(report),
         "<h2>Efficiency</h2>",
         _picture(pictures, "efficiency", "Efficiency against replicas, with quartiles"),
-        *(_scaling(name, points) for name, points in report["curves"].items()),
+        *(_scaling(name, points) for name, points in curves.items()),
         "<h2>Where a step goes</h2>",
         _picture(pictures, "parts", "The step in parts, by number of replicas"),
-        *(_parts(name, points) for name, points in report["curves"].items()),
+        *(_parts(name, points) for name, points in curves.items()),
         *(f"<p>{escape(line)}.</p>" for line in [*late_lines(report), *usage_lines(report)]),
         "<h2>One step, rank by rank</h2>",
         f'<p class="soft">Step {report["timeline"]["step"] + 1} of the median run. Below each rank its buckets: '
         f"from when they set out until all had arrived.</p>",
         _picture(pictures, "timeline", "One step on every rank, with buckets in flight"),
+        _buckets(main[-1]["buckets"]),
     ]
     if report["remarks"]:
         remarks = "".join(f"<li>{escape(remark)}</li>" for remark in report["remarks"])
@@ -70,7 +74,7 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
 def _findings(report: Mapping[str, Any]) -> str:
     where = f"on {counted(report['findings_at'])}"
     if not report["findings"]:
-        return f'<p class="well">Nothing costs a tenth of a step {where}: there is nothing to report.</p>'
+        return f'<p class="well">{escape(nothing_found(report))}</p>'
     found = [
         f'<div class="finding"><h3>{escape(each["cause"])}, {each["curve"]} scaling: '
         f"up to {each['gain']:.2f} times the throughput</h3>"
@@ -109,6 +113,20 @@ def _parts(name: str, points: Sequence[Mapping[str, Any]]) -> str:
     rows.append(["step", *(f"{sum(point['parts'].values()) * 1e3:.3g} ms" for point in points)])
     head = [f"{name} scaling", *(counted(point["num_replicas"]) for point in points)]
     return _table(head, rows)
+
+
+def _buckets(buckets: Sequence[Mapping[str, float]]) -> str:
+    if not buckets:
+        return '<p class="soft">Nobody says in which buckets gradients travel here.</p>'
+    rows = [
+        [f"bucket {number}", f"{each['num_bytes'] / 2**20:.3g} MiB", f"{each['ready_s'] * 1e3:.3g} ms"]
+        for number, each in enumerate(buckets)
+    ]
+    return _table(["in the average step", "gradients", "sets out, in backward passes"], rows)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _picture(pictures: Mapping[str, str], name: str, caption: str) -> str:

@@ -27,7 +27,7 @@ class Setting:
 
     Attributes:
         num_replicas: Ranks of the run.
-        global_batch_size: Samples of a step on all ranks together; None: as the script says.
+        global_batch_size: Samples of a loader's batch on all ranks together; None: as the script says.
         growth: By how much larger than on the fewest replicas the global batch is.
     """
 

@@ -43,6 +43,7 @@ class Probe:
         self._marks: list[int] = []
         self._steps_ns: list[int] = []
         self._rows: list[int] = []
+        self._batches: list[int] = []
         self._rows_before = 0
         self._counts: dict[int, int] = {}
         self._outermost: int | None = None  # the optimizer that steps; another one inside it is a part of it
@@ -90,6 +91,7 @@ class Probe:
             rows = self._models.num_rows or self._loaders.num_rows
             self._rows.append(rows - self._rows_before)
             self._rows_before = rows
+            self._batches.append(self._loaders.last_rows)
         else:
             self._counts = dict.fromkeys(self._counts, enough)  # steps that are looked at, and not counted
         number = len(self._steps_ns)
@@ -127,6 +129,7 @@ class Probe:
             num_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
             num_workers=self._loaders.num_workers,
             has_loader=self._loaders.was_seen,
+            bucket_bytes=models.bucket_bytes(),
             **facts_of(models.models),
         )
         record = RankRecord(
@@ -135,6 +138,7 @@ class Probe:
             num_warmup=self._asked.num_warmup,
             steps_ns=tuple(self._steps_ns),
             rows=tuple(self._rows),
+            batches=tuple(self._batches),
             marks=tuple(sorted_marks([*self._marks, *_but_the_optimizer(models.marks())])),
             facts=facts,
             usage=self._usage,

@@ -11,7 +11,6 @@ from evenstep.bench.simulate import Bucket, Profile
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.health.telemetry import StepTimes
 from evenstep.replica.distributed import DistributedDataParallel
-from evenstep.replica.layout import BucketPolicy
 
 _NUM_WARM_UP = 3  # the first passes only count; the second layout is that of all later steps
 _QUARTILES_PER_DEVIATION = 1.349  # of normal numbers
@@ -54,10 +53,6 @@ def summarise(steps: Sequence[StepTimes], bucket_bytes: Sequence[int], num_sampl
         return float(statistics.median(getattr(step, name) for step in steps))
 
     passes = [step.forward_s + step.backward_s for step in steps]
-    spread = 0.0
-    if len(passes) > 3:
-        low, _, high = statistics.quantiles(passes, n=4, method="inclusive")
-        spread = (high - low) / _QUARTILES_PER_DEVIATION
     ready = [statistics.median(step.ready_s[index] for step in steps) for index in range(len(bucket_bytes))]
     return Profile(
         num_samples=num_samples,
@@ -66,8 +61,16 @@ def summarise(steps: Sequence[StepTimes], bucket_bytes: Sequence[int], num_sampl
         optimizer_s=median("optimizer_s"),
         other_s=median("finish_s"),
         buckets=tuple(Bucket(size, when) for size, when in zip(bucket_bytes, ready, strict=True)),
-        spread_s=spread,
+        spread_s=deviation_of(passes),
     )
+
+
+def deviation_of(values: Sequence[float]) -> float:
+    """The standard deviation, told from quartiles: a few values far off don't count. 0.0 if there are too few. Pure."""
+    if len(values) < 4:
+        return 0.0
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / _QUARTILES_PER_DEVIATION
 
 
 def combine(alone: Profile, together: Profile) -> Profile:
@@ -85,8 +88,7 @@ def combine(alone: Profile, together: Profile) -> Profile:
 def profile_of_report(report: Mapping[str, Any]) -> Profile:
     """The profile of a script, out of the report that `evenstep bench script.py` wrote. Pure.
 
-    Times are those of the fewest replicas of the weak curve, when buckets are ready those of the most. How large they
-    are is told by their number and evenstep's default sizes, unless the report says it (`bucket_bytes`).
+    Times are those of the fewest replicas of the weak curve, the buckets and when they are ready those of the most.
 
     Raises:
         ConfigurationError: It is no such report, or one of a script whose gradients don't travel in buckets.
@@ -95,31 +97,21 @@ def profile_of_report(report: Mapping[str, Any]) -> Profile:
         curves = report["curves"]
         points = curves.get("weak") or next(iter(curves.values()))
         alone, together = points[0], points[-1]
-        parts, ready = alone["parts"], together["ready_s"]
-        total, rows = int(report["facts"]["gradient_bytes"]), float(alone["rows_per_replica"])
+        parts, rows = alone["parts"], float(alone["rows_per_replica"])
         backward_s = min(float(alone["backward_s"]), float(parts["compute"]))
         slower = backward_s / together["backward_s"] if together["backward_s"] else 1.0
-        low, high = alone["step_s"]["low"], alone["step_s"]["high"]
-    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
-        raise ConfigurationError(f"this is no report of `evenstep bench script.py` ({error!r} is missing).") from error
-    if not ready or not total:
+        spread_s = float(alone["passes_spread_s"])
+        buckets = tuple(Bucket(each["num_bytes"], each["ready_s"] * slower) for each in together["buckets"])
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        raise ConfigurationError(f"this is no report of `evenstep bench script.py` ({error!r}).") from error
+    if not buckets:
         raise ConfigurationError("the report tells of no buckets: measure two replicas or more, with evenstep or DDP.")
-    sizes = report.get("bucket_bytes") or split_bytes(total, len(ready))
     return Profile(
         num_samples=rows,
         forward_s=parts["compute"] - backward_s,
         backward_s=backward_s,
         optimizer_s=parts["optimizer"],
         other_s=parts["data"] + parts["engine"],
-        buckets=tuple(Bucket(size, when * slower) for size, when in zip(sizes, ready, strict=True)),
-        spread_s=max(0.0, high - low) / _QUARTILES_PER_DEVIATION,
+        buckets=buckets,
+        spread_s=spread_s,
     )
-
-
-def split_bytes(total: int, count: int) -> list[int]:
-    """So many buckets of evenstep's default sizes: a small one, the others alike. Pure."""
-    if count == 1:
-        return [total]
-    first = min(BucketPolicy().cap_bytes(0), total // count)
-    each = (total - first) // (count - 1)
-    return [first, *[each] * (count - 2), total - first - each * (count - 2)]

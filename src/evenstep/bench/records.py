@@ -21,7 +21,7 @@ A step lasts from the end of one optimizer step to the end of the next.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -88,6 +88,7 @@ class Facts:
         gradient_bytes: Of all gradients.
         num_tensors: Parameters that are trained.
         largest: Name and bytes of the largest of them.
+        bucket_bytes: Of every bucket in which gradients travel; empty where none do, and where nobody says it.
     """
 
     device: str = "cpu"
@@ -99,6 +100,7 @@ class Facts:
     gradient_bytes: int = 0
     num_tensors: int = 0
     largest: tuple[str, int] = ("", 0)
+    bucket_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ class RankRecord:
         syncs: On a GPU: lines of the script that made the host wait for it, and how often in a step.
         device_busy_s: On a GPU: how long in a step it computed; None elsewhere.
         saved: Files that the script wanted to write and that were kept out of its way.
+        batches: By step, samples of the newest batch of a loader: fewer than `rows` where a step takes several, or
+            where a model is called twice with the same.
     """
 
     rank: int
@@ -130,6 +134,7 @@ class RankRecord:
     syncs: tuple[tuple[str, float], ...] = ()
     device_busy_s: float | None = None
     saved: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -155,7 +160,10 @@ def read_record(path: Path) -> RankRecord:
         UsageError: There is none, or it is of another version.
     """
     if not path.exists():
-        raise UsageError(f"the run left no {path.name}: the script made no step with a torch optimizer.")
+        raise UsageError(
+            f"the run left no {path.name}: the script made no step with a torch optimizer. (One that starts processes "
+            f"of its own is seen only where it trains itself: have `evenstep bench` start the ranks.)"
+        )
     found: dict[str, Any] = json.loads(path.read_text())
     version = found.pop("version", None)
     if version != VERSION:
@@ -166,7 +174,7 @@ def read_record(path: Path) -> RankRecord:
     return RankRecord(
         **plain,
         syncs=tuple((line, count) for line, count in found["syncs"]),
-        facts=Facts(**{**facts, "largest": tuple(facts["largest"])}),
+        facts=Facts(**{**facts, "largest": tuple(facts["largest"]), "bucket_bytes": tuple(facts["bucket_bytes"])}),
         usage=Usage(**{**usage, "cores": tuple(usage["cores"])}),
     )
 
@@ -210,23 +218,39 @@ def spans(marks: Sequence[int], began_ns: int, ended_ns: int) -> list[tuple[str,
 
 def steps_in_parts(record: RankRecord) -> list[dict[str, float]]:
     """Every counted step: seconds by phase, all of `PHASES`; they add up to the step."""
-    ends = record.steps_ns[max(0, record.num_warmup - 1) :]
+    found = []
+    for began, ended, marks in counted_steps(record):
+        parts = dict.fromkeys(PHASES, 0.0)
+        for phase, since, until in spans(marks, began, ended):
+            parts[phase] += (until - since) / 1e9
+        found.append(parts)
+    return found
+
+
+def counted_steps(record: RankRecord) -> Iterator[tuple[int, int, list[int]]]:
+    """(from, to, marks between them) of every counted step."""
     if record.num_warmup == 0:
         raise ValueError("the first step has no beginning: at least one step of warm-up is needed")
-    found = []
     pairs = list(zip(record.marks[::2], record.marks[1::2], strict=True))
     position = 0
-    for began, ended in pairwise(ends):
+    for began, ended in pairwise(record.steps_ns[record.num_warmup - 1 :]):
         while position < len(pairs) and pairs[position][1] < began:
             position += 1
         stop = position
         while stop < len(pairs) and pairs[stop][1] <= ended:
             stop += 1
-        flat = [number for pair in pairs[position:stop] for number in pair]
-        parts = dict.fromkeys(PHASES, 0.0)
-        for phase, since, until in spans(flat, began, ended):
-            parts[phase] += (until - since) / 1e9
-        found.append(parts)
+        yield began, ended, [number for pair in pairs[position:stop] for number in pair]
+
+
+def backward_until_ready(record: RankRecord) -> dict[int, list[float]]:
+    """By bucket, by counted step: seconds of backward passes that the step had behind it when the bucket set out."""
+    found: dict[int, list[float]] = {}
+    for began, ended, marks in counted_steps(record):
+        passes = [(since, until) for phase, since, until in spans(marks, began, ended) if phase == "backward"]
+        last = {what: when for what, when in zip(marks[::2], marks[1::2], strict=True) if what >= 0}
+        for bucket, when in last.items():
+            spent = sum(min(until, when) - since for since, until in passes if since < when)
+            found.setdefault(bucket, []).append(spent / 1e9)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -13,11 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.bench.findings import Case, find
-from evenstep.bench.records import buckets_in_flight, spans
+from evenstep.bench.profile import deviation_of
+from evenstep.bench.records import backward_until_ready, buckets_in_flight, spans, steps_in_parts
 from evenstep.bench.runs import Measured
 from evenstep.bench.scaling import Point, Run, Spread, busy_cores, cores_elsewhere, curve, utilisation
 
 VERSION = 1
+
+_WELL = 0.9  # an efficiency of less should have a cause
 
 # In the order of a step; what is lost stands above what is used.
 PART_NAMES = {
@@ -51,7 +55,7 @@ def build_report(measured: Measured, *, version: str, began_at: str) -> dict[str
         "evenstep": version,
         "began_at": began_at,
         "command": asdict(wish),
-        "facts": asdict(main[0].run.records[0].facts),
+        "facts": asdict(main[-1].run.records[0].facts),
         "curves": {name: [_point(point) for point in points] for name, points in curves.items()},
         "findings": _findings(curves),
         "findings_at": main[-1].num_replicas,
@@ -115,7 +119,25 @@ def timeline(run: Run) -> dict[str, Any]:
                 "buckets": [[n, _s(a - origin), _s(b - origin)] for n, a, b in buckets_in_flight(record, began, ended)],
             }
         )
-    return {"step": number, "ranks": ranks}
+    return {"step": number, "bucket_bytes": list(first.facts.bucket_bytes), "ranks": ranks}
+
+
+def passes_spread_s(run: Run) -> float:
+    """Standard deviation of a rank's forward and backward passes of a step, over all steps and ranks."""
+    steps = [step for record in run.records for step in steps_in_parts(record)]
+    return deviation_of([step["forward"] + step["backward"] for step in steps])
+
+
+def buckets_of(run: Run) -> list[dict[str, float]]:
+    """Bytes of every bucket, and when in the backward passes it sets out: the median of all steps and ranks."""
+    found: dict[int, list[float]] = {}
+    for record in run.records:
+        for bucket, seconds in backward_until_ready(record).items():
+            found.setdefault(bucket, []).extend(seconds)
+    sizes = run.records[0].facts.bucket_bytes
+    if sorted(found) != list(range(len(sizes))):
+        return []
+    return [{"num_bytes": size, "ready_s": statistics.median(found[n])} for n, size in enumerate(sizes)]
 
 
 def _s(ns: int) -> float:
@@ -137,6 +159,8 @@ def _point(point: Point) -> dict[str, Any]:
         "script_s": decomposition.script_s,
         "late": None if decomposition.late is None else asdict(decomposition.late),
         "ready_s": list(decomposition.ready_s),
+        "passes_spread_s": passes_spread_s(point.run),
+        "buckets": buckets_of(point.run),
         "num_steps": decomposition.num_steps,
         "cores_busy_by_rank": utilisation(point.run),
         "busy_share_by_core": list(busy_cores(point.run)),
@@ -243,8 +267,16 @@ def findings_table(report: Mapping[str, Any]) -> Table:
 
 
 def nothing_found(report: Mapping[str, Any]) -> str:
-    """What is said when all is well."""
-    return f"Nothing costs a tenth of a step on {counted(report['findings_at'])}: there is nothing to report."
+    """What is said when all is well, or nobody knows why it isn't."""
+    curves = report["curves"]
+    name = "weak" if "weak" in curves else next(iter(curves))
+    efficiency, where = curves[name][-1]["efficiency"]["median"], f"on {counted(report['findings_at'])}"
+    if efficiency < _WELL:
+        return (
+            f"No cause was found for certain {where}, although {name} scaling has an efficiency of {efficiency:.0%}: "
+            f"see where a step goes, and the notes."
+        )
+    return f"Nothing costs a tenth of a step {where}: there is nothing to report."
 
 
 def _ms(seconds: float) -> str:

@@ -91,14 +91,16 @@ def measure(wish: Wish, say: Callable[[str], None]) -> Measured:
             # What the script itself asks for on the fewest replicas is what the others are compared with.
             say(f"round 1 of {wish.num_rounds}: {_replicas(wish.replicas[0])}, {wish.script} as it is")
             first = _run_once(Setting(wish.replicas[0], None), wish, root / "first")
-            batch = first.usual_batch
+            batch = first.loader_batch
         if first is not None and not (first.records[0].facts.has_loader and batch):
             # Nothing divides the batch, so there is no strong scaling.
             curves = plan_settings(wish.replicas, "weak", None)
         else:
             curves = plan_settings(wish.replicas, wish.mode, batch)
         problem = too_small(curves)
-        if problem is not None:
+        if problem is not None and wish.mode == "both":
+            curves = plan_settings(wish.replicas, "weak", batch)  # it always fits; `remarks` says why it's alone
+        elif problem is not None:
             raise ConfigurationError(f"evenstep bench: {problem}.")
         curves_begin = next(iter(curves.values()))[0]
         rounds: list[dict[Setting, Run]] = []
@@ -128,17 +130,23 @@ def remarks(
         run
         for runs in rounds
         for setting, run in runs.items()
-        if setting.global_batch_size is not None and run.usual_batch != setting.global_batch_size
+        if setting.global_batch_size is not None and run.loader_batch != setting.global_batch_size
     ]
     if off:
         run = off[0]
         found.append(
-            f"on {_replicas(run.setting.num_replicas)} a step had {run.usual_batch} samples and not the "
+            f"on {_replicas(run.setting.num_replicas)} a batch had {run.loader_batch} samples and not the "
             f"{run.setting.global_batch_size} that were asked for: the script decides that itself, or the data set is "
             f"small"
         )
     if wish.mode != "weak" and "strong" not in curves:
-        found.append("no loader was seen, so every replica has the batch that the script makes: weak scaling alone")
+        batch, most = curves["weak"][0].global_batch_size, curves["weak"][-1].num_replicas
+        found.append(
+            "no loader was seen, so every replica has the batch that the script makes: weak scaling alone"
+            if batch is None
+            else f"a batch of {batch} samples can't be divided over {most} replicas: weak scaling alone; both need a "
+            f"larger --batch"
+        )
     if not any(any(record.rows) for record in records):
         found.append("no tensor went into a model, so a sample is a step here")
     if any(record.usage.workers_s is None for record in records):
@@ -146,12 +154,15 @@ def remarks(
     strangers = [cores_elsewhere(run) for runs in rounds for run in runs.values()]
     if strangers and statistics.median(strangers) > MANY_ELSEWHERE:
         found.append(
-            f"other programs kept {statistics.median(strangers):.1f} cores of this host busy: measure again when it is "
-            f"quiet"
+            f"other programs kept {statistics.median(strangers):.1f} cores of this host busy, and what is told as "
+            f"contention, imbalance and communication may be theirs: measure again when it is quiet"
         )
     unseen = [record for record in records if not record.facts.wrapper and record.world_size > 1]
     if unseen:
-        found.append("no wrapped model was found, so communication can't be told from computing")
+        found.append(
+            "no wrapped model was found: the replicas train apart, or exchange gradients in a way that isn't known "
+            "here, and communication can't be told from computing"
+        )
     if any(record.facts.device == "cuda" for record in records):
         found.append(
             "parts of a step on a GPU are the host's, when work was queued and not when it was done: communication "
@@ -219,7 +230,7 @@ def _tail(log: Path) -> str:
 
 
 def _told(setting: Setting) -> str:
-    batch = "" if setting.global_batch_size is None else f", {setting.global_batch_size} samples a step"
+    batch = "" if setting.global_batch_size is None else f", batches of {setting.global_batch_size} samples"
     return f"{_replicas(setting.num_replicas)}{batch}"
 
 

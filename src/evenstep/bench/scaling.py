@@ -33,6 +33,10 @@ class Spread:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
+    def at(self, value: float) -> Spread:
+        """The same around one of two values in the middle, where their number is even."""
+        return Spread(value, min(self.low, value), max(self.high, value))
+
 
 @dataclass(frozen=True)
 class Run:
@@ -60,6 +64,12 @@ class Run:
     def usual_batch(self) -> int:
         """Samples of most steps on all ranks together: the last batch of an epoch is often shorter."""
         return sum(Counter(record.counted_rows()).most_common(1)[0][0] for record in self.records)
+
+    @property
+    def loader_batch(self) -> int:
+        """Samples of most batches of the loader on all ranks together: what a loader can be asked for."""
+        batches = [record.batches[record.num_warmup : len(record.steps_ns)] for record in self.records]
+        return sum(Counter(each).most_common(1)[0][0] for each in batches if each)
 
     @property
     def samples_per_s(self) -> float:
@@ -133,8 +143,9 @@ def curve(settings: Sequence[Setting], rounds: Sequence[Mapping[Setting, Run]]) 
             Point(
                 setting,
                 run.usual_batch / setting.num_replicas,
-                Spread.of([run.step_s for run in runs]),
-                Spread.of([run.samples_per_s for run in runs]),
+                # Those of the run that is taken apart: its parts are to add up to the step that is told.
+                Spread.of([each.step_s for each in runs]).at(run.step_s),
+                Spread.of([each.samples_per_s for each in runs]).at(run.samples_per_s),
                 Spread.of(speedups),
                 Spread.of([speedup / times for speedup in speedups]),
                 run.decompose(compute_alone_s=alone_s),

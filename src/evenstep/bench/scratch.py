@@ -10,10 +10,14 @@ from typing import Any
 import torch
 
 from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.logger.logger import Logger
 
 
 class Scratch:
-    """Where `torch.save` writes, and what `torch.load` reads if this run has saved it. A `Checkpointer` does nothing.
+    """Where `torch.save` writes, and what `torch.load` reads if this run has saved it.
+
+    A `Checkpointer` does nothing. A `Logger` writes elsewhere: it would take out of its files what a training has
+    written for the same steps.
 
     Attributes:
         saved: The paths that the script named.
@@ -43,7 +47,16 @@ class Scratch:
         def count(checkpoint: Checkpointer, **metrics: float) -> None:
             checkpoint.num_steps += 1
 
+        make_logger = Logger.__init__
+
+        def log_elsewhere(logger: Logger, directory: Any, **named: Any) -> None:
+            if str(directory) not in self.saved:
+                self.saved.append(str(directory))
+            make_logger(logger, self._place(directory), **named)
+
         torch.save, torch.load = save_elsewhere, load_from_there
+        logger: Any = Logger
+        logger.__init__ = log_elsewhere
         kind: Any = Checkpointer
         kind.resume = lambda checkpoint, *, strict=True: 0
         kind.discard = lambda checkpoint, *, after=0: None

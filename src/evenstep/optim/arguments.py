@@ -17,13 +17,13 @@ from evenstep.optim.divided import defaults_of
 Groups = list[Any]
 
 
-def validate_switches(*, shard_gradients: Any, master_weights: Any, elementwise: Any) -> None:
+def validate_switches(*, elementwise: Any, **switches: Any) -> None:
     """Raise for a switch that is none.
 
     Raises:
         ConfigurationError: It is something else.
     """
-    checks.switches("", shard_gradients=shard_gradients, master_weights=master_weights)
+    checks.switches("", **switches)
     checks.switches("", otherwise="None where it is one of torch's", elementwise=elementwise)
 
 

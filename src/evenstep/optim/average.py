@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import checks
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.transport.common import is_in_common
 
 _NUM_STEPS = "num_steps"
 
@@ -43,13 +44,19 @@ class ExponentialAverage:
         self.decay = checks.number("ExponentialAverage: decay", decay, least=0, below=1)
         self.ramp_up = checks.switch("ExponentialAverage: ramp_up", ramp_up)
         self.num_steps = 0
+        self._is_applied = False
         self._model = model
         self._averages = {name: p.detach().clone() for name, p in model.named_parameters()}
         self._buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the parameters as they are now into the average. Call it once per optimizer step."""
+        """Take the parameters as they are now into the average. Call it once per optimizer step.
+
+        Raises:
+            UsageError: Inside `applied`, where the parameters are the average.
+        """
+        self._validate_not_applied("update")
         decay = min(self.decay, (1 + self.num_steps) / (10 + self.num_steps)) if self.ramp_up else self.decay
         self.num_steps += 1
         current = {name: p.detach() for name, p in self._model.named_parameters()}
@@ -60,16 +67,36 @@ class ExponentialAverage:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model has the averages; afterwards what it had before. Values are exchanged in place."""
+        """Inside, the model has the averages; afterwards what it had before. Values are exchanged in place.
+
+        Parameters that ranks have in common (`ShardedOptimizer(share_parameters=True)`) get this rank's averages as
+        their memory instead, so that each rank may evaluate when it likes.
+
+        Raises:
+            UsageError: Inside `applied`.
+        """
+        self._validate_not_applied("applied")
+        self._is_applied = True
         self._exchange()
         try:
             yield
         finally:
             self._exchange()
+            self._is_applied = False
+
+    def _validate_not_applied(self, what: str) -> None:
+        if self._is_applied:
+            raise UsageError(f"ExponentialAverage.{what} inside `with average.applied()`. Leave the block first.")
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        pairs: list[tuple[Tensor, Tensor]] = [(p, self._averages[name]) for name, p in self._model.named_parameters()]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for name, parameter in self._model.named_parameters():
+            average = self._averages[name]
+            if is_in_common(parameter) or is_in_common(average):
+                parameter.data, self._averages[name] = average, parameter.data
+            else:
+                pairs.append((parameter, average))
         pairs += [(buffer, self._buffers[name]) for name, buffer in self._model.named_buffers()]
         for one, other in pairs:
             before = one.detach().clone()
@@ -85,7 +112,9 @@ class ExponentialAverage:
 
         Raises:
             ConfigurationError: They are of another model; nothing was changed.
+            UsageError: Inside `applied`.
         """
+        self._validate_not_applied("load_state_dict")
         where = "ExponentialAverage.load_state_dict"
         if not isinstance(state, Mapping):
             raise checks.refuse(f"{where}: state", state, "what state_dict() returned")

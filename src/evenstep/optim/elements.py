@@ -90,13 +90,17 @@ class ElementDivision:
 
     def step(self, groups: Groups) -> None:
         """Collective: step this rank's shards, and give every rank the values of all."""
-        for bucket in self._buckets:
-            bucket.keep_hold()
+        host_copy = next((bucket.host_copy for bucket in self._buckets), None)
+        if host_copy is None:
+            for bucket in self._buckets:
+                bucket.keep_hold()
         self._set_gradients()
         for group, own in zip(groups, self._inner.param_groups, strict=True):
             self._copy_options(group, own)
             if own.get("fused") and own.get("momentum") and not group.get("fused") and self._begins_in_part(own):
                 own["fused"] = False  # torch's fused SGD knows only parameters that all begin, or none
+        if host_copy is not None:
+            host_copy.open(next((name for bucket in self._buckets if (name := bucket.replaced())), None))
         self._inner.step()
         works = []
         for run in self._runs:
@@ -107,6 +111,8 @@ class ElementDivision:
         for bucket, work in zip(self._buckets, works, strict=True):
             work.wait()
             bucket.finish_gather()
+        if host_copy is not None:
+            host_copy.close()
 
     def _set_gradients(self) -> None:
         held = {bucket.layout.index: bucket.held() for bucket in self._buckets}

@@ -74,6 +74,8 @@ class LocalUpdates:
         self.num_steps = 0
         self._was_synchronised = model.engine.synchronise
         model.engine.synchronise = False
+        if model.engine.drift is not None:
+            model.engine.drift.doubt()  # momenta stay each rank's own, also behind the last average
 
     def step(self) -> bool:
         """Step on this rank's gradients. Collective if parameters are averaged now; returns whether they were."""

@@ -6,6 +6,7 @@ Parameter Models", 2020).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from evenstep.optim.shards import Shard
 from evenstep.optim.whole import WholeDivision
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.dividing import divide_gradients, validate_dividable
+from evenstep.replica.host_copy import validate_host_copy
 from evenstep.replica.layout import Sharding
 from evenstep.replica.sharded_exchange import ShardedExchange
 from evenstep.transport.agreement import validate_together
@@ -52,6 +54,9 @@ class ShardedOptimizer(DividedOptimizer):
             torch's classes, False for others.
         master_weights: Step in float32 parameters that have 16 bits, and keep those values in the state.
         reduce_dtype: The dtype in which gradients are added over ranks; None: the parameters' own.
+        share_parameters: Have one physical copy of the parameters for all CPU ranks of a host, which need shared
+            memory for it. What a program changes in place is then changed once per rank: see docs/optimizers.md.
+            Replacing a parameter's memory is a UsageError of the next step, on all ranks.
         defaults: Arguments of `kind`. Where it has a fused step, and `fused` and `foreach` aren't given, that is used.
 
     Raises:
@@ -73,6 +78,7 @@ class ShardedOptimizer(DividedOptimizer):
         elementwise: bool | None = None,
         master_weights: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        share_parameters: bool = False,
         **defaults: Any,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -87,31 +93,36 @@ class ShardedOptimizer(DividedOptimizer):
         self._rank = model.world.rank
         by_elements = False
         groups: list[Any] = []
+        switches: dict[str, Any] = {
+            "shard_gradients": shard_gradients,
+            "master_weights": master_weights,
+            "share_parameters": share_parameters,
+        }
 
         def validate() -> dict[str, Any]:
             nonlocal by_elements
             validate_kind(kind)
-            arguments.validate_switches(
-                shard_gradients=shard_gradients, master_weights=master_weights, elementwise=elementwise
-            )
+            arguments.validate_switches(elementwise=elementwise, **switches)
             by_elements = is_elementwise(kind) if elementwise is None else bool(elementwise)
-            _validate_options(kind, by_elements, shard_gradients, master_weights, reduce_dtype)
-            if model.world.lanes is not None and reduce_dtype is not None and reduce_dtype.itemsize < 4:
-                raise ConfigurationError(
-                    f"reduce_dtype={reduce_dtype} in reproducible mode, where sums of lanes would be rounded "
-                    f"differently on another number of ranks. Leave it out."
-                )
+            _validate_options(kind, by_elements, switches, reduce_dtype)
             groups[:] = arguments.listed(model.engine.parameters if params is None else params)
             tried = arguments.try_out(kind, groups, defaults)
             chosen = [parameter for group in tried for parameter in group["params"]]
             self._validate(chosen)
+            is_converted = reduce_dtype is not None and any(each.dtype is not reduce_dtype for each in chosen)
+            if model.world.lanes is not None and is_converted:
+                raise ConfigurationError(
+                    f"reduce_dtype={reduce_dtype} in reproducible mode, where sums of lanes would be rounded "
+                    f"differently on another number of ranks. Leave it out."
+                )
             validate_dividable(model.engine, [self._index_of[id(parameter)] for parameter in chosen] * by_elements)
+            if share_parameters:
+                validate_host_copy(model.world, model.engine.transport, [each.device for each in chosen])
             options = {
                 "the optimizer": kind.__name__,
                 "elementwise": by_elements,
-                "shard_gradients": bool(shard_gradients),
-                "master_weights": bool(master_weights),
                 "reduce_dtype": str(reduce_dtype),
+                **{name: bool(value) for name, value in switches.items()},
             }
             return options | arguments.facts_of(tried, lambda parameter: self._index_of[id(parameter)])
 
@@ -120,7 +131,10 @@ class ShardedOptimizer(DividedOptimizer):
         self.state = without_state()  # type: ignore[assignment]
         if by_elements:
             self._sharding = Sharding(
-                _free_owner(model), frees_gradients=bool(shard_gradients), reduce_dtype=reduce_dtype
+                _free_owner(model),
+                frees_gradients=bool(shard_gradients),
+                reduce_dtype=reduce_dtype,
+                shares_parameters=bool(share_parameters),
             )
             exchange = self._shard()
             self._division = ElementDivision(
@@ -211,17 +225,16 @@ class ShardedOptimizer(DividedOptimizer):
 def _validate_options(
     kind: type[optim.Optimizer],
     by_elements: bool,
-    shard_gradients: bool,
-    master_weights: bool,
+    switches: Mapping[str, Any],
     reduce_dtype: torch.dtype | None,
 ) -> None:
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise checks.refuse("reduce_dtype", reduce_dtype, "a floating-point dtype, or None")
-    if not by_elements and (shard_gradients or master_weights or reduce_dtype is not None):
+    if not by_elements and (any(switches.values()) or reduce_dtype is not None):
         raise ConfigurationError(
-            f"{kind.__name__} is divided at parameter boundaries, where gradients are whole and in "
-            f"the parameters' dtype: shard_gradients, master_weights and reduce_dtype are for element-wise optimizers. "
-            f"If it is one, say elementwise=True."
+            f"{kind.__name__} is divided at parameter boundaries, where gradients and parameters are whole and of "
+            f"one dtype: {', '.join(switches)} and reduce_dtype are for element-wise optimizers. If it is one, say "
+            f"elementwise=True."
         )
 
 

@@ -12,6 +12,8 @@ from evenstep.replica.comm_hook import HookQueue
 from evenstep.replica.layout import BucketLayout
 from evenstep.transport.base import Transport, Work
 
+HALF_PRECISION = (torch.float16, torch.bfloat16)
+
 
 class Bucket:
     """Gradients of some parameters in one flat tensor, which is what travels.
@@ -41,6 +43,7 @@ class Bucket:
             view_like(self.flat, slot.offset_numel, parameter)
             for slot, parameter in zip(layout.slots, self.parameters, strict=True)
         ]
+        self.sent_views = self.views  # the same of what travels
         self.work: Work | None = None
         self._version = 0
         self._transport = transport
@@ -55,8 +58,13 @@ class Bucket:
 
     @property
     def has_half_precision(self) -> bool:
-        """Whether the gradients have 16 bits, so that sums over ranks may overflow."""
-        return self.layout.dtype in (torch.float16, torch.bfloat16)
+        """Whether what travels has 16 bits, so that sums over ranks may overflow."""
+        return self.layout.dtype in HALF_PRECISION
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all that the views show is zero."""
+        return not self.flat.any()
 
     def pack(self) -> None:
         """Make the flat tensor hold this rank's gradients, and the gradients views of it.
@@ -112,6 +120,9 @@ class Bucket:
             if parameter.grad is None and used_anywhere(slot.parameter):
                 parameter.grad = view
 
+    def unpack(self) -> None:
+        """The flat tensor holds the mean: show it in the gradients. They are views of it, and nothing is to be done."""
+
     def take(self, reduced: Sequence[Tensor | None]) -> None:
         """Hold gradients that were reduced in another layout.
 
@@ -140,6 +151,46 @@ class Bucket:
         mib = self.flat.numel() * self.flat.element_size() / (1 << 20)
         state = "in flight" if self.work is not None else "idle"
         return f"<Bucket {self.layout.index} {state} {len(self.parameters)} parameters {mib:.1f} MiB>"
+
+
+class CastBucket(Bucket):
+    """A bucket whose gradients are added in another dtype than they have; its arguments are those of `Bucket`.
+
+        own     [numel]   this rank's gradients, and afterwards the mean: what `p.grad` are views of
+        flat    [numel]   the same in the dtype in which they travel, are added and divided
+
+    So a mean of 16-bit gradients that is taken in float32 is rounded once, at its end.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        transport: Transport,
+        *,
+        allocator: Transport,
+    ) -> None:
+        super().__init__(layout, parameters, names, transport, allocator=allocator)
+        self._own = torch.zeros(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
+        self.views = [
+            view_like(self._own, slot.offset_numel, parameter)
+            for slot, parameter in zip(layout.slots, self.parameters, strict=True)
+        ]
+
+    @property
+    def is_zero(self) -> bool:
+        """See `Bucket.is_zero`."""
+        return not self._own.any()
+
+    def pack(self) -> None:
+        """See `Bucket.pack`."""
+        super().pack()
+        self.flat.copy_(self._own)
+
+    def unpack(self) -> None:
+        """See `Bucket.unpack`."""
+        self._own.copy_(self.flat)
 
 
 def late_gradient(names: Sequence[str]) -> UsageError:

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from evenstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from evenstep.replica.bucket import Bucket
+
+_ONE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class HookQueue:
     A hook such as PowerSGD goes on in the callbacks of its own collectives. On a CPU these run in the backend's
     threads, and with two buckets under way two ranks may begin the next collectives of the two in a different order,
     and wait for each other for ever. So the next bucket's turn comes when the one before has its result. On a GPU
-    callbacks are queued in order by the stream, and all buckets are begun at once.
+    callbacks are queued in order by the stream, and all buckets are begun at once; so are those of hooks of torch's
+    that make one collective and no more, whose order is that of the buckets.
     """
 
     def __init__(self, hook: CommHook) -> None:
@@ -81,7 +85,8 @@ class HookQueue:
         """Begin what may begin now."""
         while self._waiting:
             on_cpu = self._waiting[0].bucket.flat.device.type == "cpu"
-            if on_cpu and self._running is not None and not self._running.is_completed():
+            one_by_one = on_cpu and self._hook.function not in _ONE_COLLECTIVE
+            if one_by_one and self._running is not None and not self._running.is_completed():
                 return
             self._running = self._waiting.popleft()
             self._running.begin()

@@ -80,9 +80,16 @@ class DistributedDataParallel(TorchInterface):
         forward_sync_buffers: torch 2.13's name for `broadcast_buffers`; buffers are made equal at the start in any
             case.
         first_bucket_cap_mb: Size of the first bucket in MiB; None: 1, or `bucket_cap_mb` if that is smaller.
+        reduce_dtype: The dtype in which gradients are added over ranks and divided, such as float32 where parameters
+            have 16 bits; None: that of the parameters. `p.grad` keeps the parameters' dtype.
         on_nonfinite: What happens when a gradient is infinite or not a number on some rank, unless its loss was scaled
-            by the `scaler` of `backward`. "skip": every `p.grad` becomes None on all ranks, with a warning that names
-            rank and parameter, and `skipped_steps` counts; "raise": a NonFiniteError on every rank; None: as torch.
+            by the `scaler` of `backward`. "warn": rank and parameter are said once, where ranks add gradients in shared
+            memory (elsewhere as None), and not where a GradScaler is in use; "skip": every `p.grad` becomes None on
+            all ranks, with a warning that names rank and parameter, and `skipped_steps` counts; "raise": a
+            NonFiniteError on every rank; None: as torch.
+        compare_every: In so many synchronised backward passes every trained parameter is compared between ranks once,
+            some in each; where one isn't the same, a DriftError on every rank. None: 64, as long as ranks are surely
+            meant to have the same (see docs/faults.md); a number: always; 0: never.
         world: Who takes part; None: the current world.
 
     Raises:
@@ -114,7 +121,9 @@ class DistributedDataParallel(TorchInterface):
         forward_sync_buffers: bool | None = None,
         *,
         first_bucket_cap_mb: float | None = None,
-        on_nonfinite: Policy | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        on_nonfinite: Policy | None = "warn",
+        compare_every: int | None = None,
         world: World | None = None,
     ) -> None:
         nn.Module.__init__(self)
@@ -131,7 +140,9 @@ class DistributedDataParallel(TorchInterface):
             delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
             init_sync=init_sync,
             on_nonfinite=on_nonfinite,
+            compare_every=compare_every,
             mixed_precision=mixed_precision,
+            reduce_dtype=reduce_dtype,
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,

@@ -50,10 +50,11 @@ from evenstep.errors import UsageError
 from evenstep.health import page
 from evenstep.health.telemetry import BACKWARD
 from evenstep.replica.bucket import Bucket, late_gradient
+from evenstep.replica.drift import build_watch
 from evenstep.replica.exchange import BucketExchange, Exchange, NoExchange, build_exchange, divide_by_weight
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.nonfinite import NonFiniteGuard
+from evenstep.replica.nonfinite import NonFiniteGuard, build_guard, build_sum_watch
 from evenstep.replica.passes import Pass
 from evenstep.replica.readiness import Readiness, at_end_of_backward
 from evenstep.replica.settings import Settings
@@ -92,7 +93,9 @@ class Engine:
         self.exchange: Exchange = build_exchange(
             self.names, self.parameters, self.num_dense, world, settings.policy, buffers, self.recorder, transport
         )
-        self.guard = None if settings.on_nonfinite is None else NonFiniteGuard(settings.on_nonfinite, world, transport)
+        self.guard = build_guard(settings.on_nonfinite, world, transport)
+        self.sums = build_sum_watch(settings.on_nonfinite, world, transport)
+        self.drift = build_watch(settings, self.names, self.parameters, world, transport)
         self.lanes = None if world.lanes is None else LaneSums(world.lanes, self.parameters)
         self._equip_exchange()
         self._travels = not isinstance(self.exchange, NoExchange) or self.lanes is not None
@@ -348,6 +351,8 @@ class Engine:
         self.readiness.end()
         if current.synchronised:
             self._end_window()
+        elif self.drift is not None:
+            self.drift.kept_back()
         self._pass = None
 
     def _put_back(self, current: Pass) -> None:
@@ -395,11 +400,16 @@ class Engine:
         if self.guard is not None and self.guard.is_fault(is_scaled=window.is_scaled):
             for parameter in self.parameters:
                 parameter.grad = None
+        if self.drift is not None:
+            self.drift.conclude()
 
     def _equip_exchange(self) -> None:
         self.exchange.lanes = self.lanes
         if isinstance(self.exchange, BucketExchange):
             self.exchange.guard = self.guard
+            self.exchange.drift = self.drift
+            if self.sums is not None:
+                self.exchange.watch_sums(self.sums)
 
     def _look_outside_buckets(self, guard: NonFiniteGuard) -> None:
         first = self.num_dense if self.exchange.buckets else 0

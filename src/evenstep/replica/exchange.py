@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.health.telemetry import REDUCED, WAITING, Recorder
-from evenstep.replica.bucket import Bucket
+from evenstep.replica.bucket import HALF_PRECISION, Bucket, CastBucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
+from evenstep.replica.drift import NOTHING, DriftWatch
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.nonfinite import NonFiniteGuard
+from evenstep.replica.nonfinite import NonFiniteGuard, SumWatch
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.sparse import sum_over_ranks
 from evenstep.replica.uneven import Uneven
@@ -175,7 +176,7 @@ class BucketExchange:
         parameters: Those with dense gradients in registration order, then those with sparse ones.
         num_dense: How many have dense gradients, and lie in buckets.
         world: Who takes part.
-        policy: Sizes of buckets.
+        policy: Sizes and dtype of buckets.
         module_buffers: Sent along, or None.
         recorder: Of what happens when.
         transport: Carries buckets and headers, and what else belongs to the same pass.
@@ -199,12 +200,14 @@ class BucketExchange:
         self._world = world
         self._transport = transport
         self._policy = policy
+        self.sums: SumWatch | None = None
         self._module_buffers = module_buffers
         self._specs = [self._describe(index) for index in range(num_dense)]
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
         self.hook: CommHook | None = None
         self.guard: NonFiniteGuard | None = None
+        self.drift: DriftWatch | None = None
         self.lanes: LaneSums | None = None
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
@@ -212,11 +215,16 @@ class BucketExchange:
         self._used: list[bool] = []
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(self._plan(range(num_dense - 1, -1, -1)))
-        self._has_half_precision = any(bucket.has_half_precision for bucket in self.buckets)
+        # Autograd multiplies weights into gradients of the parameters' dtype, whatever these are added in.
+        self._has_half_precision = any(parameter.dtype in HALF_PRECISION for parameter in parameters) or any(
+            bucket.has_half_precision for bucket in self.buckets
+        )
 
     def _describe(self, index: int) -> ParameterSpec:
         parameter = self._parameters[index]
-        return ParameterSpec(self._names[index], tuple(parameter.shape), parameter.dtype, parameter.device)
+        added_in = self._policy.reduce_dtype if parameter.is_floating_point() else None
+        shape = tuple(parameter.shape)
+        return ParameterSpec(self._names[index], shape, parameter.dtype, parameter.device, added_in=added_in)
 
     def _plan(self, order: Sequence[int]) -> Layout:
         return plan_layout(self._specs, order, self._policy)
@@ -228,9 +236,19 @@ class BucketExchange:
         allocator: Transport = self._transport if self._hooks is None else LocalTransport()
         self.buckets: Sequence[Bucket] = [self._build_bucket(bucket, allocator) for bucket in layout.buckets]
         self._recorder.has_buckets(sum(bucket.flat.nbytes for bucket in self.buckets))
+        if self.sums is not None:
+            self.watch_sums(self.sums)
+
+    def watch_sums(self, sums: SumWatch) -> None:
+        """Have somebody look at the sums of buckets while they are made."""
+        self.sums = sums
+        for bucket in self.buckets:
+            sums.watch(bucket.flat, bucket.layout, bucket.names)
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
-        return Bucket(layout, self._parameters, self._names, self._transport, allocator=allocator)
+        is_cast = layout.dtype is not self._parameters[layout.slots[0].parameter].dtype
+        kind = CastBucket if is_cast else Bucket
+        return kind(layout, self._parameters, self._names, self._transport, allocator=allocator)
 
     @property
     def scale(self) -> float:
@@ -261,7 +279,7 @@ class BucketExchange:
     def is_clear(self, bucket: Bucket) -> bool:
         """See `Exchange.is_clear`."""
         all_views = all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
-        return all_views and bucket.flat.device.type == "cpu" and not bucket.flat.any()
+        return all_views and bucket.flat.device.type == "cpu" and bucket.is_zero
 
     def complete(self, bucket: int, kind: Kind | None) -> None:
         """See `Exchange.complete`."""
@@ -276,7 +294,9 @@ class BucketExchange:
         self._recorder.mark(WAITING)
         self.announce()
         self._used = [parameter.grad is not None for parameter in self._parameters]
-        self._header.fill(window, self._used)
+        # Within a join some have left, and are made equal when it ends.
+        told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
+        self._header.fill(window, self._used, told, self.sums is not None and self.sums.has_found)
         header_work = self._transport.all_reduce(self._header.tensor)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
         sent_buffers = self._module_buffers.start(src) if self._module_buffers is not None else []
@@ -288,6 +308,10 @@ class BucketExchange:
         self.reducer.reset()
         if self._header.tensor.device.type == "cpu":
             self._header.check_kinds()
+        if self.drift is not None:
+            self.drift.hear(self._header.told())
+        if self.sums is not None:
+            self.sums.end_window(self._header.any_found())
         if not all(self._used) or self._num_dense < len(self._parameters):
             self._used = self._header.used_anywhere()
             for bucket in self.buckets:
@@ -296,6 +320,8 @@ class BucketExchange:
                 if is_used:
                     parameter.grad = sum_over_ranks(parameter.grad, parameter, self._transport, self._world.control)
         self._divide(window)
+        for bucket in self.buckets:
+            bucket.unpack()
         if self._module_buffers is not None:
             self._module_buffers.finish(sent_buffers)
         while self._announced:

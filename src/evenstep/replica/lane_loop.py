@@ -185,6 +185,11 @@ def validate_model(module: nn.Module, settings: Settings, *, is_of_group: bool) 
                 f"on another number of ranks. Keep parameters in float32 and compute in low precision with "
                 f"torch.autocast."
             )
+        if settings.policy.reduce_dtype not in (None, parameter.dtype):
+            raise ConfigurationError(
+                f"{where}: reduce_dtype={settings.policy.reduce_dtype} with parameter {name!r} in "
+                f"{str(parameter.dtype)[6:]}. Sums inside a rank and between ranks have one dtype there: leave it out."
+            )
         if name in settings.sparse:
             raise ConfigurationError(
                 f"{where}: parameter {name!r} has sparse gradients, which aren't added lane by lane. Build the "

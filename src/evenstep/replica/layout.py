@@ -24,12 +24,14 @@ class Sharding:
         is_replicated: Nothing is divided: every rank has all gradients, and steps all parameters.
         frees_gradients: Buckets are memory that is lent for the time of the exchange; only the shard stays.
         reduce_dtype: The dtype in which gradients are added; None: the parameters' own.
+        shares_parameters: The CPU ranks of a host have one copy of the parameters.
     """
 
     owner: int
     is_replicated: bool = False
     frees_gradients: bool = False
     reduce_dtype: torch.dtype | None = None
+    shares_parameters: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class ParameterSpec:
         device: Where it is, and its gradient.
         sharding: How its gradient is divided over ranks, or None.
         group: Parameters of one group lie side by side within a bucket.
+        added_in: The dtype in which gradients are added over ranks, where `sharding` has none; None: `dtype`.
     """
 
     name: str
@@ -51,12 +54,13 @@ class ParameterSpec:
     device: torch.device
     sharding: Sharding | None = None
     group: int = 0
+    added_in: torch.dtype | None = None
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are added over ranks."""
         own = None if self.sharding is None else self.sharding.reduce_dtype
-        return self.dtype if own is None else own
+        return own or self.added_in or self.dtype
 
     @property
     def numel(self) -> int:
@@ -66,14 +70,17 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class BucketPolicy:
-    """How large buckets are.
+    """How large buckets are, and of which dtype.
 
     Attributes:
         caps_bytes: Cap of the first bucket of each device and dtype, of the second, and so on; the last holds for all
             that follow. A larger parameter has a bucket to itself.
+        reduce_dtype: The dtype in which gradients of real floating-point parameters are added over ranks; None: the
+            parameters' own.
     """
 
     caps_bytes: tuple[int, ...] = (DEFAULT_FIRST_BUCKET_BYTES, DEFAULT_BUCKET_BYTES)
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not self.caps_bytes or min(self.caps_bytes) <= 0:

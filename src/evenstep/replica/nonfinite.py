@@ -2,11 +2,16 @@
 
 One pass over a bucket that is about to travel adds it up: a sum is finite unless something in it isn't (or it is very
 large, which a second look tells apart). What the ranks found is agreed once per window, with one small all-reduce. On
-a GPU reading that waits for the device.
+a GPU reading that waits for the device. That is what "skip" and "raise" do.
+
+"warn" looks at sums instead, while they are made in shared memory: a rank at the part that it makes, so it costs 1/n.
+It is said at the end of the window, or of the next one: the header carries the news.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -16,10 +21,13 @@ from torch import Tensor
 
 from evenstep.errors import ConfigurationError, NonFiniteError
 from evenstep.replica.bucket import Bucket
+from evenstep.replica.layout import BucketLayout
 from evenstep.transport.base import Transport
+from evenstep.transport.exchange import exchange
+from evenstep.transport.looking import look_at_sums
 from evenstep.world import World
 
-Policy = Literal["skip", "raise"]
+Policy = Literal["warn", "skip", "raise"]
 _MAX_NAMED = 5
 
 
@@ -27,10 +35,20 @@ def validate_policy(policy: str | None) -> None:
     """Refuse an unknown policy.
 
     Raises:
-        ConfigurationError: It is none of "skip", "raise" and None.
+        ConfigurationError: It is none of "warn", "skip", "raise" and None.
     """
-    if policy not in ("skip", "raise", None):
-        raise ConfigurationError(f"on_nonfinite={policy!r}; 'skip', 'raise', or None.")
+    if policy not in ("warn", "skip", "raise", None):
+        raise ConfigurationError(f"on_nonfinite={policy!r}; 'warn', 'skip', 'raise', or None.")
+
+
+def build_guard(policy: Policy | None, world: World, transport: Transport) -> NonFiniteGuard | None:
+    """Who decides on steps; None where nobody does."""
+    return NonFiniteGuard(policy, world, transport) if policy in ("skip", "raise") else None
+
+
+def build_sum_watch(policy: Policy | None, world: World, transport: Transport) -> SumWatch | None:
+    """Who looks at sums and warns; None where sums aren't made by the ranks themselves."""
+    return SumWatch(world, transport) if policy == "warn" and transport.name == "shared memory" else None
 
 
 class NonFiniteGuard:
@@ -55,7 +73,7 @@ class NonFiniteGuard:
 
     def look(self, bucket: Bucket) -> None:
         """At a bucket that holds this rank's gradients, before it travels."""
-        self._look([bucket.flat], lambda: (bucket.names, bucket.views))
+        self._look([bucket.flat], lambda: (bucket.names, bucket.sent_views))
 
     def look_at(self, names: Sequence[str], grads: Sequence[Tensor]) -> None:
         """At gradients that travel in no bucket."""
@@ -98,6 +116,95 @@ class NonFiniteGuard:
         if self._world.is_main:
             warnings.warn(f"{message} All ranks skip this step (number {self.num_skipped}).", stacklevel=2)
         return True
+
+
+class SumWatch:
+    """Says once whose gradient was not finite, in which parameter. Changes nothing.
+
+    Args:
+        world: Who takes part.
+        transport: Carries what belongs to the model's passes.
+    """
+
+    def __init__(self, world: World, transport: Transport) -> None:
+        self._world = world
+        self._transport = transport
+        self._window = 0
+        self._first = -1  # window of the findings
+        self._findings: set[tuple[int, str]] = set()  # rank (-1: of all together), parameter
+        self._is_off = False
+
+    def watch(self, flat: Tensor, layout: BucketLayout, names: Sequence[str]) -> None:
+        """Look at the sums of a bucket, as long as its memory lives."""
+        is_lent = layout.sharding is not None and layout.sharding.frees_gradients  # memory of several buckets
+        if layout.dtype.is_floating_point and not is_lent:
+            begins = torch.tensor([slot.offset_numel for slot in layout.slots])
+            look_at_sums(flat, functools.partial(self._look, begins, names))
+
+    @property
+    def has_found(self) -> bool:
+        """Whether this rank has found something, which the others don't know yet."""
+        return bool(self._findings) and not self._is_off
+
+    def end_window(self, any_found: bool) -> None:
+        """Collective if any rank has found something: rank 0 warns, unless a GradScaler sees to it. Then it is over."""
+        self._window += 1
+        if any_found:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        told = exchange(
+            self._transport, {"first": self._first, "found": [*sorted(self._findings)], "scaled": _has_scaler()}
+        )
+        self._is_off = True
+        if any(each["scaled"] for each in told) or not self._world.is_main:
+            return
+        first = min(each["first"] for each in told if each["found"])
+        found = sorted({(rank, name) for each in told if each["first"] == first for rank, name in each["found"]})
+        by_rank: dict[int, list[str]] = {}
+        for rank, name in found:
+            by_rank.setdefault(rank, []).append(name)
+        text = "; ".join(
+            f"{'only in the sum over ranks' if rank < 0 else f'at least on rank {rank}'}: {_listed(names)}"
+            for rank, names in by_rank.items()
+        )
+        warnings.warn(
+            f"a gradient was infinite or not a number before gradients were averaged, {text} (in backward pass "
+            f"{first + 1}). It is now in the parameters, unless the step was left out. This is said once; "
+            f"on_nonfinite='skip' leaves such steps out, 'raise' ends the run, None looks at nothing.",
+            stacklevel=2,
+        )
+
+    def _look(self, begins: Tensor, names: Sequence[str], begin: int, result: Tensor, inputs: Sequence[Tensor]) -> None:
+        if self._is_off or (self._findings and self._first != self._window):
+            return
+        places = (~torch.isfinite(result)).nonzero()[:, 0]
+        if len(places) == 0:
+            return  # a large total of finite numbers
+        slots = torch.searchsorted(begins, places + begin, right=True) - 1
+        own: int | None = None
+        others_are_small = torch.ones(len(places), dtype=torch.bool)
+        bad_of: dict[int, Tensor] = {}
+        for rank, given in enumerate(inputs):
+            if given.data_ptr() == result.data_ptr():
+                own = rank  # overwritten by the sum: it is what the others don't explain, or not known to be
+                continue
+            values = given[places]
+            bad_of[rank] = ~values.isfinite()
+            others_are_small &= values.abs() < torch.finfo(given.dtype).max / (2 * len(inputs))
+        if own is not None:
+            bad_of[own] = others_are_small
+        explained = torch.stack([*bad_of.values()]).any(0)
+        bad_of[-1] = ~explained
+        self._first = self._window
+        for rank, bad in bad_of.items():
+            self._findings |= {(rank, names[slot]) for slot in set(slots[bad].tolist())}
+
+
+def _has_scaler() -> bool:
+    """Whether somebody in this process scales losses, so that an overflow now and then is no fault."""
+    kinds = torch.amp.GradScaler
+    return any(issubclass(type(each), kinds) and each.is_enabled() for each in gc.get_objects())
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class Settings:
     """What a wrapped module was wrapped with.
 
     Attributes:
-        policy: Sizes of buckets.
+        policy: Sizes and dtype of buckets.
         ignored: Names of parameters and module buffers that every rank keeps for itself.
         sparse: Names of parameters whose gradients are sparse.
         inputs_to: Where inputs are moved before the module sees them; None: they are where they have to be.
@@ -40,6 +40,8 @@ class Settings:
         init_sync_buffers: Make module buffers equal at the start, too.
         sync_buffers: Make module buffers equal at the end of every synchronised backward pass.
         on_nonfinite: What happens to a step with a gradient that isn't finite; None: nothing is looked at.
+        compare_every: In so many windows parameters are compared between ranks once; None: where they are surely meant
+            to be equal, in the usual number; 0: never.
     """
 
     policy: BucketPolicy
@@ -51,6 +53,7 @@ class Settings:
     init_sync_buffers: bool
     sync_buffers: bool
     on_nonfinite: Policy | None = None
+    compare_every: int | None = None
 
     def trained(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """The parameters that are kept in step, in registration order."""
@@ -216,6 +219,20 @@ def check_delayed(module: nn.Module, named: Iterable[tuple[str, Any]] | None, ho
         raise ConfigurationError("param_to_hook_all_reduce is no parameter of the module.")
 
 
+def check_reduce_dtype(reduce_dtype: Any, mixed_precision: Any) -> None:
+    """In which dtype gradients are added is said once.
+
+    Raises:
+        ConfigurationError: It is said twice, or is no floating-point dtype.
+    """
+    if reduce_dtype is None:
+        return
+    if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point and reduce_dtype.itemsize > 1):
+        raise checks.refuse("reduce_dtype", reduce_dtype, "a floating-point dtype of at least 16 bits, or None")
+    if mixed_precision is not None and mixed_precision.reduce_dtype is not None:
+        raise ConfigurationError("reduce_dtype and mixed_precision with a reduce_dtype: pass one of them.")
+
+
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup | None:
     """The process group that is meant; None for all ranks.
 
@@ -256,7 +273,9 @@ def settle(
     delayed: tuple[Any, Any],
     init_sync: bool,
     on_nonfinite: Policy | None,
+    compare_every: int | None,
     mixed_precision: Any,
+    reduce_dtype: torch.dtype | None,
     **ignored: Any,
 ) -> Settings:
     """What a module is wrapped with, if that is in order on every rank.
@@ -273,7 +292,9 @@ def settle(
         delayed: `delay_all_reduce_named_params` and `param_to_hook_all_reduce`.
         init_sync: Compare the models and make them equal.
         on_nonfinite: What happens where gradients aren't finite.
+        compare_every: How often replicas are compared.
         mixed_precision: torch's `_MixedPrecision`.
+        reduce_dtype: The dtype in which gradients are added over ranks.
         ignored: torch's switches on which nothing depends here.
 
     Raises:
@@ -285,12 +306,16 @@ def settle(
     def validate() -> dict[str, Any]:
         check_module(module, ignored_names(module))
         validate_policy(on_nonfinite)
+        if compare_every is not None:
+            checks.whole("compare_every", compare_every, least=0)
         checks.switches("", init_sync=init_sync)
         checks.switches("", otherwise="None", **ignored)
         check_delayed(module, *delayed)
+        precision = describe_precision(mixed_precision)
+        check_reduce_dtype(reduce_dtype, mixed_precision)
         at_start, after_steps = resolve_buffers(*buffers)
         settings = Settings(
-            policy=bucket_policy(*buckets),
+            policy=replace(bucket_policy(*buckets), reduce_dtype=reduce_dtype),
             ignored=ignored_names(module),
             sparse=sparse_parameters(module),
             inputs_to=where_inputs_go(module, *devices),
@@ -299,6 +324,7 @@ def settle(
             init_sync_buffers=at_start,
             sync_buffers=after_steps,
             on_nonfinite=on_nonfinite,
+            compare_every=compare_every,
         )
         made.append(settings)
         return {
@@ -307,7 +333,9 @@ def settle(
             "dim": settings.dim,
             "bytes of a bucket": list(settings.policy.caps_bytes),
             "on_nonfinite": on_nonfinite,
-            "mixed_precision": describe_precision(mixed_precision),
+            "compare_every": compare_every,
+            "mixed_precision": precision,
+            "reduce_dtype": str(reduce_dtype),
         }
 
     validate_together(world, "DistributedDataParallel", validate)

@@ -8,7 +8,8 @@
     own       parameters    [numel / n]            ^^^^^^^^                      what this rank steps; then all gather
 
 Parameters are views of `values`, so that gathering writes to where they are. With shared memory every rank copies the
-others' shards from where their owners have written them.
+others' shards from where their owners have written them. With a `HostCopy` the `values` of all ranks of a host are the
+same memory, and what an owner has written is there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from evenstep.errors import UsageError
 from evenstep.replica.bucket import Bucket, late_gradient, view_like
 from evenstep.replica.comm_hook import HookQueue, HookWork
 from evenstep.replica.hidden_gradient import HiddenGradient
+from evenstep.replica.host_copy import HostCopy
 from evenstep.replica.layout import BucketLayout
 from evenstep.transport.base import Transport, Work
 from evenstep.transport.local import LocalTransport
@@ -87,6 +89,8 @@ class ShardedBucket(Bucket):
         transport: Carries the memory.
         allocator: Allocates it.
         lent: [numel] or more: memory for `flat`, which this bucket has from `pack` to `wait` only.
+        values: [numel], memory for `values` that ranks have in common; None: this rank's own.
+        host_copy: Who has it in common.
     """
 
     def __init__(
@@ -98,8 +102,11 @@ class ShardedBucket(Bucket):
         *,
         allocator: Transport,
         lent: Tensor | None = None,
+        values: Tensor | None = None,
+        host_copy: HostCopy | None = None,
     ) -> None:
         self._lent = lent
+        self.host_copy = host_copy
         super().__init__(layout, parameters, names, transport, allocator=allocator)
         self.transport = transport
         self.is_replicated = layout.sharding is not None and layout.sharding.is_replicated
@@ -111,14 +118,17 @@ class ShardedBucket(Bucket):
         self._is_in_place = lent is None and (self.num_shards == 1 or transport.name in _REDUCE_IN_PLACE)
         self._own_of_flat = self.flat[own]
         self.shard = self._own_of_flat if self._is_in_place else torch.zeros_like(self._own_of_flat)
-        self.values = allocator.allocate(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
+        if values is None:
+            values = allocator.allocate(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
+        self.values = values
         self.own = self.values[own]
         self._homes = [
             view_like(self.values, slot.offset_numel, parameter)
             for slot, parameter in zip(layout.slots, self.parameters, strict=True)
         ]
         for parameter, home in zip(self.parameters, self._homes, strict=True):
-            home.copy_(parameter.detach())
+            if host_copy is None or host_copy.is_writer:
+                home.copy_(parameter.detach())
             parameter.data = home
         self._addresses = [home.data_ptr() for home in self._homes]
         # Where nothing is divided, gradients are there for everybody.
@@ -252,7 +262,8 @@ class ShardedBucket(Bucket):
         held = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
         if self._lent is None and self.layout.dtype is self.values.dtype:
             self.flat.zero_()
-            self.shard.zero_()
+            if not self._is_in_place:
+                self.shard.zero_()
             for index in held:
                 self.parameters[index].grad = self.views[index]
         else:
@@ -351,13 +362,21 @@ class ShardedBucket(Bucket):
 
     # ------------------------------------------------------------------ parameters
 
+    def replaced(self) -> str | None:
+        """Name of a parameter that is not where it was put; None: all are."""
+        addresses = [parameter.data_ptr() for parameter in self.parameters]
+        if addresses == self._addresses:
+            return None
+        moved = zip(self.names, addresses, self._addresses, strict=True)
+        return next(name for name, address, before in moved if address != before)
+
     def keep_hold(self) -> None:
         """Take back parameters whose memory was replaced (`load_state_dict(assign=True)`, `p.data = ...`).
 
         Raises:
             UsageError: They have another dtype, device or shape now.
         """
-        if [parameter.data_ptr() for parameter in self.parameters] == self._addresses:
+        if self.replaced() is None:
             return
         for parameter, home, name in zip(self.parameters, self._homes, self.names, strict=True):
             if parameter.data_ptr() == home.data_ptr():
@@ -376,6 +395,8 @@ class ShardedBucket(Bucket):
         """Collective: begin to give every rank the values of all shards."""
         if self.num_shards == 1:
             return LocalTransport().barrier()  # they are there
+        if self.host_copy is not None:
+            return self.host_copy.start_gather(self.values, self.own)
         return self.transport.all_gather(self.values, self.own)
 
     def finish_gather(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from evenstep.health.telemetry import Recorder
 from evenstep.replica.bucket import Bucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.exchange import BucketExchange
+from evenstep.replica.host_copy import HostCopy
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, Sharding, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.sharded_bucket import ShardedBucket
@@ -75,6 +77,8 @@ class ShardedExchange(BucketExchange):
         self._lent: dict[tuple[object, ...], Tensor] = {}
         self._borrowers: dict[tuple[object, ...], ShardedBucket] = {}
         self._order: Sequence[int] = ()
+        self._host_copy = HostCopy(world, transport)
+        self._in_common: dict[int, Tensor] = {}
         reduced = [parameter.grad for parameter in parameters]
         super().__init__(names, parameters, num_dense, world, policy, module_buffers, recorder, transport)
         for bucket in self.buckets:
@@ -113,7 +117,7 @@ class ShardedExchange(BucketExchange):
         if index not in self._shardings:
             return spec
         sharding, group = self._shardings[index]
-        return ParameterSpec(spec.name, spec.shape, spec.dtype, spec.device, sharding, group)
+        return replace(spec, sharding=sharding, group=group)
 
     def _plan(self, order: Sequence[int]) -> Layout:
         self._order = order
@@ -127,7 +131,20 @@ class ShardedExchange(BucketExchange):
                 key = (bucket.dtype, bucket.device)
                 sizes[key] = max(sizes.get(key, 0), bucket.numel)
         self._sizes_lent = sizes
+        self._in_common = self._allocate_in_common(layout)
         super()._build(layout)
+        if self._in_common:
+            self._host_copy.close()
+            self._in_common = {}
+
+    def _allocate_in_common(self, layout: Layout) -> dict[int, Tensor]:
+        """Collective: by number of the bucket, memory for parameters of which a host has one copy."""
+        sizes = {
+            bucket.index: (bucket.numel, self._parameters[bucket.slots[0].parameter].dtype)
+            for bucket in layout.buckets
+            if bucket.sharding is not None and bucket.sharding.shares_parameters and self._world.world_size > 1
+        }
+        return dict(zip(sizes, self._host_copy.allocate(list(sizes.values())), strict=True)) if sizes else {}
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
         if layout.sharding is None:
@@ -139,7 +156,17 @@ class ShardedExchange(BucketExchange):
                 numel = self._sizes_lent[layout.dtype, layout.device]
                 self._lent[key] = allocator.allocate(numel, dtype=layout.dtype, device=layout.device)
             lent = self._lent[key]
-        return ShardedBucket(layout, self._parameters, self._names, self._transport, allocator=allocator, lent=lent)
+        values = self._in_common.get(layout.index)
+        return ShardedBucket(
+            layout,
+            self._parameters,
+            self._names,
+            self._transport,
+            allocator=allocator,
+            lent=lent,
+            values=values,
+            host_copy=None if values is None else self._host_copy,
+        )
 
     def _make_room(self, bucket: Bucket) -> None:
         if not isinstance(bucket, ShardedBucket) or not bucket.is_lent:
@@ -151,6 +178,9 @@ class ShardedExchange(BucketExchange):
         self._borrowers[key] = bucket
 
     def _lay_out_again(self, layout: Layout) -> None:
+        shared = [bucket for bucket in self.sharded_buckets if bucket.host_copy is not None]
+        if shared:  # one rank moves them for all, and would miss what another has put elsewhere
+            self._host_copy.open(next((name for each in shared if (name := each.replaced())), None))
         followers = [follower for follower in (each() for each in self._followers) if follower is not None]
         kept = [(follower, follower.let_go()) for follower in followers]
         reduced: list[Tensor | None] = [parameter.grad for parameter in self._parameters]
@@ -186,7 +216,9 @@ class ShardedExchange(BucketExchange):
             bucket.put_back(add=True)
 
     def set_hook(self, hook: CommHook) -> None:
-        """See `Exchange.set_hook`."""
+        """See `Exchange.set_hook`; in a world of one nothing is handed over."""
+        if self._world.world_size == 1:
+            return
         self.hook = hook
         self._hooks = HookQueue(hook)
         self._lay_out_again(self.layout)

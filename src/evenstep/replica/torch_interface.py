@@ -186,6 +186,8 @@ class TorchInterface(TorchDistributedDataParallel):
             raise UsageError("register_comm_hook in reproducible mode: a hook adds in an order of its own.")
         made = CommHook(state, hook)
         self.engine.exchange.set_hook(made)
+        if self.engine.drift is not None:
+            self.engine.drift.doubt_hook(hook)
         self._hook = made
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:

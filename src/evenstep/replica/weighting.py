@@ -8,12 +8,14 @@ every pass is PLAIN (`loss.backward()`: summed over micro-batches, averaged over
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica.drift import NOTHING, NUM_TOLD
 
 
 class Kind(Enum):
@@ -97,18 +99,32 @@ class Header:
     [0]   sum of the weights
     [1]   number of ranks whose window was WEIGHTED
     [2]   number of ranks whose window was PLAIN
-    [3:]  for each parameter, on how many ranks it has a gradient
+    [3:]  for each parameter, on how many ranks it has a gradient; then what `drift` tells of parameters themselves, and
+          the number of ranks that have found something in the sums of the window before
     """
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
-        self.tensor = torch.zeros(3 + num_parameters, dtype=torch.float64, device=device)  # [3 + num_parameters]
+        self._behind = 3 + num_parameters
+        self.tensor = torch.zeros(self._behind + NUM_TOLD + 1, dtype=torch.float64, device=device)
 
-    def fill(self, window: Window, used: list[bool]) -> None:
-        """Write this rank's numbers."""
+    def fill(
+        self, window: Window, used: list[bool], told: Sequence[float] | Tensor = NOTHING, found: bool = False
+    ) -> None:
+        """Write this rank's numbers.
+
+        Args:
+            window: The window that ends.
+            used: For each parameter, whether it has a gradient.
+            told: [NUM_TOLD], see `drift`.
+            found: See `nonfinite.SumWatch`.
+        """
         kinds = [float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN)]
-        numbers = torch.tensor([0.0, *kinds, *map(float, used)], dtype=torch.float64)
+        behind = NOTHING if isinstance(told, Tensor) else told
+        numbers = torch.tensor([0.0, *kinds, *map(float, used), *behind, float(found)], dtype=torch.float64)
         self.tensor.copy_(numbers, non_blocking=True)
         self.tensor[0] = window.weight
+        if isinstance(told, Tensor):
+            self.tensor[self._behind : -1] = told
 
     def check_kinds(self) -> None:
         """After the sum: did the ranks mean the same? Reads the tensor, so on CUDA it waits for the device.
@@ -125,7 +141,15 @@ class Header:
 
     def used_anywhere(self) -> list[bool]:
         """After the sum: for each parameter, whether any rank has a gradient. Reads the tensor."""
-        return [count > 0 for count in self.tensor[3:].tolist()]
+        return [count > 0 for count in self.tensor[3 : self._behind].tolist()]
+
+    def told(self) -> Tensor:
+        """After the sum: [NUM_TOLD], see `drift`. A view."""
+        return self.tensor[self._behind : -1]
+
+    def any_found(self) -> bool:
+        """After the sum: whether a rank has found something. Reads the tensor."""
+        return self.tensor[-1].item() > 0.0
 
     def num_plain(self) -> Tensor:
         """After the sum: on how many ranks the window was PLAIN. 0-dim, on the device, without waiting for it."""

@@ -46,8 +46,12 @@ KINDS = {
     "close": "shuts down all its TCP connections",
     "nan": "NaN in a gradient, before it is added to the others'",
     "corrupt": "another sign of a gradient, before it is added to the others'",
+    "drift": "another value in the first parameter, so that replicas are no longer equal",
     "shape": "one more collective, of a shape that nobody else has",
 }
+
+
+_SPOIL = ("nan", "corrupt", "drift")  # need the model
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,10 @@ class Fault:
             raise ConfigurationError(f"fault {self}: no phase {self.phase!r}; use {', '.join(PHASES)}.")
         if min(self.rank, self.step, self.seconds, self.mib) < 0:
             raise ConfigurationError(f"fault {self}: rank, step, seconds and mib are at least 0.")
-        if self.kind in ("nan", "corrupt") and self.phase != "forward":
-            raise ConfigurationError(f"fault {self}: a gradient is spoilt in the backward pass; leave out the phase.")
+        if self.kind in _SPOIL and self.phase != "forward":
+            raise ConfigurationError(
+                f"fault {self}: a model is spoilt as its forward pass begins; leave out the phase."
+            )
 
     def __str__(self) -> str:
         more = {
@@ -121,7 +127,7 @@ def draw_fault(seed: int, *, num_ranks: int, num_steps: int, kinds: Sequence[str
     """A fault of chance, the same for the same seed. Pure."""
     draw = random.Random(seed)
     kind = draw.choice(list(kinds))
-    phase = "forward" if kind in ("nan", "corrupt") else draw.choice(PHASES)
+    phase = "forward" if kind in _SPOIL else draw.choice(PHASES)
     return Fault(kind, draw.randrange(num_ranks), draw.randrange(num_steps), phase)
 
 
@@ -205,6 +211,9 @@ def _perform(fault: Fault, module: torch.nn.Module | None) -> None:
         current().transport.all_reduce(torch.ones(3, 5, 7, device=current().device)).wait()
     elif module is not None:
         parameter = next(p for p in module.parameters() if p.requires_grad)
+        if fault.kind == "drift":
+            parameter.data.mul_(1.01)
+            return
         factor = float("nan") if fault.kind == "nan" else -1.0
 
         def spoil(gradient: Tensor) -> Tensor:

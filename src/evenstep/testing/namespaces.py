@@ -9,10 +9,14 @@ Needs root and the programs `ip`, `tc` and `unshare`; `why_not` says what is mis
 
 from __future__ import annotations
 
+import atexit
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -20,7 +24,10 @@ from evenstep.errors import ConfigurationError
 
 _INTERFACE = "eth0"
 _PORT = 29500  # nobody else is there
+_OURS = re.compile(r"(?:evs|evenstep-)(\d+)-?\S*")  # the process that made it
 _num_made = 0
+_open: list[Namespaces] = []
+_handles_end = False
 
 
 def why_not() -> str | None:
@@ -38,8 +45,23 @@ def why_not() -> str | None:
     return None
 
 
+def sweep() -> list[str]:
+    """Remove the namespaces of processes that have ended without doing so; returns their names."""
+    swept = []
+    for line in _run(["ip", "netns", "list"], check=False).stdout.splitlines():
+        name = line.split()[0] if line.split() else ""
+        maker = _OURS.fullmatch(name)
+        if maker is not None and not os.path.exists(f"/proc/{maker[1]}"):
+            _remove(name)
+            swept.append(name)
+    return swept
+
+
 class Namespaces:
     """Hosts on one switch. A context manager: at its end they are gone, whoever still runs in them is killed.
+
+    Also where the process ends by SIGTERM, or otherwise without leaving the context, unless it is killed outright: then
+    the next process that uses this removes them (`sweep`).
 
     Args:
         num_hosts: How many.
@@ -60,6 +82,9 @@ class Namespaces:
         self.addresses = [f"10.83.{_num_made % 250}.{host + 1}" for host in range(num_hosts)]
 
     def __enter__(self) -> Namespaces:
+        sweep()
+        _open.append(self)
+        _remove_at_the_end()
         try:
             self._build()
         except BaseException:
@@ -119,14 +144,42 @@ class Namespaces:
 
     def _remove(self) -> None:
         for host in [*range(len(self.addresses)), "switch"]:
-            pids = _run(["ip", "netns", "pids", self._name(host)], check=False).stdout.split()
-            if pids:
-                _run(["kill", "-9", *pids], check=False)
-            _run(["ip", "netns", "del", self._name(host)], check=False)
+            _remove(self._name(host))
+        if self in _open:
+            _open.remove(self)
 
     def __repr__(self) -> str:
         rate = "" if self._rate_mbit is None else f", {self._rate_mbit:g} Mbit/s"
         return f"<Namespaces {len(self.addresses)} hosts{rate}>"
+
+
+def _remove(name: str) -> None:
+    pids = _run(["ip", "netns", "pids", name], check=False).stdout.split()
+    if pids:
+        _run(["kill", "-9", *pids], check=False)
+    _run(["ip", "netns", "del", name], check=False)
+
+
+def _remove_at_the_end() -> None:
+    """Once: at this process's exit, and at SIGTERM where nobody else has asked for it."""
+    global _handles_end
+    if _handles_end:
+        return
+    _handles_end = True
+    owner = os.getpid()
+
+    def remove_all(*_: object) -> None:
+        while _open and os.getpid() == owner:  # not in a copy of this process
+            _open[-1]._remove()
+
+    def terminated(number: int, _: object) -> None:
+        remove_all()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    atexit.register(remove_all)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminated)
 
 
 def _run(argv: Sequence[str], *, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -35,6 +35,7 @@ from evenstep.transport.arena import Arena, Views
 from evenstep.transport.arrivals import Arrivals, Phase
 from evenstep.transport.base import Op
 from evenstep.transport.header import Fingerprint, explain_mismatch, pack_place, unpack_header
+from evenstep.transport.looking import look_for
 from evenstep.transport.reduction import Arithmetic, Scratch, plan_arithmetic, plan_slices, reduce_into
 from evenstep.transport.segment import NUM_PIECES, NUM_SLOTS, PIECE_BYTES, SMALL_BYTES, Segment
 
@@ -233,9 +234,9 @@ class Exchange:
         """Go on when everybody has come here."""
         yield Phase.REDUCED, self.arrivals.announce(Phase.REDUCED)
 
-    def reduce(self, outputs: list[Tensor], inputs: list[Tensor], how: Arithmetic) -> None:
-        """See `reduce_into`."""
-        reduce_into(outputs, inputs, how, self._scratch)
+    def reduce(self, call: Call, outputs: list[Tensor], inputs: list[Tensor], begin: int = 0) -> None:
+        """See `reduce_into`; `begin` is the first element's number in the call's tensor."""
+        reduce_into(outputs, inputs, self.arithmetic(call), self._scratch, look_for(call.flat), begin)
 
     def arithmetic(self, call: Call) -> Arithmetic:
         """How the call combines."""
@@ -247,7 +248,7 @@ class Exchange:
 
 
 def _small_all_reduce(at: Exchange, call: Call) -> None:
-    at.reduce([call.out], at.small(call), at.arithmetic(call))
+    at.reduce(call, [call.out], at.small(call))
 
 
 def _small_broadcast(at: Exchange, call: Call) -> None:
@@ -265,7 +266,7 @@ def _small_all_gather(at: Exchange, call: Call) -> None:
 def _small_reduce_scatter(at: Exchange, call: Call) -> None:
     numel = call.out.numel()
     begin, end = at.rank * numel, (at.rank + 1) * numel
-    at.reduce([call.out], [small[begin:end] for small in at.small(call)], at.arithmetic(call))
+    at.reduce(call, [call.out], [small[begin:end] for small in at.small(call)], begin)
 
 
 def _small_barrier(at: Exchange, call: Call) -> None:
@@ -277,7 +278,6 @@ def _small_barrier(at: Exchange, call: Call) -> None:
 
 def all_reduce_program(at: Exchange, call: Call) -> Program:
     """Each rank reduces its slice, in place or piece by piece."""
-    how = at.arithmetic(call)
     num_pieces = at.count_pieces(call)
     # In place, the meeting at the beginning has shown that everything is there.
     is_copied = None in call.places
@@ -290,7 +290,7 @@ def all_reduce_program(at: Exchange, call: Call) -> Program:
         if begin < end:
             homes = [at.home(call, rank, piece, begin, end) for rank in at.ranks]
             written = [h for r, h in enumerate(homes) if r != at.rank and call.places[r] is not None]
-            at.reduce([homes[at.rank], *written], homes, how)
+            at.reduce(call, [homes[at.rank], *written], homes, first + begin)
         reduced = at.arrivals.announce(Phase.REDUCED)
         has_next = piece + 1 < num_pieces
         filled = at.put(call, piece + 1) if has_next else 0
@@ -347,10 +347,10 @@ def _all_gather(at: Exchange, call: Call) -> Program:
 
 
 def _reduce_scatter(at: Exchange, call: Call) -> Program:
-    how, numel = at.arithmetic(call), call.out.numel()
+    numel = call.out.numel()
     if None not in call.places:
         begin, end = at.rank * numel, (at.rank + 1) * numel
-        at.reduce([call.out], [at.home(call, rank, 0, begin, end) for rank in at.ranks], how)
+        at.reduce(call, [call.out], [at.home(call, rank, 0, begin, end) for rank in at.ranks], begin)
         yield from at.meet()
         return
     call.places = [None] * at.world_size  # a piece holds a part of every rank's share, so all are copied
@@ -372,7 +372,7 @@ def _reduce_scatter(at: Exchange, call: Call) -> Program:
         begin, end = piece * length, min(numel, (piece + 1) * length)
         first = at.rank * length
         inputs = [at.home(call, rank, piece, first, first + end - begin) for rank in at.ranks]
-        at.reduce([call.out[begin:end]], inputs, how)
+        at.reduce(call, [call.out[begin:end]], inputs, at.rank * numel + begin)
     at.pieces_done(num_pieces)
 
 

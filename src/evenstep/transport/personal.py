@@ -30,7 +30,7 @@ def explain_splits(splits: Tensor) -> str | None:
 
 def _small_reduce(at: Exchange, call: Call) -> None:
     if call.receiver == at.rank:
-        at.reduce([call.out], at.small(call), at.arithmetic(call))
+        at.reduce(call, [call.out], at.small(call))
 
 
 def _reduce(at: Exchange, call: Call) -> Program:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from evenstep.errors import ConfigurationError
 from evenstep.transport.base import Op
+from evenstep.transport.looking import Look, check_sum
 from evenstep.transport.segment import round_up
 
 # A block of every rank's vector and of the result fit a core's cache together, so that what was read for the sum is
@@ -129,7 +130,14 @@ def plan_arithmetic(op: Op, dtype: torch.dtype) -> Arithmetic:
     return Arithmetic(_FUNCTIONS[op], dtype, divides=op == "mean")
 
 
-def reduce_into(outputs: Sequence[Tensor], inputs: Sequence[Tensor], arithmetic: Arithmetic, scratch: Scratch) -> None:
+def reduce_into(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    arithmetic: Arithmetic,
+    scratch: Scratch,
+    look: Look | None = None,
+    begin: int = 0,
+) -> None:
     """Combine `inputs` and write the result to all `outputs`.
 
     Args:
@@ -137,11 +145,15 @@ def reduce_into(outputs: Sequence[Tensor], inputs: Sequence[Tensor], arithmetic:
         inputs: One per rank, in order of rank, [n].
         arithmetic: How; the tensors have the dtype that it was planned for.
         scratch: Memory to compute in.
+        look: Looks at the result before it is written anywhere but to the first output.
+        begin: What it calls the first element.
     """
     numel = inputs[0].numel()
     is_short = 0 < numel <= _SHORT_NUMEL and len(inputs) == 2 and len(outputs) == 1
     if is_short and arithmetic.is_plain and inputs[0].dtype is arithmetic.carrier:
         arithmetic.function(inputs[0], inputs[1], out=outputs[0])
+        if look is not None:
+            check_sum(look, begin, outputs[0], inputs)
         return
     if inputs[0].dtype is not arithmetic.carrier:
         outputs = [each.view(arithmetic.carrier) for each in outputs]
@@ -152,11 +164,12 @@ def reduce_into(outputs: Sequence[Tensor], inputs: Sequence[Tensor], arithmetic:
     combine = _combine_direct if is_direct else _combine_converted
     if numel <= block:
         if numel:
-            combine(outputs, inputs, arithmetic, scratch)
+            combine(outputs, inputs, arithmetic, scratch, look, begin)
         return
-    for begin in range(0, numel, block):
-        end = min(numel, begin + block)
-        combine([each[begin:end] for each in outputs], [each[begin:end] for each in inputs], arithmetic, scratch)
+    for first in range(0, numel, block):
+        end = min(numel, first + block)
+        into, given = [each[first:end] for each in outputs], [each[first:end] for each in inputs]
+        combine(into, given, arithmetic, scratch, look, begin + first)
 
 
 def _is_half(arithmetic: Arithmetic) -> bool:
@@ -178,7 +191,14 @@ class Scratch:
         return memory if memory.numel() == numel else memory[:numel]
 
 
-def _combine_direct(outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: Arithmetic, scratch: Scratch) -> None:
+def _combine_direct(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    how: Arithmetic,
+    scratch: Scratch,
+    look: Look | None,
+    begin: int,
+) -> None:
     num_ranks, numel = len(inputs), inputs[0].numel()
     result = outputs[0]
     steps = plan_tree(num_ranks)
@@ -193,11 +213,20 @@ def _combine_direct(outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: Ar
         partial[a] = out
     if how.divides:
         result.div_(num_ranks)
+    if look is not None:
+        check_sum(look, begin, result, inputs)
     for other in outputs[1:]:
         other.copy_(result)
 
 
-def _combine_converted(outputs: Sequence[Tensor], inputs: Sequence[Tensor], how: Arithmetic, scratch: Scratch) -> None:
+def _combine_converted(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    how: Arithmetic,
+    scratch: Scratch,
+    look: Look | None,
+    begin: int,
+) -> None:
     num_ranks, numel = len(inputs), inputs[0].numel()
     dtype = how.accumulator or how.carrier
     loaded = [scratch.get(dtype, rank, numel) for rank in range(num_ranks)]
@@ -211,5 +240,7 @@ def _combine_converted(outputs: Sequence[Tensor], inputs: Sequence[Tensor], how:
         loaded[0].div_(num_ranks)
     if how.flip is not None:
         loaded[0].bitwise_xor_(how.flip)
+    if look is not None:
+        check_sum(look, begin, loaded[0], inputs)
     for output in outputs:
         output.copy_(loaded[0])

@@ -95,6 +95,11 @@ class SeveralHostsTransport:
         """Whether every host has equally many, consecutive ranks: sums are then added in a tree over ranks."""
         return self._plan.is_regular
 
+    @property
+    def memory_ranks(self) -> Sequence[int]:
+        """See `common.ranks_in_reach`: those of this host."""
+        return self._plan.hosts[self._host]
+
     # ------------------------------------------------------------------ the seam
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -137,18 +142,26 @@ class SeveralHostsTransport:
         def steps(number: int, packed: bytes) -> None:
             raw, num_hosts, num_local = flat.view(torch.uint8), len(self._plan.hosts), self._plan.num_lanes
             of_lane = torch.empty(num_hosts * raw.numel(), dtype=torch.uint8)
-            if raw.numel() <= _SMALL_BYTES:
-                torch.cat(self._meet(number, packed, raw), out=of_lane)
-            else:
-                self._meet(number, packed)
-                assert self._lane is not None
-                self._lane.all_gather(of_lane, raw).wait()
+            self._gather_lane(number, packed, of_lane, raw)
             of_all = torch.empty(num_local * of_lane.numel(), dtype=torch.uint8)
             self._inside.all_gather(of_all, of_lane).wait()
             by_host = of_all.view(num_local, num_hosts, raw.numel()).transpose(0, 1)
             into.view(torch.uint8).view(num_hosts, num_local, raw.numel()).copy_(by_host)
 
         return self._launch("all_gather", tensor, steps, back=back)
+
+    def all_gather_over_hosts(self, out: Tensor, tensor: Tensor) -> Work:
+        """As `all_gather`, from the ranks that have this one's place on their hosts only; hosts are regular.
+
+        Args:
+            out: [number of hosts * n], contiguous.
+            tensor: [n], contiguous.
+        """
+
+        def steps(number: int, packed: bytes) -> None:
+            self._gather_lane(number, packed, out.view(torch.uint8), tensor.view(torch.uint8))
+
+        return self._launch("all_gather", tensor, steps)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`."""
@@ -319,6 +332,15 @@ class SeveralHostsTransport:
             return [row[first:last] for row in rows]
 
         return finish
+
+    def _gather_lane(self, number: int, packed: bytes, out: Tensor, raw: Tensor) -> None:
+        """What every rank of the lane has: bytes."""
+        if raw.numel() <= _SMALL_BYTES:
+            torch.cat(self._meet(number, packed, raw), out=out)
+        else:
+            self._meet(number, packed)
+            assert self._lane is not None
+            self._lane.all_gather(out, raw).wait()
 
     def _all_reduce_small(self, number: int, packed: bytes, flat: Tensor, op: Op) -> None:
         self._inside.all_reduce(flat, _undivided(op)).wait()

@@ -28,7 +28,7 @@ from evenstep.health import page
 from evenstep.transport.arguments import Arguments
 from evenstep.transport.arrivals import Arrivals, Phase, WaitPolicy
 from evenstep.transport.base import Op, Transport, Work
-from evenstep.transport.collectives import Call, Exchange, Program
+from evenstep.transport.collectives import Call, Exchange
 from evenstep.transport.header import Fingerprint
 from evenstep.transport.helper import helper
 from evenstep.transport.peers import PeerProcess, PeerWatch
@@ -36,39 +36,9 @@ from evenstep.transport.personal import ALL_PROGRAMS
 from evenstep.transport.progress import LOOK_AGAIN, Progress
 from evenstep.transport.reduction import plan_arithmetic
 from evenstep.transport.segment import NUM_SLOTS, SMALL_BYTES, Segment
+from evenstep.transport.shared_work import SharedWork
 
 _MAX_FINGERPRINTS = 4096
-
-
-class _SharedWork:
-    """One call, from its launch to its end."""
-
-    __slots__ = ("_back", "_call", "_program", "_told", "_transport", "_waits_for", "has_arrived", "is_done")
-
-    def __init__(self, transport: SharedMemoryTransport, call: Call, back: tuple[Tensor, Tensor] | None) -> None:
-        self._transport = transport
-        self._call = call
-        self._back = back
-        self._program: Program | None = None
-        self._told: Callable[[EvenstepError | None], object] | None = None
-        self._waits_for = (Phase.ARRIVED, call.number + 1)
-        self.has_arrived = False
-        self.is_done = False
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if not self.is_done:
-            self._transport._finish(self, timeout_s)
-
-    def is_completed(self) -> bool:
-        return self.is_done or self._transport._look(self)
-
-    def when_done(self, told: Callable[[EvenstepError | None], object]) -> None:
-        """Call `told` once, with the error if there was one: at once, or in the thread that ends the call."""
-        self._transport._tell(self, told)
-
-    def __repr__(self) -> str:
-        state = "done" if self.is_done else "arrived" if self.has_arrived else "queued"
-        return f"<Work {self._call} {state}>"
 
 
 class SharedMemoryTransport:
@@ -104,7 +74,7 @@ class SharedMemoryTransport:
             segment, self.arrivals, ALL_PROGRAMS, rank=rank, world_size=self.world_size, name=self.name
         )
         self._lock = threading.RLock()
-        self._queue: collections.deque[_SharedWork] = collections.deque()
+        self._queue: collections.deque[SharedWork] = collections.deque()
         self._to_tell: collections.deque[Callable[[], object]] = collections.deque()
         self._progress = Progress(self.progress, keep=segment)
         self._meeting: tuple[int, Phase, int] | None = None  # what the progress thread waits for: call, phase, count
@@ -114,6 +84,11 @@ class SharedMemoryTransport:
         self._failure: EvenstepError | None = None
         self._is_closed = False
         helper.register(self)
+
+    @property
+    def memory_ranks(self) -> Sequence[int]:
+        """See `common.ranks_in_reach`."""
+        return range(self.world_size)
 
     # ------------------------------------------------------------------ the seam
 
@@ -258,7 +233,7 @@ class SharedMemoryTransport:
         receiver: int = -1,
         splits: Tensor | None = None,
         back: tuple[Tensor, Tensor] | None = None,
-    ) -> _SharedWork:
+    ) -> SharedWork:
         key = (collective, op, tensor.dtype, tensor.shape, source, receiver)
         packed = self._fingerprints.get(key)
         if packed is None:
@@ -273,7 +248,7 @@ class SharedMemoryTransport:
             call = Call(self._num_calls, collective, op, source, flat, out, packed, place, receiver, splits)
             self._num_calls += 1
             page.mark_collective(self._num_calls)
-            work = _SharedWork(self, call, back)
+            work = SharedWork(self, call, back)
             self._queue.append(work)
             self._arrive()
             if len(self._queue) > 1:
@@ -295,7 +270,7 @@ class SharedMemoryTransport:
 
     # ------------------------------------------------------------------ going on
 
-    def _finish(self, work: _SharedWork, timeout_s: float | None) -> None:
+    def _finish(self, work: SharedWork, timeout_s: float | None) -> None:
         """Run programs, waiting where they wait, until this call is done."""
         try:
             with self._lock:
@@ -307,7 +282,7 @@ class SharedMemoryTransport:
             if self._to_tell:
                 self._tell_ended()
 
-    def _look(self, work: _SharedWork) -> bool:
+    def _look(self, work: SharedWork) -> bool:
         """Go on without waiting; whether the call is done."""
         if self._lock.acquire(blocking=False):
             try:
@@ -339,7 +314,7 @@ class SharedMemoryTransport:
 
     # ------------------------------------------------------------------ telling
 
-    def _tell(self, work: _SharedWork, told: Callable[[EvenstepError | None], object]) -> None:
+    def _tell(self, work: SharedWork, told: Callable[[EvenstepError | None], object]) -> None:
         with self._lock:
             if not work.is_done and self._failure is None:
                 self._advance()
@@ -373,7 +348,7 @@ class SharedMemoryTransport:
         self._tell_ended()
         return semaphore
 
-    def _sleep_on(self, work: _SharedWork) -> int | None:
+    def _sleep_on(self, work: SharedWork) -> int | None:
         """What the first call waits for. Fails it where that can't come any more, as a blocking wait would."""
         arrivals = self._exchange.arrivals
         phase, count = work._waits_for
@@ -404,7 +379,7 @@ class SharedMemoryTransport:
         self._to_tell += [functools.partial(each._told, self._failure) for each in self._queue if each._told]
         self._queue.clear()
 
-    def _step(self, work: _SharedWork, *, blocking: bool, timeout_s: float | None = None) -> bool:
+    def _step(self, work: SharedWork, *, blocking: bool, timeout_s: float | None = None) -> bool:
         """Run the program of the first call to its next meeting; whether that was possible."""
         exchange = self._exchange
         phase, count = work._waits_for

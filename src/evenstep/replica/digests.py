@@ -1,0 +1,113 @@
+"""Numbers that say whether ranks have the same tensors, and round alike."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+_SMALL_BYTES = 64 << 10  # copied together to be read at once
+# Prime, so that rows of a matrix don't begin in the same columns, and exchanging two of them is seen.
+_NUM_COLUMNS = 1021
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def digest(tensors: Sequence[Tensor]) -> Tensor:
+    """A number made of the bytes of some tensors, in the order of their elements: 0-dim, int64, on the first's device.
+
+    The same on every machine, whatever the strides. As sums over columns of 32-bit words, weighted, it is read at the
+    speed of memory; who wants two tensors with the same digest can make them.
+    """
+    total: Tensor | None = None
+    for flat in _together(tensors):
+        raw = flat.view(torch.uint8)
+        num_bytes = raw.numel() // 4 * 4
+        body = raw[:num_bytes] if raw.storage_offset() % 4 == 0 else raw[:num_bytes].clone()
+        part = _weigh(body.view(torch.int32))
+        if num_bytes < raw.numel():
+            part = part * _ODD + _weigh(raw[num_bytes:])
+        total = part if total is None else total * _ODD + part.to(total.device)
+    return torch.zeros((), dtype=torch.int64) if total is None else total * _ODD
+
+
+def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Flat and contiguous; neighbours that are small become one."""
+    flat: list[Tensor] = []
+    small: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0:  # who has freed it will fill it again
+            continue
+        if small and (
+            tensor.nbytes > _SMALL_BYTES or (tensor.dtype, tensor.device) != (small[0].dtype, small[0].device)
+        ):
+            flat.append(torch.cat(small))
+            small = []
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor.resolve_conj())
+        one = tensor.contiguous().reshape(-1)
+        (small if tensor.nbytes <= _SMALL_BYTES else flat).append(one)
+    if small:
+        flat.append(torch.cat(small))
+    return flat
+
+
+def _weigh(words: Tensor) -> Tensor:
+    weights = _weights(words.device)
+    rows, rest = divmod(words.numel(), _NUM_COLUMNS)
+    last = words[rows * _NUM_COLUMNS :]
+    total = (last.to(torch.int64) * weights[:rest]).sum()
+    if rows:
+        columns = words[: rows * _NUM_COLUMNS].view(rows, _NUM_COLUMNS).sum(0)
+        total = total * _ODD + (columns * weights).sum()
+    return total
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """[_NUM_COLUMNS], int64, odd; no generator of torch's, whose numbers may change with its version."""
+    draw = random.Random(1)
+    numbers = [draw.getrandbits(62) * 2 + 1 for _ in range(_NUM_COLUMNS)]
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def canonical(values: Tensor) -> Tensor:
+    """With one kind of NaN, and one of zero. A copy; of complex numbers [..., 2]."""
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return torch.where(values.isnan(), torch.full_like(values, torch.nan), values + 0.0)
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The largest difference over the largest value; infinite if only one of two elements is no finite number."""
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    one, other = one.to(wide), other.to(wide)
+    same = (one == other) | (one.isnan() & other.isnan())
+    apart = float(torch.where(same, 0.0, (one - other).abs()).max())
+    if apart == 0.0:
+        return 0.0
+    largest = max(float(torch.where(each.isfinite(), each.abs(), 0.0).max()) for each in (one, other))
+    ratio = apart / largest if largest else float("inf")
+    return ratio if ratio == ratio else float("inf")
+
+
+def describe_machine(device: torch.device) -> int:
+    """A number that is the same on ranks that round alike: processor, device, number of threads, torch."""
+    facts = [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor()]
+    facts.append(str(torch.get_num_threads()) if device.type == "cpu" else "")
+    if device.type == "cuda":
+        facts.append(torch.cuda.get_device_name(device))
+    made = hashlib.blake2b("|".join(facts).encode(), digest_size=8).digest()
+    return int.from_bytes(made, "little", signed=True)
+
+
+@functools.cache
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
+    return platform.processor()

@@ -1,0 +1,383 @@
+"""Have the replicas drifted apart? Parameters are compared between ranks while they train, some in each step.
+
+[Note: how ranks compare]
+
+Trained parameters are divided into *portions* of equal cost. At the end of a window in which a portion is due, each
+rank makes a digest of its bytes, and the header, which travels in any case, carries five numbers of it:
+
+    [0]     whether this rank doubts that replicas are meant to be equal
+    [1:3]   the lower half of the digest, and its square
+    [3:5]   the upper half, and its square
+
+Added over n ranks, `(sum of d)^2 = n * (sum of d^2)` if and only if all digests are the same: so every rank knows, and
+all know the same, without a collective of its own. Only where they differ is it asked who does, and by how much.
+
+[Note: what may differ, and is no fault]
+
+- Parameters that are changed for one pass and put back before the optimizer steps (sharpness-aware minimisation, with
+  each rank's own gradient). So a difference counts only if it is still there after the next step of an optimizer.
+- Ranks that step on their own: `LocalUpdates`, communication hooks other than torch's that average, optimizers that
+  step in an accumulation window, `init_sync=False`. Who sees such a thing doubts, and as soon as one doubts nobody
+  compares any more.
+- Ranks within `join`, of which some have left. They are made equal at its end.
+- Ranks on unlike machines, which may round differently. They find out in the first window.
+- Parameters that aren't trained aren't read: training doesn't change them. Module buffers are either made equal at the
+  end of every window, or are each rank's own.
+
+A difference of rounding alone, with all this, is said once and ends nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from evenstep.errors import DriftError
+from evenstep.replica.digests import canonical, describe_machine, digest, distance
+from evenstep.replica.settings import Settings
+from evenstep.transport.base import Transport
+from evenstep.transport.exchange import exchange
+from evenstep.world import World
+
+DEFAULT_EVERY = 64
+NUM_TOLD = 5
+NOTHING = (0.0,) * NUM_TOLD
+
+_LEAST_BYTES = 128 << 10  # a portion is not smaller: what is done per portion would cost more than reading it
+_CALL_BYTES = 16 << 10  # what could be read in the time that python takes for one more tensor
+_ROUNDING = 16  # times the dtype's epsilon, of a tensor's largest value
+_MAX_NAMED = 3
+# Those of torch's hooks after which all ranks have the same gradients, whatever they keep for themselves.
+_AVERAGING = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a parameter.
+
+    Attributes:
+        parameter: Its number.
+        begin: First row, along the first dimension.
+        end: Behind the last.
+    """
+
+    parameter: int
+    begin: int
+    end: int
+
+
+Portion = tuple[Piece, ...]
+_Sent = tuple[str, Portion]  # why, and of what
+
+
+def plan_portions(sizes: Sequence[tuple[int, int]], every: int) -> tuple[Portion, ...]:
+    """Divide parameters into at most `every` portions that cost about the same. Each row is in one of them. Pure.
+
+    Args:
+        sizes: Of each parameter, the number of rows and the bytes of one.
+        every: In how many windows all are to be compared once.
+    """
+    in_all = sum(rows * row_bytes + _CALL_BYTES for rows, row_bytes in sizes if rows)
+    enough = max(_LEAST_BYTES, -(-in_all // every))
+    portions: list[list[Piece]] = [[]]
+    missing = enough
+    for index, (rows, row_bytes) in enumerate(sizes):
+        missing -= _CALL_BYTES if rows else 0
+        begin = 0
+        while begin < rows:
+            if missing <= 0:
+                portions.append([])
+                missing += enough
+                continue
+            end = min(rows, begin + max(1, -(-missing // row_bytes)))
+            portions[-1].append(Piece(index, begin, end))
+            missing -= (end - begin) * row_bytes
+            begin = end
+    return tuple(tuple(portion) for portion in portions if portion)
+
+
+def find_minority(digests: Sequence[Sequence[int]]) -> tuple[list[int], list[int], int]:
+    """Which pieces differ, on which ranks, and who has what most have. Pure.
+
+    Args:
+        digests: By rank, of each piece.
+
+    Returns:
+        The pieces that aren't the same everywhere; the ranks that differ from more than half of all in one of them, or
+        none where there is no such majority; a rank of the largest group.
+    """
+    num_ranks = len(digests)
+    differing = [piece for piece in range(len(digests[0])) if len({each[piece] for each in digests}) > 1]
+    minority: set[int] = set()
+    typical = 0
+    for piece in reversed(differing):
+        values = [each[piece] for each in digests]
+        most = max(values, key=values.count)
+        typical = values.index(most)
+        if 2 * values.count(most) > num_ranks:
+            minority |= {rank for rank, value in enumerate(values) if value != most}
+    return differing, sorted(minority), typical
+
+
+def build_watch(
+    settings: Settings, names: Sequence[str], parameters: Sequence[nn.Parameter], world: World, transport: Transport
+) -> DriftWatch | None:
+    """What the settings ask for; None where there is nothing to compare. The other arguments are those of the class."""
+    if world.world_size == 1 or settings.compare_every == 0:
+        return None
+    is_vouched = settings.compare_every is not None
+    every = settings.compare_every or DEFAULT_EVERY
+    watch = DriftWatch(names, parameters, world, transport, every=every, is_vouched=is_vouched)
+    if not settings.init_sync:
+        watch.doubt()
+    return watch
+
+
+class DriftWatch:
+    """Compares this rank's parameters with the others'.
+
+    Args:
+        names: Of the parameters.
+        parameters: Those that are trained.
+        world: Who takes part.
+        transport: Carries what belongs to the model's passes.
+        every: In how many windows all are compared once.
+        is_vouched: Somebody has asked for it, so there is no doubt.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        world: World,
+        transport: Transport,
+        *,
+        every: int,
+        is_vouched: bool,
+    ) -> None:
+        self._names = names
+        self._parameters = parameters
+        self._world = world
+        self._transport = transport
+        self._is_vouched = is_vouched
+        self._device = parameters[0].device
+        self._is_late = self._device.type != "cpu"  # what is told is read a window later, when nobody waits for it
+        plain = [type(p.data) is Tensor and p.layout is torch.strided for p in parameters]
+        sizes = [_rows(p) if is_plain else (0, 0) for p, is_plain in zip(parameters, plain, strict=True)]
+        portions = plan_portions(sizes, every)
+        # The first window has something else to tell.
+        places = [(1 + number * every // len(portions)) % every for number in range(len(portions))]
+        self._due = dict(zip(places, portions, strict=True))
+        self._every = every
+        self._half_bits = min(20, (53 - (world.world_size - 1).bit_length()) // 2)
+        self._machine = describe_machine(self._device)
+        self._doubts = 0.0
+        self._is_off = False
+        self._has_warned = False
+        self._num_windows = 0
+        self._versions: int | None = None
+        self._sent: _Sent | None = None
+        self._on_its_way: tuple[_Sent, Tensor, Any] | None = None
+        self._suspect: Portion | None = None
+        self._after_step: Tensor | None = None  # 0-dim, int64: digest of the suspect behind an optimizer's step
+        self._step_hook: Any = None
+        self._found: Portion | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is compared, as far as this rank knows."""
+        return not self._is_off and not self._doubts
+
+    def doubt(self) -> None:
+        """Replicas may be meant to differ from now on, unless the user vouches for the contrary."""
+        if not self._is_vouched:
+            self._doubts = 1.0
+
+    def doubt_hook(self, function: Callable[..., Any]) -> None:
+        """A communication hook decides what ranks get."""
+        if function not in _AVERAGING:
+            self.doubt()
+
+    # ------------------------------------------------------------------ called by the engine
+
+    def kept_back(self) -> None:
+        """A backward pass has ended that ends no window."""
+        if self._versions is None and not self._is_off:
+            self._versions = self._sum_versions()
+
+    def tell(self) -> Sequence[float] | Tensor:
+        """At the end of a window: what this rank's header says, [5]. A tensor where parameters are on a GPU."""
+        number, self._num_windows = self._num_windows, self._num_windows + 1
+        if self._is_off:
+            return NOTHING
+        if self._versions is not None:
+            if self._versions != self._sum_versions():
+                self.doubt()  # an optimizer has stepped on gradients of this rank alone
+            self._versions = None
+        digest: Tensor | None = None
+        if number == 0:
+            self._sent = "machine", ()
+            digest = torch.tensor(self._machine, device=self._device)
+        elif self._suspect is not None:
+            if self._on_its_way is not None and self._on_its_way[0][0] == "again":
+                return (self._doubts, *NOTHING[1:])
+            self._sent = "again", self._suspect
+            digest = self._after_step if self._after_step is not None else self._digest(self._suspect)
+        elif (portion := self._due.get(number % self._every)) is not None:
+            self._sent = "first", portion
+            digest = self._digest(portion)
+        return (self._doubts, *NOTHING[1:]) if digest is None else self._numbers(digest)
+
+    def hear(self, sums: Tensor) -> None:
+        """What all ranks have told, added up: [5]. On a GPU what they told a window ago is judged now."""
+        if self._on_its_way is not None:
+            before, host, event = self._on_its_way
+            self._on_its_way = None
+            if event is not None:
+                event.synchronize()  # a window ago: it has happened
+            self._judge(*before, host.tolist())
+        sent, self._sent = self._sent, None
+        if sent is None or self._is_off:
+            return
+        if self._is_late:
+            self._on_its_way = sent, *_start_copy(sums)
+        else:
+            self._judge(*sent, sums.tolist())
+
+    def conclude(self) -> None:
+        """Collective if a difference has been found, which all ranks know: say what it is.
+
+        Raises:
+            DriftError: On every rank, with the same text.
+        """
+        portion, self._found = self._found, None
+        if portion is not None:
+            self._explain(portion)
+
+    # ------------------------------------------------------------------ parts
+
+    def _judge(self, why: str, portion: Portion, sums: Sequence[float]) -> None:
+        num_ranks = self._world.world_size
+        differ = any(int(sums[i]) ** 2 != num_ranks * int(sums[i + 1]) for i in (1, 3))
+        if sums[0] or (why == "machine" and differ and not self._is_vouched):
+            self._is_off = True
+        if self._is_off or why == "again":
+            self._watch_steps(None)
+        if self._is_off or not differ:
+            return
+        if why == "first" and self._suspect is None:  # one at a time
+            self._watch_steps(portion)
+        elif why == "again":
+            self._found = portion
+
+    def _watch_steps(self, portion: Portion | None) -> None:
+        self._suspect, self._after_step = portion, None
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+        if portion is not None:
+            watch = weakref.ref(self)
+
+            def stepped(*_: object) -> None:
+                if (alive := watch()) is not None and alive._suspect is not None:
+                    alive._after_step = alive._digest(alive._suspect)
+
+            self._step_hook = register_optimizer_step_post_hook(stepped)
+
+    def _sum_versions(self) -> int:
+        return sum([parameter._version for parameter in self._parameters])
+
+    def _rows_of(self, piece: Piece) -> Tensor:
+        """[rows, ...], or the whole of a parameter that has no dimensions."""
+        values = self._parameters[piece.parameter].data
+        return values[piece.begin : piece.end] if values.dim() else values
+
+    def _digest(self, portion: Portion) -> Tensor:
+        return digest([self._rows_of(piece) for piece in portion]).to(self._device)
+
+    def _numbers(self, whole: Tensor) -> Sequence[float] | Tensor:
+        mask, bits = (1 << self._half_bits) - 1, self._half_bits
+        if not self._is_late:
+            value = int(whole) >> 12
+            low, high = value & mask, value >> bits & mask
+            return [self._doubts, low, low * low, high, high * high]
+        value_ = whole >> 12
+        low_, high_ = value_ & mask, value_ >> bits & mask
+        told = torch.stack([low_, low_ * low_, high_, high_ * high_]).double()
+        return torch.cat([told.new_full((1,), self._doubts), told])
+
+    def _explain(self, portion: Portion) -> None:
+        carrier = self._transport if self._device.type == "cpu" else self._world.control
+        # NaN is NaN, and zero is zero, whatever their signs and other bits are.
+        own = [int(digest([canonical(self._rows_of(piece))])) for piece in portion]
+        differing, minority, typical = find_minority(exchange(carrier, own))
+        if not differing:
+            return
+        pieces = [portion[index] for index in differing]
+        by_rank: list[list[float]] = exchange(carrier, [self._distance(piece, typical) for piece in pieces])
+        distances = [max(each) for each in zip(*by_rank, strict=True)]
+        text = self._story(pieces, max(distances), minority)
+        limits = [_ROUNDING * torch.finfo(self._parameters[piece.parameter].dtype).eps for piece in pieces]
+        if all(distance <= limit for distance, limit in zip(distances, limits, strict=True)):
+            if self._world.is_main and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"{text} That is rounding: the optimizer's step doesn't round alike on all ranks. It may grow; "
+                    f"training goes on, and this is said once.",
+                    stacklevel=2,
+                )
+            return
+        raise DriftError(
+            f"{text} Something has changed parameters on some ranks only: code that only one rank runs, a file that "
+            f"only one has read, a random number in the optimizer's step, or faulty memory. Resume from a checkpoint. "
+            f"Where ranks are meant to differ, wrap the model with compare_every=0."
+        )
+
+    def _distance(self, piece: Piece, typical: int) -> float:
+        """Collective: by how much of its largest value this rank's piece differs from a typical rank's."""
+        own = self._rows_of(piece).detach()
+        other = own.contiguous().clone()
+        self._transport.broadcast(other.reshape(-1).view(torch.uint8), typical).wait()
+        return distance(own, other)
+
+    def _story(self, pieces: Sequence[Piece], most: float, minority: Sequence[int]) -> str:
+        names = list(dict.fromkeys(self._names[piece.parameter] for piece in pieces))
+        shown = ", ".join(map(repr, names[:_MAX_NAMED]))
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        which = f"parameter{'s' if len(names) > 1 else ''} {shown}{more}"
+        amount = "by what isn't a number" if most == float("inf") else f"by up to {most:.1e} of the largest value there"
+        when = f"noticed in backward pass {self._num_windows}"
+        if minority:
+            ranks = f"rank{'s' if len(minority) > 1 else ''} {', '.join(map(str, minority))}"
+            verb = "differ" if len(minority) > 1 else "differs"
+            who = f"{ranks} {verb} from the other ranks in {which}, {amount}"
+        elif self._world.world_size == 2:
+            who = f"ranks 0 and 1 differ in {which}, {amount}; of two ranks it is undecidable which is right"
+        else:
+            who = f"the ranks differ in {which}, {amount}; no majority agrees, so it is undecidable which are right"
+        return f"the replicas have drifted apart: {who} ({when})."
+
+
+def _start_copy(sums: Tensor) -> tuple[Tensor, Any]:
+    """A copy on the host, and the event after which it is there."""
+    if sums.device.type != "cuda":
+        return sums.cpu().clone(), None
+    host = torch.empty(NUM_TOLD, dtype=sums.dtype, pin_memory=True)
+    host.copy_(sums, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return host, event
+
+
+def _rows(parameter: Tensor) -> tuple[int, int]:
+    """(number of rows, bytes of one)."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return (rows, parameter.nbytes // rows) if parameter.numel() else (0, 0)

@@ -475,7 +475,7 @@ def test_an_export_to_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, saved
         raise RuntimeError("unexpected pos 896 vs 790")  # as torch says it, with the disk's error behind it
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(CheckpointError, match="all.pt could not be written: unexpected pos"):
+    with pytest.raises(CheckpointError, match=r"all\.pt could not be written: unexpected pos"):
         tools.export(str(saved), str(tmp_path / "all.pt"), None, None)
     assert not (tmp_path / "all.pt").exists()
 

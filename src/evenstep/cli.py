@@ -136,10 +136,19 @@ def _act_on_checkpoint(args: Namespace) -> int:
 
 def _verify(args: Namespace) -> int:
     try:
+        if args.json is not None:  # before the runs, which take minutes
+            _validate_target("--json", Path(args.json))
         return _verify_resume(args) if args.resume else _verify_ranks(args)
     except (ConfigurationError, UsageError) as error:
         print(f"evenstep verify: {error}", file=sys.stderr, flush=True)
         return 2
+
+
+def _validate_target(name: str, path: Path) -> None:
+    """Raise a `ConfigurationError` if a file can't be written."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigurationError(f"{name} {path}: can't be written. Name a file in a directory that exists.")
 
 
 def _verify_ranks(args: Namespace) -> int:
@@ -313,7 +322,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _step(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():  # which "²" isn't, though a digit
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
     return int(text)
 

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from evenstep.checkpoint.folders import steps_in
@@ -79,6 +80,17 @@ def stopped(directory: Path, send) -> Command:
 
 def test_sigterm_to_the_launcher_saves_and_ends_with_75(tmp_path: Path):
     stopped(tmp_path, lambda command: command.process.send_signal(signal.SIGTERM))
+
+
+def test_a_sigterm_that_comes_twice_at_once_is_one_request(tmp_path: Path):
+    """As GNU timeout sends it, and with it the job script for PBS: to its child, and to the group of its child."""
+
+    def send(command: Command) -> None:
+        command.process.send_signal(signal.SIGTERM)
+        time.sleep(0.03)  # or the system makes one of two
+        command.process.send_signal(signal.SIGTERM)
+
+    stopped(tmp_path, send)
 
 
 def test_sigusr1_to_one_rank_saves_and_ends_with_75(tmp_path: Path):

@@ -315,6 +315,8 @@ def test_a_metric_that_never_comes_is_told_at_the_first_save_and_an_error_at_the
         ("jobs slurm --nodes 0 x.py", 78, "--nodes 0: at least 1"),
         (f"checkpoint list {'a' * 300}", 74, "File name too long"),
         ("checkpoint list nowhere", 74, "nowhere has no checkpoint"),
+        ("checkpoint import x.py run", 74, "is no file of tensors and plain data"),
+        ("verify --json nowhere/x.json x.py", 2, "--json nowhere/x.json: can't be written"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_one_line(tmp_path, monkeypatch, capsys, command, status, words):
@@ -324,6 +326,12 @@ def test_a_command_that_makes_no_sense_is_one_line(tmp_path, monkeypatch, capsys
     told = capsys.readouterr().err
     assert words in told
     assert told.count("\n") == 1
+
+
+def test_a_digit_that_is_no_number_is_said_in_words(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["checkpoint", "show", "--step", "²", "runs"])
+    assert "'²' is no whole number" in capsys.readouterr().err
 
 
 def test_verify_wants_at_least_one_rank(capsys):

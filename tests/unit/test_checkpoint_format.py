@@ -25,7 +25,7 @@ from evenstep.checkpoint.folders import put_in_place, remove_step, steps_in, swe
 from evenstep.checkpoint.lock import LockedError
 from evenstep.checkpoint.payload import Entry, parse_header, plan_layout
 from evenstep.checkpoint.plan import Policy, best_step, plan_files, plan_removals
-from evenstep.checkpoint.snapshot import bytes_of, capture_one
+from evenstep.checkpoint.snapshot import Staging, bytes_of, capture_one
 from evenstep.checkpoint.storage import LocalDirectory
 from evenstep.checkpoint.tree import flatten, unflatten
 from evenstep.errors import ConfigurationError
@@ -98,6 +98,7 @@ class Odd:
         ({"s": {1, 2}}, r"thing\['s'\] is a builtins.set"),
         ({Odd(): 1}, "has the key odd of type Odd"),
         ({"t": torch.eye(2).to_sparse()}, r"thing\['t'\] is a torch.sparse_coo tensor"),
+        ({"n": numpy.arange(3, dtype=">i4")}, r"thing\['n'\] is a numpy array of dtype >i4"),
         ({"t": torch.empty(2, device="meta")}, r"thing\['t'\] is a torch.float32 tensor on meta"),
     ],
 )
@@ -119,6 +120,18 @@ def test_tied_parameters_are_one_tensor():
     captured = capture_one("model", model)
     assert captured.aliases == {"1.weight": "0.weight"}
     assert set(captured.tensors) == {"0.weight", "0.bias", "1.bias"}
+
+
+def test_a_conjugate_is_no_twin():
+    values = torch.randn(3, dtype=torch.complex64)
+    for view in (values.conj(), values.conj().imag):  # one with torch's flag for conjugates, one with that for signs
+        twin = values if view.is_complex() else values.imag
+        captured = capture_one("thing", {"a": twin, "b": view})
+        assert captured.aliases == {}
+        layout = plan_layout(captured.entries)
+        payload = Staging().copy([("f", layout, captured.tensors)])["f"]
+        stored = payload.view(twin.dtype).view(2, 3)
+        assert {tuple(row) for row in stored.tolist()} == {tuple(twin.tolist()), tuple(view.tolist())}
 
 
 # ---------------------------------------------------------------------- payloads

@@ -17,6 +17,7 @@ from torch import nn
 
 import evenstep
 from evenstep import World
+from evenstep.checkpoint import tools
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.folders import steps_in
 from evenstep.checkpoint.reader import check_checkpoint
@@ -466,6 +467,17 @@ def test_saves_by_the_clock(tmp_path: Path):
     assert 2 <= len(found) <= 3
     assert found[0] > 5
     assert steps(tmp_path)[-1] == last, "and once more at the end"
+
+
+def test_an_export_to_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, saved: Path, monkeypatch):
+    def full(content, file):
+        file.write(b"part")
+        raise RuntimeError("unexpected pos 896 vs 790")  # as torch says it, with the disk's error behind it
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"all\.pt could not be written: unexpected pos"):
+        tools.export(str(saved), str(tmp_path / "all.pt"), None, None)
+    assert not (tmp_path / "all.pt").exists()
 
 
 def test_a_used_directory_wants_a_decision(tmp_path: Path, saved: Path):

@@ -63,6 +63,18 @@ def test_after_a_failed_pass_one_process_may_go_on(alone):
     assert model.module.weight.grad.tolist() == [[3.0, 3.0]]
 
 
+def test_gradients_of_before_an_abandoned_loop_go_with_zero_grad(alone):
+    model = evenstep.DistributedDataParallel(nn.Linear(2, 1), world=alone)
+    batch = torch.ones(4, 2)
+    model.backward(model(batch).mean())
+    for part in model.microbatches(batch, 2):  # what there is is kept out of the sum that begins
+        model.backward(model(part).mean())
+        break
+    model.zero_grad()
+    model.backward(model(batch).mean())
+    assert model.module.weight.grad.tolist() == [[1.0, 1.0]]
+
+
 class Repeated(nn.Module):
     """A layer that is checkpointed (reentrant) as often as asked."""
 

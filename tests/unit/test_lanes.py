@@ -141,6 +141,16 @@ def test_a_plain_backward_is_averaged_over_lanes(world):
     assert model.module.weight.grad.item() == 0.5
 
 
+def test_a_batch_without_samples_is_a_step_without_gradients(world):
+    model = evenstep.DistributedDataParallel(nn.Linear(2, 1))
+    assert list(model.microbatches(torch.empty(0, 2))) == []
+    assert model.module.weight.grad is None
+
+
+def test_far_more_lanes_than_samples_cost_nothing():
+    assert [part.tolist() for part in lanes_of(torch.arange(3), 1 << 40)] == [[0], [1], [2]]
+
+
 def test_module_buffers_are_those_of_lane_0(world):
     model = evenstep.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
     x = torch.arange(16.0).view(8, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import random
 from collections import OrderedDict, UserDict, namedtuple
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -157,6 +159,19 @@ def test_dataclasses_become_empty_field_by_field() -> None:
 def test_what_cannot_be_emptied_is_named() -> None:
     with pytest.raises(UsageError, match=r"the batch\[1\] is a object, of which .* drop_last=True"):
         emptied((torch.ones(1), object()), (torch.ones(2), object()))
+
+
+@pytest.mark.parametrize(
+    ("collate", "told"),
+    [
+        (lambda n: torch.ones(n, 3).squeeze(0), r"the batch is of shape \[3\] for one sample and of shape \[2, 3\]"),
+        (lambda n: {f"a{i}": 1 for i in range(n)}, "the batch is of 1 entries for one sample and of 2 for two"),
+        (lambda n: [torch.ones(3)] if n == 1 else torch.ones(n, 3), "the batch is a list for one sample and a Tensor"),
+    ],
+)
+def test_batches_that_depend_on_the_number_of_samples_are_named(collate: Callable[[int], Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        emptied(collate(1), collate(2))
 
 
 def test_a_custom_collate_gives_empty_shares_through_the_loader() -> None:
@@ -416,6 +431,8 @@ class _BrokenLength(_NoLength):
         (range(9), {"global_batch_size": 4, "seed": 1.5}, "seed=1.5"),
         (range(9), {"global_batch_size": 10, "drop_last": True}, "drop_last=True leaves no batch at all: 9 samples"),
         (range(9), {"global_batch_size": 4, "num_workers": -1}, "num_workers"),
+        (range(9), {"global_batch_size": 4, "num_workers": 5000}, "num_workers=5000: .* at most 4096"),
+        (range(9), {"global_batch_size": 4, "num_workers": 1, "multiprocessing_context": 3}, "multiprocessing_context"),
         (range(9), {"global_batch_size": 4, "prefetch_factor": 2}, "prefetch_factor"),
         (range(9), {"global_batch_size": 4, "persistent_workers": True}, "persistent_workers"),
     ],
@@ -423,6 +440,15 @@ class _BrokenLength(_NoLength):
 def test_bad_arguments(dataset: Any, arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^DataLoader: .*{told}"):
         DataLoader(dataset, **arguments, world=_world(world_size=3))
+
+
+def test_numpys_whole_numbers_are_whole_numbers() -> None:
+    plain = DataLoader(range(9), 4, True, seed=3, world=_world())
+    numpys = DataLoader(range(9), numpy.int64(4), True, seed=numpy.int32(3), world=_world())
+    assert torch.cat(list(plain)).tolist() == torch.cat(list(numpys)).tolist()
+    assert json.loads(json.dumps(numpys.state_dict())) == plain.state_dict() | {"epoch": 1}
+    stream = DataLoader(_Stream(), numpy.int64(4), world=_world())
+    assert type(stream.global_batch_size) is int
 
 
 def test_a_mistake_of_another_rank_is_raised_here_too() -> None:

@@ -151,6 +151,8 @@ def test_cutting_looks_as_far_as_it_must() -> None:
     assert cut(torch.ones(1000, dtype=torch.int64), 999) == [999, 1]
     assert cut(torch.tensor([1] * 500 + [100]), 600) == [500, 1]
     assert cut(torch.tensor([5]), 5) == [1]
+    largest = 2**63 - 1
+    assert cut(torch.tensor([1, largest, largest // 2, largest // 2, 1]), largest) == [1, 1, 2, 1]
 
 
 def test_sorting_by_length_wastes_little_and_epochs_differ() -> None:
@@ -179,7 +181,9 @@ def test_sorting_by_length_wastes_little_and_epochs_differ() -> None:
         ({"max_tokens": 10, "lengths": [1, 2, 3], "global_batch_size": 3}, "exclude each other"),
         ({"max_tokens": 10, "lengths": [1, 2, 3], "drop_last": True}, "drop_last=True"),
         ({"max_tokens": 0, "lengths": [1, 2, 3]}, "max_tokens=0"),
+        ({"max_tokens": 10**30, "lengths": [1, 2, 3]}, "max_tokens=1000.* from 1 to 9223372036854775807"),
         ({"lengths": [1, 2, 3], "global_batch_size": 3}, "lengths= goes with max_tokens"),
+        ({"locality": 10**30, "global_batch_size": 3, "shuffle": True}, "locality=1000.*: the block .* at most"),
         ({"locality": 4, "global_batch_size": 3}, "locality says how to shuffle, and shuffle=False"),
         ({"locality": 0, "global_batch_size": 3, "shuffle": True}, "locality=0: the block"),
         ({"locality": (4, 0), "global_batch_size": 3, "shuffle": True}, r"locality=\(4, 0\): the window"),

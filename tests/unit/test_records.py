@@ -138,6 +138,23 @@ def test_damaged_json_is_named_with_record_and_byte(tmp_path: Path) -> None:
         records[4]
 
 
+def test_the_byte_of_a_damaged_record_is_counted_in_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes('{"é": }\n'.encode() + b'{"a": "\xff"}\n')
+    records = Records(path)
+    with pytest.raises(DataError, match=r"record 0, byte 7: no JSON"):
+        records[0]
+    with pytest.raises(DataError, match=r"record 1, byte 16: damaged: 'utf-8' codec"):
+        records[1]
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path: Path) -> None:
+    for name in ("part[1].txt", "part1.txt"):
+        (tmp_path / name).write_text(f"{name}\n")
+    assert Records(str(tmp_path / "part[1].txt"))[0] == "part[1].txt"
+    assert len(Records(str(tmp_path / "part[0-9].txt"))) == 1
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_damaged_records_can_be_left_out_and_are_counted(tmp_path: Path, num_workers: int) -> None:
     path = tmp_path / "d.jsonl"

@@ -400,6 +400,12 @@ def test_digests_and_probes():
     assert probe(tensor).shape == (NUM_PROBES,)
     assert torch.equal(probe(tensor), probe(tensor.flatten()))
     assert probe(torch.ones(3)).tolist() == [1.0] * 3
+    pairs = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert probe(pairs).tolist() == thinned(pairs).tolist() == [1, -2, 3, 4]
+    double = torch.ones(3).double()
+    kept = probe(double)
+    double.zero_()
+    assert kept.tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,6 @@ _TAKEN = {RANDOM: "the random streams", LANES: "the lanes of reproducible mode"}
 _METHODS = ("list", "write", "open", "rename", "remove", "lock")
 
 
-LANES = "lanes"
-_TAKEN = {RANDOM: "the random streams", LANES: "the lanes of reproducible mode"}
-
-
 def open_storage(directory: Any) -> Storage:
     """Where checkpoints lie.
 

@@ -116,7 +116,9 @@ def _without_twins(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     aliases: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), str(tensor.device))
+        # A conjugate is a view with a flag: the same memory, and other numbers.
+        flags = tensor.is_conj(), tensor.is_neg()
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), str(tensor.device), flags)
         if tensor.numel() and place in seen:
             aliases[name] = seen[place]
         else:

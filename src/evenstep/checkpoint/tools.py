@@ -150,7 +150,13 @@ def export(path: str, target: str, step: int | None, name: str | None) -> str:
     content: Any = {"step": manifest.step, **states} if name is None else states[name]
     try:
         with open(target, "xb") as file:
-            torch.save(content, file)
+            try:
+                torch.save(content, file)
+            except BaseException:
+                Path(target).unlink(missing_ok=True)  # a part of a file looks like one
+                raise
+    except RuntimeError as error:  # torch's own, where the disk is full
+        raise CheckpointError(f"{target} could not be written: {str(error).splitlines()[0]}") from None
     except OSError as error:
         raise CheckpointError(f"{target}: {error.strerror}. Name a new file in a directory that exists.") from None
     return f"{target}: {'the state of ' + name if name else ', '.join(names)} of step {manifest.step}"
@@ -179,8 +185,8 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise CheckpointError(
-            f"{source} is no file of tensors and plain data: {first} Load it where you trust it, and save its "
-            f"state_dict."
+            f"{source} is no file of tensors and plain data: {first.rstrip('.')}. Load it where you trust it, and "
+            f"save its state_dict."
         ) from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{source} holds a {type(content).__name__}, and no state dictionary.")

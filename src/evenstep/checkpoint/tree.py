@@ -112,8 +112,14 @@ def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> A
         return {"~dtype": str(value).removeprefix("torch.")}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
-        array = numpy.array(value)  # a copy that is the tensor's own
-        return {"~array": _put(torch.from_numpy(array), path, tensors)}
+        try:
+            copied = torch.from_numpy(numpy.array(value))  # a copy that is the tensor's own
+        except (TypeError, ValueError):
+            raise ConfigurationError(
+                f"{shown(path)} is a numpy array of dtype {value.dtype.str}, which no checkpoint can hold: tensors "
+                f"have this machine's byte order and at most 64 bits a number. Convert it."
+            ) from None
+        return {"~array": _put(copied, path, tensors)}
     raise ConfigurationError(
         f"{shown(path)} is a {type(value).__module__}.{type(value).__qualname__}, which can't be saved: checkpoints "
         f"hold no pickle. Keep numbers, strings, tensors, lists, tuples and dictionaries in the state."

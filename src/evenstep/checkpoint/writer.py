@@ -197,7 +197,8 @@ class Writer:
         except BaseException as error:
             self._error = error
             if not isinstance(error, _PeerFailedError):
-                self._board.post(f"{job.key}/failed", f"rank {job.rank}: {describe(error)}")
+                with contextlib.suppress(RuntimeError, OSError):  # as in `abandon`
+                    self._board.post(f"{job.key}/failed", f"rank {job.rank}: {describe(error)}")
 
     def _write(self, job: Job) -> Receipt:
         checksums = {file.name: [0] * len(file.layout.entries) for file in job.files}

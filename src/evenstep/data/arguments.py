@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -88,6 +89,16 @@ def _refused(name: str, value: Any) -> str:
         f"(shuffle=True shuffles, max_tokens= makes batches by length, WeightedSampler draws by weight), or use "
         f"torch.utils.data.DataLoader, with evenstep.DistributedSampler to divide the samples."
     )
+
+
+def plain(value: Any) -> Any:
+    """A whole number of numpy's or of a tensor as python's, which `mix` and JSON know; all else as it is."""
+    if value is None or checks.is_switch_type(value):
+        return value
+    try:
+        return operator.index(value)
+    except Exception:  # no whole number: refused where it is known what it should be
+        return value
 
 
 def as_measured(global_batch_size: Any, max_tokens: Any) -> tuple[Any, Any]:

@@ -116,8 +116,8 @@ def cut(lengths: Tensor, max_tokens: int) -> list[int]:
     start, look = 0, 64
     while start < len(lengths):
         part = lengths[start : start + look]
-        costs = part.cummax(0).values * torch.arange(1, len(part) + 1)
-        size = int(torch.searchsorted(costs, max_tokens, right=True))
+        # Divided and not multiplied: products of the largest numbers would wrap around. Both sides are monotonic.
+        size = int((part.cummax(0).values <= max_tokens // torch.arange(1, len(part) + 1)).sum())
         if size == len(part) and start + size < len(lengths):
             look *= 2  # the batch may be longer than what was looked at
             continue

@@ -15,6 +15,8 @@ from evenstep.data.plan import BatchPlan, Epoch
 from evenstep.errors import ConfigurationError
 from evenstep.randomness import mix
 
+_LARGEST = (1 << 63) - 1  # that torch can count to
+_LARGEST_BLOCK = 1 << 31  # a window of such blocks can be counted too
 _WINDOW = 16  # blocks that are shuffled together where only the block was given
 
 
@@ -129,7 +131,7 @@ def plan_division(
     """
     if num_samples == 0:
         raise ConfigurationError("the data set is empty: it has no samples.")
-    _whole(seed, "seed", smallest=0, largest=(1 << 63) - 1, otherwise="None for the world's")
+    _whole(seed, "seed", smallest=0, largest=_LARGEST, otherwise="None for the world's")
     division = Division(num_samples, global_batch_size, drop_last, shuffle, seed, weights=weights, num_draws=num_draws)
     if max_tokens is not None:
         return _by_tokens(division, locality, max_tokens, lengths, world_size)
@@ -158,7 +160,7 @@ def plan_division(
 
 
 def _by_tokens(division: Division, locality: Any, max_tokens: Any, lengths: Any, world_size: int) -> Division:
-    _whole(max_tokens, "max_tokens", smallest=1)
+    _whole(max_tokens, "max_tokens", smallest=1, largest=_LARGEST)
     for name, value in (("global_batch_size", division.global_batch_size), ("sampler", division.weights)):
         if value is not None:
             raise ConfigurationError(f"max_tokens and {name} exclude each other: each says how large a step is.")
@@ -179,10 +181,11 @@ def _locality(given: Any, shuffle: bool) -> tuple[int, int] | None:
         return None
     block, window = given if isinstance(given, tuple | list) and len(given) == 2 else (given, _WINDOW)
     for name, value in (("block", block), ("window", window)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_BLOCK:
             raise ConfigurationError(
-                f"locality={given!r}: the {name} is a whole number, at least 1. Pass the number of neighbours that are "
-                f"read together, or that and the number of such blocks that are shuffled with each other."
+                f"locality={given!r}: the {name} is a whole number, at least 1 (and at most 2**31). Pass the number of "
+                f"neighbours that are read together, or that and the number of such blocks that are shuffled with each "
+                f"other."
             )
     if not shuffle:
         raise ConfigurationError("locality says how to shuffle, and shuffle=False. Leave one of them out.")

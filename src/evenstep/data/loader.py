@@ -124,6 +124,7 @@ class DataLoader:
         problem: str | None = None
         try:
             arguments.validate_refused(batch_size, batch_sampler, generator, in_order)
+            global_batch_size, max_tokens, seed = map(arguments.plain, (global_batch_size, max_tokens, seed))
             global_batch_size, max_tokens = arguments.as_measured(global_batch_size, max_tokens)
             arguments.validate_switches(
                 shuffle=shuffle,

@@ -77,12 +77,19 @@ def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
         UsageError: The batch holds something that can't be taken apart.
     """
     if isinstance(one, Tensor) or hasattr(one, "shape"):
+        if len(one.shape) != len(getattr(two, "shape", ())):
+            shapes = [f"of shape {list(getattr(each, 'shape', []))}" for each in (one, two)]
+            raise _unlike(path, *shapes)
         return _cut(one, two)
+    if isinstance(one, list | tuple) and not isinstance(two, list | tuple):
+        raise _unlike(path, f"a {type(one).__qualname__}", f"a {type(two).__qualname__}")
     if isinstance(one, list | tuple) and len(one) != len(two):
         return type(one)()
     parts, others = (None, None) if hasattr(one, "to") else (_take_apart(one), _take_apart(two))
     if parts is not None and others is not None:
         children, rebuild = parts
+        if len(children) != len(others[0]):
+            raise _unlike(path, f"of {len(children)} entries", f"of {len(others[0])}")
         pairs = zip(children, others[0], strict=True)
         return rebuild([emptied(mine, other, f"{path}[{i}]") for i, (mine, other) in enumerate(pairs)])
     if isinstance(one, Number):
@@ -93,6 +100,14 @@ def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
         f"this rank has no sample in the last global batch, and {path} is a {type(one).__qualname__}, of which "
         f"evenstep can't make an empty one. Return tensors, lists, dictionaries or dataclasses from collate_fn, pass "
         f"drop_last=True, or choose a global_batch_size whose last batch has a sample for every rank."
+    )
+
+
+def _unlike(path: str, one: str, two: str) -> UsageError:
+    return UsageError(
+        f"this rank has no sample in the last global batch, and what collate_fn makes can't be emptied: {path} is "
+        f"{one} for one sample and {two} for two. Have it make the same of any number of samples (no squeeze of the "
+        f"batch dimension), or pass drop_last=True."
     )
 
 

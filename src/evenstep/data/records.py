@@ -146,7 +146,11 @@ class Records(Dataset[Any]):
         except ValueError as error:
             what = "no JSON" if isinstance(error, json.JSONDecodeError) else "damaged"
             start = file.start_of(record)
-            at = error.pos if isinstance(error, json.JSONDecodeError) else 0
+            at = 0
+            if isinstance(error, json.JSONDecodeError):
+                at = len(error.doc[: error.pos].encode())  # it counts characters
+            elif isinstance(error, UnicodeDecodeError):
+                at = error.start
             raise DataError(f"{file.path}, record {record}, byte {start + at}: {what}: {error}") from error
 
     def validate_unchanged(self) -> None:
@@ -170,7 +174,8 @@ def find_files(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     """
     if isinstance(shards, str | os.PathLike):
         pattern = os.fspath(shards)
-        if isinstance(pattern, str) and glob.has_magic(pattern):
+        # A file of that very name is meant before a pattern: "part[1].jsonl" matches "part1.jsonl" alone.
+        if isinstance(pattern, str) and glob.has_magic(pattern) and not os.path.lexists(pattern):
             found = sorted(glob.glob(pattern, recursive=True))
             if not found:
                 raise ConfigurationError(f"Records: shards={pattern!r}: no file matches, seen from {os.getcwd()}.")

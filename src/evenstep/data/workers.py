@@ -22,7 +22,8 @@ from evenstep.errors import ConfigurationError, DataError
 from evenstep.world import World
 
 _LOOK_S = 0.5  # how often the processes of overdue workers are looked at
-_MOST_WORKERS = 8
+_MOST_WORKERS = 8  # with "auto"
+_MANY_WORKERS = 4096  # more were never meant, and the memory for what they note would stop the machine
 
 
 def suitable_workers(*, num_cores: int, local_world_size: int, device_type: str) -> int:
@@ -49,8 +50,9 @@ def choose_workers(given: Any, world: World) -> int:
             local_world_size=world.local_world_size,
             device_type=world.device.type,
         )
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise ConfigurationError(f"num_workers={given!r}: a whole number, at least 0, or 'auto'.")
+    if not isinstance(given, int) or isinstance(given, bool) or not 0 <= given <= _MANY_WORKERS:
+        bounds = f"at least 0{f' and at most {_MANY_WORKERS}' if isinstance(given, int) and given > 0 else ''}"
+        raise ConfigurationError(f"num_workers={given!r}: a whole number, {bounds}, or 'auto'.")
     return given
 
 
@@ -63,7 +65,8 @@ def starts_slowly(context: Any) -> bool:
     """Whether a worker starts as a new interpreter (seconds), and isn't forked (milliseconds)."""
     if context is None:
         return multiprocessing.get_start_method() != "fork"
-    method = context if isinstance(context, str) else context.get_start_method()
+    ask = getattr(context, "get_start_method", None)  # torch says what it is where it is no context
+    method = ask() if callable(ask) else context
     return bool(method != "fork")
 
 

@@ -7,11 +7,13 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -32,6 +34,7 @@ from evenstep.launcher.worker import STACK_SIGNAL, ready_file, stack_file
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.25
 _STACK_S = 0.3
+_SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
 
 
 class WatchedRanks:
@@ -309,6 +312,7 @@ class RankAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
+        _merge_repeated_requests()
         attempt = worker_group.spec.max_restarts - self._remaining_restarts
         others = None
         # Hosts count restarts of their own; the store is one of this meeting alone.
@@ -336,6 +340,29 @@ class RankAgent(LocalElasticAgent):
     def _attempt_failed(self, failure: Failure) -> None:
         if not self._on_failure(failure, self._remaining_restarts):
             self._remaining_restarts = 0
+
+
+def _merge_repeated_requests() -> None:
+    """Take a request to stop that comes twice at once for one; a second would end the save that the first asked for.
+
+    GNU timeout signals the process that it has started, and then its group, to which that process belongs. A second
+    Ctrl-C is a person's, and counts whenever it comes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    last: dict[int, float] = {}
+    for which in signal.valid_signals() - {signal.SIGINT}:
+        stops = signal.getsignal(which)
+        if getattr(stops, "__name__", "") != "_terminate_process_handler":  # torchelastic's, of the signals to handle
+            continue
+
+        def handle(number: int, frame: FrameType | None, stops: Any = stops) -> None:
+            now = time.monotonic()
+            if now - last.get(number, -math.inf) > _SAME_REQUEST_S:
+                last[number] = now
+                stops(number, frame)
+
+        signal.signal(which, handle)
 
 
 def _signal_group(process: RankProcess, which: signal.Signals) -> None:

@@ -130,7 +130,8 @@ class Engine:
             self._pass = None
         problem = self._broken or self._left_early
         if self._left_early is not None and all(parameter.grad is None for parameter in self.parameters):
-            self._left_early, self._window = None, None  # zero_grad has thrown the half-made sum away
+            # zero_grad has thrown away the half-made sum, and with it what was kept out of that.
+            self._left_early, self._window, self._carried = None, None, []
         elif problem is not None and self.world.world_size > 1:
             raise UsageError(f"rank {self.world.rank}: {problem}. The replicas are no longer in step; start again.")
         elif self._broken is not None:

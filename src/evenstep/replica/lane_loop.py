@@ -35,11 +35,10 @@ def lanes_of(batch: Any, num_lanes: int, dim: int = 0) -> list[Any]:
     """
     leaves, structure, length = rows_of(batch, dim)
     cut = []
-    for index in range(num_lanes):
+    for index in range(min(num_lanes, length)):  # one sample each at least, the longer lanes first
         start, stop = begin_of(length, index, num_lanes), begin_of(length, index + 1, num_lanes)
-        if start < stop:
-            part = [leaf.narrow(dim, start, stop - start).clone() if has_rows else leaf for leaf, has_rows in leaves]
-            cut.append(pytree.tree_unflatten(part, structure))
+        part = [leaf.narrow(dim, start, stop - start).clone() if has_rows else leaf for leaf, has_rows in leaves]
+        cut.append(pytree.tree_unflatten(part, structure))
     return cut
 
 

@@ -157,6 +157,8 @@ class LaneSums:
     def divide(self, window: Window) -> None:
         """Divide `p.grad` by the weight of all lanes, or by their number; where there is only this rank."""
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if not grads:  # no lane had a sample
+            return
         if window.kind is not Kind.WEIGHTED:
             torch._foreach_div_(grads, float(self.num_lanes))
             return

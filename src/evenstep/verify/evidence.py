@@ -191,17 +191,19 @@ def digest(tensor: Tensor) -> str:
 
 
 def thinned(tensor: Tensor) -> Tensor:
-    """A copy [numel] on the CPU, of large tensors `MOST_ELEMENTS` elements evenly drawn."""
+    """A copy [numel] on the CPU (complex numbers are two), of large tensors `MOST_ELEMENTS` elements evenly drawn."""
     return _drawn(tensor, MOST_ELEMENTS).clone()
 
 
 def probe(tensor: Tensor) -> Tensor:
     """[at most NUM_PROBES] float64: some elements, the same ones of every tensor of that size."""
-    return _drawn(tensor, NUM_PROBES).to(torch.float64)
+    return _drawn(tensor, NUM_PROBES).to(torch.float64, copy=True)  # an optimizer may write to what it was given
 
 
 def _drawn(tensor: Tensor, most: int) -> Tensor:
-    flat = tensor.detach().reshape(-1)
+    tensor = tensor.detach()
+    # Of complex numbers both parts: as a real number one would lose the imaginary one.
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     if flat.numel() > most:
         flat = flat[torch.arange(most, device=flat.device) * flat.numel() // most]
     return flat.cpu()

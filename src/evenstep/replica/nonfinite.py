@@ -203,6 +203,7 @@ class SumWatch:
 
 def _has_scaler() -> bool:
     """Whether somebody in this process scales losses, so that an overflow now and then is no fault."""
+    gc.collect()  # one of a training that is over may wait in a circle of references
     kinds = torch.amp.GradScaler
     return any(issubclass(type(each), kinds) and each.is_enabled() for each in gc.get_objects())
 

@@ -144,13 +144,13 @@ def test_each_of_several_hosts_has_a_copy(ranks, fresh_seed):
 
 
 def in_smaps(name: str) -> Iterator[dict[str, int]]:
-    """Of this process's mappings of a file: what /proc says, in bytes."""
+    """Of this process's mappings of a file: what /proc says, in bytes; "start" is where it lies."""
     found: dict[str, int] | None = None
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             if found:
                 yield found
-            found = {} if f"/memfd:{name} (" in line else None
+            found = {"start": int(line.partition("-")[0], 16)} if f"/memfd:{name} (" in line else None
         elif found is not None and line.endswith(" kB"):
             key, number, _ = line.split()
             found[key.rstrip(":")] = int(number) * 1024
@@ -166,6 +166,8 @@ def proportional_bytes() -> int:
 def measure_memory(seed: int) -> tuple[int, int, int, int]:
     """(PSS, bytes mapped, bytes of parameters, pages of parameters that nobody else has)."""
     model = wrap(seed)
+    gc.collect()
+    before = {each["start"] for each in in_smaps(common.NAME)}  # of other tests on these ranks, not yet collected
     optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, **SHARED)
     train(model, [optimizer], seed, 3)
     world, weight = model.world, model.module[2].weight
@@ -176,7 +178,7 @@ def measure_memory(seed: int) -> tuple[int, int, int, int]:
                 weight[0, writer] = 100.0 + writer
         world.barrier()
         assert float(weight[0, writer]) == 100.0 + writer
-    mapped = list(in_smaps(common.NAME))
+    mapped = [each for each in in_smaps(common.NAME) if each["start"] not in before]
     parts = [sum(each[key] for each in mapped) for key in ("Pss", "Size", "Private_Dirty")]
     world.barrier()
     return parts[0], parts[1], sum(p.nbytes for p in model.parameters()), parts[2]

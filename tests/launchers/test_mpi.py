@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -97,9 +98,19 @@ def test_two_jobs_at_once_on_one_host_do_not_meet(tmp_path: Path, kind: str) -> 
                 text=True,
             )
         )
-    for job, process in zip(("job1", "job2"), started, strict=True):
-        out, _ = process.communicate(timeout=DEADLINE_S)
-        assert (process.returncode, lines(out)) == (0, [f"rank {rank} {[job, job]}" for rank in range(2)]), out
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while any(process.poll() is None for process in started) and time.monotonic() < deadline:
+            if any(process.poll() for process in started):
+                break  # the other would wait for it
+            time.sleep(0.05)
+        codes = [process.poll() for process in started]
+    finally:
+        for process in started:
+            process.terminate()
+        outs = [process.communicate(timeout=DEADLINE_S)[0] for process in started]
+    for job, code, out in zip(("job1", "job2"), codes, outs, strict=True):
+        assert (code, lines(out)) == (0, [f"rank {rank} {[job, job]}" for rank in range(2)]), (codes, outs)
 
 
 def test_a_port_in_use_is_named_with_its_owner(tmp_path: Path) -> None:

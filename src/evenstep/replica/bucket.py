@@ -39,14 +39,18 @@ class Bucket:
         self.flat: Tensor = self._allocate(allocator)
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
         self.names = [names[slot.parameter] for slot in layout.slots]
-        self.views = [
-            view_like(self.flat, slot.offset_numel, parameter)
-            for slot, parameter in zip(layout.slots, self.parameters, strict=True)
-        ]
+        self.views = self._views_of(self.flat)
         self.sent_views = self.views  # the same of what travels
         self.work: Work | None = None
         self._version = 0
         self._transport = transport
+
+    def _views_of(self, flat: Tensor) -> list[Tensor]:
+        """Views with the parameters' shapes of something that lies like the bucket."""
+        return [
+            view_like(flat, slot.offset_numel, parameter)
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
+        ]
 
     def _allocate(self, allocator: Transport) -> Tensor:
         return allocator.allocate(self.layout.numel, dtype=self.layout.dtype, device=self.layout.device)
@@ -173,10 +177,7 @@ class CastBucket(Bucket):
     ) -> None:
         super().__init__(layout, parameters, names, transport, allocator=allocator)
         self._own = torch.zeros(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
-        self.views = [
-            view_like(self._own, slot.offset_numel, parameter)
-            for slot, parameter in zip(layout.slots, self.parameters, strict=True)
-        ]
+        self.views = self._views_of(self._own)
 
     @property
     def is_zero(self) -> bool:

@@ -122,10 +122,7 @@ class ShardedBucket(Bucket):
             values = allocator.allocate(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
         self.values = values
         self.own = self.values[own]
-        self._homes = [
-            view_like(self.values, slot.offset_numel, parameter)
-            for slot, parameter in zip(layout.slots, self.parameters, strict=True)
-        ]
+        self._homes = self._views_of(self.values)
         for parameter, home in zip(self.parameters, self._homes, strict=True):
             if host_copy is None or host_copy.is_writer:
                 home.copy_(parameter.detach())

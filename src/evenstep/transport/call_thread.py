@@ -59,14 +59,15 @@ class CallThread:
 
     Args:
         name: Of the thread.
-        on_failure: Called in the thread when a call has failed for the first time.
+        let_go: Called when a call has failed, in the thread, and when this is closed.
     """
 
-    def __init__(self, name: str, on_failure: Callable[[], object]) -> None:
+    def __init__(self, name: str, let_go: Callable[[], object]) -> None:
         self.failure: EvenstepError | None = None
+        self.is_closed = False
         self.num_calls = 0
         self._name = name
-        self._on_failure = on_failure
+        self._let_go = let_go
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[tuple[Callable[[], object], QueuedWork] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -94,14 +95,15 @@ class CallThread:
                 self._thread.start()
         return work
 
-    def refuse(self, error: EvenstepError) -> None:
-        """From now on nothing is accepted, and what is queued ends with this error."""
+    def close(self, error: EvenstepError, *, timeout_s: float = 5.0) -> None:
+        """Accept nothing any more, end what is queued with this error, let go, and wait for the thread. Once."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         with self._lock:
             self.failure = self.failure or error
             self._calls.put(None)
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the thread's end, after `refuse`."""
+        self._let_go()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
@@ -118,5 +120,5 @@ class CallThread:
                     error = PeerLostError(f"{work!r} failed: {raised}")
                 if error is not None:
                     self.failure = self.failure or error
-                    self._on_failure()
+                    self._let_go()
             work.end(error)

@@ -76,9 +76,8 @@ class OrderedTransport:
         self.world_size = behind.world_size
         self._behind = behind
         self._levels = list(levels)
-        self._thread = CallThread("evenstep ordered sums", on_failure=self._let_go)
+        self._thread = CallThread("evenstep ordered sums", let_go=self._let_go)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._is_closed = False
 
     # ------------------------------------------------------------------ sums
 
@@ -201,12 +200,7 @@ class OrderedTransport:
 
     def close(self) -> None:
         """See `Transport.close`."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._thread.refuse(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
-        self._let_go()
-        self._thread.join(timeout_s=5.0)
+        self._thread.close(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
 
     def _let_go(self) -> None:
         for each in (*self._levels, self._behind):

@@ -87,8 +87,7 @@ class SeveralHostsTransport:
         self._everybody = everybody
         self._arguments = Arguments(self.name, rank, self.world_size)
         self._scratch = Scratch()
-        self._thread = CallThread("evenstep several hosts", on_failure=self._let_go)
-        self._is_closed = False
+        self._thread = CallThread("evenstep several hosts", let_go=self._let_go)
 
     @property
     def is_regular(self) -> bool:
@@ -234,15 +233,16 @@ class SeveralHostsTransport:
 
     def close(self) -> None:
         """See `Transport.close`."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._thread.refuse(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
-        self._let_go()
-        self._thread.join(timeout_s=5.0)
+        self._thread.close(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "failed" if self._thread.failure else f"{self._thread.num_calls} calls"
+        state = (
+            "closed"
+            if self._thread.is_closed
+            else "failed"
+            if self._thread.failure
+            else f"{self._thread.num_calls} calls"
+        )
         return f"<SeveralHostsTransport rank {self.rank}/{self.world_size} on {len(self._plan.hosts)} hosts, {state}>"
 
     # ------------------------------------------------------------------ launching

@@ -236,13 +236,8 @@ class SeveralHostsTransport:
         self._thread.close(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
 
     def __repr__(self) -> str:
-        state = (
-            "closed"
-            if self._thread.is_closed
-            else "failed"
-            if self._thread.failure
-            else f"{self._thread.num_calls} calls"
-        )
+        thread = self._thread
+        state = "closed" if thread.is_closed else "failed" if thread.failure else f"{thread.num_calls} calls"
         return f"<SeveralHostsTransport rank {self.rank}/{self.world_size} on {len(self._plan.hosts)} hosts, {state}>"
 
     # ------------------------------------------------------------------ launching

@@ -170,19 +170,21 @@ class SeveralHostsTransport:
         into, back = self._arguments.flatten(out)
 
         def steps(number: int, packed: bytes) -> None:
-            self._meet(number, packed)
+            met = self._start_meeting(number, packed)
             num_hosts, num_local, numel = len(self._plan.hosts), self._plan.num_lanes, into.numel()
             if numel == 0:
+                met()
                 return
             if not self._plan.is_regular:
                 whole = flat.clone()
-                self._all_reduce_large(whole, op, list)
+                self._all_reduce_large(whole, op, met)
                 into.copy_(whole[self.rank * numel : (self.rank + 1) * numel])
                 return
             assert self._lane is not None
             by_lane = flat.view(num_hosts, num_local, numel).transpose(0, 1).reshape(-1)
             of_lane = torch.empty(num_hosts * numel, dtype=flat.dtype)
             self._inside.reduce_scatter(of_lane, by_lane, _undivided(op)).wait()
+            met()
             parts = torch.empty_like(of_lane)
             self._lane.all_to_all(parts, of_lane).wait()
             self._add(into, list(parts.view(num_hosts, numel).unbind()), op)

@@ -122,7 +122,7 @@ def on_rank(out: Path, variants: list[Variant], num_steps: int, *, measures_netw
     told: dict[str, Any] = {}
     with evenstep.init(quiet=True) as world:
         if measures_network:
-            sweep = Sweep(plan_sizes("64K", "4M"), ("all_reduce",), repeats=5)
+            sweep = Sweep(plan_sizes("256K", "16M"), ("all_reduce",), repeats=5)
             told["network"] = measure(world, sweep).to_json()
         for case in CASES:
             for variant in variants:

@@ -34,6 +34,7 @@ ROOMS = [
     "transport",
     "health",
     "determinism",
+    "heap",
     "lanes",
     "randomness",
     "device",

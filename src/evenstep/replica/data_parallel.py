@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.heap import keep_freed_memory
 from evenstep.replica.drivers import Drivers
 from evenstep.replica.nests import batch_size, take_apart
 from evenstep.replica.replicas import Call, Replica, Run
@@ -69,6 +70,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self.src_device_obj = self.devices[0]
         self.dim = dim
         self.module = module.to(self.devices[0])
+        if any(each.type == "cpu" for each in self.devices):
+            keep_freed_memory()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on the parts of a batch, at the same time.

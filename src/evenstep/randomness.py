@@ -8,6 +8,7 @@ dropout masks are independent between replicas, and rank 0 draws what a single p
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 from collections.abc import Iterator
@@ -58,11 +59,24 @@ def validate_seed(what: str, seed: Any, *, otherwise: str = "None to seed nothin
 def seed_everything(seed: int) -> None:
     """Seed python's `random`, torch on every device, and numpy if it has been or can be imported."""
     random.seed(seed)
-    torch.manual_seed(seed)  # CUDA's generators too, now or when they come to be
+    _seed_torch(seed)
     with contextlib.suppress(ImportError):
         import numpy
 
         numpy.random.seed(seed % (1 << 32))
+
+
+def _seed_torch(seed: int) -> None:
+    if _may_use_accelerators():
+        torch.manual_seed(seed)  # CUDA's generators too, now or when they come to be
+    else:
+        # Without a device to come, torch would still note for it who asked, with the whole stack: half a millisecond.
+        torch.default_generator.manual_seed(seed)
+
+
+@functools.cache
+def _may_use_accelerators() -> bool:
+    return torch.accelerator.is_available()
 
 
 def diverge(rank: int) -> None:

@@ -154,12 +154,17 @@ class LaneBuffers:
         return [None if buffer is None else buffer.detach().clone() for buffer in buffers]
 
     def _write(self, values: Sequence[Tensor | None]) -> None:
+        into: list[Tensor] = []
+        what: list[Tensor] = []
         for (owner, name), value in zip(self._places, values, strict=True):
             buffer = owner._buffers.get(name)
             if value is None or buffer is None or buffer.shape != value.shape or buffer.dtype is not value.dtype:
                 owner._buffers[name] = None if value is None else value.clone()  # it was replaced, not written to
             else:
-                buffer.data.copy_(value)  # through `.data`: see `module_buffers.finish_broadcast`
+                into.append(buffer.data)  # through `.data`: see `module_buffers.finish_broadcast`
+                what.append(value)
+        if into:
+            torch._foreach_copy_(into, what)
 
 
 def validate_model(module: nn.Module, settings: Settings, *, is_of_group: bool) -> None:

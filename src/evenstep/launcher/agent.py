@@ -33,6 +33,7 @@ from evenstep.launcher.worker import STACK_SIGNAL, ready_file, stack_file
 
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.25
+_LOOK_FOR_STOPS_EVERY_S = 0.1
 _STACK_S = 0.3
 _SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
 
@@ -77,7 +78,7 @@ class WatchedRanks:
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
         self._watch = StopWatch(grace_s=policy.stopped_grace_s)
         self._lateness = LateWatch(budgets)
-        self._last_look = 0.0
+        self._last_look = self._last_look_for_stops = 0.0
         self._num_memory_kills = count_memory_kills()
         self._ends = Ends(process.pid for process in self._processes.values())
 
@@ -94,7 +95,7 @@ class WatchedRanks:
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """One look: None while all run; a result once all have succeeded or one has failed and all have ended."""
         codes = [process.poll() for process in self._processes.values()]
-        if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._lingers():
+        if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._has_told():
             return self._end_failed_attempt()
         if EXIT_PREEMPTED in codes and self._first_preempted is None:
             self._first_preempted = time.monotonic()
@@ -123,14 +124,19 @@ class WatchedRanks:
     def _look(self) -> Hang | None:
         """Say who is stopped; returns a rank that has been for too long."""
         now = time.monotonic()
-        if now - self._last_look < _LOOK_EVERY_S:
+        if now - self._last_look_for_stops < _LOOK_FOR_STOPS_EVERY_S:
             return None
-        self._last_look = now
+        self._last_look_for_stops = now
         observations = {self._ranks[local]: observe(process.pid) for local, process in self._alive().items()}
-        pages = self._pages()
+        is_stopped = any(self._watch.is_stopped(rank) for rank in self._ranks)
+        late: Hang | None = None
+        told: list[str] = []
+        pages = self._pages() if is_stopped or now - self._last_look >= _LOOK_EVERY_S else {}
         lines, hang = self._watch.look(now, observations, pages)
-        # Who is stopped has been named already.
-        told, late = self._lateness.look({r: p for r, p in pages.items() if not self._watch.is_stopped(r)})
+        if now - self._last_look >= _LOOK_EVERY_S:
+            self._last_look = now
+            # Who is stopped has been named already.
+            told, late = self._lateness.look({r: p for r, p in pages.items() if not self._watch.is_stopped(r)})
         lines, hang = lines + told, hang or late
         for line in lines:
             print(f"evenstep: {line}", file=sys.stderr, flush=True)  # noqa: T201
@@ -167,11 +173,18 @@ class WatchedRanks:
         """Whether the ranks save when they are asked to stop, which may take its time."""
         return any(saves_file(self._run_directory, rank, self._attempt).exists() for rank in self._ranks)
 
-    def _lingers(self) -> bool:
-        """Whether a rank has told of its end and doesn't end: a thread or an exit handler of the script holds it."""
+    def _has_told(self) -> bool:
+        """Whether a rank has told of an error, and only python's own end is left; that takes a third of a second.
+
+        Or more is left, but it takes too long: a thread or an exit handler of the script holds the rank.
+        """
         longest_ns = self._policy.terminate_s * 1e9
         reports = read_reports(self._run_directory, attempt=self._attempt)
-        return any(time.monotonic_ns() - report.time_ns > longest_ns for report in reports)
+        if not reports:
+            return False
+        pages = self._pages()
+        done = {rank for rank, seen in pages.items() if seen is not None and seen.is_done}
+        return any(r.rank in done or time.monotonic_ns() - r.time_ns > longest_ns for r in reports)
 
     def _close_context(self) -> None:
         """Everybody has ended, or can't be killed: don't wait again. Writes the rest of what goes to the terminal."""

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -20,12 +20,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from evenstep import environment
 from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.blame import Exit, read_reports, saves_file
 from evenstep.health.budgets import Budgets
 from evenstep.health.page import Phase, Seen, page_file, read_page
 from evenstep.launcher.account import Failure, in_short, judge, status_of
-from evenstep.launcher.other_hosts import Elsewhere, OtherHosts
+from evenstep.launcher.other_hosts import Elsewhere, OtherHosts, Saved
 from evenstep.launcher.starting import RankProcess
 from evenstep.launcher.verdict import StopPolicy, is_evident
 from evenstep.launcher.watch import Ends, Hang, LateWatch, StopWatch, count_memory_kills, observe
@@ -51,6 +52,7 @@ class WatchedRanks:
         on_failure: Told of a failed attempt once all its ranks have ended and all their output is written.
         on_preempted: Told when all ranks have ended because they were asked to stop, and have saved.
         others: The other hosts of the run; None: there are none.
+        may_restart: The ranks may be started again if they fail.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class WatchedRanks:
         on_failure: Callable[[Failure], None],
         on_preempted: Callable[[], None],
         others: OtherHosts | None = None,
+        may_restart: bool = False,
     ) -> None:
         self._context = context
         self._ranks = ranks
@@ -73,6 +76,7 @@ class WatchedRanks:
         self._policy = policy
         self._on_failure = on_failure
         self._others = others
+        self._may_restart = may_restart
         self._on_preempted = on_preempted
         self._first_preempted: float | None = None
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
@@ -218,6 +222,7 @@ class WatchedRanks:
         exits = self._exits()
         failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
         elsewhere = elsewhere or self._compare_with_others(failure)
+        saved = self._saved_anywhere(pages)
         self._close_context()
         if failure is None and elsewhere is not None:
             failure = Failure(self._attempt, exits[0], None)  # nothing happened here
@@ -232,7 +237,8 @@ class WatchedRanks:
                     pages={rank: seen for rank, seen in pages.items() if seen is not None},
                     resident_bytes=self._watch.resident_bytes,
                     num_memory_kills=None if kills is None or before is None else kills - before,
-                    saves=self._saves(),
+                    saves=saved.has_checkpointer,
+                    saved_step=saved.step,
                 )
             )
         failures = {
@@ -258,6 +264,14 @@ class WatchedRanks:
         while (told := self._others.look()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return told
+
+    def _saved_anywhere(self, pages: Mapping[int, Seen | None]) -> Saved:
+        """What this attempt has saved, on any host: all of them decide alike whether one more is worth while."""
+        steps = (seen.saved_step for seen in pages.values() if seen is not None)
+        saved = Saved(self._saves(), max((step for step in steps if step is not None), default=None))
+        if self._others is None or not self._may_restart:
+            return saved
+        return self._others.agree_on_saved(saved, longest_s=self._policy.terminate_s + self._policy.grace_s)
 
     def _exits(self) -> list[Exit]:
         """How the ranks that have ended did; what one has told counts, even if it was stopped before it had ended."""
@@ -324,16 +338,20 @@ class RankAgent(LocalElasticAgent):
         self._on_preempted = on_preempted
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        talk = ""
+        if worker_group.group_world_size > 1:
+            # Hosts count restarts of their own; the store is one of this meeting alone.
+            talk = worker_group.store.compare_set("evenstep/talk", "", uuid.uuid4().hex).decode()
+        with environment.exported({"EVENSTEP_MEETING": talk} if talk else {}):
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         _merge_repeated_requests()
         attempt = worker_group.spec.max_restarts - self._remaining_restarts
         others = None
-        # Hosts count restarts of their own; the store is one of this meeting alone.
-        if worker_group.group_world_size > 1:
+        if talk:
             others = OtherHosts(
                 worker_group.master_addr,
                 worker_group.master_port,
-                talk=worker_group.store.compare_set("evenstep/talk", "", uuid.uuid4().hex).decode(),
+                talk=talk,
                 node_rank=worker_group.group_rank,
                 num_nodes=worker_group.group_world_size,
             )
@@ -342,6 +360,7 @@ class RankAgent(LocalElasticAgent):
             ranks=[worker.global_rank for worker in worker_group.workers],
             attempt=attempt,
             others=others,
+            may_restart=self._remaining_restarts > 0,
             run_directory=self._run_directory,
             policy=self._policy,
             budgets=self._budgets,

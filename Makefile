@@ -77,8 +77,8 @@ stress-checkpoint: install ## 200 kills of all ranks at random instants, 1,000 f
 	$(RUN) tests.faults.kill_loop --kills 200
 	EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flipped or truncated" tests/unit/test_checkpointer.py
 
-bench-faults: install ## faults at every phase, rank and transport, 200 cascades, torch's DDP beside; two hours
-	$(RUN:-m=) benchmarks/faults.py --cascades 200 --recoveries 20 --json build/faults.json
+bench-faults: install ## faults at every phase, rank and transport, 200 cascades, torch's DDP beside; 40 minutes
+	$(RUN:-m=) benchmarks/faults.py --recoveries 20 --cascades 200 --ddp-cascades 10 --json build/faults.json
 
 bench-checks: install ## what watching costs a step of the GPT, by accounting; fails above 0.5 %
 	$(RUN:-m=) benchmarks/checks.py --json build/checks.json

@@ -2,7 +2,9 @@
 
     python benchmarks/faults.py                                 # the matrix, and torch's DDP under torchrun beside it
     python benchmarks/faults.py --small --no-ddp                # one victim, one transport: some minutes
-    python benchmarks/faults.py --cascades 200 --json build/faults.json
+    python benchmarks/faults.py --recoveries 20 --cascades 200 --ddp-cascades 10 --json build/faults.json   # 40 minutes
+
+What has been run is in the JSON file after every run, and in the tables if it is interrupted.
 
 Of every run is recorded, in seconds after the fault: when a surviving rank noticed, when the screen named somebody,
 when the launcher had ended; who was blamed; the exit status; what is left of processes, of files in /dev/shm and in
@@ -48,6 +50,7 @@ _BLAMED = (
 )
 _DISAGREE = re.compile(r"the ranks disagree")
 _DEADLINE_S = 120.0
+_DDP_TIMEOUT_S = 10.0  # torch's own deadline is 1800 s; more than ten times what a step takes here
 
 
 @dataclass
@@ -182,7 +185,7 @@ def run(
         target = [SCRIPT, "--diary", str(diary), "--fault", fault]
         if side == "ddp":
             command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-            target += ["--engine", "ddp"]
+            target += ["--engine", "ddp", "--ddp-timeout-s", str(_DDP_TIMEOUT_S)]
         else:
             flags = ["--device", "cpu", "--stopped-grace", "0", "--budget", "step=1", "--max-restarts", str(restarts)]
             command = ["-m", "evenstep", "run", "--nproc-per-node", str(num_ranks), *flags]
@@ -252,19 +255,40 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """A row per side and kind of fault. Pure."""
-    rows = ["| side | fault | runs | noticed by a peer | named | ended | blame right | status | left behind |"]
-    rows.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    head = ["side", "fault", "runs", "noticed by a peer", "named", "ended", "blame right", "wrong", "nobody", "status"]
+    rows = ["| " + " | ".join([*head, "left behind"]) + " |", "| --- " * (len(head) + 1) + "|"]
     for side, kind in dict.fromkeys((each.side, each.kind) for each in outcomes):
         group = [each for each in outcomes if (each.side, each.kind) == (side, kind)]
-        times = [
-            " / ".join(_seconds(percentile((getattr(o, name) for o in group), share)) for share in (0.5, 0.99, 1.0))
-            for name in ("noticed_s", "named_s", "ended_s")
-        ]
-        right = f"{sum(each.is_right for each in group)} of {len(group)}"
-        statuses = ", ".join(f"{status} ({n})" for status, n in Counter(each.status for each in group).items())
-        left = sum(len(each.left) for each in group)
-        rows.append(f"| {side} | {kind} | {len(group)} | {' | '.join(times)} | {right} | {statuses} | {left} |")
+        times = [_spread(getattr(o, name) for o in group) for name in ("noticed_s", "named_s", "ended_s")]
+        right = sum(each.is_right for each in group)
+        nobody = sum(each.blamed is None and not each.is_right for each in group)
+        cells = [side, kind, len(group), *times, right, len(group) - right - nobody, nobody, _statuses(group)]
+        rows.append("| " + " | ".join(map(str, [*cells, sum(len(each.left) for each in group)])) + " |")
     return "\n".join(rows)
+
+
+def recovery_table(outcomes: Sequence[Outcome]) -> str:
+    """A row per kind of fault, of runs with restarts. Pure."""
+    rows = [
+        "| fault | runs | next step after | steps made twice, most | samples lost or repeated | status | left behind |"
+    ]
+    rows.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for kind in [*dict.fromkeys(each.kind for each in outcomes), ""]:
+        group = [each for each in outcomes if kind in ("", each.kind)]
+        cells = [kind or "all", len(group), _spread(each.recovered_s for each in group)]
+        cells += [max(each.steps_twice for each in group), sum(each.samples_wrong for each in group), _statuses(group)]
+        rows.append("| " + " | ".join(map(str, [*cells, sum(len(each.left) for each in group)])) + " |")
+    return "\n".join(rows)
+
+
+def _spread(values: Iterable[float]) -> str:
+    """p50 / p99 / max."""
+    known = list(values)
+    return " / ".join(_seconds(percentile(known, share)) for share in (0.5, 0.99, 1.0))
+
+
+def _statuses(group: Sequence[Outcome]) -> str:
+    return ", ".join(f"{status} ({n})" for status, n in Counter(each.status for each in group).items())
 
 
 def _seconds(value: float) -> str:
@@ -277,30 +301,22 @@ def fault_text(kind: str, rank: int, step: int, phase: str) -> str:
     return f"{kind}:rank={rank},step={step},phase={phase}{more}"
 
 
-def main() -> None:
-    """Run the matrix, the recoveries and the cascades; print tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="one victim and one transport")
-    parser.add_argument("--kinds", nargs="*", default=list(KINDS))
-    parser.add_argument("--phases", nargs="*", default=list(PHASES))
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--cascades", type=int, default=0)
-    parser.add_argument("--recoveries", type=int, default=3)
-    parser.add_argument("--no-ddp", action="store_true")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    print(f"seed {args.seed}; {describe_machine()}", flush=True)
-    draw = random.Random(args.seed)
-    outcomes: list[Outcome] = []
-    recoveries: list[Outcome] = []
+@dataclass(frozen=True)
+class Planned:
+    """One run to make: which table it belongs to, and the arguments of `run`."""
 
-    def note(outcome: Outcome, into: list[Outcome]) -> None:
-        into.append(outcome)
-        is_well = outcome.is_right and not outcome.left and outcome.status in STATUS.get(outcome.kind, {outcome.status})
-        if not is_well and outcome.side != "ddp" and into is not recoveries:
-            print(f"  not as it should be: {outcome}", flush=True)
+    part: str
+    side: str
+    fault: str
+    transport: str = "shared memory"
+    num_ranks: int = 2
+    victim: int = 1
+    restarts: int = 0
 
+
+def plan(args: argparse.Namespace, draw: random.Random) -> list[Planned]:
+    """All runs, in order: the same ones for the same seed. Pure, but for what is drawn."""
+    planned: list[Planned] = []
     for _ in range(args.repeats):
         for kind in args.kinds:
             for phase in args.phases:
@@ -308,37 +324,90 @@ def main() -> None:
                     fault = fault_text(kind, victim, draw.randrange(2, 30), phase)
                     for transport in ("shared memory",) if args.small else ("shared memory", "gloo"):
                         if kind != "shape" or transport == "shared memory":  # over Gloo it is what Gloo makes of it
-                            note(run("evenstep", fault, transport=transport, victim=victim), outcomes)
-                    if not args.no_ddp and phase == "backward" and kind != "shape":
-                        note(run("ddp", fault, transport="gloo", victim=victim), outcomes)
-    print(table(outcomes), flush=True)
+                            planned.append(Planned("matrix", "evenstep", fault, transport, victim=victim))
+                    if not args.no_ddp and kind != "shape":
+                        planned.append(Planned("matrix", "ddp", fault, "gloo", victim=victim))
+    deaths = ["kill", "raise", "exit", "segfault"]
     for _ in range(args.recoveries):
-        kind = draw.choice(["kill", "raise", "segfault", "exit"])
         victim = draw.randrange(2)
-        fault = fault_text(kind, victim, draw.randrange(5, 30), draw.choice(PHASES))
-        note(run("evenstep", fault, victim=victim, restarts=1), recoveries)
-    if recoveries:
-        times = [each.recovered_s for each in recoveries]
-        print(
-            f"\n{len(recoveries)} recoveries: next step after {_seconds(percentile(times, 0.5))} s (p50), "
-            f"{_seconds(percentile(times, 1.0))} s (max); steps made twice: {sum(e.steps_twice for e in recoveries)}; "
-            f"samples lost or repeated: {sum(e.samples_wrong for e in recoveries)}; "
-            f"status {dict(Counter(e.status for e in recoveries))}; left behind: {sum(len(e.left) for e in recoveries)}"
-        )
-    cascades: list[Outcome] = []
-    for _ in range(args.cascades):
-        kind, victim = draw.choice(["kill", "raise", "exit", "segfault"]), draw.randrange(4)
-        fault = fault_text(kind, victim, draw.randrange(2, 30), draw.choice(PHASES))
-        note(run("evenstep", fault, num_ranks=4, victim=victim), cascades)
-    if cascades:
-        right = sum(each.is_right for each in cascades)
-        confident = sum(each.blamed is not None and each.blamed != each.victim for each in cascades)
-        print(f"\n{len(cascades)} cascades of 4 ranks: blame right in {right}, wrong in {confident}\n{table(cascades)}")
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        found = {"machine": describe_machine(), "seed": args.seed}
-        found |= {"matrix": list(map(asdict, outcomes)), "recoveries": list(map(asdict, recoveries))}
-        args.json.write_text(json.dumps(found | {"cascades": list(map(asdict, cascades))}, indent=1))
+        fault = fault_text(draw.choice(deaths), victim, draw.randrange(5, 30), draw.choice(PHASES))
+        planned.append(Planned("recoveries", "evenstep", fault, victim=victim, restarts=1))
+    for number in range(args.cascades):
+        victim = draw.randrange(4)
+        fault = fault_text(draw.choice(deaths), victim, draw.randrange(2, 30), draw.choice(PHASES))
+        planned.append(Planned("cascades", "evenstep", fault, num_ranks=4, victim=victim))
+        if number < args.ddp_cascades:
+            planned.append(Planned("cascades", "ddp", fault, "gloo", num_ranks=4, victim=victim))
+    return planned
+
+
+def is_well(outcome: Outcome) -> bool:
+    """Whether a run of ours ended as it should: one with a restart as if nothing had happened."""
+    if outcome.left or outcome.samples_wrong:
+        return False
+    if not math.isnan(outcome.recovered_s):
+        return outcome.status == 0
+    return outcome.is_right and outcome.status in STATUS[outcome.kind]
+
+
+def write(path: Path | None, seed: int, found: dict[str, list[Outcome]]) -> None:
+    """What is known so far: whole, or as it was before."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = {part: list(map(asdict, outcomes)) for part, outcomes in found.items()}
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text(json.dumps({"machine": describe_machine(), "seed": seed} | parts, indent=1))
+    beside.replace(path)
+
+
+def report(found: dict[str, list[Outcome]]) -> str:
+    """The tables of what has been run. Pure."""
+    texts = []
+    if found["matrix"]:
+        texts.append(table(found["matrix"]))
+    if found["recoveries"]:
+        texts.append(f"{len(found['recoveries'])} recoveries\n\n{recovery_table(found['recoveries'])}")
+    for side in dict.fromkeys(each.side for each in found["cascades"]):
+        group = [each for each in found["cascades"] if each.side == side]
+        wrong = sum(each.blamed is not None and not each.is_right for each in group)
+        right = sum(each.is_right for each in group)
+        title = f"{len(group)} cascades of 4 ranks, {side}: blame right in {right}, wrong in {wrong}"
+        texts.append(f"{title}\n\n{table(group)}")
+    return "Seconds after the fault: p50 / p99 / max.\n\n" + "\n\n".join(texts)
+
+
+def main() -> None:
+    """Run what is planned; print tables, also where that is interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="one victim and one transport")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--phases", nargs="*", default=list(PHASES))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--cascades", type=int, default=0)
+    parser.add_argument("--ddp-cascades", type=int, default=0, help="so many of the cascades with torch's DDP, too")
+    parser.add_argument("--recoveries", type=int, default=3)
+    parser.add_argument("--no-ddp", action="store_true")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    parser.add_argument("--json", type=Path, help="written after every run")
+    args = parser.parse_args()
+    planned = plan(args, random.Random(args.seed))
+    print(f"seed {args.seed}; {describe_machine()}; {len(planned)} runs", flush=True)
+    found: dict[str, list[Outcome]] = {"matrix": [], "recoveries": [], "cascades": []}
+    began = time.monotonic()
+    try:
+        for number, each in enumerate(planned):
+            arguments = {name: value for name, value in asdict(each).items() if name not in ("part", "side", "fault")}
+            outcome = run(each.side, each.fault, **arguments)
+            found[each.part].append(outcome)
+            write(args.json, args.seed, found)
+            who = f"{each.part}, {each.side}, {each.transport}, {each.fault}"
+            times = ", ".join(_seconds(s) for s in (outcome.noticed_s, outcome.named_s, outcome.ended_s))
+            print(f"{number + 1} of {len(planned)}, {time.monotonic() - began:.0f} s: {who}: {times}", flush=True)
+            if each.side != "ddp" and not is_well(outcome):
+                print(f"  not as it should be: {outcome}", flush=True)
+    finally:
+        print(f"\n{report(found)}")
 
 
 if __name__ == "__main__":

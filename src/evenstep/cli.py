@@ -233,12 +233,17 @@ def _parser() -> ArgumentParser:
     jobs.add_argument("--image", help="container image (kubernetes)")
     jobs.add_argument("--claim", help="volume claim with the script and its checkpoints (kubernetes)")
     jobs.add_argument("script", help="the training script")
-    jobs.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    _add_rest(jobs, help="its arguments")
     jobs.set_defaults(call=_jobs)
     _add_checkpoint(commands)
     _add_verify(commands)
     add_bench(commands)
     return parser
+
+
+def _add_rest(parser: argparse.ArgumentParser, *, help: str) -> None:
+    """Whatever follows; nothing, as well, which argparse before python 3.13 lists as missing."""
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=help).required = False
 
 
 def _env(args: argparse.Namespace) -> int:
@@ -313,7 +318,7 @@ def _add_verify(commands: Any) -> None:
     )
     parser.add_argument("--kill-at", type=_step, metavar="N", help="--resume: in this step; else two thirds through")
     parser.add_argument("script", help="runs unchanged, several times, and ends after --steps")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    _add_rest(parser, help="of the script")
     parser.set_defaults(call=_verify)
 
 

@@ -81,7 +81,8 @@ def init(
         checks.choice("evenstep.init: transport", transport, TRANSPORTS, otherwise="None to let evenstep choose")
     timeout_s = checks.number("evenstep.init: timeout_s", timeout_s, above=0, most=_LONGEST_TIMEOUT_S)
     checks.switch("evenstep.init: quiet", quiet)
-    validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed)
+    num_cores = os.cpu_count() or 1
+    validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed, num_cores=num_cores)
     arguments: dict[str, object] = {
         "seed": seed,
         "device": None if device is None else str(device),
@@ -263,7 +264,12 @@ def _announce(world: World, *, quiet: bool) -> None:
         transport=world.transport_name,
     )
     if world.lanes is not None:
-        line += f", {world.lanes.num_lanes} lanes"
+        mode = f"{world.lanes.num_lanes} lanes"
+        if placement.announced is None:
+            line += f", {mode}"
+        else:  # the launcher couldn't know, and has named its own number of threads
+            threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
+            line = f"evenstep: reproducible: {mode}, {threads} per rank in this mode, {world.transport_name}"
     if line != placement.announced:
         print(line, file=sys.stderr, flush=True)  # noqa: T201
 

@@ -38,6 +38,7 @@ from evenstep.randomness import mix
 DEFAULT_LANES = 8
 _LANES_TAG = 0x6C616E65  # "lane": other streams from the same seed stay unrelated
 _VERSION = 1
+_MOST_THREADS = 256
 
 
 def begin_of(length: int, index: int, num_parts: int) -> int:
@@ -142,8 +143,15 @@ def disagreements(facts: Sequence[dict[str, str]]) -> list[str]:
     return found
 
 
-def validate_mode(*, reproducible: Any, lanes: Any, threads: Any, seed: int | None) -> None:
+def validate_mode(*, reproducible: Any, lanes: Any, threads: Any, seed: int | None, num_cores: int) -> None:
     """Check what `init` was given, as far as one rank can tell. Pure.
+
+    Args:
+        reproducible: See `init`.
+        lanes: See `init`.
+        threads: See `init`; more than there are cores, so that another host's bits can be had here, but not any number.
+        seed: See `init`.
+        num_cores: Of this host.
 
     Raises:
         ConfigurationError: Something is wrong with it.
@@ -154,6 +162,12 @@ def validate_mode(*, reproducible: Any, lanes: Any, threads: Any, seed: int | No
             raise checks.refuse(f"evenstep.init: {name}", value, "it goes with reproducible=True, which is missing")
         if value is not None:
             checks.whole(f"evenstep.init: {name}", value, least=1)
+    most = max(_MOST_THREADS, 4 * num_cores)
+    if threads is not None and threads > most:
+        raise ConfigurationError(
+            f"evenstep.init: threads={threads}; at most {most} on this host, which has {num_cores} cores. Bits depend "
+            f"on the number: pass that of the runs to compare with, or leave it out, for 1."
+        )
     if not reproducible:
         return
     if seed is None:

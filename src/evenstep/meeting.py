@@ -31,7 +31,8 @@ _stores: dict[tuple[str, int], Store] = {}
 
 
 def open_store(placement: Placement, timeout_s: float) -> Store:
-    """The store of a run's ranks. A world that was closed before has left its addresses there; they aren't read again.
+    """The store of a run's ranks. Addresses that others have left there, of a world that was closed or of ranks that
+    were restarted, aren't read again.
 
     Collective, as every rank has to come here; returns as soon as the store can be used.
 
@@ -55,7 +56,9 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
     else:
         store = next(rendezvous("env://", timeout=timeout))[0]
     store.set_timeout(timeout)
-    joined = PrefixStore(f"evenstep-{_num_joins}", store)
+    joined = PrefixStore(
+        f"evenstep-{placement.meeting}-{_num_joins}" if placement.meeting else f"evenstep-{_num_joins}", store
+    )
     if placement.makes_store:
         _compare(joined, placement)
     return joined

@@ -161,6 +161,38 @@ def test_a_rank_that_told_of_its_end_and_lingers_is_stopped_and_keeps_its_status
     assert command.leaves_no_process()
 
 
+def test_who_failed_may_finish_its_exit_handlers_and_pythons_own_end_is_not_waited_for(tmp_path: Path) -> None:
+    script = """
+        import atexit, gc, os, time
+
+        class Recorder:
+            def __init__(self):
+                self.file, self.itself = open("unflushed", "w"), self  # python's last collection would close it
+
+        class EndsLate:
+            def __del__(self, sleep=time.sleep, open=open):
+                sleep(3)
+                open("ended late", "w").close()
+
+        def finish():
+            time.sleep(0.5)
+            open("finished", "w").close()
+
+        if os.environ["RANK"] == "1":
+            atexit.register(finish)
+            late, recorder = EndsLate(), Recorder()
+            recorder.file.write("the last line")
+            raise KeyError("boom")
+        time.sleep(100)
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
+    assert code == 1
+    assert command.stderr.splitlines()[-1].endswith(") failed: KeyError: 'boom'")
+    assert (tmp_path / "finished").exists()
+    assert (tmp_path / "unflushed").read_text() == "the last line"
+    assert not (tmp_path / "ended late").exists(), "the run had to wait for it"
+
+
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_stops_all_in_one_line(tmp_path: Path, sent: signal.Signals, code: int) -> None:
     command = start(tmp_path, ["--nproc-per-node", "2", "script.py"], WAITS)

@@ -74,9 +74,32 @@ def test_a_step_with_a_bad_gradient_on_one_rank_is_skipped_by_all(ranks, fresh_s
         assert len(set(sums)) == 4
 
 
-def warned(seed: int, poisoned: list[int], width: int, scaled: bool, sharded: bool, cap_mb: float | None) -> list[str]:
+def warned(
+    seed: int,
+    poisoned: list[int],
+    width: int,
+    scaled: bool,
+    sharded: bool,
+    cap_mb: float | None,
+    transport: str | None = None,
+) -> list[str]:
     """What is said by default where the third backward pass is bad on some ranks."""
-    world = evenstep.init(quiet=True)
+    if transport is None:
+        return _warned_in(evenstep.init(quiet=True), seed, poisoned, width, scaled, sharded, cap_mb)
+    evenstep.init(quiet=True).close()
+    with evenstep.init(quiet=True, transport=transport) as world:
+        return _warned_in(world, seed, poisoned, width, scaled, sharded, cap_mb)
+
+
+def _warned_in(
+    world: evenstep.World,
+    seed: int,
+    poisoned: list[int],
+    width: int,
+    scaled: bool,
+    sharded: bool,
+    cap_mb: float | None,
+) -> list[str]:
     model = evenstep.DistributedDataParallel(
         nn.Sequential(Poisoned(seed), nn.Linear(3, width, dtype=torch.float64)), bucket_cap_mb=cap_mb
     )
@@ -115,6 +138,19 @@ def test_a_bad_gradient_is_said_once_by_default(ranks, fresh_seed, nproc, poison
         assert "'1." not in told[0][0], "the gradient of the last layer was fine"
         assert "only in the sum" not in told[0][0]
     assert ranks.run(warned, nproc, fresh_seed, poisoned, 2, True, False, None) == [[]] * nproc
+
+
+@pytest.mark.parametrize(("nproc", "poisoned"), [(2, [1]), (3, [0, 2])])
+def test_over_gloo_a_bad_gradient_is_said_once_too_and_all_who_had_one_are_named(ranks, fresh_seed, nproc, poisoned):
+    for width, sharded, cap_mb in ((2, False, None), (60_000, False, 0.01), (60_000, True, None)):
+        told = ranks.run(warned, nproc, fresh_seed, poisoned, width, False, sharded, cap_mb, "gloo")
+        assert told[1:] == [[]] * (nproc - 1)
+        assert len(told[0]) == 1, (width, sharded, cap_mb)
+        assert "(in backward pass 3)" in told[0][0]
+        named = [rank for rank in range(nproc) if f"at least on rank {rank}: '0.inner" in told[0][0]]
+        assert named == poisoned, told[0][0]
+        assert "'1." not in told[0][0], "the gradient of the last layer was fine"
+    assert ranks.run(warned, nproc, fresh_seed, poisoned, 2, True, False, None, "gloo") == [[]] * nproc
 
 
 def overflowing(seed: int) -> list[str]:

@@ -257,3 +257,18 @@ def test_lines_of_log_files_say_when_who_and_at_which_step(tmp_path: Path) -> No
     assert all(re.match(r"\d{4}-\d\d-\d\d [\d:.]{12} rank 1 step 2 \| ", line) for line in lines), lines
     for word in ("printed", "logged", "warned"):
         assert sum(word in line.partition("|")[2] for line in lines) >= 1
+
+
+def test_in_reproducible_mode_the_threads_are_those_of_the_mode_whatever_the_launcher_had_said(tmp_path: Path) -> None:
+    script = """
+        import evenstep
+
+        evenstep.init(seed=0, reproducible=True, lanes=2).print("here")
+    """
+    code, command = call(
+        tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "2", "script.py"], script
+    )
+    assert code == 0, command.stderr
+    launcher, mode = command.stderr.splitlines()
+    assert launcher == "evenstep: 2 ranks on 1 host, cpu, 2 threads per rank, shared memory"
+    assert mode == "evenstep: reproducible: 2 lanes, 1 thread per rank in this mode, shared memory"

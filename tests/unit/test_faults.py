@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,8 +112,7 @@ PLANTS = """
 """
 
 
-def test_the_benchmark_of_faults_finds_what_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its "left behind: 0" means something only if it can find a process, a port, a segment, a socket and files."""
+def load_benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     benchmarks = Path(__file__).parents[2] / "benchmarks"
     monkeypatch.syspath_prepend(benchmarks)
     spec = importlib.util.spec_from_file_location("benchmark_of_faults", benchmarks / "faults.py")
@@ -120,6 +121,38 @@ def test_the_benchmark_of_faults_finds_what_is_left_behind(tmp_path: Path, monke
     bench = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, bench)  # dataclasses look there
     spec.loader.exec_module(bench)
+    return bench
+
+
+def test_a_benchmark_of_faults_that_is_cut_off_leaves_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = load_benchmark(monkeypatch)
+    made = []
+
+    def run(side: str, fault: str, **more: Any) -> Any:
+        if len(made) == 5:
+            raise KeyboardInterrupt
+        outcome = bench.Outcome(side, fault, more["transport"], more["num_ranks"], more["victim"], ended_s=len(made))
+        outcome.blamed, outcome.status = 1 - more["victim"] if side == "ddp" else more["victim"], 137
+        made.append(outcome)
+        return outcome
+
+    monkeypatch.setattr(bench, "run", run)
+    monkeypatch.setattr(sys, "argv", ["faults.py", "--kinds", "kill", "--json", str(tmp_path / "found.json")])
+    with pytest.raises(KeyboardInterrupt):
+        bench.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [each["side"] for each in found["matrix"]] == ["evenstep", "evenstep", "ddp", "evenstep", "evenstep"]
+    printed = capsys.readouterr().out
+    assert "5 of 21, " in printed
+    assert "| evenstep | kill | 4 | - / - / - | - / - / - | 1.00 / 4.00 / 4.00 | 4 | 0 | 0 | 137 (4) | 0 |" in printed
+    assert "| ddp | kill | 1 | - / - / - | - / - / - | 2.00 / 2.00 / 2.00 | 0 | 1 | 0 | 137 (1) | 0 |" in printed
+
+
+def test_the_benchmark_of_faults_finds_what_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its "left behind: 0" means something only if it can find a process, a port, a segment, a socket and files."""
+    bench = load_benchmark(monkeypatch)
     call = bench.Call([sys.executable, "-c", textwrap.dedent(PLANTS)], tmp_path)
     try:
         status, _ = call.wait()

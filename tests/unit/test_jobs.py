@@ -115,3 +115,16 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "train.py --nodes 9\n" in text
     assert main(["jobs", "pbs", "--time", "soon", "train.py"]) == 78
     assert "--time 'soon'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["jobs", "slurm"], ["verify", "--steps", "2"]], ids=lambda command: command[0] if command else ""
+)
+def test_a_command_without_a_script_says_that_and_no_more(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(command)
+    assert capsys.readouterr().err.endswith(
+        f"evenstep {command[0]}: error: the following arguments are required: script\n"
+    )

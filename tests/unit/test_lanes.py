@@ -216,13 +216,18 @@ def test_evaluation_has_no_lanes_of_its_own_and_may_use_them(world):
         ({"reproducible": True, "seed": 0, "lanes": 0}, "lanes=0; a whole number"),
         ({"reproducible": True, "seed": 0, "lanes": True}, "lanes=True; a whole number"),
         ({"reproducible": True, "seed": 0, "threads": 1.5}, "threads=1.5; a whole number"),
+        (
+            {"reproducible": True, "seed": 0, "threads": 10**9},
+            r"threads=1000000000; at most \d+ on this host, which has",
+        ),
     ],
 )
 def test_bad_arguments(arguments, told):
     with pytest.raises(ConfigurationError, match=told):
         evenstep.init(quiet=True, **arguments)
+    defaults = {"reproducible": False, "lanes": None, "threads": None, "seed": None, "num_cores": 2}
     with pytest.raises(ConfigurationError, match=told):
-        validate_mode(**{"reproducible": False, "lanes": None, "threads": None, "seed": None, **arguments})
+        validate_mode(**(defaults | arguments))
 
 
 def test_lanes_that_cant_be_divided():

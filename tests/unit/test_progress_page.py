@@ -41,6 +41,10 @@ def test_what_is_marked_is_read(path: Path) -> None:
     later = read_page(path)
     assert later is not None
     assert (later.phase, later.step, later.is_waiting, later.bucket) == (Phase.BACKWARD, 7, False, None)
+    assert not later.is_done
+    page.mark_done()
+    assert (at_the_end := read_page(path)) is not None
+    assert at_the_end.is_done
 
 
 def test_without_a_page_marking_does_nothing(tmp_path: Path) -> None:
@@ -103,6 +107,15 @@ def test_no_grace_still_gives_two_seconds() -> None:
     watch = StopWatch(report_after_s=2, grace_s=0)
     assert watch.look(0.0, {1: Observation(11, "T", 0)}, {})[1] is None
     assert watch.look(2.0, {1: Observation(11, "T", 0)}, {})[1] is not None
+
+
+def test_a_rank_that_is_stopped_for_a_moment_is_not_named_and_one_that_stays_is_before_two_seconds() -> None:
+    """As the launcher looks: ten times a second."""
+    for stopped_s, is_named in ((1.0, False), (1.4, False), (1.9, True)):
+        watch = StopWatch()
+        looks = [number / 10 for number in range(40)]
+        told = {now: watch.look(now, {1: Observation(11, "T" if now <= stopped_s else "S", 1)}, {})[0] for now in looks}
+        assert [now for now, lines in told.items() if any("is stopped" in line for line in lines)] == [1.5] * is_named
 
 
 def test_observing_this_process() -> None:

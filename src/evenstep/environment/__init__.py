@@ -18,6 +18,7 @@ Variables that evenstep itself sets for the ranks it starts (nobody else needs t
     EVENSTEP_INJECT      faults that `evenstep run --inject` asked for
     EVENSTEP_BUDGETS     how long the phases may take that `evenstep run --budget` named
     EVENSTEP_STAMP_LINES set if lines of log files begin with time, rank and step
+    EVENSTEP_MEETING     name of this meeting of several hosts: after a restart another one
     EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
     EVENSTEP_REHEARSAL   file that says how a resume is rehearsed; set by `evenstep verify --resume`
     EVENSTEP_VERIFY      file that says what a rank records of its steps; set by `evenstep verify`

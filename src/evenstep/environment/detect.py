@@ -127,6 +127,7 @@ def _from_torchrun(variables: Mapping[str, str]) -> Placement:
         master_address=variables.get("MASTER_ADDR"),
         master_port=integer(variables, "MASTER_PORT", default=0) or None,
         restart_count=restart_count,
+        meeting=variables.get("EVENSTEP_MEETING", "") if ours is not None else "",
         run_directory=Path(run_directory) if run_directory is not None and ours is not None else None,
         device=variables.get("EVENSTEP_DEVICE"),
         announced=variables.get("EVENSTEP_ANNOUNCED"),

@@ -23,6 +23,7 @@ class Placement:
         makes_store: Rank 0 itself opens a store at that port; otherwise torch does, or its launcher.
         job: What tells this job's ranks from those of every other job; "" if the launcher says nothing of it.
         restart_count: How many times the launcher has restarted the ranks.
+        meeting: Name of this meeting of several hosts, the same on all; "" where the launcher gives none.
         run_directory: Private directory that the launcher made; None if it isn't ours.
         device: The device that the launcher's command line asked for.
         announced: The line that the launcher printed at start.
@@ -44,6 +45,7 @@ class Placement:
     makes_store: bool = False
     job: str = ""
     restart_count: int = 0
+    meeting: str = ""
     run_directory: Path | None = None
     device: str | None = None
     announced: str | None = None

@@ -15,6 +15,7 @@ reader sees each of them whole; between fields it may see a moment in between, a
           8     how long it has waited for other ranks in all, nanoseconds
           9     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
          10     when the last step was finished, nanoseconds (monotonic)
+         11     whether python's exit handlers have run: only the interpreter's own end is left
          16 ... four texts in turn: where in its script this rank is, written when ranks disagree. A length comes last
 """
 
@@ -33,7 +34,7 @@ CELL_BYTES = 128
 _NUM_SITES = 4  # a rank may disagree again before others have read where it stood at first
 _SITE_BYTES = (PAGE_BYTES - CELL_BYTES) // _NUM_SITES
 _TEXT = struct.Struct("=H")
-_MARK = 0x33474150_534E5645  # changes with the layout
+_MARK = 0x34474150_534E5645  # changes with the layout
 _FORMAT = "=16Q"
 _NO_BUCKET = (1 << 64) - 1
 
@@ -81,6 +82,7 @@ class Seen:
         waited_ns: How long it has waited for others in all, apart from the present wait.
         saved_step: Of the newest checkpoint that it has committed; None: none yet.
         stepped_ns: When the last step was finished; 0: none yet.
+        is_done: Its exit handlers have run.
     """
 
     pid: int
@@ -94,6 +96,7 @@ class Seen:
     waited_ns: int = 0
     saved_step: int | None = None
     stepped_ns: int = 0
+    is_done: bool = False
 
     def __str__(self) -> str:
         parts = [WORDS[self.phase]]
@@ -221,6 +224,13 @@ def mark_commit(step: int) -> None:
         cells[9] = step + 1
 
 
+def mark_done() -> None:
+    """This rank's exit handlers have run: what it has to tell or to write is told and written."""
+    cells = _cells
+    if cells is not None:
+        cells[11] = 1
+
+
 def phase_now() -> Phase | None:
     """What this rank's page says of its phase; None without a page."""
     return None if _cells is None else Phase(_cells[2])
@@ -252,8 +262,9 @@ def parse_sites(data: bytes | mmap.mmap) -> list[str]:
 
 def parse_page(data: bytes | memoryview) -> Seen | None:
     """What the bytes of a page say; None if they aren't one. Pure."""
-    found, pid, phase, step, collective, waiting_since_ns, time_ns, bucket, waited_ns, saved, stepped_ns, *_ = (
-        struct.unpack(_FORMAT, data)
+    words = struct.unpack(_FORMAT, data)
+    found, pid, phase, step, collective, waiting_since_ns, time_ns, bucket, waited_ns, saved, stepped_ns, done, *_ = (
+        words
     )
     if found != _MARK or phase not in Phase._value2member_map_:
         return None
@@ -269,6 +280,7 @@ def parse_page(data: bytes | memoryview) -> Seen | None:
         waited_ns=waited_ns,
         saved_step=saved - 1 if saved else None,
         stepped_ns=stepped_ns,
+        is_done=bool(done),
     )
 
 

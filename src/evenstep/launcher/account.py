@@ -44,7 +44,8 @@ class Failure:
         pages: What the ranks' progress pages said when the failure was noticed.
         resident_bytes: How much memory each rank held when it was last looked at.
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
-        saves: There was a `Checkpointer`.
+        saves: There was a `Checkpointer`, on this host or another.
+        saved_step: The step of the last checkpoint that this attempt has committed, on any host; None: none.
     """
 
     attempt: int
@@ -60,11 +61,7 @@ class Failure:
     resident_bytes: Mapping[int, int] = field(default_factory=dict)
     num_memory_kills: int | None = None
     saves: bool = False
-
-    @property
-    def saved_step(self) -> int | None:
-        """The step of the last checkpoint that this attempt has committed, as far as this host's pages say."""
-        return max((seen.saved_step for seen in self.pages.values() if seen.saved_step is not None), default=None)
+    saved_step: int | None = None
 
 
 def judge(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:

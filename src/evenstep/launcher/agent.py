@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -20,12 +20,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from evenstep import environment
 from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.blame import Exit, read_reports, saves_file
 from evenstep.health.budgets import Budgets
 from evenstep.health.page import Phase, Seen, page_file, read_page
 from evenstep.launcher.account import Failure, in_short, judge, status_of
-from evenstep.launcher.other_hosts import Elsewhere, OtherHosts
+from evenstep.launcher.other_hosts import Elsewhere, OtherHosts, Saved
 from evenstep.launcher.starting import RankProcess
 from evenstep.launcher.verdict import StopPolicy, is_evident
 from evenstep.launcher.watch import Ends, Hang, LateWatch, StopWatch, count_memory_kills, observe
@@ -33,6 +34,7 @@ from evenstep.launcher.worker import STACK_SIGNAL, ready_file, stack_file
 
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.25
+_LOOK_FOR_STOPS_EVERY_S = 0.1
 _STACK_S = 0.3
 _SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
 
@@ -50,6 +52,7 @@ class WatchedRanks:
         on_failure: Told of a failed attempt once all its ranks have ended and all their output is written.
         on_preempted: Told when all ranks have ended because they were asked to stop, and have saved.
         others: The other hosts of the run; None: there are none.
+        may_restart: The ranks may be started again if they fail.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class WatchedRanks:
         on_failure: Callable[[Failure], None],
         on_preempted: Callable[[], None],
         others: OtherHosts | None = None,
+        may_restart: bool = False,
     ) -> None:
         self._context = context
         self._ranks = ranks
@@ -72,12 +76,13 @@ class WatchedRanks:
         self._policy = policy
         self._on_failure = on_failure
         self._others = others
+        self._may_restart = may_restart
         self._on_preempted = on_preempted
         self._first_preempted: float | None = None
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
         self._watch = StopWatch(grace_s=policy.stopped_grace_s)
         self._lateness = LateWatch(budgets)
-        self._last_look = 0.0
+        self._last_look = self._last_look_for_stops = 0.0
         self._num_memory_kills = count_memory_kills()
         self._ends = Ends(process.pid for process in self._processes.values())
 
@@ -94,7 +99,7 @@ class WatchedRanks:
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """One look: None while all run; a result once all have succeeded or one has failed and all have ended."""
         codes = [process.poll() for process in self._processes.values()]
-        if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._lingers():
+        if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._has_told():
             return self._end_failed_attempt()
         if EXIT_PREEMPTED in codes and self._first_preempted is None:
             self._first_preempted = time.monotonic()
@@ -123,14 +128,19 @@ class WatchedRanks:
     def _look(self) -> Hang | None:
         """Say who is stopped; returns a rank that has been for too long."""
         now = time.monotonic()
-        if now - self._last_look < _LOOK_EVERY_S:
+        if now - self._last_look_for_stops < _LOOK_FOR_STOPS_EVERY_S:
             return None
-        self._last_look = now
+        self._last_look_for_stops = now
         observations = {self._ranks[local]: observe(process.pid) for local, process in self._alive().items()}
-        pages = self._pages()
+        is_stopped = any(self._watch.is_stopped(rank) for rank in self._ranks)
+        late: Hang | None = None
+        told: list[str] = []
+        pages = self._pages() if is_stopped or now - self._last_look >= _LOOK_EVERY_S else {}
         lines, hang = self._watch.look(now, observations, pages)
-        # Who is stopped has been named already.
-        told, late = self._lateness.look({r: p for r, p in pages.items() if not self._watch.is_stopped(r)})
+        if now - self._last_look >= _LOOK_EVERY_S:
+            self._last_look = now
+            # Who is stopped has been named already.
+            told, late = self._lateness.look({r: p for r, p in pages.items() if not self._watch.is_stopped(r)})
         lines, hang = lines + told, hang or late
         for line in lines:
             print(f"evenstep: {line}", file=sys.stderr, flush=True)  # noqa: T201
@@ -167,11 +177,18 @@ class WatchedRanks:
         """Whether the ranks save when they are asked to stop, which may take its time."""
         return any(saves_file(self._run_directory, rank, self._attempt).exists() for rank in self._ranks)
 
-    def _lingers(self) -> bool:
-        """Whether a rank has told of its end and doesn't end: a thread or an exit handler of the script holds it."""
+    def _has_told(self) -> bool:
+        """Whether a rank has told of an error, and only python's own end is left; that takes a third of a second.
+
+        Or more is left, but it takes too long: a thread or an exit handler of the script holds the rank.
+        """
         longest_ns = self._policy.terminate_s * 1e9
         reports = read_reports(self._run_directory, attempt=self._attempt)
-        return any(time.monotonic_ns() - report.time_ns > longest_ns for report in reports)
+        if not reports:
+            return False
+        pages = self._pages()
+        done = {rank for rank, seen in pages.items() if seen is not None and seen.is_done}
+        return any(r.rank in done or time.monotonic_ns() - r.time_ns > longest_ns for r in reports)
 
     def _close_context(self) -> None:
         """Everybody has ended, or can't be killed: don't wait again. Writes the rest of what goes to the terminal."""
@@ -205,6 +222,7 @@ class WatchedRanks:
         exits = self._exits()
         failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
         elsewhere = elsewhere or self._compare_with_others(failure)
+        saved = self._saved_anywhere(pages)
         self._close_context()
         if failure is None and elsewhere is not None:
             failure = Failure(self._attempt, exits[0], None)  # nothing happened here
@@ -219,7 +237,8 @@ class WatchedRanks:
                     pages={rank: seen for rank, seen in pages.items() if seen is not None},
                     resident_bytes=self._watch.resident_bytes,
                     num_memory_kills=None if kills is None or before is None else kills - before,
-                    saves=self._saves(),
+                    saves=saved.has_checkpointer,
+                    saved_step=saved.step,
                 )
             )
         failures = {
@@ -245,6 +264,14 @@ class WatchedRanks:
         while (told := self._others.look()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return told
+
+    def _saved_anywhere(self, pages: Mapping[int, Seen | None]) -> Saved:
+        """What this attempt has saved, on any host: all of them decide alike whether one more is worth while."""
+        steps = (seen.saved_step for seen in pages.values() if seen is not None)
+        saved = Saved(self._saves(), max((step for step in steps if step is not None), default=None))
+        if self._others is None or not self._may_restart:
+            return saved
+        return self._others.agree_on_saved(saved, longest_s=self._policy.terminate_s + self._policy.grace_s)
 
     def _exits(self) -> list[Exit]:
         """How the ranks that have ended did; what one has told counts, even if it was stopped before it had ended."""
@@ -311,16 +338,20 @@ class RankAgent(LocalElasticAgent):
         self._on_preempted = on_preempted
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        pids: dict[int, Any] = super()._start_workers(worker_group)
+        talk = ""
+        if worker_group.group_world_size > 1:
+            # Hosts count restarts of their own; the store is one of this meeting alone.
+            talk = worker_group.store.compare_set("evenstep/talk", "", uuid.uuid4().hex).decode()
+        with environment.exported({"EVENSTEP_MEETING": talk} if talk else {}):
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         _merge_repeated_requests()
         attempt = worker_group.spec.max_restarts - self._remaining_restarts
         others = None
-        # Hosts count restarts of their own; the store is one of this meeting alone.
-        if worker_group.group_world_size > 1:
+        if talk:
             others = OtherHosts(
                 worker_group.master_addr,
                 worker_group.master_port,
-                talk=worker_group.store.compare_set("evenstep/talk", "", uuid.uuid4().hex).decode(),
+                talk=talk,
                 node_rank=worker_group.group_rank,
                 num_nodes=worker_group.group_world_size,
             )
@@ -329,6 +360,7 @@ class RankAgent(LocalElasticAgent):
             ranks=[worker.global_rank for worker in worker_group.workers],
             attempt=attempt,
             others=others,
+            may_restart=self._remaining_restarts > 0,
             run_directory=self._run_directory,
             policy=self._policy,
             budgets=self._budgets,

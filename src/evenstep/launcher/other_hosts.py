@@ -2,7 +2,9 @@
 
 Every launcher writes a beat to the store where the ranks met, several times a second, and reads those of the others.
 A host whose beat stands still is lost: its plug was pulled, its power is gone. The store has a *blame* slot too, which
-the first to fail wins by compare-and-swap; so the hosts that only lost somebody can say whom, and why.
+the first to fail wins by compare-and-swap; so the hosts that only lost somebody can say whom, and why. At the end of an
+attempt that may be followed by another, they tell each other what was saved in it: the one that makes the checkpoints
+of all ranks' files knows that, and all must come to the same conclusion.
 
 A thread does the talking, because a store that can't be reached any more answers nothing, and no deadline of torch's
 ends that. `Beats`, which judges, is pure, and is asked from outside the thread.
@@ -24,6 +26,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from evenstep.health.blame import printable
 
 _BEAT_S = 0.25
+_HURRY_S = 0.02  # between two looks at the store when the attempt has ended
+_PARTING_S = 1.0
 _CONNECT_S = 60.0
 _MAX_TEXT = 500
 
@@ -39,6 +43,26 @@ class Elsewhere:
 
     text: str
     status: int
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What an attempt has saved, as far as one host knows, or all together.
+
+    Attributes:
+        has_checkpointer: There was a `Checkpointer`.
+        step: Of the last checkpoint that was committed; None: none.
+    """
+
+    has_checkpointer: bool
+    step: int | None
+
+    @staticmethod
+    def by_all(each: Iterable[Saved]) -> Saved:
+        """All together. Pure."""
+        hosts = list(each)
+        steps = [host.step for host in hosts if host.step is not None]
+        return Saved(any(host.has_checkpointer for host in hosts), max(steps, default=None))
 
 
 class Beats:
@@ -108,6 +132,9 @@ class OtherHosts:
         self._blame: Elsewhere | None = None
         self._to_say: str | None = None
         self._said = threading.Event()
+        self._saved: dict[int, Saved] = {}  # by node, this one's included
+        self._num_agreed = 0
+        self._has_ended = threading.Event()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._talk, name="evenstep hosts", daemon=True)
         self._thread.start()
@@ -125,6 +152,22 @@ class OtherHosts:
         self._to_say = json.dumps(asdict(Elsewhere(f"on {where}: {text}"[:_MAX_TEXT], status)))
         self._said.wait(wait_s)
 
+    def agree_on_saved(self, own: Saved, *, longest_s: float) -> Saved:
+        """What was saved by all hosts, once their attempts have ended too; without those that are lost or too late."""
+        self._saved[self._node_rank] = own
+        deadline = time.monotonic() + longest_s
+        while len(self._saved) <= len(self._others) and time.monotonic() < deadline and not self._is_cut_off():
+            time.sleep(_HURRY_S)
+        # The store goes with its host, so that one stays until the others have read it.
+        deadline = time.monotonic() + _PARTING_S
+        while self._num_agreed < len(self._others) and time.monotonic() < deadline and not self._is_cut_off():
+            time.sleep(_HURRY_S)
+        return Saved.by_all(self._saved.values())
+
+    def _is_cut_off(self) -> bool:
+        lost = self._beats.lost(time.monotonic(), store_at="")
+        return lost is not None or self._has_ended.is_set()
+
     def close(self) -> None:
         """Stop beating. Doesn't wait for a store that is silent."""
         self._is_closed.set()
@@ -140,6 +183,7 @@ class OtherHosts:
                 wait_for_workers=False,
             )
             self._beat(PrefixStore(self._prefix, store))
+        self._has_ended.set()
 
     def _beat(self, store: Store) -> None:
         number = 0
@@ -159,4 +203,16 @@ class OtherHosts:
                     with contextlib.suppress(ValueError, TypeError):
                         found = Elsewhere(**json.loads(told))
                         self._blame = Elsewhere(printable(str(found.text))[:_MAX_TEXT], int(found.status))
-            self._is_closed.wait(_BEAT_S)
+            if self._node_rank in self._saved:
+                self._compare_saved(store)
+            self._is_closed.wait(_HURRY_S if self._node_rank in self._saved else _BEAT_S)
+
+    def _compare_saved(self, store: Store) -> None:
+        store.set(f"saved-{self._node_rank}", json.dumps(asdict(self._saved[self._node_rank])))
+        for node in self._others:
+            if node not in self._saved and store.check([f"saved-{node}"]):
+                with contextlib.suppress(ValueError, TypeError):
+                    self._saved[node] = Saved(**json.loads(store.get(f"saved-{node}")))
+        if len(self._saved) > len(self._others):
+            store.set(f"agreed-{self._node_rank}", "yes")
+            self._num_agreed = sum(store.check([f"agreed-{node}"]) for node in self._others)

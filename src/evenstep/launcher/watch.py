@@ -71,7 +71,7 @@ class StopWatch:
         grace_s: When to give up; somebody may continue it until then. A debugger's stop is never given up.
     """
 
-    def __init__(self, *, report_after_s: float = 2.0, grace_s: float = 30.0) -> None:
+    def __init__(self, *, report_after_s: float = 1.5, grace_s: float = 30.0) -> None:
         self.report_after_s = report_after_s
         self.grace_s = grace_s
         self._since: dict[int, float] = {}
@@ -188,11 +188,10 @@ class Ends:
 def observe(pid: int) -> Observation:
     """State and size of a process."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Observation(pid, fields[0], int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
     except (OSError, ValueError, IndexError):
         return Observation(pid, "", 0)
-    return Observation(pid, state, resident)
 
 
 def count_memory_kills() -> int | None:

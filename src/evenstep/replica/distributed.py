@@ -83,10 +83,9 @@ class DistributedDataParallel(TorchInterface):
         reduce_dtype: The dtype in which gradients are added over ranks and divided, such as float32 where parameters
             have 16 bits; None: that of the parameters. `p.grad` keeps the parameters' dtype.
         on_nonfinite: What happens when a gradient is infinite or not a number on some rank, unless its loss was scaled
-            by the `scaler` of `backward`. "warn": rank and parameter are said once, where ranks add gradients in shared
-            memory (elsewhere as None), and not where a GradScaler is in use; "skip": every `p.grad` becomes None on
-            all ranks, with a warning that names rank and parameter, and `skipped_steps` counts; "raise": a
-            NonFiniteError on every rank; None: as torch.
+            by the `scaler` of `backward`. "warn": rank and parameter are said once, on CPUs (on GPUs as None), and not
+            where a GradScaler is in use; "skip": every `p.grad` becomes None on all ranks, with a warning that names
+            rank and parameter, and `skipped_steps` counts; "raise": a NonFiniteError on every rank; None: as torch.
         compare_every: In so many synchronised backward passes every trained parameter is compared between ranks once,
             some in each; where one isn't the same, a DriftError on every rank. None: 64, as long as ranks are surely
             meant to have the same (see docs/faults.md); a number: always; 0: never.

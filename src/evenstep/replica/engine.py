@@ -54,7 +54,7 @@ from evenstep.replica.drift import build_watch
 from evenstep.replica.exchange import BucketExchange, Exchange, NoExchange, build_exchange, divide_by_weight
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.nonfinite import NonFiniteGuard, build_guard, build_sum_watch
+from evenstep.replica.nonfinite import NonFiniteGuard, OwnWatch, build_guard, build_sum_watch
 from evenstep.replica.passes import Pass
 from evenstep.replica.readiness import Readiness, at_end_of_backward
 from evenstep.replica.settings import Settings
@@ -406,7 +406,7 @@ class Engine:
     def _equip_exchange(self) -> None:
         self.exchange.lanes = self.lanes
         if isinstance(self.exchange, BucketExchange):
-            self.exchange.guard = self.guard
+            self.exchange.looker = self.guard or (self.sums if isinstance(self.sums, OwnWatch) else None)
             self.exchange.drift = self.drift
             if self.sums is not None:
                 self.exchange.watch_sums(self.sums)

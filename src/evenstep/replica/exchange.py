@@ -20,7 +20,7 @@ from evenstep.replica.drift import NOTHING, DriftWatch
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.replica.nonfinite import NonFiniteGuard, SumWatch
+from evenstep.replica.nonfinite import NonFiniteGuard, OwnWatch, SumWatch
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.sparse import sum_over_ranks
 from evenstep.replica.uneven import Uneven
@@ -206,7 +206,7 @@ class BucketExchange:
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
         self.hook: CommHook | None = None
-        self.guard: NonFiniteGuard | None = None
+        self.looker: NonFiniteGuard | OwnWatch | None = None
         self.drift: DriftWatch | None = None
         self.lanes: LaneSums | None = None
         self._hooks: HookQueue | None = None
@@ -382,8 +382,8 @@ class BucketExchange:
             bucket.pack()
             if self.lanes is not None:
                 self.lanes.add_to(bucket)
-            if self.guard is not None:
-                self.guard.look(bucket)
+            if self.looker is not None:
+                self.looker.look(bucket)
             if self._hooks is None and kind is not Kind.WEIGHTED and bucket.has_half_precision:
                 bucket.flat.div_(self._world.world_size)  # before the sum, which could overflow
             bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)

@@ -5,13 +5,15 @@ large, which a second look tells apart). What the ranks found is agreed once per
 a GPU reading that waits for the device. That is what "skip" and "raise" do.
 
 "warn" looks at sums instead, while they are made in shared memory: a rank at the part that it makes, so it costs 1/n.
-It is said at the end of the window, or of the next one: the header carries the news.
+It is said at the end of the window, or of the next one: the header carries the news. Where Gloo makes the sums on CPUs,
+"warn" adds up every bucket as the other two do, and agrees on nothing unless something was found.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -47,8 +49,10 @@ def build_guard(policy: Policy | None, world: World, transport: Transport) -> No
 
 
 def build_sum_watch(policy: Policy | None, world: World, transport: Transport) -> SumWatch | None:
-    """Who looks at sums and warns; None where sums aren't made by the ranks themselves."""
-    return SumWatch(world, transport) if policy == "warn" and transport.name == "shared memory" else None
+    """Who looks and warns; None where nobody does: on GPUs, which every look would wait for."""
+    if policy != "warn" or world.device.type != "cpu" or world.world_size == 1:
+        return None
+    return SumWatch(world, transport) if transport.name == "shared memory" else OwnWatch(world, transport)
 
 
 class NonFiniteGuard:
@@ -199,6 +203,27 @@ class SumWatch:
         self._first = self._window
         for rank, bad in bad_of.items():
             self._findings |= {(rank, names[slot]) for slot in set(slots[bad].tolist())}
+
+
+class OwnWatch(SumWatch):
+    """The same where the sums are made by others, as by Gloo: looks at what this rank is about to send."""
+
+    def watch(self, flat: Tensor, layout: BucketLayout, names: Sequence[str]) -> None:
+        """Nothing: the sums come too late to tell whose fault it is."""
+
+    def look(self, bucket: Bucket) -> None:
+        """At a bucket that holds this rank's gradients, before it travels. One pass at the speed of the memory."""
+        flat = bucket.flat
+        if self._is_off or not flat.is_floating_point() or (self._findings and self._first != self._window):
+            return
+        with torch.no_grad():
+            if math.isfinite(flat.sum(dtype=_wide(flat)).item()):
+                return
+            views = zip(bucket.names, bucket.sent_views, strict=True)
+            bad = {(self._world.rank, name) for name, view in views if not bool(torch.isfinite(view).all())}
+        if bad:  # else a large total of finite numbers
+            self._first = self._window
+            self._findings |= bad
 
 
 def _has_scaler() -> bool:

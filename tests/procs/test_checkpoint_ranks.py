@@ -314,6 +314,35 @@ def test_a_second_job_is_refused_on_all_ranks(ranks, tmp_path):
     release()
 
 
+def cannot_look(directory: Path):
+    world = world_for_this_test()
+
+    class Closed(LocalDirectory):
+        def list(self, folder=""):
+            if world.is_main:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.root))
+            return super().list(folder)
+
+    run = Training(Closed(directory), world, every_minutes=None)
+    told = []
+    for look in (lambda: run.checkpoint.load(2), run.checkpoint.resume):
+        try:
+            look()
+        except CheckpointError as error:
+            told.append(str(error))
+    world.barrier()
+    return told
+
+
+def test_a_directory_that_rank_0_cannot_list_is_one_error_on_all_ranks(ranks, tmp_path):
+    ranks.run(train, 2, tmp_path, 2, False, {"every_steps": 2})
+    first, second = ranks.run(cannot_look, 2, tmp_path)
+    assert first == second
+    assert f"{tmp_path} can't be read: [Errno 13] Permission denied" in first[0]
+    assert "(on rank 0)" in first[0]
+    assert f"{tmp_path} can't be written: [Errno 13] Permission denied" in first[1]
+
+
 def stops(directory: Path, slow: bool):
     world = world_for_this_test()
     run = Training(directory, world, every_minutes=None)

@@ -25,7 +25,6 @@ from evenstep.errors import CheckpointError
 _CHUNK_BYTES = 1 << 20
 _NUM_THREADS = 2
 
-
 # Of objects the memory that their tensors are for, by name.
 Homes = Mapping[str, Mapping[str, Tensor]]
 
@@ -141,7 +140,11 @@ def check_checkpoint(storage: Storage, folder: str) -> list[str]:
 def unlisted_files(storage: Storage, folder: str, manifest: Manifest) -> list[str]:
     """Files that lie in a checkpoint and are none of its own; hidden ones don't count."""
     known = {manifests.NAME, *manifest.files}
-    return [name for name in storage.list(folder) if name not in known and not name.startswith(".")]
+    try:
+        names = storage.list(folder)
+    except OSError:
+        return []  # who may open files by their names need not be allowed to list them
+    return [name for name in names if name not in known and not name.startswith(".")]
 
 
 class _Check:

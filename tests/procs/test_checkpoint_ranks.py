@@ -246,6 +246,30 @@ def test_damage_seen_by_one_rank_falls_back_on_all(ranks, tmp_path):
     assert ranks.run(damage_on_one_rank, 2, tmp_path) == [2, 2]
 
 
+def nothing_is_changed_where_it_could_be_read(directory: Path):
+    """The one checkpoint is good for rank 0, and not for rank 1."""
+    world = world_for_this_test()
+
+    class Local(LocalDirectory):
+        def open(self, path):
+            if world.rank == 1 and path.endswith("/optimizer.safetensors"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().open(path)
+
+    run = Training(Local(directory), world, seed=7, every_minutes=None)
+    before = {key: value.clone() for key, value in run.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        run.checkpoint.resume()
+    same = all(torch.equal(value, before[key]) for key, value in run.model.state_dict().items())
+    run.checkpoint.close()
+    return same
+
+
+def test_no_rank_changes_anything_before_all_ranks_have_read_it(ranks, tmp_path):
+    ranks.run(train, 2, tmp_path, 2, False, {"every_steps": 2})
+    assert ranks.run(nothing_is_changed_where_it_could_be_read, 2, tmp_path) == [True, True]
+
+
 def differ(directory: Path):
     world = world_for_this_test()
     checkpoint = Checkpointer(directory, model=torch.nn.Linear(3, 2 + world.rank), every_minutes=None)
@@ -288,6 +312,35 @@ def test_a_second_job_is_refused_on_all_ranks(ranks, tmp_path):
     release = LocalDirectory(tmp_path).lock({})
     ranks.run(locked, 2, tmp_path)
     release()
+
+
+def cannot_look(directory: Path):
+    world = world_for_this_test()
+
+    class Closed(LocalDirectory):
+        def list(self, folder=""):
+            if world.is_main:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self.root))
+            return super().list(folder)
+
+    run = Training(Closed(directory), world, every_minutes=None)
+    told = []
+    for look in (lambda: run.checkpoint.load(2), run.checkpoint.resume):
+        try:
+            look()
+        except CheckpointError as error:
+            told.append(str(error))
+    world.barrier()
+    return told
+
+
+def test_a_directory_that_rank_0_cannot_list_is_one_error_on_all_ranks(ranks, tmp_path):
+    ranks.run(train, 2, tmp_path, 2, False, {"every_steps": 2})
+    first, second = ranks.run(cannot_look, 2, tmp_path)
+    assert first == second
+    assert f"{tmp_path} can't be read: [Errno 13] Permission denied" in first[0]
+    assert "(on rank 0)" in first[0]
+    assert f"{tmp_path} can't be written: [Errno 13] Permission denied" in first[1]
 
 
 def stops(directory: Path, slow: bool):

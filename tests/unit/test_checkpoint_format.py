@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import enum
 import json
 import math
 import multiprocessing
 import os
 import random
+import typing
 import weakref
 import zlib
 from pathlib import Path
@@ -60,6 +62,12 @@ def test_types_that_schedulers_and_optimizers_keep_come_back():
         "size": torch.Size([1, 2]),
         "dtype": torch.bfloat16,
         "array": numpy.arange(4, dtype=numpy.int16),
+        "number": numpy.float64(0.1),
+        "small": numpy.float16(0.1),
+        "yes": numpy.bool_(True),
+        "zero": numpy.array(3),
+        "ordered": collections.OrderedDict([("b", 1), ("a", (2.0, {1: True}))]),
+        "odd keys": collections.OrderedDict([(2, "x"), ((1, None), "y")]),
         "worst": math.inf,
     }
     back = there_and_back(state)
@@ -68,7 +76,10 @@ def test_types_that_schedulers_and_optimizers_keep_come_back():
     assert back["~tensor"] == state["~tensor"]
     assert back["milestones"] == state["milestones"]
     assert list(back["milestones"].elements()) == [3, 3, 5]
-    assert back["size"] == (1, 2)
+    for key in ("size", "number", "small", "yes", "zero", "ordered", "odd keys", "milestones"):
+        assert back[key] == state[key]
+        assert type(back[key]) is type(state[key]), key
+    assert list(back["ordered"]) == ["b", "a"]
     assert back["dtype"] is torch.bfloat16
     assert back["array"].dtype == numpy.int16
     assert back["worst"] == math.inf
@@ -80,6 +91,35 @@ def test_a_module_keeps_the_versions_of_its_parts():
     back = there_and_back(module.state_dict())
     assert back._metadata == dict(module.state_dict()._metadata)
     module.load_state_dict(back)
+
+
+class Word(str, enum.Enum):
+    YES = "yes"
+
+
+class Count(enum.IntEnum):
+    ONE = 1
+
+
+class Length(int):
+    pass
+
+
+class Ratio(float):
+    pass
+
+
+class Blob(bytes):
+    pass
+
+
+class Names(list):
+    pass
+
+
+class Point(typing.NamedTuple):
+    x: int
+    y: int
 
 
 class Odd:
@@ -99,12 +139,37 @@ class Odd:
         ({Odd(): 1}, "has the key odd of type Odd"),
         ({"t": torch.eye(2).to_sparse()}, r"thing\['t'\] is a torch.sparse_coo tensor"),
         ({"n": numpy.arange(3, dtype=">i4")}, r"thing\['n'\] is a numpy array of dtype >i4"),
+        ({"s": Word.YES}, r"thing\['s'\] is a .*Word, which can't be saved"),
+        ({"s": numpy.str_("a")}, r"thing\['s'\] is a numpy.str_"),
+        ({"i": Count.ONE}, r"thing\['i'\] is a .*Count"),
+        ({"i": Length(3)}, r"thing\['i'\] is a .*Length"),
+        ({"f": Ratio(0.5)}, r"thing\['f'\] is a .*Ratio"),
+        ({"b": Blob(b"x")}, r"thing\['b'\] is a .*Blob"),
+        ({"p": Point(1, 2)}, r"thing\['p'\] is a .*Point"),
+        ({"l": Names(["x"])}, r"thing\['l'\] is a .*Names"),
+        ({"d": collections.defaultdict(list)}, r"thing\['d'\] is a collections.defaultdict"),
+        ({"m": numpy.ma.array([1], mask=[1])}, r"thing\['m'\] is a numpy.ma.*MaskedArray"),
+        ({Word.YES: 1}, r"Word.YES.* is a .*Word, which can't be saved"),
+        ({(torch.ones(1), 2): 1}, "has a tensor or a number of numpy's in it"),
+        ({"a": {numpy.float64(2): 1}}, "has a tensor or a number of numpy's in it"),
         ({"t": torch.empty(2, device="meta")}, r"thing\['t'\] is a torch.float32 tensor on meta"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_with_its_path_and_type(state, message):
     with pytest.raises(ConfigurationError, match=message):
         flatten(state, "thing")
+
+
+def test_what_earlier_versions_have_saved_is_read():
+    """Sizes as tuples, numbers of numpy's as arrays, ordered dictionaries as plain ones."""
+    structure = {"size": {"~tuple": [1, 2]}, "n": {"~array": "n"}, "d": {"~dict": [[1, {"a": 2}]]}}
+    assert unflatten(structure, {"n": torch.tensor(2)}) == {"size": (1, 2), "n": 2, "d": {1: {"a": 2}}}
+
+
+def test_a_tensor_below_a_tuple_comes_back():
+    back = there_and_back({(1, "a"): torch.ones(2), ((2,), None): {"b": torch.zeros(1)}})
+    assert torch.equal(back[1, "a"], torch.ones(2))
+    assert torch.equal(back[(2,), None]["b"], torch.zeros(1))
 
 
 def test_a_state_that_holds_itself_is_refused():
@@ -393,6 +458,9 @@ def test_two_jobs_do_not_share_a_directory_and_a_dead_one_does_not_keep_it(tmp_p
         ({"boot": "before the restart"}, True),
         ({"boot": "elsewhere", "hostname": "elsewhere"}, False),
         ({"processes": "pid:[1]", "pid": 1}, False),
+        ({"processes": "pid:[1]", "time": "yesterday"}, False),
+        ({"processes": "pid:[1]", "time": 1e300}, False),
+        ({"processes": "pid:[1]", "time": None}, False),
     ],
 )
 def test_which_locks_are_stale(tmp_path: Path, changes, is_stale):
@@ -402,9 +470,23 @@ def test_which_locks_are_stale(tmp_path: Path, changes, is_stale):
     if is_stale:
         LocalDirectory(tmp_path).lock({})()
     else:
-        with pytest.raises(LockedError):
+        with pytest.raises(LockedError, match="nobody knows since when" if "time" in changes else r", since \d\d\d\d-"):
             LocalDirectory(tmp_path).lock({})
     release()
+
+
+def test_a_kill_while_a_lock_is_taken_leaves_nothing_for_good(tmp_path: Path, monkeypatch):
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            LocalDirectory(tmp_path).lock({})
+    (left,) = tmp_path.iterdir()
+    left.rename(left.with_name(".lock-1"))  # that of another process
+    LocalDirectory(tmp_path).lock({})()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_job_left_is_swept(tmp_path: Path):

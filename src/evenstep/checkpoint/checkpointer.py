@@ -168,7 +168,7 @@ class Checkpointer:
             CheckpointError: There is none of this step, it is damaged, or it is not of these objects.
         """
         self._agree("load", lambda: {"step": checks.whole("step", step), "strict": checks.switch("strict", strict)})
-        steps = self.world.broadcast_object(folders.steps_in(self._directory.storage) if self.world.is_main else None)
+        steps = self._directory.look()
         if step not in steps:
             there = ", ".join(map(str, steps)) or "none at all"
             raise CheckpointError(f"{self._where} has no checkpoint of step {step!r}; there are: {there}.")

@@ -52,6 +52,9 @@ def load_into(target: Any, state: Any, *, strict: bool) -> None:
 def _module_differences(name: str, saved: ObjectEntry, target: nn.Module) -> list[str]:
     have = {key: f"{tensor.dtype} {list(tensor.shape)}" for key, tensor in saved.tensors.items()}
     have |= {alias: have[key] for alias, key in saved.aliases.items()}
+    structure: Any = saved.structure if isinstance(saved.structure, dict) else {}
+    state = structure.get("~module", structure.get("~ordered", structure))
+    have = {key: told for key, told in have.items() if key in state}  # not what lies deeper, in an extra state
     want = {key: _told(value) for key, value in target.state_dict().items() if isinstance(value, Tensor)}
     lines = [f"{name}: {key} {have[key]} was saved, and this model has none" for key in have if key not in want]
     lines += [f"{name}: {key} {want[key]} was not saved" for key in want if key not in have]

@@ -61,6 +61,17 @@ class RunDirectory:
         self.steps = dict(self._world.broadcast_object([[step, dict(metrics)] for step, metrics in found.items()]))
         self.is_open = True
 
+    def look(self) -> list[int]:
+        """Collective: the steps that have a checkpoint now, in ascending order; needs no lock.
+
+        Raises:
+            CheckpointError: The directory can't be looked at.
+        """
+        found: list[int] = []
+        self._on_main(lambda: found.extend(folders.steps_in(self.storage)), cannot="be read")
+        steps: list[int] = self._world.broadcast_object(found)
+        return steps
+
     def close(self) -> None:
         """Give the lock back."""
         if self._release is not None:
@@ -106,7 +117,7 @@ class RunDirectory:
                 f"checkpoint.discard(after={step}) to remove the later ones, or use another directory."
             )
 
-    def _on_main(self, work: Callable[[], None]) -> None:
+    def _on_main(self, work: Callable[[], None], cannot: str = "be written") -> None:
         """Collective: do something on rank 0; its error is raised everywhere."""
         problem: list[object] | None = None
         if self._world.is_main:
@@ -118,4 +129,4 @@ class RunDirectory:
         if problem is not None:
             is_ours, text = problem
             where = self.storage.where
-            raise CheckpointError(str(text) if is_ours else f"{where} can't be written: {text} (on rank 0).")
+            raise CheckpointError(str(text) if is_ours else f"{where} can't {cannot}: {text} (on rank 0).")

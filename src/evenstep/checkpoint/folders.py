@@ -15,6 +15,7 @@ import re
 from evenstep.checkpoint.storage import Storage
 
 _STEP = re.compile(r"step-(\d{7,})")
+_ASIDE = re.compile(r"damaged-step-(\d{7,})(-\d+)?")
 
 
 def folder_of(step: int) -> str:
@@ -26,6 +27,11 @@ def steps_in(storage: Storage) -> list[int]:
     """The steps that have a checkpoint, in ascending order; whether they are good is another question."""
     found = (_STEP.fullmatch(name) for name in storage.list())
     return sorted(int(match[1]) for match in found if match is not None)
+
+
+def set_aside_in(storage: Storage) -> list[str]:
+    """The folders that `set_aside` has made."""
+    return [name for name in storage.list() if _ASIDE.fullmatch(name)]
 
 
 def saving_folder(step: int, key: str) -> str:
@@ -60,10 +66,10 @@ def remove_step(storage: Storage, step: int) -> None:
 
 def set_aside(storage: Storage, step: int) -> str | None:
     """Rename a damaged checkpoint; its new name, or None if that is not possible."""
-    taken = storage.list()
     names = (f"damaged-{folder_of(step)}" + (f"-{number}" if number else "") for number in range(1000))
-    name = next(name for name in names if name not in taken)
     with contextlib.suppress(OSError):
+        taken = storage.list()
+        name = next(name for name in names if name not in taken)
         storage.rename(folder_of(step), name)
         return name
     return None

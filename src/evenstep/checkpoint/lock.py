@@ -14,6 +14,7 @@ from evenstep.environment import host_identity
 from evenstep.errors import CheckpointError
 
 NAME = "lock.json"
+_TEMPORARY = ".lock-"
 
 
 class LockedError(CheckpointError):
@@ -36,16 +37,18 @@ def take_lock(directory: Path, owner: Mapping[str, object]) -> Callable[[], None
     with _guarded(directory):
         holder = _read(path)
         if holder is not None and not _is_mine(holder, me) and _may_live(holder):
-            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(str(holder.get("time") or 0))))
             raise LockedError(
-                f"{directory} belongs to another job: pid {holder.get('pid')} on {holder.get('hostname')}, since "
-                f"{since}. Let it end, or give this job a directory of its own. If that process is gone for good, "
-                f"remove {path}."
+                f"{directory} belongs to another job: pid {holder.get('pid')} on {holder.get('hostname')}, "
+                f"{_since(holder)}. Let it end, or give this job a directory of its own. If that process is gone for "
+                f"good, remove {path}."
             )
-        temporary = directory / f".lock-{os.getpid()}"
+        temporary = directory / f"{_TEMPORARY}{os.getpid()}"
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(me, file)
         temporary.rename(path)
+        for left in directory.glob(f"{_TEMPORARY}*"):  # of jobs that were killed between these two lines
+            with contextlib.suppress(OSError):
+                left.unlink()
 
     def release() -> None:
         with contextlib.suppress(OSError), _guarded(directory):
@@ -74,6 +77,15 @@ def _read(path: Path) -> dict[str, object] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _since(holder: Mapping[str, object]) -> str:
+    """When a lock was taken, in words; somebody may have edited the file."""
+    try:
+        began = time.localtime(float(str(holder["time"])))
+    except (KeyError, ValueError, OverflowError, OSError):
+        return "nobody knows since when"
+    return time.strftime("since %Y-%m-%d %H:%M:%S", began)
 
 
 def _identity() -> dict[str, object]:

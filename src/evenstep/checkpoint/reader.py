@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +24,26 @@ from evenstep.errors import CheckpointError
 
 _CHUNK_BYTES = 1 << 20
 _NUM_THREADS = 2
+
+# Of objects the memory that their tensors are for, by name.
+Homes = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A part of a tensor that is read.
+
+    Attributes:
+        name: What messages call the tensor.
+        part: Where it lies.
+        num_bytes: Its length.
+        out: Where it goes; None: it is only confirmed.
+    """
+
+    name: str
+    part: Part
+    num_bytes: int
+    out: memoryview | None
 
 
 class DamagedError(CheckpointError):
@@ -54,6 +77,7 @@ def read_objects(
     names: Collection[str],
     *,
     share: tuple[int, int] = (0, 1),
+    homes: Homes = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The states of some objects, on the CPU.
 
@@ -64,13 +88,15 @@ def read_objects(
         names: Of the objects.
         share: (i, n): ranks of one host read the same bytes, so each of n confirms every n-th checksum, from the i-th
             on. The whole is confirmed when all of them have returned.
+        homes: Tensors whose memory is there already. They are confirmed, and appear in the states as they are:
+            nothing is written to them before `fill`.
 
     Raises:
         DamagedError: A file or a tensor isn't what was saved.
     """
     check = _Check(storage, folder, manifest, share)
     wanted = {name: manifest.objects[name] for name in names}
-    tensors = check.read(wanted)
+    tensors = check.read(wanted, homes)
     states = {}
     for name, item in wanted.items():
         known = tensors[name] | {alias: tensors[name][target] for alias, target in item.aliases.items()}
@@ -83,6 +109,20 @@ def read_objects(
     return states
 
 
+def fill(
+    storage: Storage, folder: str, manifest: Manifest, name: str, homes: Homes, *, share: tuple[int, int] = (0, 1)
+) -> None:
+    """Read tensors of one object to where they belong, once all ranks know that the checkpoint is good.
+
+    The share is confirmed again: a file may have changed since, and a disk may answer otherwise the second time.
+
+    Raises:
+        DamagedError: It has. What was in `homes` is lost.
+    """
+    if homes.get(name):
+        _Check(storage, folder, manifest, share).fill({name: manifest.objects[name]}, homes)
+
+
 def check_checkpoint(storage: Storage, folder: str) -> list[str]:
     """Read everything; returns what is wrong, a line each. Files that nobody asked for are wrong too."""
     try:
@@ -92,7 +132,7 @@ def check_checkpoint(storage: Storage, folder: str) -> list[str]:
     findings: list[str] = []
     check = _Check(storage, folder, manifest, (0, 1), findings.append)
     for name, item in manifest.objects.items():
-        check.read({name: item})
+        check.read({name: item}, {})
     findings += [f"{folder}/{name}: isn't listed in the manifest" for name in unlisted_files(storage, folder, manifest)]
     return sorted(set(findings))
 
@@ -100,7 +140,11 @@ def check_checkpoint(storage: Storage, folder: str) -> list[str]:
 def unlisted_files(storage: Storage, folder: str, manifest: Manifest) -> list[str]:
     """Files that lie in a checkpoint and are none of its own; hidden ones don't count."""
     known = {manifests.NAME, *manifest.files}
-    return [name for name in storage.list(folder) if name not in known and not name.startswith(".")]
+    try:
+        names = storage.list(folder)
+    except OSError:
+        return []  # who may open files by their names need not be allowed to list them
+    return [name for name in names if name not in known and not name.startswith(".")]
 
 
 class _Check:
@@ -114,25 +158,50 @@ class _Check:
     ) -> None:
         self._storage, self._folder, self._manifest, self._share = storage, folder, manifest, share
         self._report = report
+        self._scratch = threading.local()
 
-    def read(self, objects: Mapping[str, ObjectEntry]) -> dict[str, dict[str, Tensor]]:
-        """All tensors of some objects; those that couldn't be read, where that is only reported, hold anything."""
+    def read(self, objects: Mapping[str, ObjectEntry], homes: Homes) -> dict[str, dict[str, Tensor]]:
+        """All tensors of some objects; those that couldn't be read, where that is only reported, hold anything.
+
+        Those that have a home are only confirmed.
+        """
         into: dict[str, dict[str, Tensor]] = {}
-        parts: dict[str, list[tuple[str, str, Part, Tensor]]] = {}
         if not self._sizes_are_right(objects):
             return {owner: {} for owner in objects}
         for owner, item in objects.items():
-            into[owner] = {}
-            for name, tensor in item.tensors.items():
-                whole = torch.empty(tensor.shape, dtype=payload.torch_dtype(tensor.dtype))
-                into[owner][name] = whole
-                flat = whole.view(-1)
-                for part in tensor.parts:
-                    piece = flat[part.start : part.start + part.numel]
-                    parts.setdefault(part.file, []).append((f"{owner}/{name}", part.key, part, piece))
-        for file, listed in parts.items():
-            self._read_file(file, listed, objects)
+            known = homes.get(owner, {})
+            into[owner] = {
+                name: known[name]
+                if name in known
+                else torch.empty(tensor.shape, dtype=payload.torch_dtype(tensor.dtype))
+                for name, tensor in item.tensors.items()
+            }
+        self._read_parts(objects, lambda owner, name: None if name in homes.get(owner, {}) else into[owner][name])
         return into
+
+    def fill(self, objects: Mapping[str, ObjectEntry], homes: Homes) -> None:
+        """The tensors that have a home, and no other."""
+        if self._sizes_are_right(objects):
+            wanted = {
+                owner: replace(item, tensors={key: item.tensors[key] for key in homes[owner]})
+                for owner, item in objects.items()
+            }
+            self._read_parts(wanted, lambda owner, name: homes[owner][name])
+
+    def _read_parts(self, objects: Mapping[str, ObjectEntry], memory_of: Callable[[str, str], Tensor | None]) -> None:
+        parts: dict[str, list[_Wanted]] = {}
+        for owner, item in objects.items():
+            for name, tensor in item.tensors.items():
+                memory = memory_of(owner, name)
+                whole = None if memory is None else bytes_of(memory.detach())
+                itemsize = payload.torch_dtype(tensor.dtype).itemsize
+                for part in tensor.parts:
+                    begin, num_bytes = part.start * itemsize, part.numel * itemsize
+                    out = None if whole is None else whole[begin : begin + num_bytes]
+                    listed = parts.setdefault(part.file, [])
+                    listed.append(_Wanted(f"{owner}/{name}", part, num_bytes, out))
+        for file, listed in parts.items():
+            self._read_file(file, listed)
 
     def _sizes_are_right(self, objects: Mapping[str, ObjectEntry]) -> bool:
         """Before memory is taken for them: whether files are as long as the manifest says, and as tensors need."""
@@ -159,26 +228,25 @@ class _Check:
                 all_right = False
         return all_right
 
-    def _read_file(
-        self, file: str, listed: list[tuple[str, str, Part, Tensor]], objects: Mapping[str, ObjectEntry]
-    ) -> None:
+    def _read_file(self, file: str, listed: list[_Wanted]) -> None:
         path = f"{self._folder}/{file}"
         try:
             with self._storage.open(path) as source:
-                offsets, first = self._header(source, path, file, list(_entries(objects, file)))
+                offsets, first = self._header(source, path, file, list(_entries(self._manifest, file)))
                 if offsets is None:
                     return
 
-                def read_one(job: tuple[int, tuple[str, str, Part, Tensor]]) -> str | None:
-                    index, (name, key, part, out) = job
+                def read_one(job: tuple[int, _Wanted]) -> str | None:
+                    index, want = job
                     confirms = index % self._share[1] == self._share[0]
-                    found = _read_part(source, first + offsets[key], out, confirms=confirms)
-                    if found is None or found == part.crc32:
+                    found = self._read_part(source, first + offsets[want.part.key], want, confirms=confirms)
+                    if found is None or found == want.part.crc32:
                         return None
-                    return f"{path}: tensor {name}: its checksum is {found:08x}, and {part.crc32:08x} was saved"
+                    saved = f"{want.part.crc32:08x} was saved"
+                    return f"{path}: tensor {want.name}: its checksum is {found:08x}, and {saved}"
 
                 jobs = list(enumerate(listed))
-                if sum(out.nbytes for *_, out in listed) < 8 * _CHUNK_BYTES:
+                if sum(want.num_bytes for want in listed) < 8 * _CHUNK_BYTES:
                     problems = [read_one(job) for job in jobs]
                 else:
                     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -188,6 +256,28 @@ class _Check:
                     self._tell(problem)
         except OSError as error:
             self._tell(f"{path}: {error.strerror or error}")
+
+    def _read_part(self, source: Reader, offset: int, want: _Wanted, *, confirms: bool) -> int | None:
+        """The CRC-32 of what came, if it is wanted. In pieces that are still in the cache when they are summed."""
+        if want.out is None and not confirms:
+            return None
+        checksum = 0
+        for begin in range(0, want.num_bytes, _CHUNK_BYTES):
+            end = min(begin + _CHUNK_BYTES, want.num_bytes)
+            chunk = self._glance()[: end - begin] if want.out is None else want.out[begin:end]
+            got = source.read_into(offset + begin, chunk)
+            if got != len(chunk):
+                raise OSError(0, f"ends after {offset + begin + got:,} bytes, while it is read")
+            if confirms:
+                checksum = zlib.crc32(chunk, checksum)
+        return checksum if confirms else None
+
+    def _glance(self) -> memoryview:
+        """This thread's memory for bytes that are summed and not kept."""
+        if not hasattr(self._scratch, "memory"):
+            self._scratch.memory = memoryview(bytearray(_CHUNK_BYTES))
+        memory: memoryview = self._scratch.memory
+        return memory
 
     def _header(self, source: Reader, path: str, file: str, entries: list[Entry]) -> tuple[dict[str, int] | None, int]:
         """Offset of each tensor, and of the first byte behind the header; None where that is reported."""
@@ -214,28 +304,14 @@ class _Check:
         self._report(problem)
 
 
-def _entries(objects: Mapping[str, ObjectEntry], file: str) -> Iterator[Entry]:
-    """What a file must hold. A file belongs to one object, so all its tensors are known here."""
-    for item in objects.values():
+def _entries(manifest: Manifest, file: str) -> Iterator[Entry]:
+    """What a file must hold."""
+    for item in manifest.objects.values():
         for tensor in item.tensors.values():
             for part in tensor.parts:
                 if part.file == file:
                     is_whole = part.numel == tensor.numel
                     yield Entry(part.key, tensor.dtype, tensor.shape if is_whole else (part.numel,))
-
-
-def _read_part(source: Reader, offset: int, out: Tensor, *, confirms: bool) -> int | None:
-    """Fill a tensor; the CRC-32 of what came if it is wanted. In pieces that are still in the cache when summed."""
-    memory = bytes_of(out)
-    checksum = 0
-    for begin in range(0, len(memory), _CHUNK_BYTES):
-        chunk = memory[begin : begin + _CHUNK_BYTES]
-        got = source.read_into(offset + begin, chunk)
-        if got != len(chunk):
-            raise OSError(0, f"ends after {offset + begin + got:,} bytes, while it is read")
-        if confirms:
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum if confirms else None
 
 
 def _put_at(state: Any, path: list[Any], tensor: Tensor) -> None:

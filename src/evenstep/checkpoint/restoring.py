@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from evenstep.checkpoint import compare
 from evenstep.checkpoint.folders import folder_of
+from evenstep.checkpoint.homes import homes as find_homes
 from evenstep.checkpoint.manifest import Manifest
-from evenstep.checkpoint.reader import DamagedError, read_manifest, read_objects, unlisted_files
+from evenstep.checkpoint.reader import DamagedError, fill, read_manifest, read_objects, unlisted_files
 from evenstep.checkpoint.snapshot import unwrapped
 from evenstep.checkpoint.storage import Storage
 from evenstep.checkpoint.streams import NAME as RANDOM
@@ -26,13 +27,15 @@ class Found:
 
     Attributes:
         manifest: What it is.
-        states: Of the objects, on the CPU.
+        states: Of the objects. What has a home is still to be filled.
+        fill: Does that for one object, on this rank.
         misfits: Where it doesn't fit the objects of this run.
         unlisted: Files that are none of its own.
     """
 
     manifest: Manifest
     states: dict[str, Any]
+    fill: Callable[[str], None]
     misfits: list[str]
     unlisted: list[str]
 
@@ -53,28 +56,35 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
         if manifest.step != step:
             raise DamagedError(f"{folder}: its manifest is that of step {manifest.step}")
         misfits = compare.missing_objects(manifest.objects, objects)
+        homes = {}
         for name, target in objects.items():
             if name in manifest.objects:
-                misfits += compare.differences(name, manifest.objects[name], target)
+                lines = compare.differences(name, manifest.objects[name], target)
+                homes[name] = {} if lines else find_homes(manifest.objects[name], target)
+                misfits += lines
+        share = (world.local_rank, world.local_world_size)
         states: dict[str, Any] = {}
         if not (misfits and strict):
             names = [name for name in (*objects, RANDOM) if name in manifest.objects]
-            share = (world.local_rank, world.local_world_size)
-            states = read_objects(storage, folder, manifest, names, share=share)
+            states = read_objects(storage, folder, manifest, names, share=share, homes=homes)
         unlisted = unlisted_files(storage, folder, manifest) if world.is_main else []
-        found = Found(manifest, states, misfits, unlisted)
+
+        def fill_one(name: str) -> None:
+            fill(storage, folder, manifest, name, homes, share=share)
+
+        found = Found(manifest, states, fill_one, misfits, unlisted)
     except DamagedError as error:
         damage = str(error)
     seen = world.exchange({"damage": damage, "misfits": misfits})
     damages = {rank: told["damage"] for rank, told in enumerate(seen) if told["damage"] is not None}
     if damages:
         raise DamagedError(next(iter(damages.values())))
-    lines: list[str] = next((told["misfits"] for told in seen if told["misfits"]), [])
-    if lines and strict:
-        more = [f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-        listed = "\n  ".join([*lines[:_MAX_LINES], *more])
+    listed: list[str] = next((told["misfits"] for told in seen if told["misfits"]), [])
+    if listed and strict:
+        more = [f"... and {len(listed) - _MAX_LINES} more"] if len(listed) > _MAX_LINES else []
+        text = "\n  ".join([*listed[:_MAX_LINES], *more])
         raise CheckpointError(
-            f"{storage.where}/{folder} was not saved from these objects:\n  {listed}\nBuild the objects as they were "
+            f"{storage.where}/{folder} was not saved from these objects:\n  {text}\nBuild the objects as they were "
             f"when it was saved, or pass strict=False to load what fits."
         )
     assert found is not None
@@ -98,7 +108,11 @@ def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) ->
                 continue  # an optimizer's state makes no sense in parts
             state = compare.fitting(state, target)
         try:
+            found.fill(name)
             compare.load_into(target, state, strict=not misfits)
+        except DamagedError as error:
+            problem = f"{name} on rank {world.rank}, when it was read again: {error}"
+            break
         except Exception as error:
             problem = f"{name}.load_state_dict on rank {world.rank}: {type(error).__name__}: {error}"
             break

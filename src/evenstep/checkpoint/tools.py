@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import secrets
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,11 +48,12 @@ def locate(path: str, step: int | None = None) -> tuple[LocalDirectory, str]:
 def list_lines(path: str) -> Iterator[str]:
     """A line for each checkpoint of a run; looks at manifests only."""
     storage = LocalDirectory(path)
-    names = storage.list()
-    if not any(name.startswith(("step-", "damaged-")) for name in names):
+    steps = folders.steps_in(storage)
+    aside = folders.set_aside_in(storage)
+    if not steps and not aside:
         raise CheckpointError(f"{path} has no checkpoint.")
     yield f"{'step':>10}  {'saved':19}  {'ranks':>5}  {'MB':>9}  metrics"
-    for step in folders.steps_in(storage):
+    for step in steps:
         try:
             manifest = read_manifest(storage, folders.folder_of(step))
         except DamagedError as error:
@@ -60,9 +63,8 @@ def list_lines(path: str) -> Iterator[str]:
         size = manifest.payload_bytes / 1e6
         line = f"{step:>10}  {_clock(manifest)}  {manifest.world_size:>5}  {size:>9,.2f}  {metrics}"
         yield line.rstrip()
-    for name in names:
-        if name.startswith("damaged-"):
-            yield f"{'':>10}  {name}: set aside by a resume"
+    for name in aside:
+        yield f"{'':>10}  {name}: set aside by a resume"
 
 
 def show_lines(path: str, step: int | None) -> Iterator[str]:
@@ -129,6 +131,8 @@ def difference_lines(first: str, second: str, first_step: int | None, second_ste
 def export(path: str, target: str, step: int | None, name: str | None) -> str:
     """Write a checkpoint's objects to one file that `torch.load(..., weights_only=True)` reads.
 
+    That reads nothing of numpy's: arrays become tensors, and numbers python's own.
+
     Args:
         path: The directory of a run, or a checkpoint's folder.
         target: The file to make.
@@ -146,7 +150,7 @@ def export(path: str, target: str, step: int | None, name: str | None) -> str:
     names = [key for key in manifest.objects if key != RANDOM]
     if name is not None and name not in names:
         raise CheckpointError(f"{path}/{folder} has no object {name!r}; there are: {', '.join(names)}.")
-    states = read_objects(storage, folder, manifest, names if name is None else [name])
+    states = _of_torch(read_objects(storage, folder, manifest, names if name is None else [name]))
     content: Any = {"step": manifest.step, **states} if name is None else states[name]
     try:
         with open(target, "xb") as file:
@@ -219,8 +223,23 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
 def _load(path: str, step: int | None) -> tuple[Manifest, dict[str, dict[str, Any]]]:
     storage, folder = locate(path, step)
     manifest = read_manifest(storage, folder)
-    states = read_objects(storage, folder, manifest, list(manifest.objects))
+    states = _of_torch(read_objects(storage, folder, manifest, list(manifest.objects)))
     return manifest, {name: dict(_leaves(state)) for name, state in states.items()}
+
+
+def _of_torch(state: Any) -> Any:
+    """The same without anything of numpy's."""
+    numpy = sys.modules.get("numpy")
+    if type(state) in (dict, collections.OrderedDict):
+        for key in state:
+            state[key] = _of_torch(state[key])
+    elif type(state) in (list, tuple):
+        return type(state)(_of_torch(item) for item in state)
+    elif numpy is not None and isinstance(state, numpy.ndarray):
+        return torch.from_numpy(state)
+    elif numpy is not None and isinstance(state, numpy.generic):
+        return state.item()
+    return state
 
 
 def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:

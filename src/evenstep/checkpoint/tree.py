@@ -2,10 +2,15 @@
 
 What JSON can't say is a dictionary with one key that begins with "~":
 
-    {"~tensor": "0.weight"}     the tensor of that name        {"~array": name}     a numpy array
-    {"~tuple": [...]}           {"~counter": [[key, n], ...]}  {"~dict": [[key, value], ...]}   keys that aren't plain
+    {"~tensor": "0.weight"}     the tensor of that name        {"~array": name}, {"~number": name}     of numpy
+    {"~tuple": [...]}           {"~size": [...]}               {"~counter": [[key, n], ...]}
     {"~float": "nan"}           {"~bytes": base64}             {"~dtype": "float32"}
+    {"~ordered": {...}}         {"~dict": [[key, value], ...]}     keys that aren't plain
     {"~module": state, "metadata": ...}    a module's state dictionary with torch's versions of its parts
+
+What comes back has the type that was given. So a type that merely derives from one of these (an enum of strings, a
+named tuple, a defaultdict, a masked array) is refused, and not turned into its base. Only parameters come back as
+tensors.
 """
 
 from __future__ import annotations
@@ -30,8 +35,8 @@ def flatten(value: Any, owner: str) -> tuple[Any, dict[str, Tensor]]:
     """Take an object's state apart.
 
     Args:
-        value: None, bool, int, float, str, bytes, dtypes, tensors, numpy arrays and numbers, and lists, tuples and
-            dictionaries of them.
+        value: None, bool, int, float, str, bytes, dtypes, sizes, tensors, numpy arrays and numbers, and lists, tuples
+            and dictionaries of them.
         owner: What messages call it: the name under which the object was given.
 
     Returns:
@@ -58,12 +63,14 @@ def unflatten(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
     if not tags:
         return {key: unflatten(item, tensors) for key, item in structure.items()}
     tag, content = tags[0], structure[tags[0]]
-    if tag in ("~tensor", "~array"):
+    if tag in ("~tensor", "~array", "~number"):
         if content not in tensors:
             raise ValueError(f"its structure names the tensor {content!r}, which isn't listed")
-        return tensors[content] if tag == "~tensor" else tensors[content].numpy()
-    if tag == "~tuple":
-        return tuple(unflatten(item, tensors) for item in content)
+        found = tensors[content]
+        return found if tag == "~tensor" else found.numpy() if tag == "~array" else found.numpy()[()]
+    if tag in ("~tuple", "~size"):
+        items = tuple(unflatten(item, tensors) for item in content)
+        return items if tag == "~tuple" else torch.Size(items)
     if tag == "~float":
         return float(content)
     if tag == "~bytes":
@@ -76,6 +83,8 @@ def unflatten(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
     if tag in ("~dict", "~counter"):
         pairs = {unflatten(key, {}): unflatten(item, tensors) for key, item in content}
         return collections.Counter(pairs) if tag == "~counter" else pairs
+    if tag == "~ordered":
+        return collections.OrderedDict(unflatten(content, tensors))
     if tag == "~module":
         state: Any = collections.OrderedDict(unflatten(content, tensors))
         state._metadata = unflatten(structure.get("metadata"), {})
@@ -91,27 +100,27 @@ def dotted(path: tuple[Any, ...]) -> str:
 def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> Any:
     if len(path) > _MAX_DEPTH:
         raise ConfigurationError(f"the state of {path[0]!r} holds itself, or is nested too deeply to be saved.")
-    if value is None or isinstance(value, bool | str):
+    if value is None or type(value) in (bool, int, str):
         return value
-    if isinstance(value, int) and not hasattr(value, "_value_"):  # an enum's member would come back as a number
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"~float": str(float(value))}
+    if type(value) is float:
+        return value if math.isfinite(value) else {"~float": str(value)}
     if isinstance(value, Tensor):
         _validate_tensor(value, path)
         return {"~tensor": _put(value.detach(), path, tensors)}
-    if type(value) is tuple or isinstance(value, torch.Size):
-        return {"~tuple": [_flatten(item, (*path, i), tensors) for i, item in enumerate(value)]}
+    if type(value) in (tuple, torch.Size):
+        tag = "~tuple" if type(value) is tuple else "~size"
+        return {tag: [_flatten(item, (*path, i), tensors) for i, item in enumerate(value)]}
     if type(value) is list:
         return [_flatten(item, (*path, i), tensors) for i, item in enumerate(value)]
-    if isinstance(value, dict):
+    if type(value) in (dict, collections.OrderedDict, collections.Counter):
         return _flatten_dict(value, path, tensors)
-    if isinstance(value, bytes):
+    if type(value) is bytes:
         return {"~bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):
         return {"~dtype": str(value).removeprefix("torch.")}
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
+    is_number = numpy is not None and isinstance(value, numpy.generic)
+    if numpy is not None and (is_number or type(value) is numpy.ndarray) and value.dtype.kind in "biufc":
         try:
             copied = torch.from_numpy(numpy.array(value))  # a copy that is the tensor's own
         except (TypeError, ValueError):
@@ -119,7 +128,7 @@ def _flatten(value: Any, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> A
                 f"{shown(path)} is a numpy array of dtype {value.dtype.str}, which no checkpoint can hold: tensors "
                 f"have this machine's byte order and at most 64 bits a number. Convert it."
             ) from None
-        return {"~array": _put(copied, path, tensors)}
+        return {"~number" if is_number else "~array": _put(copied, path, tensors)}
     raise ConfigurationError(
         f"{shown(path)} is a {type(value).__module__}.{type(value).__qualname__}, which can't be saved: checkpoints "
         f"hold no pickle. Keep numbers, strings, tensors, lists, tuples and dictionaries in the state."
@@ -130,25 +139,37 @@ def _flatten_dict(value: dict[Any, Any], path: tuple[Any, ...], tensors: dict[st
     def pairs() -> list[Any]:
         return [[_flatten_key(key, path), _flatten(item, (*path, key), tensors)] for key, item in value.items()]
 
-    if isinstance(value, collections.Counter):
+    if type(value) is collections.Counter:
         return {"~counter": pairs()}
-    if all(isinstance(key, str) and not key.startswith("~") for key in value):
+    if all(type(key) is str and not key.startswith("~") for key in value):
         state: Any = {key: _flatten(item, (*path, key), tensors) for key, item in value.items()}
     else:
         state = {"~dict": pairs()}
     metadata = getattr(value, "_metadata", None)
     if isinstance(metadata, dict):
-        return {"~module": state, "metadata": _flatten(dict(metadata), (*path, "_metadata"), {})}
-    return state
+        return {"~module": state, "metadata": _flatten_plain(dict(metadata), (*path, "_metadata"))}
+    return {"~ordered": state} if type(value) is collections.OrderedDict else state
 
 
 def _flatten_key(key: Any, path: tuple[Any, ...]) -> Any:
     if isinstance(key, str | int | float | tuple | None):
-        return _flatten(key, (*path, key), {})
+        return _flatten_plain(key, (*path, key))
     raise ConfigurationError(
         f"{shown(path)} has the key {key!r} of type {type(key).__qualname__}, which can't be saved. Use strings or "
         f"numbers as keys."
     )
+
+
+def _flatten_plain(value: Any, path: tuple[Any, ...]) -> Any:
+    """What is read before there are tensors."""
+    tensors: dict[str, Tensor] = {}
+    structure = _flatten(value, path, tensors)
+    if tensors:
+        raise ConfigurationError(
+            f"{shown(path)} has a tensor or a number of numpy's in it, which can't be saved there. Use strings or "
+            f"plain numbers as keys."
+        )
+    return structure
 
 
 def _put(tensor: Tensor, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> str:

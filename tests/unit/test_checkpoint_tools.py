@@ -1,0 +1,75 @@
+"""What `evenstep checkpoint` does where a directory or a state is not the usual one."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+from evenstep import World
+from evenstep.checkpoint import tools
+from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.errors import CheckpointError
+
+
+class Notes:
+    def __init__(self, state) -> None:
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state) -> None:
+        self.state = state
+
+
+def save(directory: Path, state) -> str:
+    checkpoint = Checkpointer(directory, world=World.alone(device="cpu"), every_minutes=None, notes=Notes(state))
+    checkpoint.save()
+    checkpoint.close()
+    return str(directory)
+
+
+def test_folders_that_only_look_like_checkpoints_are_none(tmp_path: Path):
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / "damaged-goods").mkdir()
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        list(tools.list_lines(str(tmp_path)))
+    (tmp_path / "damaged-step-0000002-1").mkdir()
+    assert list(tools.list_lines(str(tmp_path)))[1:] == [f"{'':>10}  damaged-step-0000002-1: set aside by a resume"]
+
+
+def test_an_export_is_read_without_trust_also_where_the_state_has_something_of_numpys(tmp_path: Path):
+    state = {
+        "array": numpy.arange(3),
+        "lr": numpy.float64(0.25),
+        "zero": numpy.array(2),
+        "deep": OrderedDict(a=[(numpy.int64(3), "x")]),
+        "milestones": Counter({3: 1}),
+        "size": torch.Size([2]),
+    }
+    path = save(tmp_path / "run", state)
+    tools.export(path, str(tmp_path / "all.pt"), None, None)
+    found = torch.load(tmp_path / "all.pt", weights_only=True)["notes"]
+    assert torch.equal(found["array"], torch.arange(3))
+    assert torch.equal(found["zero"], torch.tensor(2))
+    assert type(found["lr"]) is float
+    assert (found["lr"], found["deep"], found["milestones"], found["size"]) == (
+        0.25,
+        OrderedDict(a=[(3, "x")]),
+        Counter({3: 1}),
+        torch.Size([2]),
+    )
+
+
+def test_arrays_are_compared_as_tensors_are(tmp_path: Path):
+    first = save(tmp_path / "a", {"array": numpy.array([1.0, 2.0])})
+    second = save(tmp_path / "b", {"array": numpy.array([1.0, 4.0])})
+    assert tools.difference_lines(first, first, None, None) == []
+    lines = tools.difference_lines(first, second, None, None)
+    assert [line for line in lines if line.startswith("notes")] == [
+        "notes['array']: 1 of 2 elements differ, by 2 at most"
+    ]

@@ -69,7 +69,7 @@ class LocalOrder:
         low, high = (int(end) for end in positions.aminmax())
         if low < 0 or high >= self.num_samples:
             raise IndexError(f"positions {low} to {high} asked of an epoch of {self.num_samples} samples")
-        span = self.block * self._width
+        span = self.span
         flat = positions.reshape(-1)
         first, last = low // span, high // span
         if first == last:
@@ -82,9 +82,26 @@ class LocalOrder:
                 samples[inside] = self._samples(number, flat[inside] - number * span)
         return samples.reshape(positions.shape)
 
+    @property
+    def span(self) -> int:
+        """Positions of a window, of which the last may have fewer."""
+        return self.block * self._width
+
+    def runs(self, number: int) -> list[tuple[int, int]]:
+        """Neighbours, first and one after the last, that hold the samples of a window; none behind the epoch's last."""
+        num_left = self.num_samples - number * self.span
+        runs = []
+        for first in self._firsts(number).tolist() if num_left > 0 else ():
+            # The last block may be short, and one of them crosses the end of the data set.
+            size = min(self.block, num_left)
+            num_left -= size
+            beyond = max(0, first + size - self.num_samples)
+            runs += [(first, first + size - beyond)] * (size > beyond) + [(0, beyond)] * (beyond > 0)
+        return runs
+
     def _samples(self, number: int, offsets: Tensor) -> Tensor:
         """Samples at the positions `offsets` of one window."""
-        span = self.block * self._width
+        span = self.span
         if span <= _LARGEST_HELD:
             return self._window(number)[offsets]
         size = min(span, self.num_samples - number * span)
@@ -97,7 +114,7 @@ class LocalOrder:
         """All samples of a window in their order, [at most block * window]. The latest two are remembered."""
         order = self._windows.get(number)
         if order is None:
-            span = self.block * self._width
+            span = self.span
             key = mix(_WINDOW_TAG, self.seed, self.epoch, number)
             shuffled = sorted_by_key(min(span, self.num_samples - number * span), key & _MASK_32, key >> 32 & _MASK_32)
             firsts = self._firsts(number)

@@ -16,6 +16,7 @@ from evenstep.data.fetch import Fetcher, Loaded
 from evenstep.data.gathering import gather_in_order
 from evenstep.data.plan import BatchPlan, Epoch
 from evenstep.data.position import Mark
+from evenstep.data.readahead import reading_ahead
 from evenstep.data.records import Records
 from evenstep.data.requests import Request, requests
 from evenstep.data.stream import StreamFetcher, is_sharded, stream_requests, until_all_end, until_the_end
@@ -109,11 +110,12 @@ class SampleSource:
         epoch = self.division.epoch(start.epoch)
         plan, step = epoch.plan, epoch.plan.step_at(start.position) or 0
         if hired is None:
-            for request in self._requests(epoch, step, as_tensors=self.fetcher.wants_tensors):
+            wanted = self._requests(epoch, step, as_tensors=self.fetcher.wants_tensors)
+            for request in reading_ahead(self.dataset, epoch, wanted):
                 yield plan.global_batch(request.step)[1], self.fetcher[request]
             return
         # To a worker a list: a tensor would travel through shared memory of its own.
-        wanted = self._requests(epoch, step)
+        wanted = reading_ahead(self.dataset, epoch, self._requests(epoch, step))
         with workers.working(hired, wanted, partial(self._doing, epoch)) as batches:
             for number, loaded in enumerate(batches, step):
                 yield plan.global_batch(number)[1], loaded

@@ -166,6 +166,13 @@ class StreamSource:
                 f"ranks and workers; reproducible mode can't have that. Hide its num_shards, so that it is divided by "
                 f"record, or use files (Records)."
             )
+        if self.by_shard and drop_last:
+            raise ConfigurationError(
+                f"drop_last=True: {type(dataset).__name__} is a stream that is divided by shards, whose parts end at "
+                f"different times: there is no last global batch that could be left out, but steps at the end in which "
+                f"some ranks have fewer samples or none. Leave drop_last out and weight steps by their samples "
+                f"(model.backward(loss, weight=len(x))), or hide its num_shards, so that it is divided by record."
+            )
         self.fetcher = StreamFetcher(
             dataset,
             collate_fn,

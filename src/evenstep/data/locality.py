@@ -26,6 +26,8 @@ from evenstep.data.order import EpochOrder, scramble, sorted_by_key
 from evenstep.errors import ConfigurationError
 from evenstep.randomness import mix
 
+ORDER_VERSION = 2  # another order for the same seed is another number: a state of the old one is refused
+
 _TURN_TAG = 0x7475726E  # "turn"
 _BLOCKS_TAG = 0x626C6F636B73  # "blocks"
 _WINDOW_TAG = 0x77696E646F77  # "window"

@@ -417,6 +417,12 @@ class _BrokenLength(_NoLength):
         (_NoLength(), {"global_batch_size": 4}, "_NoLength lacks __len__"),
         (_BrokenLength(), {"global_batch_size": 4}, r"len\(\) of the data set \(_BrokenLength\) fails"),
         ({1, 2}, {"global_batch_size": 4}, "set lacks __len__ or __getitem__"),
+        (
+            {"train": [1, 2, 3], "test": [4]},
+            {"global_batch_size": 4},
+            r"keys such as 'train': .* dataset\[0\] to .*\[1\]",
+        ),
+        ({0: "a", 2: "b"}, {"global_batch_size": 4}, r"\(dict\) has keys such as 0: .* list\(dataset.values\(\)\)"),
         (range(9), {}, "global_batch_size is missing"),
         (range(9), {"global_batch_size": 0}, "global_batch_size=0: a whole number, at least 1"),
         (range(9), {"global_batch_size": -4}, "global_batch_size=-4"),
@@ -440,6 +446,10 @@ class _BrokenLength(_NoLength):
 def test_bad_arguments(dataset: Any, arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^DataLoader: .*{told}"):
         DataLoader(dataset, **arguments, world=_world(world_size=3))
+
+
+def test_a_mapping_that_numbers_its_samples_is_a_data_set() -> None:
+    assert torch.cat(list(DataLoader({1: 11, 0: 10, 2: 12}, 2, world=_world()))).tolist() == [10, 11, 12]
 
 
 def test_numpys_whole_numbers_are_whole_numbers() -> None:

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep import DataLoader, WeightedSampler, World
+from evenstep.data import locality
+from evenstep.data import order as order_module
 from evenstep.data.budget import TokenBatches, cut
 from evenstep.data.locality import LocalOrder, WeightedOrder, Weights
 from evenstep.data.order import EpochOrder
@@ -66,6 +68,60 @@ def test_a_huge_set_costs_nothing() -> None:
     samples = order.at(torch.arange(5 * 10**11, 5 * 10**11 + 40_000))
     assert len(samples.unique()) == 40_000
     assert 0 <= int(samples.min()) <= int(samples.max()) < 10**12
+
+
+def _assert_uniform(counts: torch.Tensor) -> None:
+    """Chi-square; its mean is df and its variance 2 * df. Seeds are fixed; the bound is five standard deviations."""
+    expected = float(counts.sum()) / counts.numel()
+    assert expected >= 20, "too few draws for the approximation"
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    freedom = counts.numel() - 1
+    assert abs(statistic - freedom) < 5 * (2 * freedom) ** 0.5, f"chi-square {statistic:.1f} for df {freedom}"
+
+
+def test_a_window_is_shuffled_in_every_way_equally_often() -> None:
+    """All permutations of five; of more, every sample at every place, and every neighbour after every other."""
+    few = torch.stack([LocalOrder(10**6, 5, 1, seed=3).at(torch.arange(5 * w, 5 * w + 5)) for w in range(6000)]) % 5
+    which = (few * torch.tensor([625, 125, 25, 5, 1])).sum(1).unique(return_inverse=True)[1]
+    assert int(which.max()) == 119, "the turn is the same for all windows, so all 120 occur"
+    _assert_uniform(torch.bincount(which))
+    size, num_windows = 64, 4000
+    many = LocalOrder(size * num_windows, size, 1, seed=4).at(torch.arange(size * num_windows)).view(-1, size)
+    turn = LocalOrder(size * num_windows, size, 1, seed=4)._turn
+    many = (many - turn) % size
+    places = torch.zeros(size, size)
+    places.index_put_((torch.arange(size).expand_as(many), many), torch.tensor(1.0), accumulate=True)
+    # Rows and columns add up to the same, so there are fewer degrees of freedom than cells: well inside of the bound.
+    _assert_uniform(places)
+    steps = (many.diff(dim=1) % size).flatten()
+    _assert_uniform(torch.bincount(steps, minlength=size)[1:])
+
+
+def test_the_order_with_locality_is_pinned() -> None:
+    """A checkpoint says (seed, epoch, position), as with `EpochOrder`."""
+    order = LocalOrder(1000, 16, 4, seed=1, epoch=2)
+    assert order.at(torch.arange(6)).tolist() == [54, 42, 55, 660, 951, 668]
+    assert order.at(torch.arange(994, 1000)).tolist() == [75, 613, 621, 272, 614, 86]
+
+
+@pytest.mark.parametrize("held", [0, locality._LARGEST_HELD])
+def test_windows_too_large_to_be_held_are_permutations_too(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locality, "_LARGEST_HELD", held)
+    for size, block, window in ((1, 1, 1), (1000, 16, 4), (3001, 500, 2), (777, 2**31, 2**31), (100, 7, 2**31)):
+        order = LocalOrder(size, block, window, seed=size)
+        samples = order.at(torch.arange(size))
+        assert torch.equal(samples.sort().values, torch.arange(size)), (size, block, window)
+        one_by_one = [int(order.at(torch.tensor(position))) for position in range(0, size, 37)]
+        assert one_by_one == samples[::37].tolist()
+        assert len(order._windows) == (0 if held == 0 or block == 2**31 else min(2, -(-size // (block * window))))
+
+
+@pytest.mark.parametrize("size", [1, 100, 5000])
+def test_with_and_without_numpy_a_window_is_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numpy")
+    with_numpy = LocalOrder(size, 64, 8, seed=2).at(torch.arange(size))
+    monkeypatch.setattr(order_module, "numpy", None)
+    assert torch.equal(LocalOrder(size, 64, 8, seed=2).at(torch.arange(size)), with_numpy)
 
 
 # ---------------------------------------------------------------------- weights

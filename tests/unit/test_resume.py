@@ -224,6 +224,15 @@ def test_a_state_of_other_data_is_refused(change: dict[str, Any], told: str) -> 
     assert other.epoch == 0
 
 
+def test_a_state_of_the_order_before_this_one_is_refused() -> None:
+    loader = DataLoader(range(100), 10, shuffle=True, locality=(8, 2), world=World.alone(device="cpu"))
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    del state["data"]["the version of locality's order"]
+    with pytest.raises(ConfigurationError, match="the version of locality's order was None and is 2"):
+        loader.load_state_dict(state)
+
+
 def test_states_that_are_none_are_refused() -> None:
     (loader,) = _loaders(40, 1, global_batch_size=4)
     state = loader.state_dict()

@@ -132,6 +132,13 @@ def test_shards_are_divided_where_there_are_enough(num_workers: int) -> None:
         other.load_state_dict(loader.state_dict())
 
 
+def test_shards_have_no_last_batch_that_could_be_dropped() -> None:
+    with pytest.raises(ConfigurationError, match="drop_last=True: Sharded is a stream that is divided by shards"):
+        DataLoader(Sharded(), 4, num_workers=2, drop_last=True, world=_world())
+    by_record = DataLoader(Sharded(), 8, collate_fn=list, drop_last=True, world=_world())  # one part: nothing to divide
+    assert [len(batch) for batch in by_record] == [8, 8, 8]
+
+
 def test_gathered_rows_have_the_stream_s_order() -> None:
     loader = DataLoader(Numbers(10), 4, world=_world())
     rows = torch.cat(list(loader))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
@@ -216,6 +216,12 @@ def divide_dataset(dataset: Any, order: OrderAsked, **given: Any) -> Division:
         ) from None
     if num_samples == 0:
         raise ConfigurationError(f"the data set ({kind}) is empty: it has no samples.")
+    if isinstance(dataset, Mapping) and not (0 in dataset and num_samples - 1 in dataset):
+        raise ConfigurationError(
+            f"the data set ({kind}) has keys such as {checks.shown(next(iter(dataset)))}: a data set with __getitem__ "
+            f"numbers its samples, dataset[0] to dataset[{num_samples - 1}]. Pass one of its values if these are data "
+            f"sets, or list(dataset.values()) if each is a sample."
+        )
     return plan_division(num_samples, **order._asdict(), **given)
 
 

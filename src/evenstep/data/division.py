@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evenstep.data.budget import TokenBatches, validate_lengths
-from evenstep.data.locality import LocalOrder, WeightedOrder, Weights
+from evenstep.data.locality import ORDER_VERSION, LocalOrder, WeightedOrder, Weights
 from evenstep.data.order import EpochOrder, Order
 from evenstep.data.plan import BatchPlan, Epoch
 from evenstep.errors import ConfigurationError
@@ -82,6 +82,7 @@ class Division:
         }
         if self.locality is not None:
             facts["locality"] = list(self.locality)
+            facts["the version of locality's order"] = ORDER_VERSION
         if self.max_tokens is not None and self.lengths is not None:
             facts["max_tokens"] = self.max_tokens
             facts["the digest of lengths"] = digest(self.lengths)

@@ -98,6 +98,10 @@ class MappedFile:
         """The record to which a byte belongs."""
         raise NotImplementedError
 
+    def bytes_around(self, first: int, last: int) -> tuple[int, int]:
+        """Bytes among which the records from `first` to `last` (excluded) are, without a look into the file."""
+        raise NotImplementedError
+
     def end_of_incomplete(self) -> str:
         """What is said of a file that ends inside of a record."""
         raise NotImplementedError
@@ -132,6 +136,10 @@ class FixedFile(MappedFile):
     def record_at(self, byte: int) -> int:
         """The record to which a byte belongs."""
         return max(0, byte - self.header_bytes) // self.record_bytes
+
+    def bytes_around(self, first: int, last: int) -> tuple[int, int]:
+        """Exactly theirs."""
+        return self.start_of(first), self.start_of(last)
 
     def end_of_incomplete(self) -> str:
         """What is said of a file that ends inside of a record."""
@@ -185,6 +193,12 @@ class LineFile(MappedFile):
         """The record to which a byte belongs, as of the page."""
         page = max(0, byte - self.header_bytes) // _PAGE
         return self._before[min(page, len(self._before) - 1)]
+
+    def bytes_around(self, first: int, last: int) -> tuple[int, int]:
+        """Of the pages that their ends are in."""
+        pages = [bisect_right(self._before, max(0, number - 1)) - 1 for number in (first, last)]
+        start, stop = (self.header_bytes + page * _PAGE for page in pages)
+        return start, min(stop + _PAGE, self.size)
 
     def _break(self, number: int) -> int:
         """The byte at which line break `number` (from 0) is."""

@@ -22,15 +22,20 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from evenstep.data.order import EpochOrder, scramble
+from evenstep.data.order import EpochOrder, scramble, sorted_by_key
 from evenstep.errors import ConfigurationError
 from evenstep.randomness import mix
+
+ORDER_VERSION = 2  # another order for the same seed is another number: a state of the old one is refused
 
 _TURN_TAG = 0x7475726E  # "turn"
 _BLOCKS_TAG = 0x626C6F636B73  # "blocks"
 _WINDOW_TAG = 0x77696E646F77  # "window"
 _DRAW_TAG = 0x64726177  # "draw"
 _MASK_32 = 0xFFFF_FFFF
+_LARGEST_HELD = 1 << 18  # samples of a window whose order is computed at once and remembered: 2 MiB
+_NUM_HELD = 2  # such windows: positions that are asked for together may begin in one and end in the next
+_NUM_BLOCKS = 1024  # blocks whose order is computed at a time
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class LocalOrder:
         low, high = (int(end) for end in positions.aminmax())
         if low < 0 or high >= self.num_samples:
             raise IndexError(f"positions {low} to {high} asked of an epoch of {self.num_samples} samples")
-        span = self.block * self.window
+        span = self.span
         flat = positions.reshape(-1)
         first, last = low // span, high // span
         if first == last:
@@ -79,26 +84,86 @@ class LocalOrder:
                 samples[inside] = self._samples(number, flat[inside] - number * span)
         return samples.reshape(positions.shape)
 
+    @property
+    def span(self) -> int:
+        """Positions of a window, of which the last may have fewer."""
+        return self.block * self._width
+
+    def runs(self, number: int) -> list[tuple[int, int]]:
+        """Neighbours, first and one after the last, that hold the samples of a window; none behind the epoch's last."""
+        num_left = self.num_samples - number * self.span
+        runs = []
+        for first in self._firsts(number).tolist() if num_left > 0 else ():
+            # The last block may be short, and one of them crosses the end of the data set.
+            size = min(self.block, num_left)
+            num_left -= size
+            beyond = max(0, first + size - self.num_samples)
+            runs += [(first, first + size - beyond)] * (size > beyond) + [(0, beyond)] * (beyond > 0)
+        return runs
+
     def _samples(self, number: int, offsets: Tensor) -> Tensor:
         """Samples at the positions `offsets` of one window."""
-        start = number * self.block * self.window
-        size = min(self.block * self.window, self.num_samples - start)
+        span = self.span
+        if span <= _LARGEST_HELD:
+            return self._window(number)[offsets]
+        size = min(span, self.num_samples - number * span)
         shuffled = EpochOrder(size, self.seed, mix(_WINDOW_TAG, self.epoch, number)).at(offsets)
         slots = torch.div(shuffled, self.block, rounding_mode="floor")
-        # A table of the window's few blocks: by how much the sample in each slot has to move. Turned, and past the
-        # end of the data set back to its beginning.
-        moves = (self._blocks_of(number) - torch.arange(len(self._blocks_of(number)))) * self.block + self._turn
-        samples = shuffled.add_(moves[slots])
+        inside = shuffled.sub_(slots * self.block)
+        return self._turned(inside.add_(self._firsts(number)[slots]))
+
+    def _window(self, number: int) -> Tensor:
+        """All samples of a window in their order, [at most block * window]. The latest two are remembered."""
+        order = self._windows.get(number)
+        if order is None:
+            span = self.span
+            key = mix(_WINDOW_TAG, self.seed, self.epoch, number)
+            shuffled = sorted_by_key(min(span, self.num_samples - number * span), key & _MASK_32, key >> 32 & _MASK_32)
+            firsts = self._firsts(number)
+            samples = firsts.unsqueeze(1) + torch.arange(self.block)
+            if int(firsts.max()) + self.block > self.num_samples:
+                self._turned(samples)
+            order = samples.view(-1)[shuffled]
+            if len(self._windows) >= _NUM_HELD:
+                del self._windows[next(iter(self._windows))]
+            self._windows[number] = order
+        return order
+
+    def _firsts(self, number: int) -> Tensor:
+        """The first sample of the block in each slot of a window, [width]; turned."""
+        return self._turned(self._blocks_of(number) * self.block + self._turn)
+
+    def _turned(self, samples: Tensor) -> Tensor:
+        """Past the end of the data set back to its beginning, in place."""
         return samples.sub_((samples >= self.num_samples).long().mul_(self.num_samples))
 
     def _blocks_of(self, number: int) -> Tensor:
-        """The block in each slot of a window, [at most window]; the short one has its own place, the last."""
-        num_full = self.num_samples // self.block
-        first = number * self.window
-        full = self._blocks.slice(first, max(first, min(first + self.window, num_full)))
-        if first + self.window > num_full:
-            full = torch.cat([full, torch.tensor([num_full])])
-        return full
+        """The block in each slot of a window, [width]; the short one has its own place, the last. Behind it, any."""
+        # Many windows at a time: the network costs as much for 16 blocks as for 1,000.
+        num_windows = max(1, _NUM_BLOCKS // self._width)
+        group, place = divmod(number, num_windows)
+        if group not in self._groups:
+            num_full = self.num_samples // self.block
+            first = group * num_windows * self._width
+            stop = first + num_windows * self._width
+            full = self._blocks.slice(min(first, num_full), min(stop, num_full))
+            rest = torch.full((stop - first - len(full),), num_full)
+            self._groups.clear()
+            self._groups[group] = torch.cat([full, rest]).view(num_windows, self._width)
+        return self._groups[group][place]
+
+    @property
+    def _width(self) -> int:
+        """Blocks of a window, of which there are no more than the epoch has."""
+        return min(self.window, self.num_samples // self.block + 1)
+
+    @cached_property
+    def _windows(self) -> dict[int, Tensor]:
+        return {}
+
+    @cached_property
+    def _groups(self) -> dict[int, Tensor]:
+        return {}
 
     @cached_property
     def _turn(self) -> int:

@@ -44,6 +44,7 @@ _LARGEST = 1 << 61  # sides of the grid stay below 2**31
 _LARGEST_NARROW = 1 << 31
 _BLOCK = 32_768  # positions at a time: intermediate tensors stay in the cache
 _MASK_32 = 0xFFFF_FFFF
+_MASK_31 = 0x7FFF_FFFF
 _SHUFFLE_TAG = 0x6F72646572  # "order": keys of other streams from the same seed stay unrelated
 
 
@@ -182,6 +183,29 @@ def scramble(words: Any) -> Any:
     return words
 
 
+def sorted_by_key(size: int, first_key: int, second_key: int) -> Tensor:
+    """The numbers below `size`, shuffled by two keys of 32 bits: [size], int64; size below 2**31. Pure.
+
+    For whoever wants all of them, a tenth of the network's work. Each number is hashed into a word of its own (the hash
+    is a bijection of 32-bit words), and they are sorted by these: no two are equal, so the order is the same wherever
+    and however it is sorted.
+    """
+    if numpy is None:
+        words = torch.arange(size)
+        scramble(scramble(words.bitwise_xor_(first_key)).bitwise_xor_(second_key))
+        return torch.arange(size).add_(words << 31).sort().values & _MASK_31
+    narrow = numpy.arange(size, dtype=numpy.uint32)
+    for key in (first_key, second_key):
+        narrow ^= numpy.uint32(key)
+        _scramble_narrow_(narrow)
+    wide = narrow.astype(numpy.int64)
+    wide <<= 31
+    wide += numpy.arange(size)
+    wide.sort()
+    wide &= _MASK_31
+    return torch.from_numpy(wide)
+
+
 def _below(bound: int, words: Any) -> Any:
     """Hash 32-bit words into 0 to bound - 1, in place; `bound` below 2**31."""
     words = scramble(words)
@@ -199,11 +223,7 @@ def _add_modulo_(values: Any, increments: Any, modulus: int) -> None:
 
 def _below_narrow(bound: int, words: Any) -> Any:
     """`_below` on uint32: the product's upper half, put together from two products that fit; `bound` below 2**16."""
-    words ^= words >> 16
-    words *= 0x21F0AAAD
-    words ^= words >> 15
-    words *= 0x735A2D97
-    words ^= words >> 15
+    _scramble_narrow_(words)
     upper = words >> 16
     upper *= bound
     words &= 0xFFFF
@@ -212,6 +232,15 @@ def _below_narrow(bound: int, words: Any) -> Any:
     upper += words
     upper >>= 16
     return upper
+
+
+def _scramble_narrow_(words: Any) -> None:
+    """`scramble` on uint32."""
+    words ^= words >> 16
+    words *= 0x21F0AAAD
+    words ^= words >> 15
+    words *= 0x735A2D97
+    words ^= words >> 15
 
 
 def _add_modulo_narrow(values: Any, increments: Any, modulus: int) -> Any:

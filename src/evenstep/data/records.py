@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from evenstep import checks
 from evenstep.data.files import FixedFile, LineFile, MappedFile
+from evenstep.data.readahead import will_need
 from evenstep.errors import ConfigurationError, DataError
 
 _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "lines", ".csv": "lines", ".tsv": "lines"}
@@ -113,6 +114,22 @@ class Records(Dataset[Any]):
             out[inside] = rows
         assert out is not None
         return out
+
+    @property
+    def bytes_of_sample(self) -> int:
+        """On average, at least 1."""
+        return max(1, sum(file.size for file in self.files) // max(1, len(self)))
+
+    def will_need(self, first: int, last: int) -> None:
+        """Have the system read records ahead: those from `first` to `last` (excluded). Only a wish, and no error."""
+        while first < last:
+            number, file, record = self.locate(first)
+            stop = min(last, self._ends[number])
+            try:
+                will_need(file.content, *file.bytes_around(record, record + stop - first))
+            except (OSError, RuntimeError):
+                return  # it has gone: whoever reads it says so
+            first = stop
 
     def _rows(self, number: int, records: Tensor) -> Tensor:
         file = self.files[number]

@@ -16,6 +16,7 @@ from evenstep.data.fetch import Fetcher, Loaded
 from evenstep.data.gathering import gather_in_order
 from evenstep.data.plan import BatchPlan, Epoch
 from evenstep.data.position import Mark
+from evenstep.data.readahead import reading_ahead
 from evenstep.data.records import Records
 from evenstep.data.requests import Request, requests
 from evenstep.data.stream import StreamFetcher, is_sharded, stream_requests, until_all_end, until_the_end
@@ -109,11 +110,12 @@ class SampleSource:
         epoch = self.division.epoch(start.epoch)
         plan, step = epoch.plan, epoch.plan.step_at(start.position) or 0
         if hired is None:
-            for request in self._requests(epoch, step, as_tensors=self.fetcher.wants_tensors):
+            wanted = self._requests(epoch, step, as_tensors=self.fetcher.wants_tensors)
+            for request in reading_ahead(self.dataset, epoch, wanted):
                 yield plan.global_batch(request.step)[1], self.fetcher[request]
             return
         # To a worker a list: a tensor would travel through shared memory of its own.
-        wanted = self._requests(epoch, step)
+        wanted = reading_ahead(self.dataset, epoch, self._requests(epoch, step))
         with workers.working(hired, wanted, partial(self._doing, epoch)) as batches:
             for number, loaded in enumerate(batches, step):
                 yield plan.global_batch(number)[1], loaded
@@ -163,6 +165,13 @@ class StreamSource:
                 f"{type(dataset).__name__} is a stream that is divided by shards, whose order depends on the number of "
                 f"ranks and workers; reproducible mode can't have that. Hide its num_shards, so that it is divided by "
                 f"record, or use files (Records)."
+            )
+        if self.by_shard and drop_last:
+            raise ConfigurationError(
+                f"drop_last=True: {type(dataset).__name__} is a stream that is divided by shards, whose parts end at "
+                f"different times: there is no last global batch that could be left out, but steps at the end in which "
+                f"some ranks have fewer samples or none. Leave drop_last out and weight steps by their samples "
+                f"(model.backward(loss, weight=len(x))), or hide its num_shards, so that it is divided by record."
             )
         self.fetcher = StreamFetcher(
             dataset,

@@ -53,7 +53,7 @@ class StreamFetcher:
         dataset: The stream.
         collate_fn: Makes a batch of a list of records; None: torch's.
         global_batch_size: Records of a step on all ranks together.
-        drop_last: Leave out a last global batch that is short.
+        drop_last: Leave out a last global batch that is short; not with `by_shard`.
         rank: This rank.
         world_size: Number of ranks.
         lanes: Of each rank; see `divide`.
@@ -104,7 +104,7 @@ class StreamFetcher:
                 records = self._take(self._size)
                 start, stop = self._share(0, len(records))
                 mine = records[start:stop]
-            if not records or (self._drop_last and not self._by_shard and len(records) < self._size):
+            if not records or (self._drop_last and len(records) < self._size):
                 return Loaded(self._nothing() if self._by_shard else None, num_samples=0)
         loaded = Loaded(self.collate(mine) if mine else self._nothing(), num_samples=len(records))
         return packed(loaded) if self._packs else loaded

@@ -21,7 +21,6 @@ from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.health import last_words, page, peer_pages
 from evenstep.health.quiet import quieten
 from evenstep.health.steps import count_optimizer_steps
-from evenstep.heap import keep_freed_memory
 from evenstep.lanes import DEFAULT_LANES, Lanes, disagreements, validate_division, validate_mode
 from evenstep.meeting import choose_gloo_interface, open_store
 from evenstep.transport.choice import TRANSPORTS, Transports, open_between, open_transports, validate_transport
@@ -137,8 +136,6 @@ def _join(
     chosen = choose_device(asked, placement, num_gpus=torch.cuda.device_count())
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    else:
-        keep_freed_memory()
     hook_before = last_words.install(placement)
 
     def restore_hook() -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from evenstep import checks, console, lanes, randomness
+from evenstep import checks, console, heap, lanes, randomness
 from evenstep.device import choose_device, parse_device
 from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
 from evenstep.errors import ConfigurationError, UsageError
@@ -67,10 +67,8 @@ class World:
     ) -> None:
         self.rank = placement.rank
         self.world_size = placement.world_size
-        self.local_rank = placement.local_rank
-        self.local_world_size = placement.local_world_size
-        self.node_rank = placement.node_rank
-        self.num_nodes = placement.num_nodes
+        self.local_rank, self.local_world_size = placement.local_rank, placement.local_world_size
+        self.node_rank, self.num_nodes = placement.node_rank, placement.num_nodes
         self.launcher = placement.launcher
         self.device = device
         self.seed = seed
@@ -89,6 +87,8 @@ class World:
         self.lanes: lanes.Lanes | None = None
         self.stop_reason: str | None = None
         self._at_end: list[Callable[[BaseException | None], object]] = []
+        if device.type == "cpu":
+            heap.keep_freed_memory()
 
     @classmethod
     def alone(cls, *, device: str | torch.device | None = None, seed: int | None = None) -> World:

@@ -178,7 +178,7 @@ def _run_once(setting: Setting, wish: Wish, place: Path) -> Run:
     place.mkdir()
     asked = Measurement(place, wish.num_warmup, wish.num_steps, setting.global_batch_size, setting.growth)
     command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(setting.num_replicas)]
-    command += ["--threads-per-rank", str(wish.num_threads)]
+    command += ["--threads-per-rank", str(wish.num_threads), "--log-dir", str(place / "logs")]
     command += [] if wish.device is None else ["--device", wish.device]
     command += ["-m", "evenstep.bench.rank", wish.script, *wish.arguments]
     log = place / "output.txt"

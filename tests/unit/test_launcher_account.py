@@ -233,3 +233,25 @@ def test_what_a_rank_says_cannot_command_the_terminal(tmp_path: Path) -> None:
     write_report(tmp_path, replace(GENUINE, summary="ValueError: \x1b[2Jboo\nm", traceback="\x07ü"))
     (report,) = read_reports(tmp_path)
     assert (report.summary, report.traceback) == ("ValueError: \\x1b[2Jboo\nm", "\\x07ü")
+
+
+def test_the_state_of_the_culprit_and_of_who_waits_comes_first() -> None:
+    failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=1)
+    assert failure is not None
+    pages = {
+        0: Seen(100, Phase.BACKWARD, 7, 9, True, 1, waiting_since_ns=500_000_000),
+        1: Seen(101, Phase.BACKWARD, 7, 9, False, 1, bucket=2),
+    }
+    text = tell(replace(failure, pages=pages, noticed_ns=2_000_000_000), run="run R, attempt 2 of 4, host A")
+    assert text.splitlines()[0] == (
+        "evenstep: run R, attempt 2 of 4, host A: rank 1 (pid 101) was in backward, step 7, collective 9, bucket 2 "
+        "sent last; rank 0 waited for others, for 1.5 s"
+    )
+
+
+@pytest.mark.parametrize("seen", [None, Seen(101, Phase.STARTING, 0, 0, False, 1)])
+def test_nothing_is_said_of_the_state_before_the_first_step(seen: Seen | None) -> None:
+    failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
+    assert failure is not None
+    pages = {} if seen is None else {1: seen}
+    assert tell(replace(failure, pages=pages), run="run R") == tell(replace(failure, pages=pages))

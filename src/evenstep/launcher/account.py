@@ -44,6 +44,7 @@ class Failure:
         pages: What the ranks' progress pages said when the failure was noticed.
         resident_bytes: How much memory each rank held when it was last looked at.
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
+        noticed_ns: When (monotonic).
         saves: There was a `Checkpointer`, on this host or another.
         saved_step: The step of the last checkpoint that this attempt has committed, on any host; None: none.
     """
@@ -60,6 +61,7 @@ class Failure:
     pages: Mapping[int, Seen] = field(default_factory=dict)
     resident_bytes: Mapping[int, int] = field(default_factory=dict)
     num_memory_kills: int | None = None
+    noticed_ns: int = 0
     saves: bool = False
     saved_step: int | None = None
 
@@ -95,6 +97,7 @@ def status_of(failure: Failure) -> int:
 def tell(
     failure: Failure,
     *,
+    run: str = "",
     num_hosts: int = 1,
     log: str = "",
     log_tail: str = "",
@@ -105,6 +108,7 @@ def tell(
 
     Args:
         failure: What happened.
+        run: Which run, attempt and host; "": not said.
         num_hosts: Hosts of the run; the failure is that of one of them.
         log: The culprit's log file; "" if it wrote to the terminal.
         log_tail: The last lines of that file.
@@ -113,7 +117,7 @@ def tell(
     """
     culprit, report = failure.culprit, failure.report
     who = f"rank {culprit.rank} (pid {culprit.pid})"
-    lines = []
+    lines = [f"evenstep: {run}: {state}"] if run and (state := _state(failure)) else []
     if other_logs is not None:
         lines.append(f"evenstep: output of the other ranks: {other_logs}")
     if saved_step is not None:
@@ -192,6 +196,25 @@ def _steps(failure: Failure, left: Sequence[Exit]) -> str:
         if here > there > 0:
             return f" ({name} {there}; the others are at {name} {here})"
     return ""
+
+
+def _state(failure: Failure) -> str:
+    """Where the culprit was, and who waited; "" before the first step, or where pages don't say."""
+    rank = failure.culprit.rank if failure.hang is None else failure.hang.rank
+    seen = failure.pages.get(rank)
+    if failure.elsewhere is not None or failure.only_witnesses or seen is None or not (seen.step or seen.collective):
+        return ""
+    bucket = "" if seen.bucket is None else f", bucket {seen.bucket} sent last"
+    since = {
+        other: page.waiting_since_ns
+        for other, page in sorted(failure.pages.items())
+        if other != rank and page.waiting_since_ns is not None
+    }
+    waiting = ""
+    if since:
+        longest_s = max(0, failure.noticed_ns - min(since.values())) / 1e9
+        waiting = f"; {_listed(f'rank {other}' for other in since)} waited for others, for {longest_s:.1f} s"
+    return f"rank {rank} (pid {seen.pid}) was {seen}{bucket}{waiting}"
 
 
 def _place(failure: Failure) -> str:

@@ -198,7 +198,7 @@ class WatchedRanks:
             self._others.close()
 
     def _end_failed_attempt(self, hang: Hang | None = None, elsewhere: Elsewhere | None = None) -> RunProcsResult:
-        started = time.monotonic()
+        started, noticed_ns = time.monotonic(), time.monotonic_ns()
         pages = self._pages()
         stacks: dict[int, str] = {}
         if hang is not None:
@@ -236,6 +236,7 @@ class WatchedRanks:
                     stacks=stacks,
                     pages={rank: seen for rank, seen in pages.items() if seen is not None},
                     resident_bytes=self._watch.resident_bytes,
+                    noticed_ns=noticed_ns,
                     num_memory_kills=None if kills is None or before is None else kills - before,
                     saves=saved.has_checkpointer,
                     saved_step=saved.step,

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -207,8 +208,10 @@ class _Run:
         goes_on = restarts_left > 0 and not self._limit.is_reached
         destination = self._logs.destinations.get(failure.culprit.rank)
         log = "" if destination is None else destination.stderr or destination.stdout
+        attempt = f"attempt {failure.attempt + 1} of {self._num_attempts}"
         text = tell(
             failure,
+            run=f"run {self._log_directory.name.removeprefix('evenstep-logs-')}, {attempt}, host {platform.node()}",
             num_hosts=self._num_hosts,
             log=log,
             log_tail=tail(log) if log else "",

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep import world as worlds
+from evenstep.lanes import begin_of
 
 PADDING = -100
 
@@ -245,3 +246,39 @@ def language(num_steps, seed, sharded=None, transport=None, scaled=False, device
                 if step == num_steps:
                     return told(model, optimizer, losses, scale=None if scaler is None else scaler.get_scale())
     raise AssertionError("unreachable")
+
+
+# ---------------------------------------------------------------------- statistics over lanes
+
+
+def _normalising(layer):
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(3, 5), layer(5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def normalised(seed, transport=None):
+    """A SyncBatchNorm, a lane on each rank, some of them empty; and how far it is from one process's BatchNorm."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = [torch.randn(num, 3, dtype=torch.float64, generator=generator) for num in (11, 8, 2, 5)]
+    alone = _normalising(nn.BatchNorm1d)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for x in batches:
+        plain.zero_grad()
+        alone(x).square().mean().backward()
+        plain.step()
+    num_lanes = worlds.initialised().world_size
+    with reproducible(seed, lanes=num_lanes, transport=transport) as world:
+        model = evenstep.DistributedDataParallel(_normalising(evenstep.SyncBatchNorm))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for batch in batches:
+            first, last = (begin_of(len(batch), world.rank + i, world.world_size) for i in (0, 1))
+            for x in model.microbatches(batch[first:last]):
+                loss = model(x).square().mean() if len(x) else model(x).sum()
+                model.backward(loss, weight=len(x))
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        states = zip(model.module.state_dict().values(), alone.state_dict().values(), strict=True)
+        distance = max(float((mine - theirs).abs().max()) for mine, theirs in states)
+        return told(model, optimizer, []), distance

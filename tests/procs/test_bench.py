@@ -211,8 +211,22 @@ def test_a_script_that_cannot_be_measured(script: str, says: str, tmp_path: Path
     assert command.leaves_no_process()
 
 
+FAILING = """
+import torch, evenstep
+world = evenstep.init()
+model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(60):
+    if world.rank == 1:
+        raise ValueError("no such thing")
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 def test_a_script_that_fails_is_shown_and_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("raise ValueError('no such thing')\n")
+    (tmp_path / "train.py").write_text(FAILING)
     command = Command(tmp_path, ["bench", "train.py", "--replicas", "2"], {"COLUMNS": "80"})
     assert wait(command) == 1, f"{command.stdout}\n{command.stderr}"
     assert "ValueError: no such thing" in command.stderr

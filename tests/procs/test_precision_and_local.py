@@ -153,20 +153,22 @@ def test_over_gloo_a_bad_gradient_is_said_once_too_and_all_who_had_one_are_named
     assert ranks.run(warned, nproc, fresh_seed, poisoned, 2, True, False, None, "gloo") == [[]] * nproc
 
 
-def overflowing(seed: int) -> list[str]:
-    """Every rank's gradient is finite, and their sum is not."""
+def overflowing(seed: int, weighted: bool) -> list[str]:
+    """Every rank's gradient is finite, and their sum is not; their mean is."""
     evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(build(seed, torch.float32))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for factor in (1.0, 3e38, 1.0):
-            model(torch.ones(1, 6))[0, 0].mul(factor).backward()
+            loss = model(torch.ones(1, 6))[0, 0].mul(factor)
+            model.backward(loss, weight=1.0) if weighted else loss.backward()
             model.zero_grad()
     return [str(each.message) for each in caught if "not a number" in str(each.message)]
 
 
 def test_an_overflow_of_the_sum_is_nobodys(ranks, fresh_seed):
-    first, second = ranks.run(overflowing, 2, fresh_seed)
+    assert ranks.run(overflowing, 2, fresh_seed, False) == [[], []], "halves are added"
+    first, second = ranks.run(overflowing, 2, fresh_seed, True)
     assert second == []
     assert len(first) == 1
     assert "averaged, only in the sum over ranks: " in first[0]

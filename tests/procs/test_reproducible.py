@@ -64,6 +64,18 @@ def test_plain_backward_and_a_gradient_scaler(ranks, fresh_seed):
     compare(ranks, runs.language, [4], 5, fresh_seed, None, None, True, also=[(2, (5, fresh_seed, {}, None, True))])
 
 
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_batch_normalisation_over_lanes_that_run_at_the_same_time(ranks, fresh_seed, nproc):
+    ranks.run(warm_up, nproc)
+    first = ranks.run(runs.normalised, nproc, fresh_seed, timeout_s=120)
+    expected, _ = first[0]
+    ranks.run(warm_up, nproc)
+    again = ranks.run(runs.normalised, nproc, fresh_seed, "gloo", timeout_s=120)
+    for found, distance in first + again:
+        assert_same([found], expected, "another rank or transport")
+        assert distance < 1e-12, "not what one process computes over the whole batch"
+
+
 # ---------------------------------------------------------------------- transports
 
 

@@ -256,7 +256,11 @@ def test_training_outside_of_the_loop(world):
 @pytest.mark.parametrize(
     ("build", "arguments", "told"),
     [
-        (lambda: nn.Sequential(nn.Linear(2, 2), evenstep.SyncBatchNorm(2)), {}, "'1' is a SyncBatchNorm"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), evenstep.SyncBatchNorm(2)),
+            {},
+            "'1' is a SyncBatchNorm.*its 4 lanes one after the other. Start as many ranks as lanes",
+        ),
         (lambda: nn.Linear(1, 1).bfloat16(), {}, "parameter 'weight' is bfloat16"),
         (
             lambda: nn.Linear(1, 1),

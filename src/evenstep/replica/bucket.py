@@ -14,6 +14,8 @@ from evenstep.transport.base import Transport, Work
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
+_COARSE_NUMEL = 16 << 10  # gradients of so many elements are worth a call each
+
 
 class Bucket:
     """Gradients of some parameters in one flat tensor, which is what travels.
@@ -66,31 +68,63 @@ class Bucket:
         return self.layout.dtype in HALF_PRECISION
 
     @property
+    def divides_first(self) -> bool:
+        """Whether gradients are divided before they are added, and not after.
+
+        It costs no pass of its own, and 16 bits don't overflow. What is added in a wider dtype is to be rounded once.
+        """
+        return self.layout.dtype.itemsize <= self.parameters[0].dtype.itemsize
+
+    @property
     def is_zero(self) -> bool:
         """Whether all that the views show is zero."""
         return not self.flat.any()
 
-    def pack(self) -> None:
+    def pack(self, divide_by: float = 1.0) -> None:
         """Make the flat tensor hold this rank's gradients, and the gradients views of it.
 
         Gradients that are such views already are where they belong; the others are copied in one batch; where there
         is none the view is zeroed and `grad` stays None.
+
+        Args:
+            divide_by: What the gradients are divided by on their way, which costs no pass over memory of its own.
         """
         into: list[Tensor] = []
         what: list[Tensor] = []
+        there: list[Tensor] = []
         moved: list[tuple[nn.Parameter, Tensor]] = []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             grad = parameter.grad
             if grad is None:
                 view.zero_()
-            elif grad is not view:
+            elif grad is view:
+                there.append(view)
+            else:
                 into.append(view)
                 what.append(grad)
                 moved.append((parameter, view))
-        if into:
-            self._copy(into, what)
-            for parameter, view in moved:
-                parameter.grad = view
+        self._fill(into, what, there, divide_by)
+        for parameter, view in moved:
+            parameter.grad = view
+
+    def _fill(self, into: list[Tensor], what: list[Tensor], there: list[Tensor], divide_by: float) -> None:
+        """Copy gradients to their views, and divide them and those that are there."""
+        if divide_by == 1.0 or not into:
+            if into:
+                self._copy(into, what)
+            elif there and divide_by != 1.0:
+                self.flat.div_(divide_by)
+            return
+        is_coarse = self.flat.device.type == "cpu" and self.flat.numel() >= _COARSE_NUMEL * len(self.views)
+        if is_coarse and all(grad.layout is torch.strided and grad.dtype is self.flat.dtype for grad in what):
+            with torch.no_grad():
+                for view, grad in zip(into, what, strict=True):
+                    torch.div(grad, divide_by, out=view)
+                if there:
+                    torch._foreach_div_(there, divide_by)
+            return
+        self._copy(into, what)
+        self.flat.div_(divide_by)
 
     def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
         """Start adding the flat tensor over ranks, or whatever a communication hook does instead."""
@@ -184,10 +218,12 @@ class CastBucket(Bucket):
         """See `Bucket.is_zero`."""
         return not self._own.any()
 
-    def pack(self) -> None:
-        """See `Bucket.pack`."""
+    def pack(self, divide_by: float = 1.0) -> None:
+        """See `Bucket.pack`; divided in the dtype in which is added."""
         super().pack()
         self.flat.copy_(self._own)
+        if divide_by != 1.0:
+            self.flat.div_(divide_by)
 
     def unpack(self) -> None:
         """See `Bucket.unpack`."""

@@ -150,7 +150,8 @@ class DistributedDataParallel(TorchInterface):
             batched_grad_copy=batched_grad_copy,
         )
         if everybody.lanes is not None:
-            lane_loop.validate_model(module, settings, is_of_group=world is not everybody)
+            per_rank = everybody.lanes.per_rank
+            lane_loop.validate_model(module, settings, is_of_group=world is not everybody, lanes_per_rank=per_rank)
         if world.is_initialised and device_ids is None:
             module.to(world.device)
         self.module = module = replace_torchs(module)
@@ -372,7 +373,7 @@ class DistributedDataParallel(TorchInterface):
             UsageError: The last part was not followed by a backward pass.
         """
         if self.engine.lanes is not None:
-            yield from lane_loop.loop(batch, n, self.dim, self.engine, self.world, self._lane_buffers)
+            yield from lane_loop.loop(batch, n, self.dim, self.engine, self.world, self._lane_buffers, self.sync_layers)
             return
         parts = split(batch, n, self.dim)
         if self.sync_layers and self.training:

@@ -51,14 +51,15 @@ from evenstep.health import page
 from evenstep.health.telemetry import BACKWARD
 from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.drift import build_watch
-from evenstep.replica.exchange import BucketExchange, Exchange, NoExchange, build_exchange, divide_by_weight
+from evenstep.replica.exchange import BucketExchange, Exchange, build_exchange
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.no_exchange import NoExchange
 from evenstep.replica.nonfinite import NonFiniteGuard, OwnWatch, build_guard, build_sum_watch
 from evenstep.replica.passes import Pass
 from evenstep.replica.readiness import Readiness, at_end_of_backward
 from evenstep.replica.settings import Settings
-from evenstep.replica.weighting import Kind, Window
+from evenstep.replica.weighting import Kind, Window, divide_by_weight
 from evenstep.transport.base import Transport
 from evenstep.world import World
 

@@ -1,8 +1,7 @@
 """What happens to the gradients of a window when it ends: they are added over ranks and divided once.
 
 `BucketExchange` sends buckets while the backward pass runs, a header behind them, and rank 0's module buffers behind
-that. `NoExchange` is the same seam for a world of one, where gradients stay where autograd put them: packing buckets
-that travel nowhere would cost a copy and a call per parameter.
+that. `no_exchange.NoExchange` is the same seam for a world of one.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from evenstep.replica.drift import NOTHING, DriftWatch
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.no_exchange import NoExchange
 from evenstep.replica.nonfinite import NonFiniteGuard, OwnWatch, SumWatch
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.sparse import sum_over_ranks
 from evenstep.replica.uneven import Uneven
-from evenstep.replica.weighting import Header, Kind, Window, nearest_power_of_two
+from evenstep.replica.weighting import Header, Kind, Window, nearest_power_of_two, zero_where
 from evenstep.transport.base import Transport
 from evenstep.transport.local import LocalTransport
 from evenstep.world import World
@@ -101,71 +101,6 @@ def build_exchange(
     if world.world_size == 1:
         return NoExchange(parameters)
     return BucketExchange(names, parameters, num_dense, world, policy, module_buffers, recorder, transport)
-
-
-class NoExchange:
-    """The exchange of a world of one. Only weights are left to divide by."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.layout = Layout((), (0,) * len(parameters))
-        self.buckets: Sequence[Bucket] = ()
-        self.lanes: LaneSums | None = None
-        self._parameters = parameters
-        self._scale = 1.0
-
-    @property
-    def scale(self) -> float:
-        """See `Exchange.scale`."""
-        return self._scale
-
-    def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
-        """The window's first weight: a window of one pass then has nothing to divide by. In lanes 1, as elsewhere."""
-        if opens_window and self.lanes is None:
-            self._scale = weight if isinstance(weight, float) and weight > 0 else 1.0
-        return self._scale
-
-    def open_window(self) -> None:
-        """See `Exchange.open_window`; autograd can add to every gradient."""
-
-    def cancel_window(self) -> None:
-        """See `Exchange.cancel_window`."""
-
-    def is_clear(self, bucket: Bucket) -> bool:
-        """See `Exchange.is_clear`; there are no buckets."""
-        return False
-
-    def complete(self, bucket: int, kind: Kind | None) -> None:
-        """See `Exchange.complete`; there are no buckets."""
-
-    def finish(self, window: Window) -> None:
-        """Divide by the window's weight."""
-        if self.lanes is None:
-            divide_by_weight(self._parameters, window, self._scale)
-        else:
-            self.lanes.divide(window)
-
-    def learn_order(self, ready_order: Sequence[int]) -> None:
-        """See `Exchange.learn_order`; there are no buckets."""
-
-    def set_hook(self, hook: CommHook) -> None:
-        """See `Exchange.set_hook`; there is no bucket to hand over."""
-
-    def announce(self) -> None:
-        """See `Exchange.announce`; there is nobody."""
-
-    def set_uneven(self, uneven: Uneven | None) -> None:
-        """See `Exchange.set_uneven`; there is nobody who could leave."""
-
-    def unused(self) -> list[int]:
-        """See `Exchange.unused`."""
-        return [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
-
-    def in_flight(self) -> list[int]:
-        """See `Exchange.in_flight`: nothing."""
-        return []
-
-    def reset(self) -> None:
-        """See `Exchange.reset`; there is nothing to forget."""
 
 
 class BucketExchange:
@@ -289,7 +224,7 @@ class BucketExchange:
         """See `Exchange.finish`."""
         if isinstance(window.weight, Tensor):
             # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
-            _zero_where(window.weight == 0, [p.grad for p in self._parameters if p.grad is not None])
+            zero_where(window.weight == 0, [p.grad for p in self._parameters if p.grad is not None])
         self._execute(self.reducer.finish(), window.kind)
         self._recorder.mark(WAITING)
         self.announce()
@@ -379,14 +314,20 @@ class BucketExchange:
             bucket = self.buckets[action.bucket]
             self._recorder.mark(action.bucket)
             self._make_room(bucket)
-            bucket.pack()
+            divides_first = self._divides_first(bucket, is_weighted=kind is Kind.WEIGHTED)
+            bucket.pack(self._world.world_size if divides_first else 1.0)
             if self.lanes is not None:
                 self.lanes.add_to(bucket)
             if self.looker is not None:
                 self.looker.look(bucket)
-            if self._hooks is None and kind is not Kind.WEIGHTED and bucket.has_half_precision:
-                bucket.flat.div_(self._world.world_size)  # before the sum, which could overflow
             bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)
+
+    def _divides_first(self, bucket: Bucket, *, is_weighted: bool) -> bool:
+        """Whether every rank divides by the number of ranks before the sum.
+
+        Lanes are added first and divided after, so that it doesn't matter how many a rank has.
+        """
+        return bucket.divides_first and not is_weighted and self._hooks is None and self.lanes is None
 
     def _make_room(self, bucket: Bucket) -> None:
         """Before a bucket is packed; where memory is lent, take it from whoever had it."""
@@ -402,11 +343,9 @@ class BucketExchange:
             divisor = self._header.divisor(self.scale)
         elif self._uneven is not None and not self._uneven.divide_by_initial_world_size:
             divisor = self._header.num_plain()
-        # A hook has divided by the number of ranks already, and so has `_execute` where sums may overflow.
-        remaining = divisor / num_ranks
         for bucket in self.buckets:
-            is_averaged = self._hooks is not None or (bucket.has_half_precision and not weighted)
-            by = remaining if is_averaged else divisor
+            is_averaged = self._hooks is not None or self._divides_first(bucket, is_weighted=weighted)
+            by = divisor / num_ranks if is_averaged else divisor
             if isinstance(by, Tensor):
                 bucket.reduced.div_(by.to(bucket.reduced.device))
             elif by != 1.0:
@@ -417,32 +356,3 @@ class BucketExchange:
 
     def __repr__(self) -> str:
         return f"<BucketExchange of {len(self._parameters)} parameters, {self.reducer!r}>"
-
-
-def divide_by_weight(parameters: Iterable[Tensor], window: Window, scale: float) -> None:
-    """Divide the gradients of one rank by its window's weight; of PLAIN passes they are what they are.
-
-    Args:
-        parameters: Whose gradients.
-        window: With the weight.
-        scale: What the weights were divided by already.
-    """
-    if window.kind is not Kind.WEIGHTED:
-        return
-    divisor = window.weight / scale
-    if isinstance(divisor, float) and divisor == 1.0:
-        return
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if isinstance(divisor, Tensor):
-        _zero_where(divisor == 0, grads)
-        divisor = torch.where(divisor > 0, divisor, torch.inf)
-    elif divisor == 0.0:
-        divisor = float("inf")
-    for grad in grads:
-        grad.div_(divisor)
-
-
-def _zero_where(condition: Tensor, grads: Iterable[Tensor]) -> None:
-    for grad in grads:
-        values = grad._values() if grad.is_sparse else grad
-        values.masked_fill_(condition.to(grad.device), 0)

@@ -16,6 +16,7 @@ from evenstep.replica.batches import rows_of, split
 from evenstep.replica.engine import Engine
 from evenstep.replica.settings import Settings
 from evenstep.replica.sync_batchnorm import SyncBatchNorm
+from evenstep.replica.sync_layers import SyncLayers
 from evenstep.world import World
 
 
@@ -42,7 +43,9 @@ def lanes_of(batch: Any, num_lanes: int, dim: int = 0) -> list[Any]:
     return cut
 
 
-def loop(batch: Any, n: int, dim: int, engine: Engine, world: World, buffers: LaneBuffers) -> Iterator[Any]:
+def loop(
+    batch: Any, n: int, dim: int, engine: Engine, world: World, buffers: LaneBuffers, sync_layers: SyncLayers
+) -> Iterator[Any]:
     """The lanes of this rank one after the other, each in `n` parts; between them, what belongs to a lane is changed.
 
     Collective, at its end. What `DistributedDataParallel.microbatches` does around it holds here too.
@@ -54,6 +57,7 @@ def loop(batch: Any, n: int, dim: int, engine: Engine, world: World, buffers: La
         engine: Of the model.
         world: In reproducible mode.
         buffers: Of the model's module.
+        sync_layers: Of the module. Where there are any, a rank has one lane, and all lanes have equally many parts.
 
     Raises:
         ConfigurationError: As `lanes_of` and `split`.
@@ -72,6 +76,8 @@ def loop(batch: Any, n: int, dim: int, engine: Engine, world: World, buffers: La
             f"reproducible mode gradients of several batches aren't added lane by lane. Take one larger batch from the "
             f"loader and cut its lanes into n parts each: model.microbatches(batch, n)."
         )
+    if sync_layers:
+        parts_of = [sync_layers.pad([part for parts in parts_of for part in parts], batch, dim)]
     outside, num_reductions, completed = randomness.capture(), engine.num_reductions, False
     buffers.keep()
     sums.begin()
@@ -167,8 +173,14 @@ class LaneBuffers:
             torch._foreach_copy_(into, what)
 
 
-def validate_model(module: nn.Module, settings: Settings, *, is_of_group: bool) -> None:
+def validate_model(module: nn.Module, settings: Settings, *, is_of_group: bool, lanes_per_rank: int) -> None:
     """Refuse what can't be computed in lanes with the same bits on any number of ranks.
+
+    Args:
+        module: The model.
+        settings: Of its wrapper.
+        is_of_group: It is wrapped for some of the ranks only.
+        lanes_per_rank: How many lanes a rank computes one after the other.
 
     Raises:
         ConfigurationError: What it is, and what to do instead.
@@ -177,11 +189,11 @@ def validate_model(module: nn.Module, settings: Settings, *, is_of_group: bool) 
     if is_of_group:
         raise ConfigurationError(f"{where} divides lanes over all ranks: leave process_group and device_mesh out.")
     for name, layer in module.named_modules():
-        if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
+        if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm) and lanes_per_rank > 1:
             raise ConfigurationError(
                 f"{where}: {name!r} is a SyncBatchNorm, which needs the rows of all lanes at once, and a rank computes "
-                f"its lanes one after the other. Use BatchNorm, which then normalises each lane by itself, or "
-                f"GroupNorm or LayerNorm."
+                f"its {lanes_per_rank} lanes one after the other. Start as many ranks as lanes, or use BatchNorm, "
+                f"which then normalises each lane by itself, or GroupNorm or LayerNorm."
             )
     for name, parameter in settings.trained(module):
         if parameter.dtype.itemsize < 4:

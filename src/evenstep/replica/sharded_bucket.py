@@ -154,29 +154,31 @@ class ShardedBucket(Bucket):
         """What this rank has of the sum after `wait`: its shard."""
         return self.shard
 
-    def pack(self) -> None:
+    def pack(self, divide_by: float = 1.0) -> None:
         """As `Bucket.pack`; what is in `flat` is hidden in `p.grad`, so that the original's memory is free."""
         # Shards are clipped and stepped with the gaps between gradients, so nothing may be left there: neither somebody
         # else's gradients in lent memory, nor a NaN that a clip by a norm of NaN has made of a zero.
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         if not self.hides:
-            super().pack()
+            super().pack(divide_by)
             return
         into: list[Tensor] = []
         what: list[Tensor] = []
+        there: list[Tensor] = []
         moved: list[tuple[nn.Parameter, Tensor | None]] = []
         for parameter, view, hidden in zip(self.parameters, self.views, self._hidden, strict=True):
             grad = parameter.grad
             if grad is None:
                 view.zero_()
                 continue
-            if grad is not view:
+            if grad is view:
+                there.append(view)
+            else:
                 into.append(view)
                 what.append(grad)
             moved.append((parameter, hidden))
-        if into:
-            self._copy(into, what)
+        self._fill(into, what, there, divide_by)
         for parameter, stand_in in moved:
             parameter.grad = stand_in
 

@@ -8,7 +8,7 @@ every pass is PLAIN (`loss.backward()`: summed over micro-batches, averaged over
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -162,3 +162,33 @@ class Header:
         """
         total = self.tensor[0]
         return torch.where(total > 0, total / scale, torch.inf)
+
+
+def divide_by_weight(parameters: Iterable[Tensor], window: Window, scale: float) -> None:
+    """Divide the gradients of one rank by its window's weight; of PLAIN passes they are what they are.
+
+    Args:
+        parameters: Whose gradients.
+        window: With the weight.
+        scale: What the weights were divided by already.
+    """
+    if window.kind is not Kind.WEIGHTED:
+        return
+    divisor = window.weight / scale
+    if isinstance(divisor, float) and divisor == 1.0:
+        return
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if isinstance(divisor, Tensor):
+        zero_where(divisor == 0, grads)
+        divisor = torch.where(divisor > 0, divisor, torch.inf)
+    elif divisor == 0.0:
+        divisor = float("inf")
+    for grad in grads:
+        grad.div_(divisor)
+
+
+def zero_where(condition: Tensor, grads: Iterable[Tensor]) -> None:
+    """Make gradients zero where a condition holds that isn't read, on whichever device they are."""
+    for grad in grads:
+        values = grad._values() if grad.is_sparse else grad
+        values.masked_fill_(condition.to(grad.device), 0)

@@ -43,7 +43,7 @@ PHASES = ("forward", "backward", "optimizer")
 KINDS = ("kill", "raise", "exit", "segfault", "stop", "hold", "shape", "close")
 # What the run must end with; where more than one is right, all of them.
 STATUS = {"kill": {137}, "raise": {1}, "exit": {72}, "segfault": {139}, "stop": {71}, "hold": {71}, "shape": {72}}
-STATUS["close"] = {134, 76}
+STATUS["close"] = {134, 139, 76}  # Gloo aborts, or crashes
 _BLAMED = (
     re.compile(r"evenstep: (?:rank (\d+) \(pid \d+\) (?:failed|was killed|exited|had|is stopped|is in|is between))"),
     re.compile(r"rank\s*: (\d+) \(local_rank"),  # torchrun's summary

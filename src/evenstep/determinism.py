@@ -24,6 +24,7 @@ _BACKENDS: tuple[tuple[Any, str, Any], ...] = (
     (torch.backends.cudnn, "allow_tf32", False),
     (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
     (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    (torch.backends.cuda.matmul, "allow_fp16_accumulation", False),
     # Memory that nobody has written is nobody's answer; filling it would cost a pass over every new tensor.
     (torch.utils.deterministic, "fill_uninitialized_memory", False),
 )

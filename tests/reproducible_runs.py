@@ -259,10 +259,10 @@ def _normalising(layer):
 def normalised(seed, transport=None):
     """A SyncBatchNorm, a lane on each rank, some of them empty; and how far it is from one process's BatchNorm."""
     generator = torch.Generator().manual_seed(seed)
-    batches = [torch.randn(num, 3, dtype=torch.float64, generator=generator) for num in (11, 8, 2, 5)]
+    batches = [torch.randn(num, 3, dtype=torch.float64, generator=generator) for num in (11, 8, 2, 0, 5)]
     alone = _normalising(nn.BatchNorm1d)
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for x in batches:
+    for x in filter(len, batches):  # of a batch without samples nothing is learned
         plain.zero_grad()
         alone(x).square().mean().backward()
         plain.step()

@@ -23,10 +23,10 @@ _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PA
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Have this process keep up to 256 MiB at the end of its heap that nobody uses at the moment.
+    """Have this process keep up to 256 MiB at the end of a heap that nobody uses at the moment.
 
-    Not where the user has told glibc what to do, and not with another C library. It can't be undone: glibc has a rule
-    of its own for both thresholds, which ends when they are set.
+    Not where the user has told glibc what to do (`MALLOC_TRIM_THRESHOLD_` and others), and not with another C library.
+    It can't be undone: glibc has a rule of its own for both thresholds, which ends when they are set.
 
     Returns:
         Whether the C library has accepted it.
@@ -37,4 +37,4 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))
+    return bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES))

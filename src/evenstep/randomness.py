@@ -76,7 +76,8 @@ def _seed_torch(seed: int) -> None:
 
 @functools.cache
 def _may_use_accelerators() -> bool:
-    return torch.accelerator.is_available()
+    # Whether torch was built for any: to ask the device itself would start it, and forked processes couldn't use it.
+    return torch.accelerator.current_accelerator() is not None
 
 
 def diverge(rank: int) -> None:

@@ -51,7 +51,9 @@ def homes(saved: ObjectEntry, target: Any) -> dict[str, Tensor]:
 
 def _only_copies(model: nn.Module) -> bool:
     return type(model).load_state_dict is nn.Module.load_state_dict and all(
-        type(module)._load_from_state_dict in _PLAIN_LOADERS and not module._load_state_dict_pre_hooks
+        type(module)._load_from_state_dict in _PLAIN_LOADERS
+        and not module._load_state_dict_pre_hooks
+        and not {"load_state_dict", "_load_from_state_dict"} & vars(module).keys()
         for module in model.modules()
     )
 

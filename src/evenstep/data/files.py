@@ -25,6 +25,7 @@ class MappedFile:
     Attributes:
         path: Where it is.
         size: Bytes, when it was opened.
+        is_writable: Whether this process may write to it.
         rest: Bytes of an incomplete record at its end.
     """
 
@@ -32,6 +33,7 @@ class MappedFile:
         self.path = path
         state = os.stat(path)
         self.size = state.st_size
+        self.is_writable = os.access(path, os.W_OK)
         self.rest = 0
         self._modified_ns = state.st_mtime_ns
         self._content: Tensor | None = None

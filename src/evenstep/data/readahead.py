@@ -8,6 +8,7 @@ this process's memory, and what is asked for by one process is there for all of 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ _system.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _system.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
-def will_need(content: Tensor, start: int, stop: int) -> bool:
+def will_need(content: Tensor, start: int, stop: int, *, may_look: bool = True) -> bool:
     """Ask for bytes of a mapped file; returns at once, and is only a wish.
 
     Nothing is asked if the first page is in the page cache: of a file that is there the system would look at every
@@ -37,6 +38,7 @@ def will_need(content: Tensor, start: int, stop: int) -> bool:
         content: The mapped file, uint8 [size].
         start: First byte.
         stop: The one after the last.
+        may_look: The file is this user's to write. Of others' files the kernel doesn't tell what is in the page cache.
 
     Returns:
         Whether the bytes were asked for.
@@ -45,7 +47,9 @@ def will_need(content: Tensor, start: int, stop: int) -> bool:
     first -= first % mmap.PAGESIZE
     end = content.data_ptr() + min(stop, len(content))
     is_there = ctypes.c_ubyte()
-    if first >= end or _system.mincore(first, 1, ctypes.byref(is_there)) != 0 or is_there.value & 1:
+    if first >= end:
+        return False
+    if may_look and (_system.mincore(first, 1, ctypes.byref(is_there)) != 0 or is_there.value & 1):
         return False
     for piece in range(first, end, _PIECE_BYTES):
         _system.madvise(piece, min(_PIECE_BYTES, end - piece), _WILL_NEED)
@@ -65,7 +69,7 @@ def reading_ahead(dataset: Any, epoch: Epoch, requests: Iterator[Request]) -> It
     if (
         not isinstance(order, LocalOrder)
         or not callable(getattr(dataset, "will_need", None))
-        or order.span * dataset.bytes_of_sample > _LARGEST_BYTES
+        or order.span * getattr(dataset, "bytes_of_sample", math.inf) > _LARGEST_BYTES
     ):
         yield from requests
         return

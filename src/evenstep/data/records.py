@@ -126,7 +126,8 @@ class Records(Dataset[Any]):
             number, file, record = self.locate(first)
             stop = min(last, self._ends[number])
             try:
-                will_need(file.content, *file.bytes_around(record, record + stop - first))
+                begin, end = file.bytes_around(record, record + stop - first)
+                will_need(file.content, begin, end, may_look=file.is_writable)
             except (OSError, RuntimeError):
                 return  # it has gone: whoever reads it says so
             first = stop

@@ -222,7 +222,7 @@ class WatchedRanks:
         exits = self._exits()
         failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
         elsewhere = elsewhere or self._compare_with_others(failure)
-        saved = self._saved_anywhere(pages)
+        saved = self._saved_anywhere(self._pages())  # a save behind the loop may have ended meanwhile
         self._close_context()
         if failure is None and elsewhere is not None:
             failure = Failure(self._attempt, exits[0], None)  # nothing happened here
@@ -270,9 +270,11 @@ class WatchedRanks:
         """What this attempt has saved, on any host: all of them decide alike whether one more is worth while."""
         steps = (seen.saved_step for seen in pages.values() if seen is not None)
         saved = Saved(self._saves(), max((step for step in steps if step is not None), default=None))
-        if self._others is None or not self._may_restart:
+        if self._others is None:
             return saved
-        return self._others.agree_on_saved(saved, longest_s=self._policy.terminate_s + self._policy.grace_s)
+        # Another host may have restarts left, and wait for what this one says.
+        longest_s = self._policy.terminate_s + self._policy.grace_s if self._may_restart else 0.0
+        return self._others.agree_on_saved(saved, longest_s=longest_s)
 
     def _exits(self) -> list[Exit]:
         """How the ranks that have ended did; what one has told counts, even if it was stopped before it had ended."""

@@ -14,6 +14,8 @@ import gc
 import importlib
 import importlib.util
 import io
+import logging
+import multiprocessing.util
 import os
 import signal
 import stat
@@ -74,21 +76,28 @@ def main(arguments: list[str]) -> None:
     last_words.install(placement)
     # What was imported so far stays to the end, and collections needn't look through it.
     gc.freeze()
-    atexit.register(end_quickly)
+    atexit.register(end_quickly, os.getpid())
     if kind == "module":
         _become_module(target, rest)
     else:
         become_script(target, rest)
 
 
-def end_quickly() -> None:
+def end_quickly(pid: int) -> None:
     """Have python end without its last collections, which take half of the time from an error to the end of the run.
 
     What is still in use by modules is let go of as ever. What isn't is left to the system: cycles of objects, and what
     they hold, whose `__del__` python doesn't promise to call at its end. A file would be closed then, so what was
     written to files, and is still in memory, is written out here. The launcher waits for no more than that where a rank
-    has failed.
+    has failed, so what is registered to be done at the end is done before.
+
+    Args:
+        pid: The rank's; a process that the script has forked ends as python does.
     """
+    if os.getpid() != pid:
+        return
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # waits for children, and for what they are sent
+    logging.shutdown()
     for thing in gc.get_objects():  # of what has come since the script began
         if issubclass(type(thing), _io._IOBase):
             with contextlib.suppress(Exception):  # closed, or not of a kind that can be written

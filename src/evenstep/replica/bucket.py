@@ -69,11 +69,17 @@ class Bucket:
 
     @property
     def divides_first(self) -> bool:
-        """Whether gradients are divided before they are added, and not after.
+        """Whether unweighted gradients are divided by the number of ranks before they are added, and not after.
 
-        It costs no pass of its own, and 16 bits don't overflow. What is added in a wider dtype is to be rounded once.
+        Where each is worth a call of its own that costs no pass over memory, and 16 bits must not overflow. What is
+        added in a wider dtype is to be rounded once. The same on all ranks.
         """
-        return self.layout.dtype.itemsize <= self.parameters[0].dtype.itemsize
+        is_widened = self.layout.dtype.itemsize > self.parameters[0].dtype.itemsize
+        return not is_widened and (self._is_coarse or self.has_half_precision)
+
+    @property
+    def _is_coarse(self) -> bool:
+        return self.layout.device.type == "cpu" and self.layout.numel >= _COARSE_NUMEL * len(self.layout.slots)
 
     @property
     def is_zero(self) -> bool:
@@ -87,44 +93,46 @@ class Bucket:
         is none the view is zeroed and `grad` stays None.
 
         Args:
-            divide_by: What the gradients are divided by on their way, which costs no pass over memory of its own.
+            divide_by: What the gradients are divided by on their way.
         """
+        self._pack(self.views, divide_by)
+
+    def _pack(self, shown: Sequence[Tensor | None], divide_by: float) -> None:
+        """`pack`; what there is in `p.grad` becomes what is given for its slot."""
         into: list[Tensor] = []
         what: list[Tensor] = []
         there: list[Tensor] = []
-        moved: list[tuple[nn.Parameter, Tensor]] = []
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        changed: list[tuple[nn.Parameter, Tensor | None]] = []
+        for parameter, view, instead in zip(self.parameters, self.views, shown, strict=True):
             grad = parameter.grad
             if grad is None:
                 view.zero_()
-            elif grad is view:
+                continue
+            if grad is view:
                 there.append(view)
             else:
                 into.append(view)
                 what.append(grad)
-                moved.append((parameter, view))
+            if grad is not instead:
+                changed.append((parameter, instead))
         self._fill(into, what, there, divide_by)
-        for parameter, view in moved:
-            parameter.grad = view
+        for parameter, instead in changed:
+            parameter.grad = instead
 
     def _fill(self, into: list[Tensor], what: list[Tensor], there: list[Tensor], divide_by: float) -> None:
         """Copy gradients to their views, and divide them and those that are there."""
-        if divide_by == 1.0 or not into:
-            if into:
-                self._copy(into, what)
-            elif there and divide_by != 1.0:
-                self.flat.div_(divide_by)
-            return
-        is_coarse = self.flat.device.type == "cpu" and self.flat.numel() >= _COARSE_NUMEL * len(self.views)
-        if is_coarse and all(grad.layout is torch.strided and grad.dtype is self.flat.dtype for grad in what):
+        is_plain = all(grad.layout is torch.strided and grad.dtype is self.flat.dtype for grad in what)
+        if divide_by != 1.0 and self._is_coarse and is_plain:
             with torch.no_grad():
                 for view, grad in zip(into, what, strict=True):
                     torch.div(grad, divide_by, out=view)
                 if there:
                     torch._foreach_div_(there, divide_by)
             return
-        self._copy(into, what)
-        self.flat.div_(divide_by)
+        if into:
+            self._copy(into, what)
+        if divide_by != 1.0:
+            self.flat.div_(divide_by)
 
     def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
         """Start adding the flat tensor over ranks, or whatever a communication hook does instead."""
@@ -219,7 +227,7 @@ class CastBucket(Bucket):
         return not self._own.any()
 
     def pack(self, divide_by: float = 1.0) -> None:
-        """See `Bucket.pack`; divided in the dtype in which is added."""
+        """See `Bucket.pack`; divided in the dtype in which it is added."""
         super().pack()
         self.flat.copy_(self._own)
         if divide_by != 1.0:

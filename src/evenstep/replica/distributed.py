@@ -372,12 +372,13 @@ class DistributedDataParallel(TorchInterface):
             ConfigurationError: `n` is no positive number, or the batch can't be divided.
             UsageError: The last part was not followed by a backward pass.
         """
+        exchanging = self.sync_layers if self.sync_layers and self.training else None
         if self.engine.lanes is not None:
-            yield from lane_loop.loop(batch, n, self.dim, self.engine, self.world, self._lane_buffers, self.sync_layers)
+            yield from lane_loop.loop(batch, n, self.dim, self.engine, self.world, self._lane_buffers, exchanging)
             return
         parts = split(batch, n, self.dim)
-        if self.sync_layers and self.training:
-            parts = self.sync_layers.pad(parts, batch, self.dim)
+        if exchanging is not None:
+            parts = exchanging.pad(parts, batch, self.dim)
         before = self.engine.synchronise
         num_reductions = self.engine.num_reductions
         completed = False

@@ -7,7 +7,8 @@
                    `readiness` says when a bucket is complete; it is packed (one batched copy, none for gradients that
                    are views of it already) and launched, in order. The first pass only counts, and launches at its end
     its end        what has no gradient now was not used: its bucket goes out with zeros. A header with weights and
-                   used flags follows, then rank 0's module buffers; all are awaited, the gradients divided once
+                   used flags follows, then rank 0's module buffers; all are awaited. The gradients are divided by
+                   the weights' sum, or have been by the number of ranks as they were packed
 
 A pass inside `no_sync`, `accumulate` or all but the last of `microbatches` only adds to `p.grad`: within a window
 `p.grad` is this rank's undivided sum. What decides is the state at backward, not at forward.

@@ -1,4 +1,4 @@
-"""What happens to the gradients of a window when it ends: they are added over ranks and divided once.
+"""What happens to the gradients of a window when it ends: they are averaged over ranks, or by weights.
 
 `BucketExchange` sends buckets while the backward pass runs, a header behind them, and rank 0's module buffers behind
 that. `no_exchange.NoExchange` is the same seam for a world of one.

@@ -44,7 +44,7 @@ def lanes_of(batch: Any, num_lanes: int, dim: int = 0) -> list[Any]:
 
 
 def loop(
-    batch: Any, n: int, dim: int, engine: Engine, world: World, buffers: LaneBuffers, sync_layers: SyncLayers
+    batch: Any, n: int, dim: int, engine: Engine, world: World, buffers: LaneBuffers, sync_layers: SyncLayers | None
 ) -> Iterator[Any]:
     """The lanes of this rank one after the other, each in `n` parts; between them, what belongs to a lane is changed.
 
@@ -57,7 +57,7 @@ def loop(
         engine: Of the model.
         world: In reproducible mode.
         buffers: Of the model's module.
-        sync_layers: Of the module. Where there are any, a rank has one lane, and all lanes have equally many parts.
+        sync_layers: That exchange statistics in training: a rank has one lane then, and all have equally many parts.
 
     Raises:
         ConfigurationError: As `lanes_of` and `split`.
@@ -76,8 +76,9 @@ def loop(
             f"reproducible mode gradients of several batches aren't added lane by lane. Take one larger batch from the "
             f"loader and cut its lanes into n parts each: model.microbatches(batch, n)."
         )
-    if sync_layers:
-        parts_of = [sync_layers.pad([part for parts in parts_of for part in parts], batch, dim)]
+    if sync_layers is not None:
+        padded = sync_layers.pad([part for parts in parts_of for part in parts], batch, dim)
+        parts_of = [padded] if padded else []
     outside, num_reductions, completed = randomness.capture(), engine.num_reductions, False
     buffers.keep()
     sums.begin()

@@ -160,27 +160,7 @@ class ShardedBucket(Bucket):
         # else's gradients in lent memory, nor a NaN that a clip by a norm of NaN has made of a zero.
         if self._gaps:
             torch._foreach_zero_(self._gaps)
-        if not self.hides:
-            super().pack(divide_by)
-            return
-        into: list[Tensor] = []
-        what: list[Tensor] = []
-        there: list[Tensor] = []
-        moved: list[tuple[nn.Parameter, Tensor | None]] = []
-        for parameter, view, hidden in zip(self.parameters, self.views, self._hidden, strict=True):
-            grad = parameter.grad
-            if grad is None:
-                view.zero_()
-                continue
-            if grad is view:
-                there.append(view)
-            else:
-                into.append(view)
-                what.append(grad)
-            moved.append((parameter, hidden))
-        self._fill(into, what, there, divide_by)
-        for parameter, stand_in in moved:
-            parameter.grad = stand_in
+        self._pack(self._hidden if self.hides else self.views, divide_by)
 
     def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
         """Start adding over ranks; what this rank gets is its shard."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from evenstep.errors import CollectiveTimeoutError, PeerLostError
 from evenstep.health import page
 from evenstep.health.blame import is_consequence
+from evenstep.transport.arguments import Arguments
 from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.reduction import Scratch, plan_arithmetic, reduce_into
 
@@ -125,6 +126,7 @@ class ProcessGroupTransport:
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`."""
+        Arguments(self.name, self.rank, self.world_size).check_sizes("reduce_scatter", "tensor", tensor, "out", out)
         what = self._next_call("reduce_scatter", tensor)
         if self.name == "gloo" and tensor.device.type == "cpu":
             return self._exchange_and_add(what, out, tensor, op)

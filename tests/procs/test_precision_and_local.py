@@ -153,10 +153,11 @@ def test_over_gloo_a_bad_gradient_is_said_once_too_and_all_who_had_one_are_named
     assert ranks.run(warned, nproc, fresh_seed, poisoned, 2, True, False, None, "gloo") == [[]] * nproc
 
 
-def overflowing(seed: int, weighted: bool) -> list[str]:
+def overflowing(seed: int, weighted: bool, width: int = 0) -> list[str]:
     """Every rank's gradient is finite, and their sum is not; their mean is."""
     evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(build(seed, torch.float32))
+    module = nn.Linear(6, width, bias=False) if width else build(seed, torch.float32)
+    model = evenstep.DistributedDataParallel(module)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for factor in (1.0, 3e38, 1.0):
@@ -167,12 +168,13 @@ def overflowing(seed: int, weighted: bool) -> list[str]:
 
 
 def test_an_overflow_of_the_sum_is_nobodys(ranks, fresh_seed):
-    assert ranks.run(overflowing, 2, fresh_seed, False) == [[], []], "halves are added"
-    first, second = ranks.run(overflowing, 2, fresh_seed, True)
-    assert second == []
-    assert len(first) == 1
-    assert "averaged, only in the sum over ranks: " in first[0]
-    assert "rank 0:" not in first[0]
+    assert ranks.run(overflowing, 2, fresh_seed, False, 20_000) == [[], []], "of large gradients halves are added"
+    for weighted in (False, True):
+        first, second = ranks.run(overflowing, 2, fresh_seed, weighted)
+        assert second == []
+        assert len(first) == 1
+        assert "averaged, only in the sum over ranks: " in first[0]
+        assert "rank 0:" not in first[0]
 
 
 def raising(seed: int) -> str:

@@ -40,8 +40,12 @@ def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path
         tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1", "script.py"], script
     )
     assert code == 1
-    announced, logs, traceback, *_, last_of_traceback, verdict = command.stderr.splitlines()
+    announced, state, logs, traceback, *_, last_of_traceback, verdict = command.stderr.splitlines()
     assert announced.startswith("evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, ")
+    assert state.startswith("evenstep: run ")
+    assert ", attempt 1 of 1, host " in state
+    assert ": rank 1 (pid " in state, "the culprit's state, not the witness's"
+    assert "collective " in state
     assert logs.startswith("evenstep: output of the other ranks: ")
     assert traceback == "Traceback (most recent call last):"
     assert command.stderr.count("Traceback") == 1

@@ -52,7 +52,7 @@ class WatchedRanks:
         on_failure: Told of a failed attempt once all its ranks have ended and all their output is written.
         on_preempted: Told when all ranks have ended because they were asked to stop, and have saved.
         others: The other hosts of the run; None: there are none.
-        may_restart: The ranks may be started again if they fail.
+        may_restart: Ranks of this run are started again if they fail.
     """
 
     def __init__(
@@ -270,11 +270,9 @@ class WatchedRanks:
         """What this attempt has saved, on any host: all of them decide alike whether one more is worth while."""
         steps = (seen.saved_step for seen in pages.values() if seen is not None)
         saved = Saved(self._saves(), max((step for step in steps if step is not None), default=None))
-        if self._others is None:
+        if self._others is None or not self._may_restart:
             return saved
-        # Another host may have restarts left, and wait for what this one says.
-        longest_s = self._policy.terminate_s + self._policy.grace_s if self._may_restart else 0.0
-        return self._others.agree_on_saved(saved, longest_s=longest_s)
+        return self._others.agree_on_saved(saved, longest_s=self._policy.terminate_s + self._policy.grace_s)
 
     def _exits(self) -> list[Exit]:
         """How the ranks that have ended did; what one has told counts, even if it was stopped before it had ended."""
@@ -363,7 +361,8 @@ class RankAgent(LocalElasticAgent):
             ranks=[worker.global_rank for worker in worker_group.workers],
             attempt=attempt,
             others=others,
-            may_restart=self._remaining_restarts > 0,
+            # As the command says, on all hosts alike: one that has no restart left may be waited for by another.
+            may_restart=worker_group.spec.max_restarts > 0,
             run_directory=self._run_directory,
             policy=self._policy,
             budgets=self._budgets,

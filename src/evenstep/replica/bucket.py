@@ -121,8 +121,11 @@ class Bucket:
 
     def _fill(self, into: list[Tensor], what: list[Tensor], there: list[Tensor], divide_by: float) -> None:
         """Copy gradients to their views, and divide them and those that are there."""
-        is_plain = all(grad.layout is torch.strided and grad.dtype is self.flat.dtype for grad in what)
-        if divide_by != 1.0 and self._is_coarse and is_plain:
+        if (
+            divide_by != 1.0
+            and self._is_coarse
+            and all(grad.layout is torch.strided and grad.dtype is self.flat.dtype for grad in what)
+        ):
             with torch.no_grad():
                 for view, grad in zip(into, what, strict=True):
                     torch.div(grad, divide_by, out=view)

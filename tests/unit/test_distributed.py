@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +48,52 @@ def test_one_process_computes_what_the_bare_module_computes(alone):
         assert strides == [p.grad.stride() for p in bare.parameters()]
         for p, e in zip(bare.parameters(), expected, strict=True):
             torch.testing.assert_close(p.grad, e, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("is_weighted", [True, False])
+@pytest.mark.parametrize("is_chained", [True, False])
+def test_windows_of_any_length_with_and_without_zero_grad_equal_plain_autograd(
+    alone, is_weighted, is_chained, fresh_seed
+):
+    """Windows of one pass take a short cut in a world of one; longer ones and those of two models don't."""
+    draw = random.Random(fresh_seed)
+    torch.manual_seed(fresh_seed)
+    modules = [nn.Linear(3, 4).double(), nn.Linear(4, 1).double()]
+    first = evenstep.DistributedDataParallel(modules[0], world=alone) if is_chained else modules[0]
+    last = evenstep.DistributedDataParallel(modules[1], world=alone)
+    parameters = [p for module in modules for p in module.parameters()]
+    expected = [torch.zeros_like(p) for p in parameters]
+    for _ in range(30):
+        weights = [float(draw.choice([0, 1, 3, 2.5, 7])) for _ in range(draw.choice([1, 1, 2, 3]))]
+        if sum(weights) == 0 or not is_weighted:
+            weights = [1.0] * len(weights)
+        sums = [torch.zeros_like(p) for p in parameters]
+        for index, weight in enumerate(weights):
+            x = torch.randn(5, 3, dtype=torch.float64)
+            share = weight / sum(weights) if is_weighted else 1.0
+            grads = torch.autograd.grad(modules[1](modules[0](x).tanh()).square().mean(), parameters)
+            sums = [total + share * grad for total, grad in zip(sums, grads, strict=True)]
+            is_end = index == len(weights) - 1
+            held = [contextlib.nullcontext() if is_end else m.accumulate() for m in (first, last) if m not in modules]
+            with contextlib.ExitStack() as stack:
+                for context in held:
+                    stack.enter_context(context)
+                loss = last(first(x).tanh()).square().mean()
+                if is_weighted:
+                    last.backward(loss, weight=weight)
+                else:
+                    loss.backward()
+        expected = [old + new for old, new in zip(expected, sums, strict=True)]
+        for p, e in (
+            zip(parameters, expected, strict=True)
+            if is_chained or not is_weighted
+            else zip(parameters[2:], expected[2:], strict=True)
+        ):
+            torch.testing.assert_close(p.grad, e, rtol=1e-9, atol=1e-11)
+        if draw.random() < 0.6:
+            for p in parameters:
+                p.grad = None
+            expected = [torch.zeros_like(p) for p in parameters]
 
 
 def test_after_a_failed_pass_one_process_may_go_on(alone):

@@ -68,16 +68,15 @@ class StandIn:
 
     Args:
         dim: The batch dimension.
+
+    Attributes:
+        has_sample: One has been remembered.
     """
 
     def __init__(self, dim: int = 0) -> None:
         self._dim = dim
+        self.has_sample = False
         self._samples: list[Any] | None = None
-
-    @property
-    def has_sample(self) -> bool:
-        """Whether one has been remembered."""
-        return self._samples is not None
 
     def remember(self, inputs: Any) -> None:
         """Keep the first sample of the first batch that has one."""
@@ -86,6 +85,7 @@ class StandIn:
                 leaf.narrow(self._dim, 0, 1).detach().clone() if _has_rows(leaf, self._dim) else None
                 for leaf in pytree.tree_leaves(inputs)
             ]
+            self.has_sample = True
 
     def build(self, inputs: Any) -> Any:
         """The same nest with every empty tensor replaced by `_STAND_IN_ROWS` rows."""

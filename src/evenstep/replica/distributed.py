@@ -28,7 +28,7 @@ from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, u
 from evenstep.replica.nonfinite import Policy
 from evenstep.replica.settings import group_of, settle
 from evenstep.replica.sync_batchnorm import replace_torchs
-from evenstep.replica.torch_interface import TorchInterface, dynamo_is_in_use, keep_out_of_graphs
+from evenstep.replica.torch_interface import TorchInterface, compilation_is_in_use
 from evenstep.replica.weighting import validate_weight
 from evenstep.world import World
 
@@ -193,16 +193,17 @@ class DistributedDataParallel(TorchInterface):
             UsageError: The replicas are no longer in step (an earlier backward pass failed), or a parameter that was
                 frozen when the model was wrapped is trained now.
         """
-        keep_out_of_graphs()
+        engine = self.engine
         with_grad = torch.is_grad_enabled()
         if with_grad:
-            self.engine.begin_forward()
-            if self._frozen or registrations.count() != self._num_registrations:
+            engine.begin_forward()
+            if self._frozen or registrations.counted != self._num_registrations:
                 self._validate_parameters()
             if self.training:
-                self.world.diverge_random_streams()
-                if self.engine.lanes is not None:
-                    self.engine.lanes.validate_open("the model was called in training")
+                if not self.world.has_diverged:
+                    self.world.diverge_random_streams()
+                if engine.lanes is not None:
+                    engine.lanes.validate_open("the model was called in training")
         began_ns = perf_counter_ns()
         page.mark(page.Phase.FORWARD if with_grad else page.Phase.EVALUATING)
         if self.settings.inputs_to is not None:
@@ -212,17 +213,17 @@ class DistributedDataParallel(TorchInterface):
         first = inputs[0] if inputs else None
         has_rows = isinstance(first, Tensor) and first.dim() > dim >= 0 and first.shape[dim] > 0
         is_empty = not has_rows and batch_length((inputs, kwargs), dim) == 0
-        if not is_empty and not self._stand_in.has_sample:
+        if not (is_empty or self._stand_in.has_sample):
             self._stand_in.remember((inputs, kwargs))
         run = self._forward_stand_in if is_empty else self._run_module
-        if dynamo_is_in_use():
+        if compilation_is_in_use():
             with self._seen_by_dynamo():
                 outputs = run(inputs, kwargs)
         else:
             outputs = run(inputs, kwargs)
         if with_grad:
-            self.engine.watch_outputs(outputs, over_stand_in=is_empty)
-            self.engine.recorder.forward(began_ns)  # passes of an evaluation are no part of a step
+            engine.watch_outputs(outputs, over_stand_in=is_empty)
+            engine.recorder.forward(began_ns)  # passes of an evaluation are no part of a step
         return outputs
 
     @contextlib.contextmanager
@@ -238,7 +239,7 @@ class DistributedDataParallel(TorchInterface):
     def _run_module(self, inputs: Any, kwargs: Any, *, over_stand_in: bool = False) -> Any:
         module = self._modules["module"]  # by the way of nn.Module's `__getattr__` it takes a microsecond
         assert module is not None
-        if not self.sync_layers:
+        if not self.sync_layers.layers:
             return module(*inputs, **kwargs) if self._low_precision is None else self._run_low(inputs, kwargs)
         with self.sync_layers.forward_pass(over_stand_in=over_stand_in):
             return module(*inputs, **kwargs) if self._low_precision is None else self._run_low(inputs, kwargs)
@@ -263,8 +264,8 @@ class DistributedDataParallel(TorchInterface):
                     f"parameter {name!r} was frozen when the model was wrapped and is trained now; its gradient would "
                     f"not be averaged. Unfreeze it before wrapping, or wrap the module again."
                 )
-        if registrations.count() != self._num_registrations:
-            self._num_registrations = registrations.count()
+        if registrations.counted != self._num_registrations:
+            self._num_registrations = registrations.counted
             known = set(self._names)
             new = [name for name, p in self.module.named_parameters() if name not in known and p.requires_grad]
             if new:
@@ -329,10 +330,11 @@ class DistributedDataParallel(TorchInterface):
             loss = scaler.scale(loss)
         is_scaled = scaler is not None and scaler.is_enabled()
         with self.engine.weighted_pass(checked, is_scaled=is_scaled) as scale:
-            share = torch.as_tensor(checked, dtype=torch.float64, device=loss.device) / scale
-            torch.autograd.backward(
-                loss, share.to(loss.dtype).reshape(loss.shape), retain_graph=retain_graph, create_graph=create_graph
-            )
+            if isinstance(checked, Tensor):
+                share = (checked.to(loss.device, torch.float64) / scale).to(loss.dtype).reshape(loss.shape)
+            else:
+                share = loss.new_full(loss.shape, checked / scale)
+            torch.autograd.backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
 
     # ------------------------------------------------------------------ accumulation
 

@@ -39,13 +39,10 @@ divided by the number of ranks it would be about w times too large.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from evenstep.errors import UsageError
 from evenstep.health import page
@@ -56,15 +53,14 @@ from evenstep.replica.exchange import BucketExchange, Exchange, build_exchange
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.no_exchange import NoExchange
-from evenstep.replica.nonfinite import NonFiniteGuard, OwnWatch, build_guard, build_sum_watch
-from evenstep.replica.passes import Pass
+from evenstep.replica.nonfinite import OwnWatch, build_guard, build_sum_watch
+from evenstep.replica.output_hooks import OutputHooks
+from evenstep.replica.passes import WHOLE_WINDOW, Pass
 from evenstep.replica.readiness import Readiness, at_end_of_backward
 from evenstep.replica.settings import Settings
 from evenstep.replica.weighting import Kind, Window, divide_by_weight
 from evenstep.transport.base import Transport
 from evenstep.world import World
-
-_OURS = -1  # the key of our hook among those of a tensor; torch counts its own from 0
 
 # What `model.backward` multiplies the loss by, innermost last; no thread-local, since autograd has threads of its own.
 _multiplied_by: list[float | Tensor] = []
@@ -107,6 +103,7 @@ class Engine:
         self.num_reductions = 0
         self.has_learned_order = False
         self.world = world
+        self._hooks = OutputHooks(self._outputs_reached)
         self._window: Window | None = None
         self._pass: Pass | None = None
         self._carried: list[tuple[nn.Parameter, Tensor]] = []
@@ -150,17 +147,7 @@ class Engine:
             self._ran_stand_in = True
         else:
             self._ran = True
-        leaves = (outputs,) if isinstance(outputs, Tensor) else pytree.tree_leaves(outputs)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad and (node := leaf.grad_fn) is not None:
-                if leaf._backward_hooks is None:
-                    # What `register_hook` does, without a handle to remove it by: half of its 10 microseconds.
-                    hooks: OrderedDict[int, Any] = OrderedDict()
-                    hooks[_OURS] = self._outputs_reached
-                    leaf._backward_hooks = hooks
-                    node._register_hook_dict(leaf)
-                else:
-                    leaf.register_hook(self._outputs_reached)  # type: ignore[no-untyped-call]
+        self._hooks.put_on(outputs)
 
     @property
     def only_stand_ins(self) -> bool:
@@ -188,20 +175,30 @@ class Engine:
 
         Collective if the engine synchronises, and in the first window of a model with 16-bit parameters.
         """
+        is_whole = self._is_whole_window and isinstance(weight, float) and weight > 0
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
         _multiplied_by.append(weight / scale)
         try:
-            self._open_weighted_pass(weight)
-            self._confirm()
-            if is_scaled and self._window is not None:
-                self._window.is_scaled = True
+            if is_whole:
+                self._begin_whole_window()
+                self._pass = WHOLE_WINDOW
+            else:
+                self._open_weighted_pass(weight)
+                self._confirm()
+                if is_scaled and self._window is not None:
+                    self._window.is_scaled = True
             yield scale
         except BaseException:
             self._fail()
             raise
         finally:
             _multiplied_by.pop()
-        self._close_pass()
+        if is_whole:
+            self._pass = None
+            self.recorder.end()
+            page.mark(page.Phase.BETWEEN_STEPS)
+        else:
+            self._close_pass()
 
     def end_lane(self) -> None:
         """A lane of this rank is complete, and another will follow."""
@@ -253,12 +250,8 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
-            if self._is_simple and not _multiplied_by and (self._ran or not self._ran_stand_in):
-                # A window of this one pass: what autograd leaves in `p.grad` is the mean.
-                self._ran = self._ran_stand_in = False
-                self.num_reductions += 1
-                self.recorder.whole_backward()
-                page.mark(page.Phase.BACKWARD)
+            if self._is_whole_window and not _multiplied_by:
+                self._begin_whole_window()
                 return None
             if _multiplied_by:
                 self._open_weighted_pass(_multiplied_by[-1] * self.exchange.scale)
@@ -273,9 +266,25 @@ class Engine:
         return torch.zeros_like(grad) if mutes else None
 
     @property
-    def _is_simple(self) -> bool:
-        """Whether a PLAIN pass that begins now is a window of its own, nothing travels and nothing is looked at."""
-        return self.synchronise and self._window is None and self.guard is None and not self._travels
+    def _is_whole_window(self) -> bool:
+        """Whether a pass that begins now leaves its mean in `p.grad` by itself.
+
+        It is a window of its own over real samples, in a world of one: nothing travels, nothing is looked at, and the
+        window's first weight is what it is divided by.
+        """
+        return (
+            not self._travels
+            and self._window is None
+            and self.synchronise
+            and self.guard is None
+            and (self._ran or not self._ran_stand_in)
+        )
+
+    def _begin_whole_window(self) -> None:
+        self._ran = self._ran_stand_in = False
+        self.num_reductions += 1
+        self.recorder.whole_backward()
+        page.mark(page.Phase.BACKWARD)
 
     def gradient_came(self) -> bool:
         """See `readiness.Listener`."""
@@ -387,7 +396,8 @@ class Engine:
         if self.lanes is not None:
             self.lanes.close_window(self._window, self.buckets)
         if self.guard is not None:
-            self._look_outside_buckets(self.guard)
+            first = self.num_dense if self.exchange.buckets else 0
+            self.guard.look_at_gradients(self.names[first:], self.parameters[first:])
         self.exchange.finish(self._window)
         self._add_carried()
         window, self._window = self._window, None
@@ -412,13 +422,6 @@ class Engine:
             self.exchange.drift = self.drift
             if self.sums is not None:
                 self.exchange.watch_sums(self.sums)
-
-    def _look_outside_buckets(self, guard: NonFiniteGuard) -> None:
-        first = self.num_dense if self.exchange.buckets else 0
-        both = zip(self.names[first:], self.parameters[first:], strict=True)
-        found = [(name, p.grad) for name, p in both if p.grad is not None]
-        names = [name for name, _ in found]
-        guard.look_at(names, [grad._values() if grad.is_sparse else grad for _, grad in found])
 
     def end_local_window(self) -> None:
         """End a window without the other ranks: gradients are this rank's mean, or its sum of PLAIN passes."""

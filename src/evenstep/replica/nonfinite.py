@@ -79,10 +79,12 @@ class NonFiniteGuard:
         """At a bucket that holds this rank's gradients, before it travels."""
         self._look([bucket.flat], lambda: (bucket.names, bucket.sent_views))
 
-    def look_at(self, names: Sequence[str], grads: Sequence[Tensor]) -> None:
-        """At gradients that travel in no bucket."""
+    def look_at_gradients(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+        """At the gradients of parameters that travel in no bucket; those that have none are passed over."""
+        found = [(name, p.grad) for name, p in zip(names, parameters, strict=True) if p.grad is not None]
+        grads = [grad._values() if grad.is_sparse else grad for _, grad in found]
         if grads:
-            self._look(grads, lambda: (names, grads))
+            self._look(grads, lambda: ([name for name, _ in found], grads))
 
     def _look(self, tensors: Sequence[Tensor], parts: Callable[[], tuple[Sequence[str], Sequence[Tensor]]]) -> None:
         with torch.no_grad():

@@ -36,3 +36,7 @@ class Pass:
     def fills_buckets(self) -> bool:
         """Whether gradients travel as soon as they are there."""
         return self.synchronised and not self.discards
+
+
+# A pass of `model.backward` that is a window of its own where nothing travels: there is nothing to follow in it.
+WHOLE_WINDOW = Pass(Kind.WEIGHTED, 1.0, synchronised=False, discards=False, confirmed=True)

@@ -11,25 +11,20 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-_count = 0
+counted = 0  # parameters and modules registered anywhere, since `watch`; read as `registrations.counted`
 _is_watching = False
 
 
 def _counted(*_: object) -> None:
-    global _count
-    _count += 1
+    global counted
+    counted += 1
 
 
 def watch() -> int:
-    """Count from now on; the number to compare with `count`."""
+    """Count from now on; the number to compare `counted` with."""
     global _is_watching
     if not _is_watching:
         _is_watching = True
         register_module_parameter_registration_hook(_counted)
         register_module_module_registration_hook(_counted)
-    return _count
-
-
-def count() -> int:
-    """How many parameters and modules have been registered anywhere."""
-    return _count
+    return counted

@@ -33,30 +33,29 @@ from evenstep.world import World
 
 _MIN_COMPILED_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 _is_known_to_dynamo = False
-_dynamo_is_in_use = False
+_has_compiled = False
 
 
-def keep_out_of_graphs() -> None:
-    """Have torch.compile trace the wrapped module and not evenstep: what isn't imported yet is told later."""
-    global _is_known_to_dynamo
+def compilation_is_in_use() -> bool:
+    """Whether anything has been compiled, or is to be: then torch.compile has to be told of the module that runs.
+
+    Telling it means to change an attribute of torch's class, which costs 5 microseconds: python forgets what it knew of
+    the attributes of the class and of those that derive from it.
+
+    As soon as torch.compile has been imported, by whomever, it is told to trace the wrapped module and not evenstep.
+    """
+    global _is_known_to_dynamo, _has_compiled
+    compiling = sys.modules.get("torch._dynamo.eval_frame")
+    if compiling is None:
+        return False
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None and not _is_known_to_dynamo:
         _is_known_to_dynamo = True
         mark_compilations()
         rules.add("evenstep")
-
-
-def dynamo_is_in_use() -> bool:
-    """Whether anything has been compiled, or is to be: then torch.compile has to be told of the module that runs.
-
-    Telling it means to change an attribute of torch's class, which costs 5 microseconds: python forgets what it knew of
-    the attributes of the class and of those that derive from it.
-    """
-    global _dynamo_is_in_use
-    if not _dynamo_is_in_use:
-        compiling = sys.modules.get("torch._dynamo.eval_frame")
-        _dynamo_is_in_use = compiling is not None and any(compiling.cached_backends.values())
-    return _dynamo_is_in_use
+    if not _has_compiled:
+        _has_compiled = any(compiling.cached_backends.values())
+    return _has_compiled
 
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]

@@ -35,6 +35,7 @@ ROOMS = [
     "health",
     "determinism",
     "heap",
+    "openmp",
     "lanes",
     "randomness",
     "device",

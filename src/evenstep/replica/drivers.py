@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from evenstep.openmp import rest_team
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -82,6 +84,8 @@ class Drivers:
             Exception: Of the first replica that raised one: the same type where that is possible, with the replica
                 and its device in the message.
         """
+        if any(device.type == "cpu" for device in self.devices[: len(jobs)]):
+            rest_team()
         outbox: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         for index, job in enumerate(jobs):
             self._inboxes[index].put((index, job, around, self.devices[index], outbox))

@@ -61,7 +61,7 @@ def header_of(*ranks):
         header.fill(window, used)
         headers.append(header)
     total = Header(len(ranks[0][2]), CPU)
-    total.tensor = sum(header.tensor for header in headers)
+    total.tensor.copy_(sum(header.tensor for header in headers))
     return total
 
 

@@ -99,25 +99,22 @@ class Bucket:
 
     def _pack(self, shown: Sequence[Tensor | None], divide_by: float) -> None:
         """`pack`; what there is in `p.grad` becomes what is given for its slot."""
+        grads = [parameter.grad for parameter in self.parameters]
         into: list[Tensor] = []
         what: list[Tensor] = []
         there: list[Tensor] = []
-        changed: list[tuple[nn.Parameter, Tensor | None]] = []
-        for parameter, view, instead in zip(self.parameters, self.views, shown, strict=True):
-            grad = parameter.grad
+        for grad, view in zip(grads, self.views, strict=True):
             if grad is None:
                 view.zero_()
-                continue
-            if grad is view:
+            elif grad is view:
                 there.append(view)
             else:
                 into.append(view)
                 what.append(grad)
-            if grad is not instead:
-                changed.append((parameter, instead))
         self._fill(into, what, there, divide_by)
-        for parameter, instead in changed:
-            parameter.grad = instead
+        for parameter, grad, instead in zip(self.parameters, grads, shown, strict=True):
+            if grad is not None and grad is not instead:
+                parameter.grad = instead
 
     def _fill(self, into: list[Tensor], what: list[Tensor], there: list[Tensor], divide_by: float) -> None:
         """Copy gradients to their views, and divide them and those that are there."""

@@ -7,9 +7,11 @@ every pass is PLAIN (`loss.backward()`: summed over micro-batches, averaged over
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,7 +107,14 @@ class Header:
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
         self._behind = 3 + num_parameters
-        self.tensor = torch.zeros(self._behind + NUM_TOLD + 1, dtype=torch.float64, device=device)
+        numel = self._behind + NUM_TOLD + 1
+        self.tensor = torch.zeros(numel, dtype=torch.float64, device=device)
+        # The same memory as numbers: to read or write an element of a tensor takes microseconds, and there are many.
+        self._numbers: Any = None
+        if device.type == "cpu":
+            self._numbers = (ctypes.c_double * numel).from_address(self.tensor.data_ptr())
+        self._flags: list[bool] = []  # as in `_filled`
+        self._filled: Any = None
 
     def fill(
         self, window: Window, used: list[bool], told: Sequence[float] | Tensor = NOTHING, found: bool = False
@@ -120,9 +129,17 @@ class Header:
         """
         kinds = [float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN)]
         behind = NOTHING if isinstance(told, Tensor) else told
-        numbers = torch.tensor([0.0, *kinds, *map(float, used), *behind, float(found)], dtype=torch.float64)
-        self.tensor.copy_(numbers, non_blocking=True)
-        self.tensor[0] = window.weight
+        if self._numbers is not None:
+            numbers = self._numbers
+            if used != self._flags or self._filled is None:
+                self._flags, self._filled = used, (ctypes.c_double * len(numbers))(0.0, 0.0, 0.0, *used)
+            ctypes.memmove(numbers, self._filled, ctypes.sizeof(numbers))
+            numbers[0], numbers[1:3] = float(window.weight), kinds
+            numbers[self._behind :] = [*behind, float(found)]
+        else:
+            made = torch.tensor([0.0, *kinds, *map(float, used), *behind, float(found)], dtype=torch.float64)
+            self.tensor.copy_(made, non_blocking=True)
+            self.tensor[0] = window.weight
         if isinstance(told, Tensor):
             self.tensor[self._behind : -1] = told
 
@@ -132,7 +149,7 @@ class Header:
         Raises:
             UsageError: Some ranks called loss.backward(), others model.backward(). Raised on every rank.
         """
-        num_weighted, num_plain = int(self.tensor[1]), int(self.tensor[2])
+        num_weighted, num_plain = map(int, self._read(1, 3))
         if num_weighted and num_plain:
             raise UsageError(
                 f"{num_plain} ranks called {_CALLS[Kind.PLAIN]} and {num_weighted} called {_CALLS[Kind.WEIGHTED]} in "
@@ -141,7 +158,7 @@ class Header:
 
     def used_anywhere(self) -> list[bool]:
         """After the sum: for each parameter, whether any rank has a gradient. Reads the tensor."""
-        return [count > 0 for count in self.tensor[3 : self._behind].tolist()]
+        return [count > 0 for count in self._read(3, self._behind)]
 
     def told(self) -> Tensor:
         """After the sum: [NUM_TOLD], see `drift`. A view."""
@@ -149,7 +166,11 @@ class Header:
 
     def any_found(self) -> bool:
         """After the sum: whether a rank has found something. Reads the tensor."""
-        return self.tensor[-1].item() > 0.0
+        return self._read(len(self.tensor) - 1, len(self.tensor))[0] > 0.0
+
+    def _read(self, begin: int, end: int) -> list[float]:
+        numbers: list[float] = self.tensor[begin:end].tolist() if self._numbers is None else self._numbers[begin:end]
+        return numbers
 
     def num_plain(self) -> Tensor:
         """After the sum: on how many ranks the window was PLAIN. 0-dim, on the device, without waiting for it."""

@@ -27,7 +27,7 @@ def positions_by_rank(epoch: Epoch, start: int, stop: int, world_size: int, lane
     return parts
 
 
-def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: int) -> Tensor:
+def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: int, *, skips: bool = False) -> Tensor:
     """All ranks' rows by number of the sample. Collective.
 
     Args:
@@ -36,6 +36,7 @@ def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: 
         epoch: The one that was iterated.
         start: Position at which the iteration began.
         stop: Position to which it came.
+        skips: Samples may have been left out, of which there are no rows.
 
     Raises:
         MismatchError: A rank has another number of rows than samples. Raised on all of them.
@@ -47,9 +48,13 @@ def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: 
     lengths = world.exchange(num_rows) if world.world_size > 1 else [num_rows]
     for rank, (length, part) in enumerate(zip(lengths, parts, strict=True)):
         if length != len(part):
+            left_out = (
+                "Samples that were left out (on_error='skip') have no rows, and nobody knows whose place is empty: "
+                "gather in the loop, with world.gather. Without such samples, pass"
+            )
             raise MismatchError(
                 f"loader.gather: rank {rank} has {length} rows and has seen {len(part)} samples in the latest "
-                f"iteration. Pass one row for each, of all batches (torch.cat of a list), in the order in which they "
+                f"iteration. {left_out if skips else 'Pass'} one row for each, of all batches (torch.cat of a list), in the order in which they "
                 f"came."
             )
     gathered = world.gather(rows)

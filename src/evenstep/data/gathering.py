@@ -11,6 +11,11 @@ from evenstep.lanes import per_rank
 from evenstep.transport.exchange import check_rows
 from evenstep.world import World
 
+_LEFT_OUT = (
+    " Samples that were left out (on_error='skip') have no rows, and nobody knows which those would be: with such "
+    "samples gather in the loop, with world.gather."
+)
+
 
 def positions_by_rank(epoch: Epoch, start: int, stop: int, world_size: int, lanes: int = 1) -> list[Tensor]:
     """Positions of each rank's samples between two steps, in the order in which it sees them. Pure.
@@ -48,14 +53,10 @@ def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: 
     lengths = world.exchange(num_rows) if world.world_size > 1 else [num_rows]
     for rank, (length, part) in enumerate(zip(lengths, parts, strict=True)):
         if length != len(part):
-            left_out = (
-                "Samples that were left out (on_error='skip') have no rows, and nobody knows whose place is empty: "
-                "gather in the loop, with world.gather. Without such samples, pass"
-            )
             raise MismatchError(
                 f"loader.gather: rank {rank} has {length} rows and has seen {len(part)} samples in the latest "
-                f"iteration. {left_out if skips else 'Pass'} one row for each, of all batches (torch.cat of a list), in the order in which they "
-                f"came."
+                f"iteration. Pass one row for each, of all batches (torch.cat of a list), in the order in which they "
+                f"came.{_LEFT_OUT if skips else ''}"
             )
     gathered = world.gather(rows)
     samples = epoch.order.at(torch.cat(parts))

@@ -32,9 +32,9 @@ test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root 
 test-hosts: install ## faults of hosts, in network namespaces: late, cut off, failing, fewer; as root
 	$(RUN) pytest tests/hosts
 
-test-peers: install ## install accelerate and Lightning Fabric into .venv, and train with them on evenstep's backend
+test-peers: install ## install accelerate, Lightning Fabric and datasets into .venv, and train with them
 	$(RUN) pip install --quiet --requirement requirements/peers.txt --constraint requirements/test.txt
-	$(RUN) pytest tests/procs/test_backend.py -k other_libraries
+	$(RUN) pytest tests/procs/test_backend.py tests/procs/test_hugging_face.py -k other_libraries
 
 lint: install ## ruff (format and rules) and mypy --strict
 	$(RUN) ruff format --check .

@@ -170,6 +170,10 @@ def test_samples_that_say_so_are_left_out() -> None:
     with pytest.warns(UserWarning, match="left out 1 samples in epoch 0: sample 13: image 13 is black"):
         seen = torch.cat(list(loader)).tolist()
     assert seen == [number for number in range(40) if number != 13]
+    with pytest.raises(
+        MismatchError, match=r"39 rows and has seen 40 samples .* left out \(on_error='skip'\) have no rows"
+    ):
+        loader.gather(torch.tensor(seen))
 
 
 def test_workers_show_the_user_s_data_set_and_call_his_function() -> None:

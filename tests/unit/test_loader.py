@@ -156,7 +156,30 @@ def test_dataclasses_become_empty_field_by_field() -> None:
     assert empty.note == "a"
 
 
+class _Encodings(UserDict[str, Any]):
+    """As `transformers` has it: a tokenizer's batch, which moves itself and knows more than its entries."""
+
+    def __init__(self, entries: dict[str, Any], note: str) -> None:
+        super().__init__(entries)
+        self.note = note
+
+    def to(self, device: Any) -> Any:
+        raise AssertionError(device)
+
+
+def test_mappings_that_move_themselves_become_empty_too() -> None:
+    one, two = (_Encodings({"input_ids": torch.ones(n, 5, dtype=torch.int64)}, "fast") for n in (1, 2))
+    empty = emptied(one, two)
+    assert type(empty) is _Encodings
+    assert empty.note == "fast"
+    assert empty["input_ids"].shape == (0, 5)
+    assert one["input_ids"].shape == (1, 5), "the original is as it was"
+
+
 def test_what_cannot_be_emptied_is_named() -> None:
+    packed = [torch.nn.utils.rnn.pack_sequence([torch.ones(3)] * n) for n in (1, 2)]
+    with pytest.raises(UsageError, match=r"the batch is a PackedSequence, of which .* drop_last=True"):
+        emptied(*packed)
     with pytest.raises(UsageError, match=r"the batch\[1\] is a object, of which .* drop_last=True"):
         emptied((torch.ones(1), object()), (torch.ones(2), object()))
 
@@ -433,6 +456,12 @@ class _BrokenLength(_NoLength):
         (range(9), {"global_batch_size": 4, "sampler": range(9)}, "sampler=range.*evenstep.DistributedSampler"),
         (range(9), {"global_batch_size": 4, "batch_sampler": [[1]]}, "batch_sampler=list"),
         (range(9), {"global_batch_size": 4, "generator": torch.Generator()}, "generator: .* seed="),
+        (
+            range(9),
+            {"global_batch_size": 4, "pin_memory_device": "cuda:1"},
+            "pin_memory_device='cuda:1': .* world.device",
+        ),
+        (range(9), {"global_batch_size": 4, "in_order": False}, "in_order=False"),
         (range(9), {"global_batch_size": 4, "seed": -1}, "seed=-1"),
         (range(9), {"global_batch_size": 4, "seed": 1.5}, "seed=1.5"),
         (range(9), {"global_batch_size": 10, "drop_last": True}, "drop_last=True leaves no batch at all: 9 samples"),

@@ -152,13 +152,33 @@ def test_ranks_of_the_weighted_sampler_make_one_process() -> None:
     assert torch.cat(list(batches)).tolist() == whole
 
 
+def test_weighted_draws_that_come_again_are_said_once_and_on_one_rank() -> None:
+    """torch's sampler draws anew each time, so nobody expects it of this one."""
+    samplers = [WeightedSampler([1, 2, 3, 4], 21, 2, rank) for rank in range(2)]
+    first = [list(sampler) for sampler in samplers]
+    with pytest.warns(UserWarning, match=r"WeightedSampler: epoch 0 begins for the second time, with the same draws"):
+        assert list(samplers[0]) == first[0]
+    assert list(samplers[0]) == first[0], "not twice"
+    assert list(samplers[1]) == first[1], "not on rank 1"
+    by_hand, counting = (WeightedSampler([1, 2, 3, 4], 21, 2, 0, auto_epoch=counts) for counts in (False, True))
+    for epoch in (0, 1, 2, 7, 8):
+        by_hand.set_epoch(epoch)
+        if epoch == 7:
+            counting.set_epoch(7)
+        assert list(counting) == list(by_hand)
+        assert counting.epoch == epoch
+    with pytest.raises(ConfigurationError, match="WeightedSampler: auto_epoch='no'"):
+        WeightedSampler([1.0], 1, 1, 0, auto_epoch="no")
+
+
 def test_the_loader_takes_the_weighted_sampler_s_draws() -> None:
     sampler = WeightedSampler([1, 2, 3, 4], 21, 1, 0, seed=5)
+    draws = list(sampler)
     for world_size in (1, 3):
         loaders = [DataLoader(range(4), 8, sampler=sampler, world=_world(r, world_size)) for r in range(world_size)]
         batches = [torch.cat(shares) for shares in zip(*loaders, strict=True)]
         assert [len(batch) for batch in batches] == [8, 8, 5]
-        assert torch.cat(batches).tolist() == list(sampler)
+        assert torch.cat(batches).tolist() == draws
     assert "21 draws by weight of 4 samples" in repr(loaders[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 import evenstep
 from evenstep import DistributedSampler
 from evenstep.data.order import EpochOrder
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
 
 sizes = st.integers(0, 200)
 world_sizes = st.integers(1, 7)
@@ -142,6 +143,22 @@ def test_a_sampler_resumes_on_any_ranks(size: int, before: int, after: int, stop
         assert len(list(sampler)) == len(sampler), "the next iteration is whole again"
 
 
+def test_numpys_whole_numbers_are_ranks() -> None:
+    sampler = DistributedSampler(range(10), numpy.int64(2), numpy.int32(1), shuffle=False)
+    assert list(sampler) == [1, 3, 5, 7, 9]
+    assert type(sampler.rank) is type(sampler.num_replicas) is int
+
+
+@pytest.mark.parametrize("size", [7, 11])
+def test_a_data_set_that_changed_its_length(size: int) -> None:
+    """Else it would repeat samples, or never give the new ones, without a word."""
+    samples = list(range(9))
+    sampler = DistributedSampler(samples, 2, 1)
+    samples[:] = range(size)
+    with pytest.raises(UsageError, match=f"on rank 1: the data set had 9 samples when .* made and has {size} now"):
+        iter(sampler)
+
+
 def test_states_of_other_samplers_are_refused() -> None:
     state = DistributedSampler(range(20), 2, 0).state_dict()
     for other in (DistributedSampler(range(21), 2, 0), DistributedSampler(range(20), 2, 0, seed=1)):
@@ -180,9 +197,9 @@ class _Stream(IterableDataset[int]):
     [
         ((range(10), 2, 2), "rank=2 of num_replicas=2; ranks are 0 to 1"),
         ((range(10), 2, -1), "rank=-1 of num_replicas=2"),
-        ((range(10), 0, 0), "num_replicas=0; there is at least one rank"),
-        ((range(10), 2.0, 0), "num_replicas=2.0 is no whole number"),
-        ((range(10), 2, True), "rank=True is no whole number"),
+        ((range(10), 0, 0), "num_replicas=0; a whole number, at least 1"),
+        ((range(10), 2.0, 0), "num_replicas=2.0; a whole number"),
+        ((range(10), 2, True), "rank=True; a whole number"),
         ((_Stream(), 2, 0), "_Stream has no samples that could be numbered"),
         ((iter([]), 2, 0), "list_iterator has no samples that could be numbered"),
     ],

@@ -42,7 +42,9 @@ class OrderAsked(NamedTuple):
     num_draws: int | None = None
 
 
-def validate_refused(batch_size: Any, batch_sampler: Any, generator: Any, in_order: Any) -> None:
+def validate_refused(
+    batch_size: Any, batch_sampler: Any, generator: Any, pin_memory_device: Any, in_order: Any
+) -> None:
     """Raise for torch's arguments that this loader doesn't take."""
     if batch_size is not None:
         raise ConfigurationError(
@@ -54,6 +56,10 @@ def validate_refused(batch_size: Any, batch_sampler: Any, generator: Any, in_ord
         raise ConfigurationError(_refused("batch_sampler", batch_sampler))
     if generator is not None:
         raise ConfigurationError("generator: order and workers take their random numbers from seed=; pass a number.")
+    if pin_memory_device:
+        raise ConfigurationError(
+            f"pin_memory_device={checks.shown(pin_memory_device)}: batches go to world.device, and are pinned for it."
+        )
     if in_order is not True:
         raise ConfigurationError(f"in_order={in_order!r}: the order of batches is part of the answer here.")
 

@@ -72,7 +72,7 @@ class Fetcher:
         self.notes_samples = not self.wants_tensors and (
             sample_seed is not None or not hasattr(dataset, "__getitems__")
         )
-        self._skip = skip
+        self.skips = skip
         self._page = page
         self._packs = packs
         self._is_small = False  # whether the latest batch was packed
@@ -102,7 +102,7 @@ class Fetcher:
             try:
                 return Loaded(batch_of(self.dataset, torch.as_tensor(request.samples)))
             except DataError:
-                if not self._skip:
+                if not self.skips:
                     raise
         samples = request.samples.tolist() if isinstance(request.samples, Tensor) else request.samples
         skipped: list[str] = []
@@ -124,9 +124,9 @@ class Fetcher:
             try:
                 return list(dataset.__getitems__(samples))
             except DataError:
-                if not self._skip:
+                if not self.skips:
                     raise
-        elif not self._skip and self._sample_seed is None and get_worker_info() is None:
+        elif not self.skips and self._sample_seed is None and get_worker_info() is None:
             return [dataset[sample] for sample in samples]
         loaded: list[Any] = []
         note = self._noter()
@@ -135,7 +135,7 @@ class Fetcher:
             try:
                 loaded.append(self._sample(sample, request.epoch))
             except DataError as error:
-                if not self._skip:
+                if not self.skips:
                     raise
                 skipped.append(f"sample {sample}: {error}")
             except Exception as error:
@@ -162,11 +162,11 @@ class Fetcher:
         """The batch of no samples."""
         num_samples = len(self.dataset)
         candidates = [each for each in (example, self._good) if each is not None]
-        for sample in (*candidates, *islice(range(num_samples), _MAX_EXAMPLES if self._skip else 0)):
+        for sample in (*candidates, *islice(range(num_samples), _MAX_EXAMPLES if self.skips else 0)):
             try:
                 one, two, three = (self._sample(sample, epoch) for _ in range(3))
             except DataError:
-                if not self._skip:
+                if not self.skips:
                     raise
                 continue
             return emptied(self.collate([one]), self.collate([two, three]))

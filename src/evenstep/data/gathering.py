@@ -11,6 +11,11 @@ from evenstep.lanes import per_rank
 from evenstep.transport.exchange import check_rows
 from evenstep.world import World
 
+_LEFT_OUT = (
+    " Samples that were left out (on_error='skip') have no rows, and nobody knows which those would be: with such "
+    "samples gather in the loop, with world.gather."
+)
+
 
 def positions_by_rank(epoch: Epoch, start: int, stop: int, world_size: int, lanes: int = 1) -> list[Tensor]:
     """Positions of each rank's samples between two steps, in the order in which it sees them. Pure.
@@ -27,7 +32,7 @@ def positions_by_rank(epoch: Epoch, start: int, stop: int, world_size: int, lane
     return parts
 
 
-def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: int) -> Tensor:
+def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: int, *, skips: bool = False) -> Tensor:
     """All ranks' rows by number of the sample. Collective.
 
     Args:
@@ -36,6 +41,7 @@ def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: 
         epoch: The one that was iterated.
         start: Position at which the iteration began.
         stop: Position to which it came.
+        skips: Samples may have been left out, of which there are no rows.
 
     Raises:
         MismatchError: A rank has another number of rows than samples. Raised on all of them.
@@ -50,7 +56,7 @@ def gather_in_order(world: World, rows: Tensor, epoch: Epoch, start: int, stop: 
             raise MismatchError(
                 f"loader.gather: rank {rank} has {length} rows and has seen {len(part)} samples in the latest "
                 f"iteration. Pass one row for each, of all batches (torch.cat of a list), in the order in which they "
-                f"came."
+                f"came.{_LEFT_OUT if skips else ''}"
             )
     gathered = world.gather(rows)
     samples = epoch.order.at(torch.cat(parts))

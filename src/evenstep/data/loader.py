@@ -74,8 +74,9 @@ class DataLoader:
         sampler: A `WeightedSampler`, or a `DistributedSampler(pad=False)`, of which seed, `shuffle` and weights are
             taken. Others are refused: the loader decides itself which rank sees what.
         batch_size: Refused: torch counts it per rank. The message says what to write.
-        batch_sampler: Refused, and so are `generator` and `in_order=False`.
+        batch_sampler: Refused, and so are `generator`, `pin_memory_device` and `in_order=False`.
         generator: Refused.
+        pin_memory_device: Empty.
         in_order: True.
 
     Raises:
@@ -111,6 +112,7 @@ class DataLoader:
         batch_size: int | None = None,
         batch_sampler: Any = None,
         generator: Any = None,
+        pin_memory_device: str = "",
         in_order: bool = True,
     ) -> None:
         self.world = evenstep.world.chosen(world, "DataLoader")
@@ -123,7 +125,7 @@ class DataLoader:
         self._num_iterations = 0
         problem: str | None = None
         try:
-            arguments.validate_refused(batch_size, batch_sampler, generator, in_order)
+            arguments.validate_refused(batch_size, batch_sampler, generator, pin_memory_device, in_order)
             global_batch_size, max_tokens, seed = map(arguments.plain, (global_batch_size, max_tokens, seed))
             global_batch_size, max_tokens = arguments.as_measured(global_batch_size, max_tokens)
             arguments.validate_switches(

@@ -85,7 +85,9 @@ def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
         raise _unlike(path, f"a {type(one).__qualname__}", f"a {type(two).__qualname__}")
     if isinstance(one, list | tuple) and len(one) != len(two):
         return type(one)()
-    parts, others = (None, None) if hasattr(one, "to") else (_take_apart(one), _take_apart(two))
+    # What moves itself may depend on more than its entries (`PackedSequence`); mappings don't (a tokenizer's batch).
+    is_whole = hasattr(one, "to") and not isinstance(one, Mapping)
+    parts, others = (None, None) if is_whole else (_take_apart(one), _take_apart(two))
     if parts is not None and others is not None:
         children, rebuild = parts
         if len(children) != len(others[0]):

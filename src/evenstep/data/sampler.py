@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 from evenstep import checks, world
 from evenstep.data.order import EpochOrder
 from evenstep.data.requests import to_list
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
 
 _CHUNK = 16_384  # indices at a time: enough to hide torch's cost per call, few enough to be instant
 
@@ -44,6 +44,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     Raises:
         ConfigurationError: A data set without length, or a rank that is none. Also a `ValueError`, as in torch.
+        UsageError: From the iteration: the data set's length has changed.
     """
 
     def __init__(
@@ -62,19 +63,17 @@ class DistributedSampler(TorchDistributedSampler[int]):
             own_rank, world_size = world.identity()
             num_replicas = world_size if num_replicas is None else num_replicas
             rank = own_rank if rank is None else rank
-        _validate(dataset, num_replicas, rank)
+        num_replicas, rank = _validate(dataset, num_replicas, rank)
         seed = checks.whole("DistributedSampler: seed", seed)
         checks.switches("DistributedSampler: ", shuffle=shuffle, drop_last=drop_last, pad=pad, auto_epoch=auto_epoch)
         super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self._size = len(dataset)
         self.pad = pad
         self.auto_epoch = auto_epoch
         if not pad and not drop_last:
-            size = len(dataset)
-            self.total_size = size
-            self.num_samples = len(range(rank, size, num_replicas))
-        self._was_set = False
-        self._has_begun = False
-        self._has_warned = False
+            self.total_size = self._size
+            self.num_samples = len(range(rank, self._size, num_replicas))
+        self._turns = Turns()
         self._start = 0  # position at which the next iteration begins
         self._begun_at = 0  # position at which the latest began
         self._iteration = 0
@@ -91,7 +90,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         epoch = checks.whole("DistributedSampler.set_epoch: epoch", epoch, least=0)
         if epoch != self.epoch:
             self._start = 0
-        self._was_set = True
+        self._turns.was_set = True
         super().set_epoch(epoch)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int]:
@@ -126,28 +125,23 @@ class DistributedSampler(TorchDistributedSampler[int]):
         epoch, position = (checks.whole(f"{where}: {name}", state.get(name), least=0) for name in ("epoch", "position"))
         self.epoch, self._start = epoch, position
         self._begun_at, self._asked = self._start, (0, iter(()))
-        self._has_begun = False
+        self._turns.has_begun = False
 
     def __iter__(self) -> Iterator[int]:
-        self._choose_epoch()
+        size = len(self.dataset)  # type: ignore[arg-type]
+        if size != self._size:
+            raise UsageError(
+                f"DistributedSampler on rank {self.rank}: the data set had {self._size} samples when the sampler was "
+                f"made and has {size} now. Make a new sampler, on every rank."
+            )
+        turn = self._turns.begin(self.epoch, self.auto_epoch)
+        if turn is None and self.shuffle and self.rank == 0:
+            self._turns.warn("DistributedSampler", self.epoch, "in the same order")
+        self.epoch = self.epoch if turn is None else turn
         self._begun_at, self._start = self._start, 0
         self._iteration, self._asked = self._iteration + 1, (0, iter(()))
-        order = EpochOrder(len(self.dataset), seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)  # type: ignore[arg-type]
+        order = EpochOrder(size, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         return itertools.chain.from_iterable(self._chunks(order, self._begun_at, self._iteration))
-
-    def _choose_epoch(self) -> None:
-        """What begins: after `set_epoch`, what that said; else the next, or the same once more."""
-        forgotten = self._has_begun and not self._was_set
-        self._has_begun, self._was_set = True, False
-        if forgotten and self.auto_epoch:
-            self.epoch += 1
-        elif forgotten and self.shuffle and not self._has_warned and self.rank == 0:
-            self._has_warned = True
-            warnings.warn(
-                f"DistributedSampler: epoch {self.epoch} begins for the second time, in the same order. Call "
-                f"sampler.set_epoch(epoch) before each epoch, or make the sampler with auto_epoch=True.",
-                stacklevel=3,
-            )
 
     def _chunks(self, order: EpochOrder, start: int, iteration: int) -> Iterator[Iterator[int]]:
         num_left = self._num_left(start)
@@ -177,28 +171,56 @@ class DistributedSampler(TorchDistributedSampler[int]):
         )
 
 
-def _validate(dataset: Any, num_replicas: int, rank: int) -> None:
+class Turns:
+    """Whether somebody says which epoch an iteration of a sampler is of; if nobody does, that is said once.
+
+    Attributes:
+        was_set: `set_epoch` was called since the latest iteration began.
+        has_begun: There was an iteration.
+    """
+
+    def __init__(self) -> None:
+        self.was_set = self.has_begun = self._has_warned = False
+
+    def begin(self, epoch: int, counts: bool) -> int | None:
+        """An iteration begins: its epoch; None if it is the latest one's again and nobody said so."""
+        forgotten = self.has_begun and not self.was_set
+        self.has_begun, self.was_set = True, False
+        if forgotten:
+            return epoch + 1 if counts else None
+        return epoch
+
+    def warn(self, name: str, epoch: int, how: str) -> None:
+        """Say that it was forgotten, unless that has been said."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{name}: epoch {epoch} begins for the second time, {how}. Call sampler.set_epoch(epoch) before each "
+                f"epoch, or make the sampler with auto_epoch=True.",
+                stacklevel=3,
+            )
+
+
+def _validate(dataset: Any, num_replicas: Any, rank: Any) -> tuple[int, int]:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ConfigurationError(
             f"DistributedSampler: {type(dataset).__name__} has no samples that could be numbered (it is an "
             f"IterableDataset or has no __len__). Divide its stream in the data set itself."
         )
-    validate_rank("DistributedSampler", num_replicas, rank)
+    return validate_rank("DistributedSampler", num_replicas, rank)
 
 
-def validate_rank(what: str, num_replicas: Any, rank: Any) -> None:
-    """Raise if there can be no such rank.
+def validate_rank(what: str, num_replicas: Any, rank: Any) -> tuple[int, int]:
+    """Both as python's numbers.
 
     Raises:
-        ConfigurationError: There can't.
+        ConfigurationError: There can be no such rank.
     """
-    for name, value in (("num_replicas", num_replicas), ("rank", rank)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigurationError(f"{what}: {name}={value!r} is no whole number.")
-    if num_replicas < 1:
-        raise ConfigurationError(f"{what}: num_replicas={num_replicas}; there is at least one rank.")
+    num_replicas = checks.whole(f"{what}: num_replicas", num_replicas, least=1)
+    rank = checks.whole(f"{what}: rank", rank)
     if not 0 <= rank < num_replicas:
         raise ConfigurationError(
             f"{what}: rank={rank} of num_replicas={num_replicas}; ranks are 0 to {num_replicas - 1}. "
             f"Leave both out to use the current world's."
         )
+    return num_replicas, rank

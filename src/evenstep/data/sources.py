@@ -135,7 +135,8 @@ class SampleSource:
 
     def gather(self, rows: Tensor, start: Mark, end: Mark) -> Tensor:
         """All ranks' rows in the order of the data set. Collective."""
-        return gather_in_order(self.world, rows, self.division.epoch(start.epoch), start.position, end.position)
+        epoch, skips = self.division.epoch(start.epoch), self.fetcher.skips
+        return gather_in_order(self.world, rows, epoch, start.position, end.position, skips=skips)
 
     def describe(self, epoch: int) -> str:
         """The data and its global batches."""

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 from evenstep import checks, randomness, world
 from evenstep.data.locality import WeightedOrder, Weights
-from evenstep.data.sampler import validate_rank
+from evenstep.data.sampler import Turns, validate_rank
 from evenstep.errors import ConfigurationError
 
 _CHUNK = 16_384
@@ -23,12 +23,16 @@ class WeightedSampler(Sampler[int]):
     For `evenstep.DataLoader(..., sampler=)`, which takes draws by position and is exact for any number of ranks, and
     for torch's own loader, where each rank gets every n-th draw. Every draw depends on (seed, epoch, position) alone.
 
+    In torch's loader call `set_epoch` before each epoch, or pass `auto_epoch=True`; forgetting it gives every epoch the
+    same draws, which rank 0 says when the second one begins. (`evenstep.DataLoader` counts epochs itself.)
+
     Args:
         weights: [size of the data set]: finite, at least 0, not all 0; they need not add up to 1.
         num_samples: Draws of an epoch, on all ranks together; None: as many as samples.
         num_replicas: Number of ranks; None: the current world's. Never starts a collective.
         rank: This rank; None: the current world's.
         seed: The same on all ranks.
+        auto_epoch: Each iteration is the epoch after the one before.
 
     Raises:
         ConfigurationError: Weights or another argument are wrong.
@@ -41,12 +45,15 @@ class WeightedSampler(Sampler[int]):
         num_replicas: int | None = None,
         rank: int | None = None,
         seed: int = 0,
+        *,
+        auto_epoch: bool = False,
     ) -> None:
         if num_replicas is None or rank is None:
             own_rank, world_size = world.identity()
             num_replicas = world_size if num_replicas is None else num_replicas
             rank = own_rank if rank is None else rank
-        validate_rank("WeightedSampler", num_replicas, rank)
+        num_replicas, rank = validate_rank("WeightedSampler", num_replicas, rank)
+        checks.switches("WeightedSampler: ", auto_epoch=auto_epoch)
         try:
             given = torch.as_tensor(weights)
         except (TypeError, ValueError, RuntimeError):
@@ -61,6 +68,8 @@ class WeightedSampler(Sampler[int]):
         self.num_replicas, self.rank = num_replicas, rank
         self.seed = randomness.validate_seed("WeightedSampler", seed, otherwise="") or 0
         self.epoch = 0
+        self.auto_epoch = auto_epoch
+        self._turns = Turns()
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the draws of the next iteration.
@@ -69,12 +78,17 @@ class WeightedSampler(Sampler[int]):
             ConfigurationError: `epoch` is negative or no whole number.
         """
         self.epoch = checks.whole("WeightedSampler.set_epoch: epoch", epoch, least=0)
+        self._turns.was_set = True
 
     def __len__(self) -> int:
         """Draws of this rank: the same on all, the draws going on behind the epoch's last where they don't divide."""
         return -(-self.num_draws // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
+        turn = self._turns.begin(self.epoch, self.auto_epoch)
+        if turn is None and self.rank == 0:
+            self._turns.warn("WeightedSampler", self.epoch, "with the same draws")
+        self.epoch = self.epoch if turn is None else turn
         order = WeightedOrder(self.weights, self.num_draws, self.seed, self.epoch)
         return (sample for chunk in self._chunks(order) for sample in chunk.tolist())
 

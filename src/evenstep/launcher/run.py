@@ -30,8 +30,8 @@ from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
 from evenstep.health.budgets import Budgets
 from evenstep.launcher import hosts_rendezvous, rendezvous
 from evenstep.launcher.account import Failure, status_of, tell
-from evenstep.launcher.agent import RankAgent
 from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
+from evenstep.launcher.elastic import RankAgent
 from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, make_log_directory, tail
 from evenstep.launcher.options import (
     fixed_port,
@@ -196,6 +196,7 @@ class _Run:
             budgets=self._budgets,
             on_failure=self._on_failure,
             on_preempted=self._on_preempted,
+            limit=self._limit,
         )
         # launch_agent takes no class for its agent, so the name that it looks up is ours for the while.
         with mock.patch.object(api, "LocalElasticAgent", agent), copied_from(self._template):

@@ -17,7 +17,7 @@ import pytest
 from evenstep.testing import namespaces
 from evenstep.testing.namespaces import Namespaces
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -97,7 +97,7 @@ class Hosts(Namespaces):
     def elastic(self, hosts: str, *, keeper: int = 0) -> list[str]:
         """Flags of a run whose hosts may come and go; one of them keeps the store where they meet."""
         endpoint = f"{self.addresses[keeper]}:29400"
-        quick = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+        quick = "join_timeout=60,last_call_timeout=3"
         return [
             "--nnodes",
             hosts,

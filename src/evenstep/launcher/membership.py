@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from evenstep import network
 from evenstep.launcher.verdict import Standing
@@ -37,7 +36,7 @@ def open_store(address: str, port: int, **settings: Any) -> TCPStore:
 
 
 @contextlib.contextmanager
-def fresh_meeting_place(handler: RendezvousHandler) -> Iterator[None]:
+def fresh_meeting_place(handler: Any) -> Iterator[None]:
     """Have torch's elastic rendezvous, if that is what it is, open another store for the ranks that meet inside.
 
     It would show the one that the first meeting had: with the addresses of ranks that are gone, or on a host that no
@@ -47,7 +46,7 @@ def fresh_meeting_place(handler: RendezvousHandler) -> Iterator[None]:
     if hasattr(handler, "_bootstrap_store_info") and hasattr(handler, "_create_tcp_store_server"):
         handler._bootstrap_store_info = None
         handler._shared_tcp_store_server = None
-        handler._create_tcp_store_server = open_store  # type: ignore[attr-defined]
+        handler._create_tcp_store_server = open_store
     yield
     del before
 

@@ -64,8 +64,8 @@ class Host:
 class Hosts(Namespaces):
     """Namespaces in which scripts are started, each host with a directory of its own."""
 
-    def __init__(self, num_hosts: int, directory: Path) -> None:
-        super().__init__(num_hosts)
+    def __init__(self, num_hosts: int, directory: Path, rate_mbit: float | None = None) -> None:
+        super().__init__(num_hosts, rate_mbit=rate_mbit)
         self.directory = directory
         self.started: list[Host] = []
 
@@ -113,15 +113,15 @@ class Hosts(Namespaces):
 
 
 @pytest.fixture
-def make_hosts(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
+def make_hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     """Hosts, gone after the test with all that runs on them."""
     reason = namespaces.why_not()
     if reason is not None:
         pytest.skip(reason)
     made: list[Hosts] = []
 
-    def make(num_hosts: int) -> Hosts:
-        hosts = Hosts(num_hosts, tmp_path)
+    def make(num_hosts: int, *, rate_mbit: float | None = None) -> Hosts:
+        hosts = Hosts(num_hosts, tmp_path, rate_mbit)
         hosts.__enter__()
         made.append(hosts)
         return hosts

@@ -95,6 +95,7 @@ def test_what_ranks_of_other_hosts_do_is_known_after_they_are_gone() -> None:
         there.hear_of_room(longest_s=20)
         there.close()
         there._thread.join(20)
+        here.ask_for_states()
         (told,) = here.states(longest_s=20)
         assert told.startswith("on host 2 (")
         assert told.endswith("): rank 4 \\x1b[2Jwaits")

@@ -57,6 +57,9 @@ class Others:
     def blame(self, text: str, status: int, *, state: str = "") -> None:
         self.blamed.append(text)
 
+    def ask_for_states(self) -> None:
+        pass
+
     def states(self) -> list[str]:
         return []
 

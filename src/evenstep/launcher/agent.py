@@ -221,6 +221,8 @@ class WatchedRanks:
     def _end_failed_attempt(self, hang: Hang | None = None, elsewhere: Elsewhere | None = None) -> RunProcsResult:
         started, noticed_ns = time.monotonic(), time.monotonic_ns()
         pages = self._pages()
+        if self._others is not None:
+            self._others.ask_for_states()
         stacks: dict[int, str] = {}
         if hang is not None:
             if not hang.is_suspended:

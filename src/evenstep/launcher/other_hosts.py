@@ -194,10 +194,16 @@ class OtherHosts:
             time.sleep(_HURRY_S)
         return self.room_is_wanted
 
-    def states(self, *, longest_s: float = 0.3) -> list[str]:
-        """A line for each of the other hosts that has told of its ranks: what they did at its last beat."""
+    def ask_for_states(self) -> None:
+        """Have the thread read what the other hosts have told of their ranks by now."""
         self._asks_for_states = True
         self._wakes.set()
+
+    def states(self, *, longest_s: float = 0.3) -> list[str]:
+        """A line for each other host that has told of its ranks: what they did when `ask_for_states` was called.
+
+        That is, at its last beat before.
+        """
         self._has_states.wait(longest_s)
         return self._states
 

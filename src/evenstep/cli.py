@@ -111,7 +111,8 @@ def _checkpoint(args: Namespace) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # of a directory that can't be read, a disk that is full
-        raise CheckpointError(f"{error.filename or args.action}: {error.strerror or error}.") from None
+        remedy = " Run this as a user who may read and write there." if isinstance(error, PermissionError) else ""
+        raise CheckpointError(f"{error.filename or args.action}: {error.strerror or error}.{remedy}") from None
 
 
 def _act_on_checkpoint(args: Namespace) -> int:

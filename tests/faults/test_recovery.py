@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from evenstep.launcher.verdict import RestartLimit
+from evenstep.launcher.membership import forget_attempt
+from evenstep.launcher.verdict import RestartLimit, Standing
 from tests.commands import call
 
 TRAINS = """
@@ -99,3 +100,42 @@ def test_nobody_knows_whether_a_run_without_a_checkpointer_gets_anywhere() -> No
     for attempt in range(9):
         limit.note(attempt=attempt, saves=False, saved_step=None)
     assert not limit.is_reached
+
+
+def test_what_was_saved_before_a_host_came_counts() -> None:
+    limit = RestartLimit()
+    limit.note(attempt=0, saves=True, saved_step=None)
+    limit.note(attempt=1, saves=True, saved_step=None)
+    limit.note_saved(None)
+    assert limit.num_in_vain == 1, "a host that comes while nothing is saved changes nothing"
+    limit.note_saved(7)
+    limit.note(attempt=2, saves=True, saved_step=None)
+    assert (limit.num_in_vain, limit.saved_step) == (0, 7), "the restart has come to a checkpoint"
+    limit.note(attempt=3, saves=True, saved_step=None)
+    assert limit.num_in_vain == 1
+
+
+def test_who_comes_later_counts_as_the_others_do() -> None:
+    ran, came = RestartLimit(), RestartLimit()
+    for attempt in range(3):
+        ran.note(attempt=attempt, saves=True, saved_step=None)
+    for standings in (
+        [ran.standing(num_restarts=2), came.standing(num_restarts=0)],
+        [came.standing(num_restarts=0), ran.standing(num_restarts=2)],
+    ):
+        together = Standing.by_all(standings)
+        assert together == Standing(num_restarts=2, num_in_vain=2, saved_step=None, has_saved=False)
+    for limit in (ran, came):
+        limit.adopt(together)
+        limit.note(attempt=3, saves=True, saved_step=None)
+        assert limit.is_reached
+    one_knows = [Standing(2, 1, None, False), Standing(2, 0, 9, True)]
+    came.adopt(Standing.by_all(one_knows))
+    assert (came.num_in_vain, came.saved_step) == (0, 9)
+
+
+def test_only_what_one_attempt_has_left_is_forgotten(tmp_path: Path) -> None:
+    for name in ("page-1-0", "crash-1-12.json", "saves-1-1", "page-0-1", "page-11-1", "crash-0-1.json"):
+        (tmp_path / name).touch()
+    forget_attempt(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["crash-0-1.json", "page-0-1", "page-11-1"]

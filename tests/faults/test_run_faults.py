@@ -372,6 +372,11 @@ TRAINS = """
             r"disagree in collective number \d+ .* rank 1: all_reduce\(sum\) of float32 \[3, 5, 7\]",
             marks=pytest.mark.slow,
         ),
+        (
+            "order:rank=0,step=3",
+            72,
+            r"disagree in collective number \d+ .* rank 0: broadcast",
+        ),
     ],
 )
 def test_injected_faults_end_with_their_status(tmp_path: Path, fault: str, code: int, verdict: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 from evenstep.testing import namespaces
 from evenstep.testing.namespaces import Namespaces
 
-DEADLINE_S = 150.0
+DEADLINE_S = 120.0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,8 +64,8 @@ class Host:
 class Hosts(Namespaces):
     """Namespaces in which scripts are started, each host with a directory of its own."""
 
-    def __init__(self, num_hosts: int, directory: Path) -> None:
-        super().__init__(num_hosts)
+    def __init__(self, num_hosts: int, directory: Path, rate_mbit: float | None = None) -> None:
+        super().__init__(num_hosts, rate_mbit=rate_mbit)
         self.directory = directory
         self.started: list[Host] = []
 
@@ -94,10 +94,10 @@ class Hosts(Namespaces):
         self.started.append(Host(process, directory))
         return self.started[-1]
 
-    def elastic(self, hosts: str) -> list[str]:
-        """Flags of a run whose hosts may come and go."""
-        endpoint = f"{self.addresses[0]}:29400"
-        quick = "join_timeout=60,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+    def elastic(self, hosts: str, *, keeper: int = 0) -> list[str]:
+        """Flags of a run whose hosts may come and go; one of them keeps the store where they meet."""
+        endpoint = f"{self.addresses[keeper]}:29400"
+        quick = "join_timeout=60,last_call_timeout=3"
         return [
             "--nnodes",
             hosts,
@@ -113,15 +113,15 @@ class Hosts(Namespaces):
 
 
 @pytest.fixture
-def make_hosts(tmp_path: Path) -> Iterator[Callable[[int], Hosts]]:
+def make_hosts(tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     """Hosts, gone after the test with all that runs on them."""
     reason = namespaces.why_not()
     if reason is not None:
         pytest.skip(reason)
     made: list[Hosts] = []
 
-    def make(num_hosts: int) -> Hosts:
-        hosts = Hosts(num_hosts, tmp_path)
+    def make(num_hosts: int, *, rate_mbit: float | None = None) -> Hosts:
+        hosts = Hosts(num_hosts, tmp_path, rate_mbit)
         hosts.__enter__()
         made.append(hosts)
         return hosts

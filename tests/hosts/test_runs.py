@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -96,6 +97,42 @@ def test_who_failed_on_another_host_is_said_on_all(make_hosts: Callable[[int], H
     assert "failed: ValueError: boom" in last
 
 
+TRAINS_ON = """
+    import time
+    import evenstep, torch
+
+    with evenstep.init(seed=3) as world:
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(8, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(100_000):
+            model.backward(model(torch.ones(2, 8)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.005)
+"""
+
+
+def test_what_all_ranks_did_is_said_on_all_hosts(make_hosts: Callable[[int], Hosts]) -> None:
+    """FAULTS.md, 10, on several hosts: the culprit by name, where it was, and what the ranks of the others did."""
+    hosts = make_hosts(2)
+    flags = ["--inject", "stop:rank=1,step=40", "--stopped-grace", "3"]
+    started = [hosts.start(host, TRAINS_ON, flags) for host in range(2)]
+    for host in started:
+        assert host.wait() == 71, host.stderr
+    here, there = started[1].stderr.splitlines(), started[0].stderr.splitlines()
+    assert "is stopped (state T)" in here[-1]
+    assert there[-1].startswith("evenstep: on host 1 ("), there
+    assert "rank 1 (pid " in there[-1]
+    assert "is stopped (state T)" in there[-1]
+    # Rank 0 waits in Gloo for rank 1, which has come to step 40 and goes no further.
+    for lines in (here, there):
+        assert any(line.startswith("evenstep: run ") and "rank 1 (pid " in line and "step 40" in line for line in lines)
+    waits = (
+        r"evenstep: at that time, on host 0 \(.*\): rank 0 \(pid \d+\) was .*step 40.*, waiting for others for [\d.]+ s"
+    )
+    assert any(re.fullmatch(waits, line) for line in here), here
+
+
 def test_elastic_hosts_go_on_without_one_that_is_lost(make_hosts: Callable[[int], Hosts]) -> None:
     """--nnodes 1:3: two come, one is cut off, and the rest starts again with a world of its own size."""
     script = """
@@ -114,8 +151,8 @@ def test_elastic_hosts_go_on_without_one_that_is_lost(make_hosts: Callable[[int]
     """
     hosts = make_hosts(2)
     flags = [*hosts.elastic("1:3"), "--max-restarts", "3"]
-    first = hosts.start(0, script, [*flags, "--rdzv-conf", "join_timeout=60,last_call_timeout=12"], static=False)
-    second = hosts.start(1, script, [*flags, "--rdzv-conf", "join_timeout=60,last_call_timeout=12"], static=False)
+    slow = "join_timeout=60,last_call_timeout=12"
+    first, second = (hosts.start(host, script, [*flags, "--rdzv-conf", slow], static=False) for host in range(2))
     first.wait_until((first.directory / "up-2").exists)
     hosts.cut(1)
     assert first.wait() == 0, first.stderr

@@ -122,3 +122,23 @@ def test_python_m_evenstep_is_the_same_command() -> None:
         subprocess.run(called, capture_output=True, text=True, check=True).stdout
         == f"evenstep {evenstep.__version__}\n"
     )
+
+
+@pytest.mark.parametrize(
+    "action", ["list", "show", "verify", "diff", "export", "import"], ids=lambda action: f"checkpoint-{action}"
+)
+def test_a_directory_that_may_not_be_listed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """One line, and no traceback: root may list everything, so the refusal is played."""
+    torch.save({"model": {"weight": torch.ones(1)}}, tmp_path / "states.pt")
+
+    def refuse(path: object) -> None:
+        raise PermissionError(13, "Permission denied", os.fspath(path))  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    more = {"diff": [str(tmp_path)], "export": [str(tmp_path / "out")]}.get(action, [])
+    first = [str(tmp_path / "states.pt")] if action == "import" else []
+    assert main(["checkpoint", action, *first, str(tmp_path), *more]) == 74
+    err = capsys.readouterr().err
+    assert err == f"evenstep: {tmp_path}: Permission denied. Run this as a user who may read and write there.\n"

@@ -7,7 +7,8 @@ import pytest
 
 from evenstep.health.blame import CrashReport, Exit, read_reports, write_report
 from evenstep.health.page import Phase, Seen
-from evenstep.launcher.account import judge, status_of, tell
+from evenstep.launcher.account import Failure, describe_ranks, judge, status_of, tell
+from evenstep.launcher.other_hosts import Elsewhere
 from evenstep.launcher.verdict import StopPolicy, describe_exit, exit_status, is_evident
 from evenstep.launcher.watch import Hang
 
@@ -255,3 +256,34 @@ def test_nothing_is_said_of_the_state_before_the_first_step(seen: Seen | None) -
     assert failure is not None
     pages = {} if seen is None else {1: seen}
     assert tell(replace(failure, pages=pages), run="run R") == tell(replace(failure, pages=pages))
+
+
+def test_what_ranks_of_a_host_do_in_a_line_for_others() -> None:
+    pages = {
+        0: Seen(100, Phase.BACKWARD, 5, 31, True, 10, waiting_since_ns=2_000_000_000),
+        1: Seen(101, Phase.FORWARD, 5, 30, False, 10),
+        2: None,
+    }
+    assert describe_ranks(pages, now_ns=4_500_000_000) == (
+        "rank 1 (pid 101) was in forward, step 5, collective 30; "
+        "rank 0 (pid 100) was in backward, step 5, collective 31, waiting for others for 2.5 s"
+    )
+    many = {rank: replace(pages[1], pid=rank) for rank in range(11)}
+    assert describe_ranks(many, now_ns=0).endswith("; 3 others")
+    assert describe_ranks({0: Seen(100, Phase.STARTING, 0, 0, False, 10)}, now_ns=0) == "", "not before the first step"
+
+
+def test_another_hosts_culprit_and_what_other_ranks_did_come_before_the_verdict() -> None:
+    state = "rank 1 (pid 101) was in forward, step 5"
+    failure = Failure(
+        0,
+        Exit(0, 100, 76),
+        None,
+        elsewhere=Elsewhere("on host 1 (b): rank 1 (pid 101) failed: x", 1, state),
+        on_other_hosts=["on host 1 (b): rank 1 (pid 101) was in forward, step 5"],
+    )
+    assert tell(failure, run="run a").splitlines() == [
+        f"evenstep: run a: {state}",
+        "evenstep: at that time, on host 1 (b): rank 1 (pid 101) was in forward, step 5",
+        "evenstep: on host 1 (b): rank 1 (pid 101) failed: x. The ranks of this host were stopped",
+    ]

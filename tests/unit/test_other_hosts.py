@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -70,6 +71,40 @@ def test_the_first_blame_wins_and_everybody_else_hears_it() -> None:
             talk._thread.join(20)
 
 
+def test_who_sees_another_host_wait_tells_the_others() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+    talks = [OtherHosts("127.0.0.1", store.port, talk="r", node_rank=node, num_nodes=2) for node in range(2)]
+    try:
+        assert not talks[1].hear_of_room(longest_s=20)
+        talks[0].make_room(wait_s=20)
+        assert talks[1].hear_of_room(longest_s=20), "told before it was asked"
+        assert talks[1].look() is None, "no failure"
+    finally:
+        for talk in talks:
+            talk.close()
+            talk._thread.join(20)
+
+
+def test_what_ranks_of_other_hosts_do_is_known_after_they_are_gone() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+    made = {"talk": "s", "num_nodes": 3}
+    here = OtherHosts("127.0.0.1", store.port, node_rank=0, **made)  # type: ignore[arg-type]
+    silent = OtherHosts("127.0.0.1", store.port, node_rank=1, **made)  # type: ignore[arg-type]
+    there = OtherHosts("127.0.0.1", store.port, node_rank=2, describe=lambda: "rank 4 \x1b[2Jwaits", **made)  # type: ignore[arg-type]
+    try:
+        there.hear_of_room(longest_s=20)
+        there.close()
+        there._thread.join(20)
+        here.ask_for_states()
+        (told,) = here.states(longest_s=20)
+        assert told.startswith("on host 2 (")
+        assert told.endswith("): rank 4 \\x1b[2Jwaits")
+    finally:
+        for talk in (here, silent, there):
+            talk.close()
+            talk._thread.join(20)
+
+
 def test_a_launcher_that_stops_beating_is_noticed() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
     made = {"talk": "b", "num_nodes": 2, "lost_after_s": 1.5}
@@ -130,6 +165,25 @@ def test_hosts_that_were_told_different_things_hear_it_at_once(second: dict[str,
     assert says in told[0]
     assert f"{says} on node 1, --nnodes 2 --rdzv-id none on node 0" in told[1]
     assert time.monotonic() - started < 10  # 2 s on a quiet machine
+
+
+def test_every_meeting_has_a_store_of_its_own() -> None:
+    """What ranks of the first attempt have left there is not found by those of the next, under whatever name."""
+    reservation = Reservation()
+    made = {"num_nodes": 2, "run_id": "none", "timeout_s": 20}
+    handlers = [HostsRendezvous("127.0.0.1", reservation.port, node_rank=node, **made) for node in range(2)]  # type: ignore[arg-type]
+    ports: list[set[int]] = []
+    for attempt in range(3):
+        with ThreadPoolExecutor(2) as pool:
+            found = [*pool.map(HostsRendezvous.next_rendezvous, handlers)]
+        ports.append({info.bootstrap_store_info.master_port for info in found})
+        (port,) = ports[-1]
+        ranks_store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
+        assert not ranks_store.check(["address of rank 0"])
+        ranks_store.set("address of rank 0", str(attempt))
+    assert ports[0] == {reservation.port}
+    assert len(set.union(*ports)) == 3
+    reservation.close()
 
 
 def test_an_address_of_another_host_cannot_be_listened_on() -> None:

@@ -187,7 +187,8 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
     except OSError as error:
         raise CheckpointError(f"{source}: {error.strerror or error}.") from None
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
+        # torch's next sentences advise to read it without that protection.
+        first = (str(error).splitlines() or [""])[0].partition(". ")[0]
         raise CheckpointError(
             f"{source} is no file of tensors and plain data: {first.rstrip('.')}. Load it where you trust it, and "
             f"save its state_dict."

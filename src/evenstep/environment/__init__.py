@@ -140,18 +140,23 @@ def host_identity() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def announcement(*, world_size: int, num_nodes: int, device: str, num_threads: int, transport: str) -> str:
+def announcement(
+    *, world_size: int, num_nodes: int, device: str, num_threads: int, transport: str, fewest_nodes: int | None = None
+) -> str:
     """The one line that says at start what runs where. Pure; launcher and ranks both write it with this.
 
     Args:
         device: "cpu" or "cuda", without an index.
         num_threads: Threads of one rank's CPU operations.
+        fewest_nodes: With how many hosts the run begins; None: with all.
     """
 
     def counted(count: int, noun: str) -> str:
         return f"{count} {noun}" + ("" if count == 1 else "s")
 
     ranks = f"{counted(world_size, 'rank')} on {counted(num_nodes, 'host')}"
+    if fewest_nodes not in (None, num_nodes):
+        ranks = f"{counted(world_size // num_nodes, 'rank')} on each of {fewest_nodes} to {num_nodes} hosts"
     return f"evenstep: {ranks}, {device}, {counted(num_threads, 'thread')} per rank, {transport}"
 
 

@@ -42,6 +42,7 @@ class Failure:
         elsewhere: What another host told, or that it is lost: the cause, then.
         stacks: Of ranks that told nothing and still ran at the end: where they were.
         pages: What the ranks' progress pages said when the failure was noticed.
+        on_other_hosts: What the ranks there did at the time, a line for each host, as it last told.
         resident_bytes: How much memory each rank held when it was last looked at.
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
         noticed_ns: When (monotonic).
@@ -59,6 +60,7 @@ class Failure:
     elsewhere: Elsewhere | None = None
     stacks: Mapping[int, str] = field(default_factory=dict)
     pages: Mapping[int, Seen] = field(default_factory=dict)
+    on_other_hosts: Sequence[str] = ()
     resident_bytes: Mapping[int, int] = field(default_factory=dict)
     num_memory_kills: int | None = None
     noticed_ns: int = 0
@@ -117,7 +119,9 @@ def tell(
     """
     culprit, report = failure.culprit, failure.report
     who = f"rank {culprit.rank} (pid {culprit.pid})"
-    lines = [f"evenstep: {run}: {state}"] if run and (state := _state(failure)) else []
+    lines = [f"evenstep: {run}: {state}"] if run and (state := state_of(failure)) else []
+    if run:
+        lines += [f"evenstep: at that time, {each}" for each in failure.on_other_hosts]
     if other_logs is not None:
         lines.append(f"evenstep: output of the other ranks: {other_logs}")
     if saved_step is not None:
@@ -198,11 +202,27 @@ def _steps(failure: Failure, left: Sequence[Exit]) -> str:
     return ""
 
 
-def _state(failure: Failure) -> str:
-    """Where the culprit was, and who waited; "" before the first step, or where pages don't say."""
+def describe_ranks(pages: Mapping[int, Seen | None], *, now_ns: int) -> str:
+    """What the ranks of one host are doing, in a line for others; "" before the first step. Pure.
+
+    Those that don't wait come first: they are what others wait for.
+    """
+    known = {rank: seen for rank, seen in pages.items() if seen is not None and (seen.step or seen.collective)}
+    parts = []
+    for rank, seen in sorted(known.items(), key=lambda item: (item[1].is_waiting, item[0])):
+        since = seen.waiting_since_ns
+        waits = "" if since is None else f", waiting for others for {max(0, now_ns - since) / 1e9:.1f} s"
+        parts.append(f"rank {rank} (pid {seen.pid}) was {seen}{waits}")
+    return "; ".join([*parts[:_MAX_NAMES], *([f"{len(parts) - _MAX_NAMES} others"] if len(parts) > _MAX_NAMES else [])])
+
+
+def state_of(failure: Failure) -> str:
+    """Where the culprit was, and who waited; "" before the first step, or where pages don't say. Pure."""
+    if failure.elsewhere is not None:
+        return failure.elsewhere.state
     rank = failure.culprit.rank if failure.hang is None else failure.hang.rank
     seen = failure.pages.get(rank)
-    if failure.elsewhere is not None or failure.only_witnesses or seen is None or not (seen.step or seen.collective):
+    if failure.only_witnesses or seen is None or not (seen.step or seen.collective):
         return ""
     bucket = "" if seen.bucket is None else f", bucket {seen.bucket} sent last"
     since = {

@@ -1,4 +1,4 @@
-"""torchelastic's agent, with our own way to end: the culprit is found before anybody is stopped."""
+"""The ranks of one attempt, with our own way to end: the culprit is found before anybody is stopped."""
 
 from __future__ import annotations
 
@@ -7,25 +7,19 @@ import math
 import os
 import signal
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from evenstep import environment
 from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.blame import Exit, read_reports, saves_file
 from evenstep.health.budgets import Budgets
 from evenstep.health.page import Phase, Seen, page_file, read_page
-from evenstep.launcher.account import Failure, in_short, judge, status_of
+from evenstep.launcher.account import Failure, in_short, judge, state_of, status_of
 from evenstep.launcher.other_hosts import Elsewhere, OtherHosts, Saved
 from evenstep.launcher.starting import RankProcess
 from evenstep.launcher.verdict import StopPolicy, is_evident
@@ -36,7 +30,7 @@ _POLL_S = 0.02
 _LOOK_EVERY_S = 0.25
 _LOOK_FOR_STOPS_EVERY_S = 0.1
 _STACK_S = 0.3
-_SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
+_ANOTHER_HOST = "another host has come: all ranks are stopped, and start again with it"
 
 
 class WatchedRanks:
@@ -53,6 +47,9 @@ class WatchedRanks:
         on_preempted: Told when all ranks have ended because they were asked to stop, and have saved.
         others: The other hosts of the run; None: there are none.
         may_restart: Ranks of this run are started again if they fail.
+
+    Attributes:
+        should_make_room: On another host it was seen that one more host waits: see `make_room`.
     """
 
     def __init__(
@@ -79,6 +76,7 @@ class WatchedRanks:
         self._may_restart = may_restart
         self._on_preempted = on_preempted
         self._first_preempted: float | None = None
+        self.should_make_room = False
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
         self._watch = StopWatch(grace_s=policy.stopped_grace_s)
         self._lateness = LateWatch(budgets)
@@ -103,6 +101,8 @@ class WatchedRanks:
             return self._end_failed_attempt()
         if EXIT_PREEMPTED in codes and self._first_preempted is None:
             self._first_preempted = time.monotonic()
+        if self._others is not None and self._others.room_is_wanted:
+            return self._leave_for_room()
         if None in codes:
             # They agree on a step before they leave, so the others follow within moments.
             is_late = time.monotonic() - (self._first_preempted or math.inf) > self._policy.terminate_s
@@ -113,6 +113,8 @@ class WatchedRanks:
             return None
         if self._first_preempted is not None and set(codes) != {EXIT_PREEMPTED}:
             return self._end_failed_attempt()
+        if self._first_preempted is not None and self._others is not None and self._others.hear_of_room():
+            return self._leave_for_room()
         self._close_context()
         self._tell_preempted()
         return RunProcsResult(return_values=dict.fromkeys(range(len(codes))))
@@ -122,6 +124,25 @@ class WatchedRanks:
         self._stop(death_sig, patience_s=self._policy.save_s if self._saves() else self._policy.terminate_s)
         self._close_context()
         self._tell_preempted()
+
+    def make_room(self) -> int | None:
+        """Stop the ranks, for one more host waits to take part: no failure, and no end of the run.
+
+        Returns:
+            The step of the last checkpoint that ranks of this host have committed; None: none.
+        """
+        print(f"evenstep: {_ANOTHER_HOST}", file=sys.stderr, flush=True)  # noqa: T201
+        if self._others is not None:
+            self._others.make_room()  # before anybody there can take the end of ours for a failure
+        self._stop(signal.SIGTERM, patience_s=self._policy.save_s if self._saves() else self._policy.terminate_s)
+        saved_step = self._saved_here(self._pages()).step
+        self._close_context()
+        return saved_step
+
+    def _leave_for_room(self) -> RunProcsResult:
+        """What `wait` answers where the agent is to call `make_room`, and go on."""
+        self.should_make_room = True
+        return RunProcsResult()
 
     # ------------------------------------------------------------------ how it ends
 
@@ -147,7 +168,7 @@ class WatchedRanks:
         return hang
 
     def _pages(self) -> dict[int, Seen | None]:
-        return {rank: read_page(page_file(self._run_directory, rank, self._attempt)) for rank in self._ranks}
+        return read_pages(self._run_directory, self._ranks, self._attempt)
 
     def _anybody_is_leaving(self) -> bool:
         pages = self._pages()
@@ -200,6 +221,8 @@ class WatchedRanks:
     def _end_failed_attempt(self, hang: Hang | None = None, elsewhere: Elsewhere | None = None) -> RunProcsResult:
         started, noticed_ns = time.monotonic(), time.monotonic_ns()
         pages = self._pages()
+        if self._others is not None:
+            self._others.ask_for_states()
         stacks: dict[int, str] = {}
         if hang is not None:
             if not hang.is_suspended:
@@ -221,22 +244,26 @@ class WatchedRanks:
         self._stop(signal.SIGTERM)
         exits = self._exits()
         failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
+        if failure is not None:
+            seen_pages = {rank: seen for rank, seen in pages.items() if seen is not None}
+            failure = replace(failure, hang=hang, pages=seen_pages, noticed_ns=noticed_ns)
         elsewhere = elsewhere or self._compare_with_others(failure)
+        states = self._others.states() if self._others is not None else ()
+        if self._others is not None and self._others.room_is_wanted and (failure is None or failure.only_witnesses):
+            return self._leave_for_room()
         saved = self._saved_anywhere(self._pages())  # a save behind the loop may have ended meanwhile
         self._close_context()
         if failure is None and elsewhere is not None:
-            failure = Failure(self._attempt, exits[0], None)  # nothing happened here
+            failure = Failure(self._attempt, exits[0], None, noticed_ns=noticed_ns)  # nothing happened here
         if failure is not None:
             kills, before = count_memory_kills(), self._num_memory_kills
             self._on_failure(
                 replace(
                     failure,
-                    hang=hang,
                     elsewhere=elsewhere,
                     stacks=stacks,
-                    pages={rank: seen for rank, seen in pages.items() if seen is not None},
+                    on_other_hosts=states,
                     resident_bytes=self._watch.resident_bytes,
-                    noticed_ns=noticed_ns,
                     num_memory_kills=None if kills is None or before is None else kills - before,
                     saves=saved.has_checkpointer,
                     saved_step=saved.step,
@@ -259,17 +286,22 @@ class WatchedRanks:
         if self._others is None or failure is None:
             return None
         if not failure.only_witnesses:
-            self._others.blame(in_short(failure), status_of(failure))
+            self._others.blame(in_short(failure), status_of(failure), state=state_of(failure))
             return None
         deadline = time.monotonic() + self._policy.grace_s
         while (told := self._others.look()) is None and time.monotonic() < deadline:
+            if self._others.room_is_wanted:
+                return None
             time.sleep(_POLL_S)
         return told
 
+    def _saved_here(self, pages: Mapping[int, Seen | None]) -> Saved:
+        steps = (seen.saved_step for seen in pages.values() if seen is not None)
+        return Saved(self._saves(), max((step for step in steps if step is not None), default=None))
+
     def _saved_anywhere(self, pages: Mapping[int, Seen | None]) -> Saved:
         """What this attempt has saved, on any host: all of them decide alike whether one more is worth while."""
-        steps = (seen.saved_step for seen in pages.values() if seen is not None)
-        saved = Saved(self._saves(), max((step for step in steps if step is not None), default=None))
+        saved = self._saved_here(pages)
         if self._others is None or not self._may_restart:
             return saved
         return self._others.agree_on_saved(saved, longest_s=self._policy.terminate_s + self._policy.grace_s)
@@ -315,91 +347,12 @@ class WatchedRanks:
             print(message, file=sys.stderr, flush=True)  # noqa: T201
 
 
-class RankAgent(LocalElasticAgent):
-    """torchelastic's agent for this host, watching its ranks through `WatchedRanks`.
-
-    `on_failure` is told of a failed attempt and of the restarts that are left, and says whether to make use of them.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        run_directory: Path,
-        policy: StopPolicy,
-        budgets: Budgets,
-        on_failure: Callable[[Failure, int], bool],
-        on_preempted: Callable[[], None],
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._run_directory = run_directory
-        self._policy = policy
-        self._budgets = budgets
-        self._on_failure = on_failure
-        self._on_preempted = on_preempted
-
-    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        talk = ""
-        if worker_group.group_world_size > 1:
-            # Hosts count restarts of their own; the store is one of this meeting alone.
-            talk = worker_group.store.compare_set("evenstep/talk", "", uuid.uuid4().hex).decode()
-        with environment.exported({"EVENSTEP_MEETING": talk} if talk else {}):
-            pids: dict[int, Any] = super()._start_workers(worker_group)
-        _merge_repeated_requests()
-        attempt = worker_group.spec.max_restarts - self._remaining_restarts
-        others = None
-        if talk:
-            others = OtherHosts(
-                worker_group.master_addr,
-                worker_group.master_port,
-                talk=talk,
-                node_rank=worker_group.group_rank,
-                num_nodes=worker_group.group_world_size,
-            )
-        self._pcontext = WatchedRanks(  # type: ignore[assignment]
-            self._pcontext,  # type: ignore[arg-type]
-            ranks=[worker.global_rank for worker in worker_group.workers],
-            attempt=attempt,
-            others=others,
-            # As the command says, on all hosts alike: one that has no restart left may be waited for by another.
-            may_restart=worker_group.spec.max_restarts > 0,
-            run_directory=self._run_directory,
-            policy=self._policy,
-            budgets=self._budgets,
-            on_failure=self._attempt_failed,
-            on_preempted=self._on_preempted,
-        )
-        return pids
-
-    def _attempt_failed(self, failure: Failure) -> None:
-        if not self._on_failure(failure, self._remaining_restarts):
-            self._remaining_restarts = 0
-
-
-def _merge_repeated_requests() -> None:
-    """Take a request to stop that comes twice at once for one; a second would end the save that the first asked for.
-
-    GNU timeout signals the process that it has started, and then its group, to which that process belongs. A second
-    Ctrl-C is a person's, and counts whenever it comes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    last: dict[int, float] = {}
-    for which in signal.valid_signals() - {signal.SIGINT}:
-        stops = signal.getsignal(which)
-        if getattr(stops, "__name__", "") != "_terminate_process_handler":  # torchelastic's, of the signals to handle
-            continue
-
-        def handle(number: int, frame: FrameType | None, stops: Any = stops) -> None:
-            now = time.monotonic()
-            if now - last.get(number, -math.inf) > _SAME_REQUEST_S:
-                last[number] = now
-                stops(number, frame)
-
-        signal.signal(which, handle)
-
-
 def _signal_group(process: RankProcess, which: signal.Signals) -> None:
     # Each rank leads a session of its own, so this reaches the workers of its loaders too, also after it has ended.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, which)
+
+
+def read_pages(run_directory: Path, ranks: Iterable[int], attempt: int) -> dict[int, Seen | None]:
+    """What the progress pages of ranks say now, by rank."""
+    return {rank: read_page(page_file(run_directory, rank, attempt)) for rank in ranks}

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from evenstep import network
 from evenstep.errors import ConfigurationError
+from evenstep.launcher.membership import open_store
 
 NAME = "evenstep-hosts"
 _TIMEOUT_S = 600.0
@@ -54,6 +55,7 @@ class HostsRendezvous(RendezvousHandler):
         self._run_id = run_id
         self._timeout_s = timeout_s
         self._store: Store | None = None
+        self._ranks_store: TCPStore | None = None
         self._num_rounds = 0
 
     def get_backend(self) -> str:
@@ -70,8 +72,20 @@ class HostsRendezvous(RendezvousHandler):
         self._num_rounds += 1
         here = PrefixStore(f"round-{self._num_rounds}", store)
         self._await_all(here)
-        info = RendezvousStoreInfo(self._address, self._port)
+        info = RendezvousStoreInfo(self._address, self._find_port(here))
         return RendezvousInfo(here, self._node_rank, self._num_nodes, info)
+
+    def _find_port(self, here: Store) -> int:
+        """Where the ranks of this attempt meet: the named port at first, and then a new store at a free one.
+
+        torch's own `init_process_group` has one name for all attempts: it would find the addresses of the ranks before.
+        """
+        if self._num_rounds == 1:
+            return self._port
+        if self._node_rank == 0:
+            self._ranks_store = open_store(self._address, 0)  # all have come here, so nobody reads the one before
+            here.set("port", str(self._ranks_store.port))
+        return int(here.get("port"))
 
     def is_closed(self) -> bool:
         """See base class."""
@@ -94,12 +108,9 @@ class HostsRendezvous(RendezvousHandler):
 
     def _open(self) -> Store:
         where = f"{self._address}:{self._port}"
-        settings: dict[str, Any] = {"timeout": timedelta(seconds=self._timeout_s), "wait_for_workers": False}
         if self._node_rank == 0:
-            # A name that means loopback here, as Debian's own name does (127.0.1.1), can't be reached from elsewhere.
-            is_only_here = network.is_loopback(self._address) and self._address != "127.0.0.1"
             try:
-                listener = network.listen("0.0.0.0" if is_only_here else self._address, self._port)
+                return open_store(self._address, self._port, timeout=timedelta(seconds=self._timeout_s))
             except OSError as error:
                 remedy = "--master-addr names the host with --node-rank 0, by an address that it has."
                 if error.errno == errno.EADDRINUSE:
@@ -107,9 +118,14 @@ class HostsRendezvous(RendezvousHandler):
                         f"It is in use by {network.owner_of(self._port) or 'somebody'}: choose another --master-port."
                     )
                 raise ConfigurationError(f"can't listen at {where}: {error.strerror}. {remedy}") from None
-            return TCPStore(self._address, self._port, is_master=True, master_listen_fd=listener.detach(), **settings)
         try:
-            return TCPStore(self._address, self._port, is_master=False, **settings)
+            return TCPStore(
+                self._address,
+                self._port,
+                is_master=False,
+                timeout=timedelta(seconds=self._timeout_s),
+                wait_for_workers=False,
+            )
         except RuntimeError as error:
             raise ConfigurationError(
                 f"node 0 did not answer at {where} within {self._timeout_s:g} s "

@@ -140,6 +140,7 @@ class RankLogs(LogsSpecs):
         self._wishes = wishes
         self._directory = log_directory
         self._run_directory = run_directory
+        self._last = -1
         self.destinations: dict[int, Destination] = {}  # by rank, of the last attempt
 
     @property
@@ -154,10 +155,13 @@ class RankLogs(LogsSpecs):
             filtered_stdout=str(self._directory / "filtered_stdout.log"),
             filtered_stderr=str(self._directory / "filtered_stderr.log"),
         )
+        count = max((int(variables["TORCHELASTIC_RESTART_COUNT"]) for variables in envs.values()), default=0)
+        # An attempt that goes on with more hosts keeps its number, and must not overwrite what it has said so far.
+        self._last = max(count, self._last + 1)
         for local_rank, variables in envs.items():
             rank, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
             plan = plan_destination(
-                self._wishes, local_rank=local_rank, rank=rank, directory=self._directory, attempt=attempt
+                self._wishes, local_rank=local_rank, rank=rank, directory=self._directory, attempt=self._last
             )
             self.destinations[rank] = plan
             dest.stdouts[local_rank], dest.stderrs[local_rank] = plan.stdout, plan.stderr

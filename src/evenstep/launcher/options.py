@@ -100,7 +100,7 @@ def make_parser() -> ArgumentParser:
         "--inject",
         metavar="FAULT",
         help='Have a rank fail on purpose: "kill:rank=1,step=7"; others: stop, raise, exit, segfault, hold, delay, '
-        "allocate, close, nan, corrupt, shape.",
+        "allocate, close, nan, corrupt, drift, shape, order.",
     )
     ours.add_argument(
         "--stopped-grace",

@@ -4,7 +4,10 @@ Every launcher writes a beat to the store where the ranks met, several times a s
 A host whose beat stands still is lost: its plug was pulled, its power is gone. The store has a *blame* slot too, which
 the first to fail wins by compare-and-swap; so the hosts that only lost somebody can say whom, and why. At the end of an
 attempt that may be followed by another, they tell each other what was saved in it: the one that makes the checkpoints
-of all ranks' files knows that, and all must come to the same conclusion.
+of all ranks' files knows that, and all must come to the same conclusion. One that sees another host wait to take part
+says so, or its peers would take the end of its ranks for a failure.
+
+With every beat goes a line on what the host's ranks are doing. Who has to tell of a failure reads those of the others.
 
 A thread does the talking, because a store that can't be reached any more answers nothing, and no deadline of torch's
 ends that. `Beats`, which judges, is pure, and is asked from outside the thread.
@@ -17,7 +20,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -39,10 +42,12 @@ class Elsewhere:
     Attributes:
         text: For people.
         status: The status with which the run ends because of it.
+        state: Where the culprit was, and who waited; "" where nobody knows.
     """
 
     text: str
     status: int
+    state: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,12 +122,24 @@ class OtherHosts:
         node_rank: This host.
         num_nodes: All hosts.
         lost_after_s: See `Beats`.
+        describe: What the ranks of this host are doing, in a line; called several times a second, by the thread.
+
+    Attributes:
+        room_is_wanted: Some host sees one more wait to take part.
     """
 
     LOST_STATUS = 76
 
     def __init__(
-        self, address: str, port: int, *, talk: str, node_rank: int, num_nodes: int, lost_after_s: float = 5.0
+        self,
+        address: str,
+        port: int,
+        *,
+        talk: str,
+        node_rank: int,
+        num_nodes: int,
+        lost_after_s: float = 5.0,
+        describe: Callable[[], str] = lambda: "",
     ) -> None:
         self._address, self._port = address, port
         self._node_rank = node_rank
@@ -132,6 +149,15 @@ class OtherHosts:
         self._blame: Elsewhere | None = None
         self._to_say: str | None = None
         self._said = threading.Event()
+        self.room_is_wanted = False
+        self._asks_for_room = False
+        self._has_asked = threading.Event()
+        self._describe = describe
+        self._asks_for_states = False
+        self._states: list[str] = []
+        self._has_states = threading.Event()
+        self._num_looks = 0
+        self._wakes = threading.Event()
         self._saved: dict[int, Saved] = {}  # by node, this one's included
         self._num_agreed = 0
         self._has_ended = threading.Event()
@@ -146,11 +172,40 @@ class OtherHosts:
         lost = self._beats.lost(time.monotonic(), store_at=f"{self._address}:{self._port}")
         return None if lost is None else Elsewhere(lost, self.LOST_STATUS)
 
-    def blame(self, text: str, status: int, *, wait_s: float = 1.0) -> None:
+    def blame(self, text: str, status: int, *, state: str = "", wait_s: float = 1.0) -> None:
         """Tell the others who failed here, unless somebody told before. Waits a moment until that is done."""
         where = f"host {self._node_rank} ({socket.gethostname()})"
-        self._to_say = json.dumps(asdict(Elsewhere(f"on {where}: {text}"[:_MAX_TEXT], status)))
+        self._to_say = json.dumps(asdict(Elsewhere(f"on {where}: {text}"[:_MAX_TEXT], status, state[:_MAX_TEXT])))
+        self._wakes.set()
         self._said.wait(wait_s)
+
+    def make_room(self, *, wait_s: float = 1.0) -> None:
+        """Tell the others that one more host waits, so that they stop their ranks too. Waits until that is done."""
+        self._asks_for_room = True
+        self._wakes.set()
+        self._has_asked.wait(wait_s)
+
+    def hear_of_room(self, *, longest_s: float = 1.0) -> bool:
+        """`room_is_wanted`, after one more look at what the others had said by now."""
+        deadline = time.monotonic() + longest_s
+        enough = self._num_looks + 2  # one may be under way
+        while self._num_looks < enough and time.monotonic() < deadline and not self._has_ended.is_set():
+            self._wakes.set()
+            time.sleep(_HURRY_S)
+        return self.room_is_wanted
+
+    def ask_for_states(self) -> None:
+        """Have the thread read what the other hosts have told of their ranks by now."""
+        self._asks_for_states = True
+        self._wakes.set()
+
+    def states(self, *, longest_s: float = 0.3) -> list[str]:
+        """A line for each other host that has told of its ranks: what they did when `ask_for_states` was called.
+
+        That is, at its last beat before.
+        """
+        self._has_states.wait(longest_s)
+        return self._states
 
     def agree_on_saved(self, own: Saved, *, longest_s: float) -> Saved:
         """What was saved by all hosts, once their attempts have ended too; without those that are lost or too late."""
@@ -171,6 +226,7 @@ class OtherHosts:
     def close(self) -> None:
         """Stop beating. Doesn't wait for a store that is silent."""
         self._is_closed.set()
+        self._wakes.set()
         self._thread.join(2 * _BEAT_S)
 
     def _talk(self) -> None:
@@ -190,22 +246,41 @@ class OtherHosts:
         mine = ""
         while not self._is_closed.is_set():
             number += 1
+            store.set(f"state-{self._node_rank}", self._describe()[:_MAX_TEXT])
             store.set(f"beat-{self._node_rank}", f"{number} {socket.gethostname()}")
             if self._to_say is not None and not mine:
                 mine = self._to_say
                 store.compare_set("blame", "", mine)
                 self._said.set()
+            if self._asks_for_room and not self._has_asked.is_set():
+                store.set("room", "wanted")
+                self._has_asked.set()
             heard = {node: store.get(f"beat-{node}").decode() for node in self._others if store.check([f"beat-{node}"])}
             self._beats.hear(time.monotonic(), heard)
+            self.room_is_wanted = self.room_is_wanted or store.check(["room"])
+            if self._asks_for_states and not self._has_states.is_set():
+                self._states = self._read_states(store, heard)
+                self._has_states.set()
             if self._blame is None and store.check(["blame"]):
                 told = store.get("blame").decode()
                 if told != mine:
                     with contextlib.suppress(ValueError, TypeError):
                         found = Elsewhere(**json.loads(told))
-                        self._blame = Elsewhere(printable(str(found.text))[:_MAX_TEXT], int(found.status))
+                        texts = (printable(str(text))[:_MAX_TEXT] for text in (found.text, found.state))
+                        self._blame = Elsewhere(next(texts), int(found.status), next(texts))
             if self._node_rank in self._saved:
                 self._compare_saved(store)
-            self._is_closed.wait(_HURRY_S if self._node_rank in self._saved else _BEAT_S)
+            self._num_looks += 1
+            self._wakes.wait(_HURRY_S if self._node_rank in self._saved else _BEAT_S)
+            self._wakes.clear()
+
+    def _read_states(self, store: Store, beats: Mapping[int, str]) -> list[str]:
+        told = {node: store.get(f"state-{node}").decode(errors="replace") for node in beats}
+        return [
+            printable(f"on host {node} ({beats[node].partition(' ')[2]}): {text}")[:_MAX_TEXT].replace("\n", " ")
+            for node, text in sorted(told.items())
+            if text
+        ]
 
     def _compare_saved(self, store: Store) -> None:
         store.set(f"saved-{self._node_rank}", json.dumps(asdict(self._saved[self._node_rank])))

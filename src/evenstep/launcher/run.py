@@ -30,8 +30,8 @@ from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
 from evenstep.health.budgets import Budgets
 from evenstep.launcher import hosts_rendezvous, rendezvous
 from evenstep.launcher.account import Failure, status_of, tell
-from evenstep.launcher.agent import RankAgent
 from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
+from evenstep.launcher.elastic import RankAgent
 from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, make_log_directory, tail
 from evenstep.launcher.options import (
     fixed_port,
@@ -71,7 +71,7 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
 
 
 def _run(args: Namespace, arguments: Sequence[str], template: Template | None) -> int:
-    _, most = num_nodes(args)
+    fewest, most = num_nodes(args)
     around = environment.surroundings()
     environment.refuse_independent_runs(around, num_nodes=most, what="evenstep run")
     args = placed_by(environment.host_of_task(around, num_nodes=most), args, arguments)
@@ -92,7 +92,7 @@ def _run(args: Namespace, arguments: Sequence[str], template: Template | None) -
     wishes.validate_ranks(plan.num_ranks)
     _check_port(args)
     log_directory = make_log_directory(args.log_dir)
-    line = _announcement(plan, host, num_hosts=most, device=args.device)
+    line = _announcement(plan, host, fewest_hosts=fewest, num_hosts=most, device=args.device)
     print(line, file=sys.stderr, flush=True)  # noqa: T201
     with tempfile.TemporaryDirectory(prefix="evenstep-", ignore_cleanup_errors=True) as directory:  # mode 0700
         logs = RankLogs(wishes, log_directory, Path(directory))
@@ -196,6 +196,7 @@ class _Run:
             budgets=self._budgets,
             on_failure=self._on_failure,
             on_preempted=self._on_preempted,
+            limit=self._limit,
         )
         # launch_agent takes no class for its agent, so the name that it looks up is ours for the while.
         with mock.patch.object(api, "LocalElasticAgent", agent), copied_from(self._template):
@@ -255,7 +256,7 @@ def _quiet_torchelastic() -> Iterator[None]:
         logger.handlers, logger.propagate = handlers, propagate
 
 
-def _announcement(plan: RankPlan, host: Host, *, num_hosts: int, device: str | None) -> str:
+def _announcement(plan: RankPlan, host: Host, *, fewest_hosts: int, num_hosts: int, device: str | None) -> str:
     kind = (device or ("cuda" if host.num_gpus else "cpu")).partition(":")[0]
     world_size = plan.num_ranks * num_hosts
     shares_a_gpu = device is not None and ":" in device
@@ -265,7 +266,12 @@ def _announcement(plan: RankPlan, host: Host, *, num_hosts: int, device: str | N
     elif kind == "cpu" and num_hosts == 1:
         transport = "shared memory"  # a rank that finds it can't be says so itself
     return environment.announcement(
-        world_size=world_size, num_nodes=num_hosts, device=kind, num_threads=plan.num_threads, transport=transport
+        world_size=world_size,
+        num_nodes=num_hosts,
+        device=kind,
+        num_threads=plan.num_threads,
+        transport=transport,
+        fewest_nodes=fewest_hosts,
     )
 
 

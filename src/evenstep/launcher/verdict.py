@@ -34,6 +34,36 @@ class StopPolicy:
             raise ValueError(f"{self}: times are at least 0")
 
 
+@dataclass(frozen=True)
+class Standing:
+    """What a host knows of a run's restarts.
+
+    Attributes:
+        num_restarts: How many there were.
+        num_in_vain: As of `RestartLimit`.
+        saved_step: Of the newest checkpoint of this run; None: none yet.
+        has_saved: A checkpoint was committed since the last restart, before hosts came or went without one.
+    """
+
+    num_restarts: int
+    num_in_vain: int
+    saved_step: int | None
+    has_saved: bool
+
+    @staticmethod
+    def by_all(each: Iterable[Standing]) -> Standing:
+        """All together: those that came later know less. Pure."""
+        hosts = list(each)
+        most = max(host.num_restarts for host in hosts)
+        steps = [host.saved_step for host in hosts if host.saved_step is not None]
+        return Standing(
+            most,
+            min(host.num_in_vain for host in hosts if host.num_restarts == most),
+            max(steps, default=None),
+            any(host.has_saved for host in hosts),
+        )
+
+
 class RestartLimit:
     """Ends a run that fails again and again and gets nowhere. Pure.
 
@@ -49,6 +79,7 @@ class RestartLimit:
     def __init__(self) -> None:
         self.num_in_vain = 0
         self.saved_step: int | None = None
+        self._has_saved = False  # since the last restart
 
     def note(self, *, attempt: int, saves: bool, saved_step: int | None) -> None:
         """An attempt has failed.
@@ -58,10 +89,24 @@ class RestartLimit:
             saves: It had a `Checkpointer`.
             saved_step: Of the last checkpoint that it has committed; None: none.
         """
-        if saved_step is not None:
-            self.num_in_vain, self.saved_step = 0, saved_step
-        elif saves and attempt > 0:
+        self.note_saved(saved_step)
+        if saves and attempt > 0 and not self._has_saved:
             self.num_in_vain += 1
+        self._has_saved = False
+
+    def note_saved(self, saved_step: int | None) -> None:
+        """An attempt goes on with other hosts; what it has committed before, if anything."""
+        if saved_step is not None:
+            self.num_in_vain, self.saved_step, self._has_saved = 0, saved_step, True
+
+    def standing(self, *, num_restarts: int) -> Standing:
+        """What this host can tell others."""
+        return Standing(num_restarts, self.num_in_vain, self.saved_step, self._has_saved)
+
+    def adopt(self, standing: Standing) -> None:
+        """Go on from what all hosts together know."""
+        self.saved_step, self._has_saved = standing.saved_step, standing.has_saved
+        self.num_in_vain = 0 if standing.has_saved else standing.num_in_vain
 
     @property
     def is_reached(self) -> bool:

@@ -48,6 +48,7 @@ KINDS = {
     "corrupt": "another sign of a gradient, before it is added to the others'",
     "drift": "another value in the first parameter, so that replicas are no longer equal",
     "shape": "one more collective, of a shape that nobody else has",
+    "order": "one more collective, of a kind that nobody else calls there",
 }
 
 
@@ -209,6 +210,8 @@ def _perform(fault: Fault, module: torch.nn.Module | None) -> None:
         _shut_connections()
     elif fault.kind == "shape":
         current().transport.all_reduce(torch.ones(3, 5, 7, device=current().device)).wait()
+    elif fault.kind == "order":
+        current().transport.broadcast(torch.ones(1, device=current().device), src=fault.rank).wait()
     elif module is not None:
         parameter = next(p for p in module.parameters() if p.requires_grad)
         if fault.kind == "drift":

@@ -282,6 +282,7 @@ class BucketExchange:
         """See `Exchange.set_hook`."""
         self.hook = hook
         self._hooks = HookQueue(hook)
+        self._policy = hook.suit(self._policy, self._header.tensor.device)
         self._build(self.layout)
 
     def set_uneven(self, uneven: Uneven | None) -> None:

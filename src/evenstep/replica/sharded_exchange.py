@@ -221,6 +221,7 @@ class ShardedExchange(BucketExchange):
             return
         self.hook = hook
         self._hooks = HookQueue(hook)
+        self._policy = hook.suit(self._policy, self._header.tensor.device)
         self._lay_out_again(self.layout)
 
     def set_uneven(self, uneven: Uneven | None) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.hidden_gradient import HiddenGradient
+from evenstep.replica.sharded_bucket import ShardedBucket
 
 SIZES = pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 KINDS = ["SGD", "AdamW", "Adam", "Adagrad", "NAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adafactor"]
@@ -371,6 +374,56 @@ def test_memory_is_divided_by_the_number_of_ranks(ranks, fresh_seed, nproc):
         assert gradients <= 1.1 * parameters / nproc + lent
 
 
+class Backwards(nn.Module):
+    """Layers that are used in the opposite of the order in which they are registered, behind a sparse embedding."""
+
+    def __init__(self, num_layers: int, width: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+        self.rows = nn.Embedding(8, width, sparse=True)
+
+    def forward(self, symbols: torch.Tensor) -> torch.Tensor:
+        x = self.rows(symbols)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x
+
+
+def laid_out_again(seed: int, stage2: bool) -> tuple[int, int, int]:
+    """(bytes of buckets and parameters before, the most while they are laid out again, of one bucket)."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Backwards(12, 256, seed), bucket_cap_mb=0.3, first_bucket_cap_mb=0.3)
+    dense = list(model.module.layers.parameters())
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, dense, shard_gradients=stage2)
+    arena = model.engine.transport._exchange.arena
+    layout, before, most = model.engine.exchange.layout, arena.used_bytes, 0
+
+    build = ShardedBucket.__init__
+
+    def watched(*args: object, **kwargs: object) -> None:
+        nonlocal most
+        build(*args, **kwargs)
+        most = max(most, arena.used_bytes)
+
+    with mock.patch.object(ShardedBucket, "__init__", watched):
+        model(torch.arange(world.rank, world.rank + 3)).square().mean().backward()
+    assert model.engine.exchange.layout != layout
+    assert model.module.rows.weight.grad is not None, "no bucket's, and not lost"
+    values = [p.detach().clone() for p in dense]
+    optimizer.step()
+    assert all(not torch.equal(p, value) for p, value in zip(dense, values, strict=True))
+    return before, most, max(bucket.values.nbytes for bucket in model.engine.buckets if bucket.values is not None)
+
+
+def test_buckets_are_laid_out_again_one_by_one(ranks, fresh_seed):
+    """All at once, memory would hold parameters and gradients twice: the largest peak of a training."""
+    for stage2 in (False, True):
+        for before, most, bucket in ranks.run(laid_out_again, 2, fresh_seed, stage2):
+            assert 2 * 12 * (256 << 10) // (1 + stage2) <= before, "the buckets are in shared memory"
+            assert most <= before + 2 * bucket + 65536
+
+
 def over_gloo(seed: int) -> list[float]:
     world = evenstep.World.from_process_group(transport="gloo", device="cpu")
     assert world.transport_name == "gloo"
@@ -401,6 +454,49 @@ def test_over_gloo(ranks, fresh_seed):
     expected = ranks.run(over_shared_memory, 1, fresh_seed)[0]
     for found in [*ranks.run(over_gloo, 3, fresh_seed), *ranks.run(over_shared_memory, 3, fresh_seed)]:
         assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
+def muon(seed: int) -> int:
+    """Matrices with Muon, whose step needs them whole, the rest with AdamW. How often hooks of all optimizers ran."""
+    world = evenstep.init(quiet=True)
+    models, optimizers = [], []
+    for sharded in (True, False):
+        torch.manual_seed(seed)
+        model = evenstep.DistributedDataParallel(nn.Sequential(*(nn.Linear(20, 20) for _ in range(5))))
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if p.dim() < 2]
+        kinds = [(torch.optim.Muon, matrices), (torch.optim.AdamW, rest)]
+        models.append(model)
+        optimizers.append(
+            [
+                evenstep.ShardedOptimizer(model, kind, params, lr=0.02) if sharded else kind(params, lr=0.02)
+                for kind, params in kinds
+            ]
+        )
+    momentum = sum(p.nbytes for p in models[0].parameters() if p.dim() == 2)
+    torch.manual_seed(seed + world.rank)
+    stepped: list[object] = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(optimizer))
+    try:
+        for _ in range(5):
+            x = torch.randn(8, 20)
+            for model, several in zip(models, optimizers, strict=True):
+                model(x).square().mean().backward()
+                for optimizer in several:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    finally:
+        handle.remove()
+    for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        # Adamw's fused step, over stretches that end elsewhere, rounds otherwise than torch's usual one.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if ours.dim() == 2 else 1e-6, msg=name)
+    assert optimizers[0][0].state_bytes <= momentum * -(-5 // world.world_size) / 5
+    return len(stepped)
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_muon_has_whole_matrices_and_a_part_of_the_state(ranks, fresh_seed, nproc):
+    assert ranks.run(muon, nproc, fresh_seed) == [5 * 4] * nproc
 
 
 def several_optimizers(seed: int) -> None:

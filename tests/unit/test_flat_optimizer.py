@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
@@ -121,6 +122,24 @@ def test_zeroing_costs_a_call_and_not_one_per_parameter():
     model(torch.randn(2, 8)).sum().backward()  # autograd adds where the zeros are: nothing has to be copied
     assert [p.grad.data_ptr() for p in model.parameters()] == grads
     flat.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_one_to_hooks_and_profilers(kind: str):
+    """The optimizer inside would else call everybody's hooks once more, before values are where they belong."""
+    _, (model, optimizer) = twins(kind)
+    flat = evenstep.fuse(optimizer)
+    told: list[object] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda stepped, *_: told.append(stepped)),
+        register_optimizer_step_post_hook(lambda stepped, *_: told.append(stepped)),
+    ]
+    try:
+        train(model, flat, 0)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert [each is flat for each in told] == [True] * 2 * 5
 
 
 def test_what_cant_be_fused_is_named():

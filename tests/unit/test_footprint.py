@@ -111,13 +111,13 @@ def test_formulas_by_hand() -> None:
     one, ddp, sharded, second, fsdp = footprints(sizes, [4])
     mib = 1 << 20
     assert (one.parameters, one.gradients, one.optimizer) == (2 * mib + 104, 2 * mib + 4, 4 * mib + 8)
-    # The small parameter takes a line of 64 bytes; it comes first, then nothing else fits into 1 MiB.
-    assert (ddp.parameters, ddp.gradients, ddp.passing) == (2 * mib + 104, 2 * mib + 64, 2 * mib)
+    # The small parameter takes a line of 64 bytes; it comes first, and the next one travels with it.
+    assert (ddp.parameters, ddp.gradients, ddp.passing) == (2 * mib + 104, 2 * mib + 64, mib + 64)
     assert sharded.gradients == 2 * mib + 256  # equal shards of whole lines
     assert sharded.parameters == 2 * mib + 256 + 100
     assert sharded.optimizer == pytest.approx(mib, rel=1e-3)
     assert second.gradients == sharded.gradients // 4
-    assert second.passing == 3 * 2 * mib
+    assert second.passing == 3 * (mib + 256)
     assert fsdp.parameters == 2 * 128 * 512 * 4 + 4 + 100
     assert fsdp.optimizer == pytest.approx(mib, rel=1e-3)
     assert {row.activations for row in (one, ddp, sharded, second, fsdp)} == {5000}

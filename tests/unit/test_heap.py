@@ -54,3 +54,31 @@ def test_what_the_user_has_set_stays() -> None:
     with exported({"MALLOC_TRIM_THRESHOLD_": "131072"}):
         told, _ = _faults("keep")
     assert told == "False"
+
+
+_GIVE_BACK = """
+import torch
+from pathlib import Path
+from evenstep.heap import give_back_freed_memory, keep_freed_memory
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+keep_freed_memory()
+before = resident()
+blocks = [torch.ones(4 << 20) for _ in range(6)]
+last = torch.ones(1 << 10)  # at the end of the heap
+del blocks
+kept = resident() - before
+give_back_freed_memory()
+print(kept, resident() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the thresholds are glibc's")
+def test_what_will_not_be_used_again_is_given_back() -> None:
+    ran = subprocess.run([sys.executable, "-c", _GIVE_BACK], capture_output=True, text=True, timeout=120, check=True)
+    kept, left = map(int, ran.stdout.split())
+    if kept < 5 * (16 << 20):
+        pytest.skip("this C library keeps nothing")
+    assert left < 1 << 20, f"{left:,} bytes of {kept:,} are still there"

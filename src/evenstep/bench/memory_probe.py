@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from evenstep.bench.footprint import Sizes
 from evenstep.bench.scratch import Scratch
 from evenstep.errors import UsageError
+from evenstep.optim.divided import DividedOptimizer
 from evenstep.replica.layout import ParameterSpec
 
 NUM_STEPS = 3  # states exist after the first, parameters are known in the second, all is counted in the third
@@ -268,7 +269,7 @@ class _Watch:
             "fixed_bytes": storage_bytes(fixed),
             "largest_unit_bytes": largest_unit_bytes(model),
             "parameters": [[list(p.shape), str(p.dtype).removeprefix("torch.")] for p in parameters],
-            "state_bytes": storage_bytes([t for each in self.optimizers.values() for t in state_tensors(each)]),
+            "state_bytes": self._count_state(),
             "gradient_bytes": self.gradient_bytes,
             "activation_bytes": self.saved.peak,
             "num_samples": self.batch,
@@ -276,6 +277,13 @@ class _Watch:
         }
         self.out.write_text(json.dumps(told))
         raise SystemExit(0)
+
+    def _count_state(self) -> int:
+        """Bytes; an optimizer that steps flat memory, or a shard, keeps its state elsewhere than torch's do."""
+        flat = [each for each in self.optimizers.values() if isinstance(each, DividedOptimizer)]
+        plain = [each for each in self.optimizers.values() if not isinstance(each, DividedOptimizer)]
+        of_plain = storage_bytes([tensor for each in plain for tensor in state_tensors(each)])
+        return of_plain + sum(each.state_bytes for each in flat)
 
     def _is_first(self, optimizer: Optimizer) -> bool:
         return next(iter(self.optimizers)) == id(optimizer)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, optim
 
 from evenstep import world as worlds
-from evenstep.optim.kinds import choose_fused
+from evenstep.optim.kinds import choose_fused, step_without_hooks
 from evenstep.optim.runs import Run, State, build_runs
 from evenstep.optim.shards import Shard
 from evenstep.replica.bucket import view_like
+from evenstep.replica.host_copy import HostCopy
 from evenstep.replica.layout import Sharding
 from evenstep.replica.sharded_bucket import ShardedBucket
 from evenstep.replica.sharded_exchange import Follower
@@ -72,7 +73,11 @@ class ElementDivision:
         self._groups = groups
         self._world = world
         self._master = master
+        self._buckets: list[ShardedBucket] = []
+        self._host_copy: HostCopy | None = None
         self._runs: list[Run] = []
+        self._are_set = False  # whether every run's gradient is its part of the shard
+        self._inner: optim.Optimizer
         self.take_up({})
         exchange.follow(self)
 
@@ -90,7 +95,7 @@ class ElementDivision:
 
     def step(self, groups: Groups) -> None:
         """Collective: step this rank's shards, and give every rank the values of all."""
-        host_copy = next((bucket.host_copy for bucket in self._buckets), None)
+        host_copy = self._host_copy
         if host_copy is None:
             for bucket in self._buckets:
                 bucket.keep_hold()
@@ -101,13 +106,12 @@ class ElementDivision:
                 own["fused"] = False  # torch's fused SGD knows only parameters that all begin, or none
         if host_copy is not None:
             host_copy.open(next((name for bucket in self._buckets if (name := bucket.replaced())), None))
-        self._inner.step()
-        works = []
-        for run in self._runs:
-            if run.has_master:
-                run.bucket.own[run.begin : run.end].copy_(run.values)
-        for bucket in self._buckets:
-            works.append(bucket.start_gather())
+        step_without_hooks(self._kind)(self._inner)
+        if self._master:
+            for run in self._runs:
+                if run.has_master:
+                    run.bucket.own[run.begin : run.end].copy_(run.values)
+        works = [bucket.start_gather() for bucket in self._buckets]
         for bucket, work in zip(self._buckets, works, strict=True):
             work.wait()
             bucket.finish_gather()
@@ -116,6 +120,9 @@ class ElementDivision:
 
     def _set_gradients(self) -> None:
         held = {bucket.layout.index: bucket.held() for bucket in self._buckets}
+        are_all_held = all(all(each) for each in held.values())
+        if are_all_held and self._are_set:
+            return  # the usual step: every run's gradient is its part of the shard, as in the step before
         runs: list[Run] = []
         was_cut = False
         for run in self._runs:
@@ -136,6 +143,7 @@ class ElementDivision:
         for run in runs:
             is_held = held[run.bucket.layout.index][run.pieces[0].index]
             run.values.grad = self._gradient(run) if is_held else None
+        self._are_set = are_all_held and all(run.bucket.shard.dtype is run.values.dtype for run in runs)
 
     def _begins_in_part(self, own: Mapping[str, Any]) -> bool:
         """Whether some tensors of a group have a momentum already, and others will get theirs in this step."""
@@ -169,6 +177,12 @@ class ElementDivision:
                 self._gather(bucket, key, getattr(torch, name), wholes, told)
         return wholes
 
+    def forget(self) -> None:
+        """Hold nothing of the buckets until `take_up`."""
+        self._buckets, self._runs, self._host_copy = [], [], None
+        self._inner.param_groups.clear()
+        self._inner.state.clear()
+
     def take_up(self, kept: Mapping[int, State]) -> None:
         """Keep a state, cut to this rank's shards.
 
@@ -176,6 +190,8 @@ class ElementDivision:
             kept: By index of the parameter, with tensors of the parameter's shape.
         """
         self._buckets = [b for b in self._exchange.sharded_buckets if _owner_of(b) == self.owner]
+        self._host_copy = next((bucket.host_copy for bucket in self._buckets), None)
+        self._are_set = False
         shardings = self._exchange.shardings
         self._runs = [
             run

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, optim
@@ -30,6 +30,13 @@ _FUSED: dict[str, tuple[type[optim.Optimizer], ...]] = {
     "cuda": (optim.SGD, optim.Adam, optim.AdamW),
 }
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})  # state that is one number, also of a parameter of one number
+
+
+def _nothing(_: Any) -> None:
+    """Somebody's step."""
+
+
+_AROUND: Any = optim.Optimizer.profile_hook_step(_nothing)  # what torch puts around a step
 
 
 def is_elementwise(kind: type[optim.Optimizer]) -> bool:
@@ -94,6 +101,16 @@ def choose_fused(
         return False
     chosen = options.get("fused") is not None or options.get("foreach") is not None
     return not (chosen or options.get("differentiable") or options.get("capturable"))
+
+
+def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[[Any], object]:
+    """The step of a class that torch has made an optimizer of, without what torch has put around it.
+
+    That calls hooks, and tells the profiler. An optimizer inside another one would have it twice, for one step.
+    """
+    step: Any = kind.step
+    is_wrapped = getattr(step, "__code__", None) is _AROUND.__code__
+    return cast("Callable[[Any], object]", step.__wrapped__ if is_wrapped else step)
 
 
 def is_divided(key: str, value: Any, parameter: Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
+from evenstep.optim.kinds import step_without_hooks
 from evenstep.optim.runs import State
 from evenstep.optim.shards import Shard
 from evenstep.replica.bucket import view_like
@@ -71,7 +72,7 @@ class WholeDivision:
         self._keep_hold()
         for group, own in zip(groups, self._inner.param_groups, strict=True):
             own.update((key, value) for key, value in group.items() if key not in ("params", "param_names"))
-        self._inner.step()
+        step_without_hooks(self._kind)(self._inner)
         if self._world.world_size == 1:
             return
         for work in [self._world.transport.broadcast(flat, owner) for owner, flat in self._flats]:

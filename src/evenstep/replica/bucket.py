@@ -86,7 +86,7 @@ class Bucket:
         """Whether all that the views show is zero."""
         return not self.flat.any()
 
-    def pack(self, divide_by: float = 1.0) -> None:
+    def pack(self, divide_by: float = 1.0) -> Sequence[Tensor]:
         """Make the flat tensor hold this rank's gradients, and the gradients views of it.
 
         Gradients that are such views already are where they belong; the others are copied in one batch; where there
@@ -94,10 +94,14 @@ class Bucket:
 
         Args:
             divide_by: What the gradients are divided by on their way.
-        """
-        self._pack(self.views, divide_by)
 
-    def _pack(self, shown: Sequence[Tensor | None], divide_by: float) -> None:
+        Returns:
+            What was copied, of those parameters whose `grad` isn't None, if that is all, and if each is worth a look
+            of its own; else nothing. These stay as they are while the flat tensor travels.
+        """
+        return self._pack(self.views, divide_by)
+
+    def _pack(self, shown: Sequence[Tensor | None], divide_by: float) -> Sequence[Tensor]:
         """`pack`; what there is in `p.grad` becomes what is given for its slot."""
         grads = [parameter.grad for parameter in self.parameters]
         into: list[Tensor] = []
@@ -115,6 +119,7 @@ class Bucket:
         for parameter, grad, instead in zip(self.parameters, grads, shown, strict=True):
             if grad is not None and grad is not instead:
                 parameter.grad = instead
+        return what if self._is_coarse and not there else ()
 
     def _fill(self, into: list[Tensor], what: list[Tensor], there: list[Tensor], divide_by: float) -> None:
         """Copy gradients to their views, and divide them and those that are there."""
@@ -226,12 +231,13 @@ class CastBucket(Bucket):
         """See `Bucket.is_zero`."""
         return not self._own.any()
 
-    def pack(self, divide_by: float = 1.0) -> None:
-        """See `Bucket.pack`; divided in the dtype in which it is added."""
+    def pack(self, divide_by: float = 1.0) -> Sequence[Tensor]:
+        """See `Bucket.pack`; divided in the dtype in which it is added. What is finite before may not be in that."""
         super().pack()
         self.flat.copy_(self._own)
         if divide_by != 1.0:
             self.flat.div_(divide_by)
+        return ()
 
     def unpack(self) -> None:
         """See `Bucket.unpack`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from evenstep.errors import ConfigurationError
+from evenstep.replica.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
 
 if TYPE_CHECKING:
     from evenstep.replica.bucket import Bucket
@@ -47,6 +48,21 @@ class CommHook:
             ) from None
         except ValueError:
             pass  # a builtin without a signature
+
+    def runs_one_by_one(self, device: torch.device) -> bool:
+        """Whether the hook has one bucket at a time: see `HookQueue`."""
+        return device.type == "cpu" and self.function not in _ONE_COLLECTIVE
+
+    def suit(self, policy: BucketPolicy, device: torch.device) -> BucketPolicy:
+        """The policy for buckets that are handed to this hook, when they are next laid out. Pure.
+
+        A small first bucket lets the exchange begin early. Where buckets go one by one, each of them several round
+        trips, it holds up those behind it.
+        """
+        first, *others = policy.caps_bytes
+        if not self.runs_one_by_one(device) or not others or first != DEFAULT_FIRST_BUCKET_BYTES:
+            return policy
+        return replace(policy, caps_bytes=tuple(others))
 
     def start(self, bucket: Bucket, *, is_last: bool) -> torch.futures.Future[Tensor]:
         """Call the hook on a bucket that is complete."""
@@ -84,8 +100,7 @@ class HookQueue:
     def advance(self) -> None:
         """Begin what may begin now."""
         while self._waiting:
-            on_cpu = self._waiting[0].bucket.flat.device.type == "cpu"
-            one_by_one = on_cpu and self._hook.function not in _ONE_COLLECTIVE
+            one_by_one = self._hook.runs_one_by_one(self._waiting[0].bucket.flat.device)
             if one_by_one and self._running is not None and not self._running.is_completed():
                 return
             self._running = self._waiting.popleft()

@@ -282,6 +282,7 @@ class BucketExchange:
         """See `Exchange.set_hook`."""
         self.hook = hook
         self._hooks = HookQueue(hook)
+        self._policy = hook.suit(self._policy, self._header.tensor.device)
         self._build(self.layout)
 
     def set_uneven(self, uneven: Uneven | None) -> None:
@@ -315,12 +316,15 @@ class BucketExchange:
             self._recorder.mark(action.bucket)
             self._make_room(bucket)
             divides_first = self._divides_first(bucket, is_weighted=kind is Kind.WEIGHTED)
-            bucket.pack(self._world.world_size if divides_first else 1.0)
+            copied = bucket.pack(self._world.world_size if divides_first else 1.0)
             if self.lanes is not None:
                 self.lanes.add_to(bucket)
-            if self.looker is not None:
+                copied = ()
+            if self.looker is not None and not copied:
                 self.looker.look(bucket)
             bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)
+            if self.looker is not None and copied:
+                self.looker.look(bucket, copied)  # while the bucket travels
 
     def _divides_first(self, bucket: Bucket, *, is_weighted: bool) -> bool:
         """Whether every rank divides by the number of ranks before the sum.

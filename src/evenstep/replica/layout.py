@@ -74,7 +74,7 @@ class BucketPolicy:
 
     Attributes:
         caps_bytes: Cap of the first bucket of each device and dtype, of the second, and so on; the last holds for all
-            that follow. A larger parameter has a bucket to itself.
+            that follow. Only the last parameter of a bucket may exceed it, and only if it begins before its half.
         reduce_dtype: The dtype in which gradients of real floating-point parameters are added over ranks; None: the
             parameters' own.
     """
@@ -154,19 +154,14 @@ def plan_layout(
     for turn, index in enumerate(order):
         spec = specs[index]
         key = (spec.device, spec.dtype, spec.sharding)
-        bucket = open_buckets.get(key)
         padded = _padded_numel(spec)
-        if (
-            bucket is not None
-            and bucket.parameters
-            and (bucket.numel + padded) * spec.reduce_dtype.itemsize > bucket.cap_bytes
-        ):
+        bucket = open_buckets.setdefault(key, _OpenBucket(policy, 0))
+        if not bucket.has_room(padded * spec.reduce_dtype.itemsize):
             closed.append(bucket)
             bucket = open_buckets[key] = _OpenBucket(policy, bucket.turn + 1)
-        elif bucket is None:
-            bucket = open_buckets[key] = _OpenBucket(policy, 0)
         bucket.parameters.append(index)
         bucket.numel += padded
+        bucket.num_bytes += padded * spec.reduce_dtype.itemsize
         bucket.last_turn = turn
     closed.extend(open_buckets.values())
     closed.sort(key=lambda bucket: bucket.last_turn)
@@ -199,7 +194,17 @@ class _OpenBucket:
         self.cap_bytes = policy.cap_bytes(turn)
         self.parameters: list[int] = []
         self.numel = 0
+        self.num_bytes = 0
         self.last_turn = 0
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether another parameter belongs here.
+
+        A bucket that is half empty takes one that doesn't fit, too. A bias would else travel by itself, for want of
+        room beside its weight, and that weight would wait for what comes after it.
+        """
+        is_half_empty = 2 * self.num_bytes < self.cap_bytes
+        return not self.parameters or is_half_empty or self.num_bytes + num_bytes <= self.cap_bytes
 
 
 def _padded_numel(spec: ParameterSpec) -> int:

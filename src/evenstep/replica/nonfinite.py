@@ -75,9 +75,12 @@ class NonFiniteGuard:
         self._sums: list[Tensor] = []  # 0-dim: finite if everything is
         self._peaks: list[tuple[Sequence[str], Tensor]] = []  # (names, [n] largest absolute values)
 
-    def look(self, bucket: Bucket) -> None:
-        """At a bucket that holds this rank's gradients, before it travels."""
-        self._look([bucket.flat], lambda: (bucket.names, bucket.sent_views))
+    def look(self, bucket: Bucket, copied: Sequence[Tensor] = ()) -> None:
+        """At a bucket that holds this rank's gradients, before it travels, or at what was copied into it."""
+        if copied:
+            self._look(copied, lambda: (_names_of_copied(bucket), copied))
+        else:
+            self._look([bucket.flat], lambda: (bucket.names, bucket.sent_views))
 
     def look_at_gradients(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """At the gradients of parameters that travel in no bucket; those that have none are passed over."""
@@ -213,19 +216,28 @@ class OwnWatch(SumWatch):
     def watch(self, flat: Tensor, layout: BucketLayout, names: Sequence[str]) -> None:
         """Nothing: the sums come too late to tell whose fault it is."""
 
-    def look(self, bucket: Bucket) -> None:
-        """At a bucket that holds this rank's gradients, before it travels. One pass at the speed of the memory."""
+    def look(self, bucket: Bucket, copied: Sequence[Tensor] = ()) -> None:
+        """At a bucket that holds this rank's gradients, before it travels, or at what was copied into it.
+
+        One pass at the speed of the memory.
+        """
         flat = bucket.flat
         if self._is_off or not flat.is_floating_point() or (self._findings and self._first != self._window):
             return
         with torch.no_grad():
-            if math.isfinite(flat.sum(dtype=_wide(flat)).item()):
+            if all(math.isfinite(each.sum(dtype=_wide(each)).item()) for each in copied or [flat]):
                 return
-            views = zip(bucket.names, bucket.sent_views, strict=True)
-            bad = {(self._world.rank, name) for name, view in views if not bool(torch.isfinite(view).all())}
+            names = _names_of_copied(bucket) if copied else bucket.names
+            both = zip(names, copied or bucket.sent_views, strict=True)
+            bad = {(self._world.rank, name) for name, each in both if not bool(torch.isfinite(each).all())}
         if bad:  # else a large total of finite numbers
             self._first = self._window
             self._findings |= bad
+
+
+def _names_of_copied(bucket: Bucket) -> list[str]:
+    """Of what `Bucket.pack` has copied."""
+    return [name for name, p in zip(bucket.names, bucket.parameters, strict=True) if p.grad is not None]
 
 
 def _has_scaler() -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from evenstep.errors import UsageError
 from evenstep.health.telemetry import Recorder
+from evenstep.heap import give_back_freed_memory
 from evenstep.replica.bucket import Bucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.exchange import BucketExchange
@@ -38,6 +39,9 @@ class Follower(Protocol):
 
     def let_go(self) -> Any:
         """Collective: the layout is about to change. What is returned comes back in `take_up`."""
+
+    def forget(self) -> None:
+        """Between these two: hold nothing of the buckets any more, whose memory is needed."""
 
     def take_up(self, kept: Any) -> None:
         """Collective: the layout has changed."""
@@ -79,10 +83,8 @@ class ShardedExchange(BucketExchange):
         self._order: Sequence[int] = ()
         self._host_copy = HostCopy(world, transport)
         self._in_common: dict[int, Tensor] = {}
-        reduced = [parameter.grad for parameter in parameters]
+        self._reduced: list[Tensor | None] = [parameter.grad for parameter in parameters]  # what new buckets take
         super().__init__(names, parameters, num_dense, world, policy, module_buffers, recorder, transport)
-        for bucket in self.buckets:
-            bucket.take(reduced)
         if hook is not None:
             self.set_hook(hook)
 
@@ -136,6 +138,7 @@ class ShardedExchange(BucketExchange):
         if self._in_common:
             self._host_copy.close()
             self._in_common = {}
+        give_back_freed_memory()  # the parameters', which have moved to their buckets
 
     def _allocate_in_common(self, layout: Layout) -> dict[int, Tensor]:
         """Collective: by number of the bucket, memory for parameters of which a host has one copy."""
@@ -147,6 +150,13 @@ class ShardedExchange(BucketExchange):
         return dict(zip(sizes, self._host_copy.allocate(list(sizes.values())), strict=True)) if sizes else {}
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
+        bucket = self._build_empty(layout, allocator)
+        bucket.take(self._reduced)
+        for slot in layout.slots:
+            self._reduced[slot.parameter] = None
+        return bucket
+
+    def _build_empty(self, layout: BucketLayout, allocator: Transport) -> Bucket:
         if layout.sharding is None:
             return super()._build_bucket(layout, allocator)
         lent = None
@@ -183,17 +193,21 @@ class ShardedExchange(BucketExchange):
             self._host_copy.open(next((name for each in shared if (name := each.replaced())), None))
         followers = [follower for follower in (each() for each in self._followers) if follower is not None]
         kept = [(follower, follower.let_go()) for follower in followers]
+        for follower in followers:
+            follower.forget()
+        # Bucket by bucket: memory would else hold all gradients three times for a moment, and all parameters twice.
         reduced: list[Tensor | None] = [parameter.grad for parameter in self._parameters]
-        for bucket in self.sharded_buckets:
-            for slot, whole in zip(bucket.layout.slots, bucket.whole_gradients(), strict=True):
-                reduced[slot.parameter] = whole
-        # Let go of the old buckets before there are new ones: for a moment memory would hold all gradients three times.
-        for parameter in self._parameters:
-            parameter.grad = None
-        self.buckets, self._borrowers = [], {}
+        before, self.buckets, self._borrowers = [*self.buckets], [], {}
+        while before:
+            bucket = before.pop()
+            if isinstance(bucket, ShardedBucket):
+                for slot, whole in zip(bucket.layout.slots, bucket.whole_gradients(), strict=True):
+                    reduced[slot.parameter] = whole
+            for parameter in bucket.parameters:
+                parameter.grad = None
+            del bucket
+        self._reduced = reduced
         self._build(layout)
-        for each in self.buckets:
-            each.take(reduced)
         for follower, state in kept:
             follower.take_up(state)
 
@@ -221,6 +235,7 @@ class ShardedExchange(BucketExchange):
             return
         self.hook = hook
         self._hooks = HookQueue(hook)
+        self._policy = hook.suit(self._policy, self._header.tensor.device)
         self._lay_out_again(self.layout)
 
     def set_uneven(self, uneven: Uneven | None) -> None:

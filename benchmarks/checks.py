@@ -6,9 +6,9 @@
 A difference of half a percent can't be measured between two runs on a busy machine; counts and unit costs can. Counted
 on rank 0 are the marks on the progress page, the telemetry's, the comparison of what ranks call (fingerprints), the
 look for slow ranks, at sums that aren't finite (in the step itself; the least of the steps), and the digests by which
-replicas are compared (a whole round of them). Over Gloo the look is at all that a rank is about to send, and there
-are no fingerprints. All, the step too, are the least of several. The launcher's own work is measured apart: what one of
-its looks costs, ten times a second at most, on any core.
+replicas are compared (a whole round of them). Over Gloo the look is at all that a rank is about to send, as it is
+packed, and there are no fingerprints. All, the step too, are the least of several. The launcher's own work is measured
+apart: what one of its looks costs, ten times a second at most, on any core.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from evenstep.health.blame import read_reports
 from evenstep.health.budgets import Budgets, find_late
 from evenstep.health.telemetry import Recorder
 from evenstep.launcher.watch import observe
+from evenstep.replica import bucket
 from evenstep.replica.drift import DEFAULT_EVERY, DriftWatch
 from evenstep.replica.nonfinite import OwnWatch
 from evenstep.transport import reduction
@@ -53,7 +54,7 @@ COUNTED: dict[str, list[tuple[Any, str]]] = {
 TIMED: dict[str, list[tuple[Any, str]]] = {
     "fingerprints": [(Exchange, "_read_headers")],
     "sums": [(reduction, "check_sum")],
-    "own gradients": [(OwnWatch, "look")],
+    "own gradients": [(bucket, "total_of"), (OwnWatch, "look")],
 }
 
 

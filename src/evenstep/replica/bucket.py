@@ -86,7 +86,7 @@ class Bucket:
         """Whether all that the views show is zero."""
         return not self.flat.any()
 
-    def pack(self, divide_by: float = 1.0) -> Sequence[Tensor]:
+    def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
         """Make the flat tensor hold this rank's gradients, and the gradients views of it.
 
         Gradients that are such views already are where they belong; the others are copied in one batch; where there
@@ -94,14 +94,12 @@ class Bucket:
 
         Args:
             divide_by: What the gradients are divided by on their way.
-
-        Returns:
-            What was copied, of those parameters whose `grad` isn't None, if that is all, and if each is worth a look
-            of its own; else nothing. These stay as they are while the flat tensor travels.
+            totals: Filled with sums of all elements, for who looks whether one of them isn't finite; large gradients
+                are added up as soon as they have been copied, while they are in the cache.
         """
-        return self._pack(self.views, divide_by)
+        self._pack(self.views, divide_by, totals)
 
-    def _pack(self, shown: Sequence[Tensor | None], divide_by: float) -> Sequence[Tensor]:
+    def _pack(self, shown: Sequence[Tensor | None], divide_by: float, totals: list[float] | None) -> None:
         """`pack`; what there is in `p.grad` becomes what is given for its slot."""
         grads = [parameter.grad for parameter in self.parameters]
         into: list[Tensor] = []
@@ -115,29 +113,44 @@ class Bucket:
             else:
                 into.append(view)
                 what.append(grad)
-        self._fill(into, what, there, divide_by)
+        self._fill(into, what, there, divide_by, totals)
         for parameter, grad, instead in zip(self.parameters, grads, shown, strict=True):
             if grad is not None and grad is not instead:
                 parameter.grad = instead
-        return what if self._is_coarse and not there else ()
 
-    def _fill(self, into: list[Tensor], what: list[Tensor], there: list[Tensor], divide_by: float) -> None:
+    def _fill(
+        self,
+        into: list[Tensor],
+        what: list[Tensor],
+        there: list[Tensor],
+        divide_by: float,
+        totals: list[float] | None,
+    ) -> None:
         """Copy gradients to their views, and divide them and those that are there."""
         if (
-            divide_by != 1.0
-            and self._is_coarse
+            self._is_coarse
+            and (divide_by != 1.0 or totals is not None)
             and all(grad.layout is torch.strided and grad.dtype is self.flat.dtype for grad in what)
         ):
             with torch.no_grad():
                 for view, grad in zip(into, what, strict=True):
-                    torch.div(grad, divide_by, out=view)
-                if there:
+                    if divide_by != 1.0:
+                        torch.div(grad, divide_by, out=view)
+                    else:
+                        view.copy_(grad)
+                    if totals is not None:
+                        totals.append(total_of(view))
+                if there and divide_by != 1.0:
                     torch._foreach_div_(there, divide_by)
+                if totals is not None:
+                    totals += map(total_of, there)
             return
         if into:
             self._copy(into, what)
         if divide_by != 1.0:
             self.flat.div_(divide_by)
+        if totals is not None:
+            totals.append(total_of(self.flat))
 
     def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
         """Start adding the flat tensor over ranks, or whatever a communication hook does instead."""
@@ -231,17 +244,24 @@ class CastBucket(Bucket):
         """See `Bucket.is_zero`."""
         return not self._own.any()
 
-    def pack(self, divide_by: float = 1.0) -> Sequence[Tensor]:
+    def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
         """See `Bucket.pack`; divided in the dtype in which it is added. What is finite before may not be in that."""
         super().pack()
         self.flat.copy_(self._own)
         if divide_by != 1.0:
             self.flat.div_(divide_by)
-        return ()
+        if totals is not None:
+            totals.append(total_of(self.flat))
 
     def unpack(self) -> None:
         """See `Bucket.unpack`."""
         self._own.copy_(self.flat)
+
+
+def total_of(values: Tensor) -> float:
+    """The sum of all elements, on the host: not finite if one of them isn't, or if they are very large."""
+    dtype = torch.float32 if values.dtype.itemsize < 4 else values.dtype
+    return values.detach().sum(dtype=dtype).item()
 
 
 def late_gradient(names: Sequence[str]) -> UsageError:

@@ -316,15 +316,13 @@ class BucketExchange:
             self._recorder.mark(action.bucket)
             self._make_room(bucket)
             divides_first = self._divides_first(bucket, is_weighted=kind is Kind.WEIGHTED)
-            copied = bucket.pack(self._world.world_size if divides_first else 1.0)
+            totals = None if self.looker is None or self.lanes is not None else self.looker.room_for_totals(bucket)
+            bucket.pack(self._world.world_size if divides_first else 1.0, totals)
             if self.lanes is not None:
                 self.lanes.add_to(bucket)
-                copied = ()
-            if self.looker is not None and not copied:
-                self.looker.look(bucket)
+            if self.looker is not None:
+                self.looker.look(bucket, totals)
             bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)
-            if self.looker is not None and copied:
-                self.looker.look(bucket, copied)  # while the bucket travels
 
     def _divides_first(self, bucket: Bucket, *, is_weighted: bool) -> bool:
         """Whether every rank divides by the number of ranks before the sum.

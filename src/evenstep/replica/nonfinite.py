@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError, NonFiniteError
-from evenstep.replica.bucket import Bucket
+from evenstep.replica.bucket import Bucket, total_of
 from evenstep.replica.layout import BucketLayout
 from evenstep.transport.base import Transport
 from evenstep.transport.exchange import exchange
@@ -75,12 +75,13 @@ class NonFiniteGuard:
         self._sums: list[Tensor] = []  # 0-dim: finite if everything is
         self._peaks: list[tuple[Sequence[str], Tensor]] = []  # (names, [n] largest absolute values)
 
-    def look(self, bucket: Bucket, copied: Sequence[Tensor] = ()) -> None:
-        """At a bucket that holds this rank's gradients, before it travels, or at what was copied into it."""
-        if copied:
-            self._look(copied, lambda: (_names_of_copied(bucket), copied))
-        else:
-            self._look([bucket.flat], lambda: (bucket.names, bucket.sent_views))
+    def room_for_totals(self, bucket: Bucket) -> list[float] | None:
+        """None: to read sums on the host would wait for a GPU."""
+        return None
+
+    def look(self, bucket: Bucket, totals: Sequence[float] | None = None) -> None:
+        """At a bucket that holds this rank's gradients, before it travels."""
+        self._look([bucket.flat], lambda: (bucket.names, bucket.sent_views))
 
     def look_at_gradients(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """At the gradients of parameters that travel in no bucket; those that have none are passed over."""
@@ -216,28 +217,28 @@ class OwnWatch(SumWatch):
     def watch(self, flat: Tensor, layout: BucketLayout, names: Sequence[str]) -> None:
         """Nothing: the sums come too late to tell whose fault it is."""
 
-    def look(self, bucket: Bucket, copied: Sequence[Tensor] = ()) -> None:
-        """At a bucket that holds this rank's gradients, before it travels, or at what was copied into it.
+    def room_for_totals(self, bucket: Bucket) -> list[float] | None:
+        """For sums of what is packed into a bucket; None where nobody looks at them."""
+        is_late = bool(self._findings) and self._first != self._window
+        return [] if bucket.flat.is_floating_point() and not self._is_off and not is_late else None
 
-        One pass at the speed of the memory.
+    def look(self, bucket: Bucket, totals: Sequence[float] | None = None) -> None:
+        """At a bucket that holds this rank's gradients, before it travels.
+
+        Args:
+            bucket: What will travel.
+            totals: What `Bucket.pack` has added up of it; None: nothing.
         """
-        flat = bucket.flat
-        if self._is_off or not flat.is_floating_point() or (self._findings and self._first != self._window):
+        if totals is None and self.room_for_totals(bucket) is None:
+            return
+        if all(map(math.isfinite, [total_of(bucket.flat)] if totals is None else totals)):
             return
         with torch.no_grad():
-            if all(math.isfinite(each.sum(dtype=_wide(each)).item()) for each in copied or [flat]):
-                return
-            names = _names_of_copied(bucket) if copied else bucket.names
-            both = zip(names, copied or bucket.sent_views, strict=True)
-            bad = {(self._world.rank, name) for name, each in both if not bool(torch.isfinite(each).all())}
+            both = zip(bucket.names, bucket.sent_views, strict=True)
+            bad = {(self._world.rank, name) for name, view in both if not bool(torch.isfinite(view).all())}
         if bad:  # else a large total of finite numbers
             self._first = self._window
             self._findings |= bad
-
-
-def _names_of_copied(bucket: Bucket) -> list[str]:
-    """Of what `Bucket.pack` has copied."""
-    return [name for name, p in zip(bucket.names, bucket.parameters, strict=True) if p.grad is not None]
 
 
 def _has_scaler() -> bool:

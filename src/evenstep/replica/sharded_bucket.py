@@ -154,13 +154,13 @@ class ShardedBucket(Bucket):
         """What this rank has of the sum after `wait`: its shard."""
         return self.shard
 
-    def pack(self, divide_by: float = 1.0) -> Sequence[Tensor]:
+    def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
         """As `Bucket.pack`; what is in `flat` is hidden in `p.grad`, so that the original's memory is free."""
         # Shards are clipped and stepped with the gaps between gradients, so nothing may be left there: neither somebody
         # else's gradients in lent memory, nor a NaN that a clip by a norm of NaN has made of a zero.
         if self._gaps:
             torch._foreach_zero_(self._gaps)
-        return self._pack(self._hidden if self.hides else self.views, divide_by)
+        self._pack(self._hidden if self.hides else self.views, divide_by, totals)
 
     def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
         """Start adding over ranks; what this rank gets is its shard."""

@@ -488,8 +488,9 @@ def muon(seed: int) -> int:
     finally:
         handle.remove()
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        # Adamw's fused step, over stretches that end elsewhere, rounds otherwise than torch's usual one.
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if ours.dim() == 2 else 1e-6, msg=name)
+        # AdamW's fused step, over stretches that end elsewhere, rounds otherwise than torch's usual one; so gradients
+        # differ in the ninth digit, and Muon computes in bfloat16. Divided matrices would be off by the rate, 0.02, and more.
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.01 if ours.dim() == 2 else 1e-4, msg=name)
     assert optimizers[0][0].state_bytes <= momentum * -(-5 // world.world_size) / 5
     return len(stepped)
 
@@ -501,6 +502,7 @@ def test_muon_has_whole_matrices_and_a_part_of_the_state(ranks, fresh_seed, npro
 
 def several_optimizers(seed: int) -> None:
     """Two sharded ones, of different kinds, and a plain one share a model; a hook sees all buckets; bf16 beside."""
+    evenstep.init(quiet=True)
     models, optimizers = [], []
     for sharded in (True, False):
         torch.manual_seed(seed)

@@ -489,7 +489,7 @@ def muon(seed: int) -> int:
         handle.remove()
     for (name, ours), theirs in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         # AdamW's fused step, over stretches that end elsewhere, rounds otherwise than torch's usual one; so gradients
-        # differ in the ninth digit, and Muon computes in bfloat16. Divided matrices would be off by the rate, 0.02, and more.
+        # differ in the ninth digit, and Muon computes in bfloat16. A wrong update is off by the rate, 0.02, or more.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0.01 if ours.dim() == 2 else 1e-4, msg=name)
     assert optimizers[0][0].state_bytes <= momentum * -(-5 // world.world_size) / 5
     return len(stepped)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from evenstep.testing.transport import DTYPES, Coverage, check_transport
 from evenstep.transport import hosts
 from evenstep.transport.choice import open_transports
 from evenstep.transport.fall_through import fall_through
+from evenstep.transport.host_meetings import SMALL_BYTES, Foresight
 from evenstep.transport.several_hosts import SeveralHostsTransport
 
 SHAPES = ((), (0,), (1,), (3, 5), (1021,), (16_385,))
@@ -72,6 +74,71 @@ def test_long_vectors_are_added_in_the_order_of_the_tree(ranks: RankPool, fresh_
     for got, expected, is_right in results:
         assert torch.equal(got, expected)
         assert is_right
+
+
+def repeated(names: str, seed: int) -> tuple[int, int, list[str]]:
+    """The same random calls again and again. How many were foreseen, of how many that can be, and what was wrong."""
+    transport, wrong, can_be = new_transport(names), [], 0
+    draw = random.Random(seed)
+    calls = [
+        (draw.choice([1, 900, 5_000, 5_000, 20_011, 100_003, 262_144, 300_000]), draw.choice(["sum", "mean", "max"]))
+        for _ in range(12)
+    ]
+    for turn in range(4):
+        for number, (numel, op) in enumerate(calls):
+            dtype = torch.float64 if number % 3 else torch.bfloat16
+            generator = torch.Generator().manual_seed(seed + turn)
+            every = [torch.randint(-9, 9, (numel,), generator=generator).to(dtype) for _ in names]
+            mine = every[transport.rank].clone()
+            transport.all_reduce(mine, op).wait()
+            stacked = torch.stack(every).double()
+            expected = stacked.amax(0) if op == "max" else stacked.sum(0) / (len(names) if op == "mean" else 1)
+            if not torch.allclose(mine.double(), expected, rtol=1e-2, atol=1e-2 if op == "mean" else 0):
+                wrong.append(f"turn {turn}, call {number}: {op} of {numel}")
+            can_be += turn > 1 and mine.nbytes > SMALL_BYTES and transport._own_slice(mine).numel() > 0
+    foreseen = transport._meetings.num_foreseen
+    transport.close()
+    return foreseen, can_be, wrong
+
+
+@pytest.mark.parametrize("names", ["aab", "abab", "aabc", "abbab"])
+def test_calls_that_come_again_take_their_data_along(ranks: RankPool, names: str, fresh_seed: int) -> None:
+    told = ranks.run(repeated, len(names), names, fresh_seed)
+    assert [wrong for _, _, wrong in told] == [[]] * len(names)
+    for foreseen, can_be, _ in told:
+        assert foreseen >= can_be
+    assert told[0][1] > 0
+
+
+def disagree_on_what_was_expected() -> str:
+    transport = new_transport("aabb")
+    for _ in range(8):
+        for numel in (5_000, 20_000):
+            transport.all_reduce(torch.ones(numel)).wait()
+    assert transport._meetings.num_foreseen
+    transport.all_reduce(torch.ones(5_000)).wait()
+    with pytest.raises(EvenstepError) as caught:
+        transport.all_reduce(torch.ones(20_000 if transport.rank < 2 else 30_000)).wait()
+    transport.close()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_call_that_was_expected_on_one_host_and_another_on_the_other_is_named(ranks: RankPool) -> None:
+    for text in ranks.run(disagree_on_what_was_expected, 4):
+        assert text.startswith("MismatchError"), text
+        assert "20000" in text
+        assert "30000" in text
+
+
+def test_foresight_knows_what_came_after_the_same_calls() -> None:
+    foresight = Foresight()
+    sequence = [b"a", b"a", b"a", b"h"]  # three buckets of one size, and a header
+    for number in range(40):
+        if number >= 12:  # everything has been seen behind eight calls
+            assert foresight.expected == (sequence[number % 4], number % 4)
+        foresight.happened(sequence[number % 4], number % 4)
+    foresight.happened(b"x", 0)
+    assert foresight.expected is None
 
 
 def disagree() -> str:

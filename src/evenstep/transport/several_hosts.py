@@ -20,8 +20,9 @@ in a ring over the four ranks it crosses 1.5 times.
 All of it runs in a thread of the transport, one call after the other, so that the calls of a host's ranks can't mix.
 A long vector goes piece by piece: while one piece is on the wire, the next is added inside the host.
 
-What ranks of one host disagree on, shared memory notices. Between hosts every call begins with a message of fixed size
-that holds the call's fingerprint, and a short vector along with it; a long one follows when all agree.
+What ranks of one host disagree on, shared memory notices. Between hosts every call begins with a message whose size
+both know, with the call's fingerprint and a short vector; a longer one follows when all agree, or comes along with the
+message where the call was expected (`host_meetings`).
 
 16-bit sums accumulate in 32 bits inside each host and again between them, and are rounded once in the middle.
 """
@@ -33,22 +34,25 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from evenstep.errors import MismatchError, PeerLostError
+from evenstep.errors import PeerLostError
 from evenstep.transport.arguments import Arguments
 from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.call_thread import CallThread
-from evenstep.transport.codec import to_bytes, to_tensor
 from evenstep.transport.fall_through import fall_through
-from evenstep.transport.header import HEADER_USED_BYTES, Fingerprint, explain_mismatch
+from evenstep.transport.header import Fingerprint
+from evenstep.transport.host_meetings import SMALL_BYTES, HostMeetings
 from evenstep.transport.hosts import HostPlan
 from evenstep.transport.reduction import Scratch, plan_arithmetic, plan_slices, reduce_into
 from evenstep.transport.segment import PAGE_BYTES, round_up
 
-_MESSAGE_BYTES = 4096  # the first of every call
-_SMALL_BYTES = _MESSAGE_BYTES - HEADER_USED_BYTES
 _MIN_PIECE_BYTES = 1 << 20  # a shorter one takes longer to start than to send
 _MAX_PIECE_BYTES = 4 << 20
 _PIECES_IN_FLIGHT = 4
+# What may travel with a call's first message: of two hosts each sends as much as otherwise, of more hosts more, in a
+# step less. Never more than a piece, so that all ranks of a host call the same inside, whichever way their lanes go.
+_MAX_FORESEEN_BYTES = _MIN_PIECE_BYTES
+_MAX_FORESEEN_SLICE_BYTES = 32 << 10  # of more than two hosts
+
 
 Steps = Callable[[], None]
 
@@ -87,6 +91,7 @@ class SeveralHostsTransport:
         self._everybody = everybody
         self._arguments = Arguments(self.name, rank, self.world_size)
         self._scratch = Scratch()
+        self._meetings = HostMeetings(lane, plan, self.name)
         self._thread = CallThread("evenstep several hosts", let_go=self._let_go)
 
     @property
@@ -119,7 +124,7 @@ class SeveralHostsTransport:
             source_host, source = self._plan.place_of(src)
             if self._host == source_host:
                 self._inside.broadcast(raw, source).wait()
-            self._meet(number, packed)
+            self._meetings.meet(number, packed)
             slices = plan_slices(raw.numel(), self._plan.num_lanes, 1)
             if self._lane is not None:
                 begin, end = slices[self._local_rank]
@@ -170,7 +175,7 @@ class SeveralHostsTransport:
         into, back = self._arguments.flatten(out)
 
         def steps(number: int, packed: bytes) -> None:
-            met = self._start_meeting(number, packed)
+            met = self._meetings.start(number, packed)
             num_hosts, num_local, numel = len(self._plan.hosts), self._plan.num_lanes, into.numel()
             if numel == 0:
                 met()
@@ -271,10 +276,13 @@ class SeveralHostsTransport:
         flat, back = self._arguments.flatten(tensor)
 
         def steps(number: int, packed: bytes) -> None:
-            if flat.nbytes <= _SMALL_BYTES:
+            if flat.nbytes <= SMALL_BYTES:
                 self._all_reduce_small(number, packed, flat, op)
+            elif self._meetings.expects(packed):
+                self._all_reduce_foreseen(number, packed, flat, op)
             else:
-                self._all_reduce_large(flat, op, self._start_meeting(number, packed))
+                met = self._meetings.start(number, packed, later=self._own_slice(flat).nbytes)
+                self._all_reduce_large(flat, op, met)
 
         return self._launch(collective, tensor, steps, op=op, root=root, back=back)
 
@@ -295,57 +303,40 @@ class SeveralHostsTransport:
 
     # ------------------------------------------------------------------ steps
 
-    def _meet(self, number: int, packed: bytes, payload: Tensor | None = None) -> list[Tensor]:
-        """Compare what the hosts call. Returns every host's payload, in order of host; nothing where there is no lane.
-
-        Raises:
-            MismatchError: They call different things.
-        """
-        return self._start_meeting(number, packed, payload)()
-
-    def _start_meeting(self, number: int, packed: bytes, payload: Tensor | None = None) -> Callable[[], list[Tensor]]:
-        """`_meet`, in two: what this returns waits for the other hosts."""
-        if self._lane is None:
-            return list
-        num_hosts, first = len(self._plan.hosts), len(packed)
-        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-        message[:first] = to_tensor(packed)
-        last = first
-        if payload is not None:
-            last += payload.numel()
-            message[first:last] = payload
-        messages = torch.empty(num_hosts * _MESSAGE_BYTES, dtype=torch.uint8)
-        work = self._lane.all_gather(messages, message)
-
-        def finish() -> list[Tensor]:
-            work.wait()
-            rows = messages.view(num_hosts, _MESSAGE_BYTES)
-            of_hosts = [to_bytes(row[:first]) for row in rows]
-            # Ranks of one host have the same: else shared memory would have said so.
-            of_ranks = [of_hosts[self._plan.place_of(rank)[0]] for rank in range(self.world_size)]
-            problem = explain_mismatch(number, self.name, of_ranks)
-            if problem is not None:
-                raise MismatchError(problem)
-            return [row[first:last] for row in rows]
-
-        return finish
-
     def _gather_lane(self, number: int, packed: bytes, out: Tensor, raw: Tensor) -> None:
         """What every rank of the lane has: bytes."""
-        if raw.numel() <= _SMALL_BYTES:
-            torch.cat(self._meet(number, packed, raw), out=out)
+        if raw.numel() <= SMALL_BYTES:
+            torch.cat(self._meetings.meet(number, packed, raw), out=out)
         else:
-            self._meet(number, packed)
+            self._meetings.meet(number, packed)
             assert self._lane is not None
             self._lane.all_gather(out, raw).wait()
 
     def _all_reduce_small(self, number: int, packed: bytes, flat: Tensor, op: Op) -> None:
         self._inside.all_reduce(flat, _undivided(op)).wait()
-        sums = self._meet(number, packed, flat.view(torch.uint8))
+        sums = self._meetings.meet(number, packed, flat.view(torch.uint8))
         if sums:
-            self._add(flat, [each.clone().view(flat.dtype) for each in sums], op)
+            self._add(flat, [each.view(flat.dtype) for each in sums], op)
         if self._plan.has_idle_ranks(self._host):
             self._inside.broadcast(flat, 0).wait()
+
+    def _own_slice(self, flat: Tensor) -> Tensor:
+        """This lane's slice, if it may travel with a message; else, and where there is no lane, nothing."""
+        begin, end = 0, 0
+        if self._lane is not None:
+            slices = plan_slices(flat.numel(), self._plan.num_lanes, flat.itemsize)
+            is_short = len(self._plan.hosts) == 2 or slices[0][1] * flat.itemsize <= _MAX_FORESEEN_SLICE_BYTES
+            if flat.nbytes <= _MAX_FORESEEN_BYTES and is_short:
+                begin, end = slices[self._local_rank]
+        return flat[begin:end]
+
+    def _all_reduce_foreseen(self, number: int, packed: bytes, flat: Tensor, op: Op) -> None:
+        """As `_all_reduce_large` of one piece, with the slice in the first message."""
+        self._inside.all_reduce(flat, _undivided(op)).wait()
+        mine = self._own_slice(flat)
+        sums = self._meetings.meet(number, packed, mine.view(torch.uint8), later=mine.nbytes)
+        self._add(mine, [each.view(flat.dtype) for each in sums], op)
+        _wait(self._spread(flat, plan_slices(flat.numel(), self._plan.num_lanes, flat.itemsize)))
 
     def _all_reduce_large(self, flat: Tensor, op: Op, met: Callable[[], object]) -> None:
         """Piece by piece; `met`, called once, returns when the hosts have compared what they call."""

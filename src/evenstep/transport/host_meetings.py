@@ -1,0 +1,130 @@
+"""What hosts tell one another at the beginning of every call: what they call, and if they can, the data along with it.
+
+[Note: data that is foreseen]
+
+Gloo can't receive a message whose length it doesn't know, and how long a vector is, another host only knows when it has
+been told. So a call is two exchanges: a message of fixed length that says what is called, and then the vector. But
+training calls the same things again and again. Hosts that have agreed on all calls so far expect the same call next:
+the one that came after the same last `_CONTEXT` calls before. The message is made as long as that one needs, and if it
+comes, one exchange does it all. If another one comes, the message has its fingerprint and nothing worth reading, and
+the data follows as always. Nobody is ever asked what he expects: it follows from what has been agreed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import MismatchError
+from evenstep.transport.base import Transport
+from evenstep.transport.codec import to_bytes, to_tensor
+from evenstep.transport.header import explain_mismatch
+from evenstep.transport.hosts import HostPlan
+from evenstep.transport.segment import round_up
+
+_MESSAGE_BYTES = 4096  # where nothing is expected
+_PAYLOAD_AT = 128  # behind the fingerprint
+SMALL_BYTES = _MESSAGE_BYTES - _PAYLOAD_AT  # so much travels with every message
+_ALIGN_BYTES = 64
+_CONTEXT = 8
+_MAX_CONTEXTS = 4096
+
+
+class Foresight:
+    """What is called next, as far as the calls before tell. Who has the same calls behind him expects the same."""
+
+    def __init__(self) -> None:
+        self._last: deque[bytes] = deque(maxlen=_CONTEXT)
+        self._after: dict[tuple[bytes, ...], tuple[bytes, int]] = {}
+
+    @property
+    def expected(self) -> tuple[bytes, int] | None:
+        """(fingerprint, bytes that can travel with it) of the next call; None if nothing is known."""
+        return self._after.get(tuple(self._last))
+
+    def happened(self, packed: bytes, num_bytes: int) -> None:
+        """A call has been agreed on.
+
+        Args:
+            packed: Its fingerprint.
+            num_bytes: What could have travelled with its message, had it been expected.
+        """
+        if len(self._after) >= _MAX_CONTEXTS:
+            self._after.clear()
+        self._after[tuple(self._last)] = packed, num_bytes
+        self._last.append(packed)
+
+
+class HostMeetings:
+    """The beginnings of the calls of one lane.
+
+    Args:
+        lane: One rank per host, in order of host; None: this rank carries nothing, and meets nobody.
+        plan: Which rank is on which host.
+        name: What the transport is called.
+
+    Attributes:
+        num_foreseen: How many calls had their data in their first message because it was expected.
+    """
+
+    def __init__(self, lane: Transport | None, plan: HostPlan, name: str) -> None:
+        self.num_foreseen = 0
+        self._lane, self._plan, self._name = lane, plan, name
+        self._foresight = Foresight()
+
+    def expects(self, packed: bytes) -> bool:
+        """Whether this call's data can travel with its message."""
+        expected = self._foresight.expected
+        return self._lane is not None and expected is not None and expected[0] == packed and expected[1] > 0
+
+    def meet(self, number: int, packed: bytes, payload: Tensor | None = None, *, later: int = 0) -> list[Tensor]:
+        """Compare what the hosts call. Returns every host's payload, in order of host; nothing where there is no lane.
+
+        Args:
+            number: Of the call.
+            packed: Its fingerprint.
+            payload: Bytes that travel along, the same number on all hosts: at most `SMALL_BYTES`, or `later`
+                where the call is expected.
+            later: How many bytes of this lane could travel along when the call is expected.
+
+        Raises:
+            MismatchError: They call different things.
+        """
+        return self.start(number, packed, payload, later=later)()
+
+    def start(
+        self, number: int, packed: bytes, payload: Tensor | None = None, *, later: int = 0
+    ) -> Callable[[], list[Tensor]]:
+        """`meet`, in two: what this returns waits for the other hosts. It is called before another meeting starts."""
+        if self._lane is None:
+            return list
+        num_hosts, last = len(self._plan.hosts), _PAYLOAD_AT
+        self.num_foreseen += payload is not None and later > 0
+        expected = self._foresight.expected
+        length = _MESSAGE_BYTES
+        if expected is not None:
+            length = max(length, round_up(_PAYLOAD_AT + expected[1], _ALIGN_BYTES))
+        message = torch.zeros(length, dtype=torch.uint8)
+        message[: len(packed)] = to_tensor(packed)
+        if payload is not None:
+            last += payload.numel()
+            message[_PAYLOAD_AT:last] = payload
+        messages = torch.empty(num_hosts * length, dtype=torch.uint8)
+        work = self._lane.all_gather(messages, message)
+
+        def finish() -> list[Tensor]:
+            work.wait()
+            rows = messages.view(num_hosts, length)
+            of_hosts = [to_bytes(row[: len(packed)]) for row in rows]
+            # Ranks of one host have the same: else shared memory would have said so.
+            of_ranks = [of_hosts[self._plan.place_of(rank)[0]] for rank in range(self._plan.world_size)]
+            problem = explain_mismatch(number, self._name, of_ranks)
+            if problem is not None:
+                raise MismatchError(problem)
+            self._foresight.happened(packed, later)
+            return [row[_PAYLOAD_AT:last] for row in rows]
+
+        return finish

@@ -62,8 +62,8 @@ from evenstep.replica.weighting import Kind, Window, divide_by_weight
 from evenstep.transport.base import Transport
 from evenstep.world import World
 
-# What `model.backward` multiplies the loss by, innermost last; no thread-local, since autograd has threads of its own.
-_multiplied_by: list[float | Tensor] = []
+# Weights of `model.backward` and their scales, innermost last; no thread-local, since autograd has threads of its own.
+_multiplied_by: list[tuple[float | Tensor, float]] = []
 
 
 class Engine:
@@ -108,6 +108,7 @@ class Engine:
         self._pass: Pass | None = None
         self._carried: list[tuple[nn.Parameter, Tensor]] = []
         self._ran = self._ran_stand_in = False  # since the last pass, over samples and over a stand-in
+        self._whole_task = -1  # of autograd: the last pass that was a whole window
         self._left_early: str | None = None
         self._broken: str | None = None
 
@@ -177,7 +178,7 @@ class Engine:
         """
         is_whole = self._is_whole_window and isinstance(weight, float) and weight > 0
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
-        _multiplied_by.append(weight / scale)
+        _multiplied_by.append((weight, scale))
         try:
             if is_whole:
                 self._begin_whole_window()
@@ -251,10 +252,14 @@ class Engine:
     def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
             if self._is_whole_window and not _multiplied_by:
-                self._begin_whole_window()
+                task = torch._C._current_graph_task_id()
+                if task != self._whole_task:  # a module has several outputs, or was called more than once
+                    self._whole_task = task
+                    self._begin_whole_window()
                 return None
             if _multiplied_by:
-                self._open_weighted_pass(_multiplied_by[-1] * self.exchange.scale)
+                weight = self.exchange.weight_from(*_multiplied_by[-1], opens_window=self._window is None)
+                self._open_weighted_pass(weight)
             else:
                 self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
             at_end_of_backward(self._plain_pass_ended)
@@ -267,11 +272,7 @@ class Engine:
 
     @property
     def _is_whole_window(self) -> bool:
-        """Whether a pass that begins now leaves its mean in `p.grad` by itself.
-
-        It is a window of its own over real samples, in a world of one: nothing travels, nothing is looked at, and the
-        window's first weight is what it is divided by.
-        """
+        """Whether a pass that begins now leaves its mean in `p.grad` by itself: see `WHOLE_WINDOW`."""
         return (
             not self._travels
             and self._window is None

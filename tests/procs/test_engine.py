@@ -537,6 +537,40 @@ def test_a_pass_that_goes_as_expected_calls_python_once_per_bucket(ranks):
         assert back <= 80
 
 
+def calls_of_python():
+    """How many of the engine's functions run in a steady pass, for one bucket of 20, 80 and 240 parameters.
+
+    Those of the transport aren't counted: it looks again and again whether the other rank has come.
+    """
+    world = evenstep.init(quiet=True)
+    counts = []
+    for num_layers in (10, 40, 120):
+        model = evenstep.DistributedDataParallel(Branches(num_layers, 2, 0), world=world, compare_every=0)
+        x = torch.ones(2, 2, dtype=torch.float64)
+        for step in range(5):
+            loss = model(x, range(num_layers)).sum()
+            num_calls = 0
+
+            def count(frame, event, arg):
+                nonlocal num_calls
+                num_calls += event == "call" and "/replica/" in frame.f_code.co_filename
+
+            sys.setprofile(count)
+            try:
+                loss.backward()
+            finally:
+                sys.setprofile(None)
+            model.zero_grad(set_to_none=step % 2 == 0)
+        assert len(model.engine.buckets) == 1
+        counts.append(num_calls)
+    return counts
+
+
+def test_a_steady_backward_pass_runs_no_python_function_per_parameter(ranks):
+    for few, some, many in ranks.run(calls_of_python, 2):
+        assert 0 < few == some == many
+
+
 class Path(nn.Module):
     """Multiplies by parameters in the order asked for, each in a reentrant checkpoint."""
 

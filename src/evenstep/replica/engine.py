@@ -50,6 +50,7 @@ from evenstep.health.telemetry import BACKWARD
 from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.drift import build_watch
 from evenstep.replica.exchange import BucketExchange, Exchange, build_exchange
+from evenstep.replica.in_backward import take_over
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.no_exchange import NoExchange
@@ -58,7 +59,7 @@ from evenstep.replica.output_hooks import OutputHooks
 from evenstep.replica.passes import WHOLE_WINDOW, Pass
 from evenstep.replica.readiness import Readiness, at_end_of_backward
 from evenstep.replica.settings import Settings
-from evenstep.replica.weighting import Kind, Window, divide_by_weight
+from evenstep.replica.weighting import Kind, Window, divide_by_weight, drop_grads
 from evenstep.transport.base import Transport
 from evenstep.world import World
 
@@ -103,6 +104,7 @@ class Engine:
         self.num_reductions = 0
         self.has_learned_order = False
         self.world = world
+        self.steps_in_backward = take_over(self.parameters) if self._travels else None
         self._hooks = OutputHooks(self._outputs_reached)
         self._window: Window | None = None
         self._pass: Pass | None = None
@@ -126,8 +128,7 @@ class Engine:
             UsageError: An earlier backward pass failed half-way, or a loop over micro-batches was left early.
         """
         if self._pass is not None and torch._C._current_graph_task_id() == -1:
-            self._broken = "the last backward pass raised an exception, so its gradients were not averaged"
-            self._pass = None
+            self._fail()
         problem = self._broken or self._left_early
         if self._left_early is not None and all(parameter.grad is None for parameter in self.parameters):
             # zero_grad has thrown away the half-made sum, and with it what was kept out of that.
@@ -337,8 +338,7 @@ class Engine:
             self._set_aside()
         if discards:
             self._pass.set_aside = [parameter.grad for parameter in self.parameters]
-            for parameter in self.parameters:
-                parameter.grad = None
+            drop_grads(self.parameters)
         self.readiness.begin()
 
     def _open_weighted_pass(self, weight: float | Tensor) -> None:
@@ -411,10 +411,11 @@ class Engine:
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
         if self.guard is not None and self.guard.is_fault(is_scaled=window.is_scaled):
-            for parameter in self.parameters:
-                parameter.grad = None
+            drop_grads(self.parameters)
         if self.drift is not None:
             self.drift.conclude()
+        if self.steps_in_backward is not None:
+            self.steps_in_backward()
 
     def _equip_exchange(self) -> None:
         self.exchange.lanes = self.lanes
@@ -443,8 +444,7 @@ class Engine:
         self._broken, self._window, self._carried = None, None, []
         self.exchange.reset()
         self.readiness.end()
-        for parameter in self.parameters:
-            parameter.grad = None
+        drop_grads(self.parameters)
 
     def __repr__(self) -> str:
         return f"<Engine {len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.exchange!r}>"

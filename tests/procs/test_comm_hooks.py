@@ -35,11 +35,6 @@ def make_hook(name):
         "bf16_compress_hook": (None, default_hooks.bf16_compress_hook, 2e-2),
         "fp16_compress_wrapper": (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), 2e-3),
         "bf16_compress_wrapper": (None, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), 2e-2),
-        "powerSGD_hook within fp16_compress_wrapper": (
-            power,
-            default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
-            5e-2,  # it orthogonalises in 16 bits
-        ),
         "powerSGD_hook": (power, powerSGD_hook.powerSGD_hook, 1e-4),
         "batched_powerSGD_hook": (plain, powerSGD_hook.batched_powerSGD_hook, 1e-6),
         "post_localSGD_hook": (local, post_localSGD_hook.post_localSGD_hook, 1e-6),
@@ -56,7 +51,6 @@ HOOKS = [
     "fp16_compress_wrapper",
     "bf16_compress_wrapper",
     "powerSGD_hook",
-    "powerSGD_hook within fp16_compress_wrapper",
     "batched_powerSGD_hook",
     "post_localSGD_hook",
     "noop_hook",

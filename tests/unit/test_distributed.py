@@ -6,6 +6,8 @@ import contextlib
 import copy
 import io
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -119,6 +121,38 @@ def test_a_model_that_accumulates_behind_another_weights_its_passes(alone):
                 (expected.sum() / 10).backward()
         for p, e in zip(behind.parameters(), modules[0].parameters(), strict=True):
             torch.testing.assert_close(p.grad, e.grad, rtol=1e-12, atol=1e-13)
+
+
+class Meets(torch.autograd.Function):
+    """Identity, in whose backward pass two threads wait for each other."""
+
+    @staticmethod
+    def forward(ctx, x, barrier):
+        ctx.barrier = barrier
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.barrier.wait(30)
+        return grad, None
+
+
+def test_two_threads_train_two_models(alone):
+    """While one is in `model.backward` the other is in `loss.backward()`: its gradients are plain sums."""
+    barrier = threading.Barrier(2)
+
+    def train(weights):
+        model = evenstep.DistributedDataParallel(nn.Linear(2, 1, bias=False), world=alone)
+        for index, weight in enumerate(weights or (1, 1)):
+            with model.accumulate() if index == 0 else contextlib.nullcontext():
+                loss = Meets.apply(model(torch.full((1, 2), index + 1.0)).sum(), barrier)
+                model.backward(loss, weight=weight) if weights else loss.backward()
+        return model.module.weight.grad.tolist()
+
+    with ThreadPoolExecutor(2) as threads:
+        weighted, plain = threads.submit(train, (2, 6)), threads.submit(train, None)
+        assert weighted.result() == [[1.75, 1.75]]
+        assert plain.result() == [[3.0, 3.0]]
 
 
 class TwoOutputs(nn.Module):

@@ -32,7 +32,7 @@ the module's outputs is replaced by zeros, so only what comes from the others is
 [Note: a loss that goes through several models]
 
 In `decoder.backward(loss, weight=w)` the gradient that reaches an encoder which is wrapped too has been multiplied by
-w, although nobody called the encoder's `backward`. Its pass is WEIGHTED, with the same weight (`_multiplied_by`);
+w, although nobody called the encoder's `backward`. Its pass is WEIGHTED, with the same weight (`multiplied`);
 divided by the number of ranks it would be about w times too large.
 """
 
@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from evenstep.errors import UsageError
 from evenstep.health import page
 from evenstep.health.telemetry import BACKWARD
+from evenstep.replica import multiplied
 from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.drift import build_watch
 from evenstep.replica.exchange import BucketExchange, Exchange, build_exchange
@@ -62,9 +63,6 @@ from evenstep.replica.settings import Settings
 from evenstep.replica.weighting import Kind, Window, divide_by_weight, drop_grads
 from evenstep.transport.base import Transport
 from evenstep.world import World
-
-# Weights of `model.backward` and their scales, innermost last; no thread-local, since autograd has threads of its own.
-_multiplied_by: list[tuple[float | Tensor, float]] = []
 
 
 class Engine:
@@ -179,7 +177,7 @@ class Engine:
         """
         is_whole = self._is_whole_window and isinstance(weight, float) and weight > 0
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
-        _multiplied_by.append((weight, scale))
+        multiplied.begin(weight, scale)
         try:
             if is_whole:
                 self._begin_whole_window()
@@ -194,7 +192,7 @@ class Engine:
             self._fail()
             raise
         finally:
-            _multiplied_by.pop()
+            multiplied.end()
         if is_whole:
             self._pass = None
             self.recorder.end()
@@ -252,14 +250,15 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
-            if self._is_whole_window and not _multiplied_by:
+            multiplied_by = multiplied.by_what()
+            if self._is_whole_window and multiplied_by is None:
                 task = torch._C._current_graph_task_id()
                 if task != self._whole_task:  # a module has several outputs, or was called more than once
                     self._whole_task = task
                     self._begin_whole_window()
                 return None
-            if _multiplied_by:
-                weight = self.exchange.weight_from(*_multiplied_by[-1], opens_window=self._window is None)
+            if multiplied_by is not None:
+                weight = self.exchange.weight_from(*multiplied_by, opens_window=self._window is None)
                 self._open_weighted_pass(weight)
             else:
                 self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)

@@ -652,6 +652,12 @@ def different_models(kind):
         model = nn.Module()
         for name in reversed("ab") if odd else "ab":
             setattr(model, name, nn.Linear(4, 4))
+    if odd and kind == "frozen":
+        model[0].bias.requires_grad_(False)
+    if kind == "name":
+        model = nn.ModuleDict({"b" if odd else "a": nn.Linear(4, 4)})
+    if kind == "buffer shape":
+        model.register_buffer("mean", torch.zeros(2 if odd else 1))
     if kind == "buffer dtype":
         model.register_buffer("mean", torch.zeros(1, dtype=torch.int64 if odd else torch.float64))
     if kind == "buffer missing" and not odd:
@@ -668,6 +674,9 @@ def different_models(kind):
         ("count", "rank 0 has 4 parameters, rank {odd} has 6; the first that only rank {odd} has is '2.weight'"),
         ("shape", "parameter '1.weight' has shape [4, 4] on rank 0 but [5, 4] on rank {odd}"),
         ("dtype", "parameter '1.weight' has dtype float32 on rank 0 but float64 on rank {odd}"),
+        ("frozen", "parameter '0.bias' has requires_grad True on rank 0 but False on rank {odd}"),
+        ("name", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (named otherwise or missing)"),
+        ("buffer shape", "module buffer 'mean' has shape [1] on rank 0 but [2] on rank {odd}"),
         ("buffer dtype", "module buffer 'mean' has dtype float64 on rank 0 but int64 on rank {odd}"),
         ("buffer missing", "rank 0 has 1 module buffers, rank {odd} has 0; the first that only rank 0 has is 'mean'"),
         ("order", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (registered in another order)"),

@@ -93,7 +93,7 @@ def compare(name, weighted):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [2, 3, 4])
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_hook_of_torchs_averages_as_it_promises(ranks, name, nproc, weighted):
     ranks.run(compare, nproc, name, weighted)
@@ -115,6 +115,52 @@ def test_no_small_first_bucket_where_buckets_go_one_by_one(ranks):
     assert ranks.run(count_buckets, 2, "fp16_compress_hook", {}) == [2, 2]
     assert ranks.run(count_buckets, 2, "powerSGD_hook", {}) == [1, 1]
     assert ranks.run(count_buckets, 2, "powerSGD_hook", {"first_bucket_cap_mb": 0.5}) == [2, 2]
+
+
+def local_steps(seed):
+    """post_localSGD_hook: from its second step on, gradients are averaged in pairs of ranks, and nowhere else."""
+    world = evenstep.init(quiet=True)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, pairs[world.rank // 2], start_localSGD_iter=1)
+    model, module = evenstep.DistributedDataParallel(make_model(), compare_every=0), make_model()
+    model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    for step in range(3):
+        batches = [torch.randn(3, 8, generator=torch.Generator().manual_seed(seed + 10 * step + r)) for r in range(4)]
+        model(batches[world.rank]).square().mean().backward()
+        first = world.rank // 2 * 2
+        shared = batches if step == 0 else batches[first : first + 2]
+        torch.stack([module(x).square().mean() for x in shared]).mean().backward()
+        for a, b in zip(model.parameters(), module.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+        model.zero_grad()
+        module.zero_grad()
+
+
+def test_post_local_sgd_averages_in_its_subgroup(ranks, fresh_seed):
+    ranks.run(local_steps, 4, fresh_seed)
+
+
+def zero_hooks():
+    """The errors of the hooks that overlap torch's ZeroRedundancyOptimizer, for our class and torch's."""
+    from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    evenstep.init(quiet=True)
+    told = []
+    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
+        for make in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+            model = wrap(make_model())
+            zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1)
+            with pytest.raises(RuntimeError) as error:
+                make(default_hooks.allreduce_hook, model, zero)
+            told.append(str(error.value))
+    return told
+
+
+def test_the_hooks_of_torchs_zero_optimizer_refuse_gloo_under_both_classes(ranks):
+    for first, interleaved, *torchs in ranks.run(zero_hooks, 2):
+        assert [first, interleaved] == torchs
+        assert "Gloo backend" in first
 
 
 LIKE_TORCH = ["quantization_pertensor_hook", "quantization_perchannel_hook", "batched_powerSGD_hook"]

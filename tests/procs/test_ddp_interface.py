@@ -16,6 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
@@ -167,8 +168,57 @@ def uneven_accumulation(seed):
     assert counts == [3 * 2 * (world.world_size - 1)], "module buffers are those of the rank that left last"
 
 
-def test_join_with_accumulation_and_batch_norm(ranks, fresh_seed):
-    ranks.run(uneven_accumulation, 3, fresh_seed)
+@SIZES
+def test_join_with_accumulation_and_batch_norm(ranks, fresh_seed, nproc):
+    ranks.run(uneven_accumulation, nproc, fresh_seed)
+
+
+def several_joined(seed, through_both, order):
+    """Two models; `order` is that in which their backward passes end, and in which they are given to `Join`."""
+    world = evenstep.init(quiet=True)
+    models = [evenstep.DistributedDataParallel(square(s), bucket_cap_mb=1e-4) for s in (1, 2)]
+    modules = [square(s) for s in (1, 2)]
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.1) for each in (nn.ModuleList(models), nn.ModuleList(modules))
+    ]
+    weighted = order == "first, second"
+
+    def losses(first, second, x):
+        return [second(first(x)).square().mean()] if through_both else [m(x).square().mean() for m in (first, second)]
+
+    with Join(models if weighted or not through_both else models[::-1], divide_by_initial_world_size=False):
+        for step in range(2 * world.rank):
+            x = batch(seed + 10 * step + world.rank, rows=2 + world.rank)
+            for number, loss in enumerate(losses(*models, x)):
+                if weighted:
+                    models[1 if through_both else number].backward(loss, weight=len(x))
+                else:
+                    loss.backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    for step in range(2 * (world.world_size - 1)):
+        active = range(step // 2 + 1, world.world_size)
+        batches = [batch(seed + 10 * step + r, rows=2 + r) for r in active]
+        shares = [float(len(x)) if weighted else 1.0 for x in batches]
+        for x, share in zip(batches, shares, strict=True):
+            (sum(losses(*modules, x)) * share / sum(shares)).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    for model, module in zip(models, modules, strict=True):
+        assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
+
+
+def square(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+
+
+@pytest.mark.parametrize("order", ["first, second", "second, first"])
+@pytest.mark.parametrize("through_both", [False, True])
+@SIZES
+def test_several_models_join_in_the_order_in_which_their_passes_end(ranks, fresh_seed, nproc, through_both, order):
+    """In `loss.backward()` the model that the loss reaches first ends first; in its own `backward` it ends last."""
+    ranks.run(several_joined, nproc, fresh_seed, through_both, order)
 
 
 def early_end():
@@ -182,8 +232,9 @@ def early_end():
     assert steps == 2
 
 
-def test_join_can_end_all_loops_with_the_first(ranks):
-    ranks.run(early_end, 3)
+@SIZES
+def test_join_can_end_all_loops_with_the_first(ranks, nproc):
+    ranks.run(early_end, nproc)
 
 
 def test_join_in_a_world_of_one_does_nothing():
@@ -268,8 +319,9 @@ def of_dtype(seed, dtype, tolerance):
         (torch.complex128, 1e-12),
     ],
 )
-def test_parameters_of_any_dtype(ranks, fresh_seed, dtype, tolerance):
-    ranks.run(of_dtype, 2, fresh_seed, dtype, tolerance)
+@SIZES
+def test_parameters_of_any_dtype(ranks, fresh_seed, nproc, dtype, tolerance):
+    ranks.run(of_dtype, nproc, fresh_seed, dtype, tolerance)
 
 
 @dataclasses.dataclass
@@ -310,18 +362,20 @@ def tensors_of(kind, out):
 
 def nested(seed):
     world = evenstep.init(quiet=True)
+    batches = [batch(seed + r) for r in range(world.world_size)]
     for kind in ("dict", "tuple", "namedtuple", "dataclass"):
         model = evenstep.DistributedDataParallel(Nested(kind))
-        out = model(batch(seed + world.rank), scale=2.0)
+        out = model(batches[world.rank], scale=2.0)
         a, b = tensors_of(kind, out)
         model.backward((a * b).mean(), weight=1)
         module = Nested(kind)
         loss_of = lambda out, kind=kind: 2 * torch.mul(*tensors_of(kind, out)).mean()  # noqa: E731
-        assert_same(grads(model), averaged(module, [batch(seed + r) for r in range(2)], loss_of), rtol=0, atol=1e-12)
+        assert_same(grads(model), averaged(module, batches, loss_of), rtol=0, atol=1e-12)
 
 
-def test_outputs_may_be_nested(ranks, fresh_seed):
-    ranks.run(nested, 2, fresh_seed)
+@SIZES
+def test_outputs_may_be_nested(ranks, fresh_seed, nproc):
+    ranks.run(nested, nproc, fresh_seed)
 
 
 class Tied(nn.Module):
@@ -379,6 +433,68 @@ def test_modules_are_used_in_many_ways(ranks, fresh_seed, nproc):
     ranks.run(many_uses, nproc, fresh_seed)
 
 
+def wrapped_inside(seed, weighted):
+    """A part of the module is wrapped too: it is averaged once, by itself, and follows the module's weights."""
+    world = evenstep.init(quiet=True)
+    module = nn.Sequential(square(1), nn.BatchNorm1d(6), square(2)).double()
+    reference = copy.deepcopy(module)
+    module[0] = evenstep.DistributedDataParallel(module[0], bucket_cap_mb=1e-4)
+    model = evenstep.DistributedDataParallel(module, bucket_cap_mb=1e-4)
+    assert all(name.startswith(("1.", "2.")) for name in model.engine.names)
+    for step in range(3):
+        batches = [batch(seed + 10 * step + r, rows=2 + r) for r in range(world.world_size)]
+        loss = model(batches[world.rank]).square().mean()
+        model.backward(loss, weight=len(batches[world.rank])) if weighted else loss.backward()
+        shares = [float(len(x)) if weighted else 1.0 for x in batches]
+        for x, share in zip(batches, shares, strict=True):
+            (reference(x).square().mean() * share / sum(shares)).backward()
+        assert_same(grads(model), grads(reference), rtol=0, atol=1e-12)
+        model.zero_grad()
+        reference.zero_grad()
+    with pytest.raises(ConfigurationError, match="no parameter that requires a gradient"):
+        evenstep.DistributedDataParallel(model)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@SIZES
+def test_a_part_of_a_module_may_be_wrapped_too(ranks, fresh_seed, nproc, weighted):
+    ranks.run(wrapped_inside, nproc, fresh_seed, weighted)
+
+
+class Checkpointed(nn.Module):
+    """Two layers, the second called twice, each call in a checkpoint."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(8)
+        self.first, self.layer = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.use_reentrant = use_reentrant
+        self.double()
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=self.use_reentrant))
+        return x
+
+
+def checkpointed(seed, use_reentrant):
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Checkpointed(use_reentrant), bucket_cap_mb=1e-4)
+    module = Checkpointed(use_reentrant)
+    for step in range(4):
+        batches = [batch(seed + 10 * step + r) for r in range(world.world_size)]
+        model(batches[world.rank]).square().mean().backward()
+        assert_same(grads(model), averaged(module, batches), rtol=0, atol=1e-12)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@SIZES
+def test_activation_checkpoints(ranks, fresh_seed, nproc, use_reentrant):
+    ranks.run(checkpointed, nproc, fresh_seed, use_reentrant)
+
+
 def frozen_between_steps(seed):
     world = evenstep.init(quiet=True)
     model, module = evenstep.DistributedDataParallel(make()), make()
@@ -392,8 +508,9 @@ def frozen_between_steps(seed):
         assert model.unused_parameters() == ([] if trains else ["0.weight"])
 
 
-def test_parameters_may_be_frozen_and_unfrozen_again(ranks, fresh_seed):
-    ranks.run(frozen_between_steps, 2, fresh_seed)
+@SIZES
+def test_parameters_may_be_frozen_and_unfrozen_again(ranks, fresh_seed, nproc):
+    ranks.run(frozen_between_steps, nproc, fresh_seed)
 
 
 # ---------------------------------------------------------------------- arguments and attributes
@@ -431,8 +548,9 @@ def ignoring(seed):
     assert module.mine.item() == 7 + world.rank
 
 
-def test_what_is_ignored_stays_each_ranks_own(ranks, fresh_seed):
-    ranks.run(ignoring, 2, fresh_seed)
+@SIZES
+def test_what_is_ignored_stays_each_ranks_own(ranks, fresh_seed, nproc):
+    ranks.run(ignoring, nproc, fresh_seed)
 
 
 def arguments(seed):
@@ -484,8 +602,9 @@ def arguments(seed):
     assert not model.is_multi_device_module
 
 
-def test_torchs_arguments_and_attributes(ranks, fresh_seed):
-    ranks.run(arguments, 2, fresh_seed)
+@SIZES
+def test_torchs_arguments_and_attributes(ranks, fresh_seed, nproc):
+    ranks.run(arguments, nproc, fresh_seed)
 
 
 def buffers():
@@ -516,8 +635,9 @@ def buffers():
     return outcomes[: len(settings)], outcomes[len(settings) :]
 
 
-def test_arguments_about_buffers_mean_what_torch_means(ranks):
-    ours, torchs = ranks.run(buffers, 2)[0]
+@SIZES
+def test_arguments_about_buffers_mean_what_torch_means(ranks, nproc):
+    ours, torchs = ranks.run(buffers, nproc)[0]
     assert ours == torchs
     assert ours == [[True, True], [True, True], [False, False], [True, False], [True, True]]
 
@@ -539,8 +659,9 @@ def copies(seed):
     assert not model.module[0].weight.any()
 
 
-def test_it_can_be_pickled_copied_and_saved(ranks, fresh_seed):
-    ranks.run(copies, 2, fresh_seed)
+@SIZES
+def test_it_can_be_pickled_copied_and_saved(ranks, fresh_seed, nproc):
+    ranks.run(copies, nproc, fresh_seed)
 
 
 def low_precision(seed, config):
@@ -554,10 +675,11 @@ def low_precision(seed, config):
     assert_same(grads(model), averaged(make(dtype=torch.float32), batches), rtol=5e-2, atol=1e-2)
 
 
-def test_mixed_precision_keeps_parameters_and_gradients(ranks, fresh_seed):
-    ranks.run(low_precision, 2, fresh_seed, {"param_dtype": torch.bfloat16})
-    ranks.run(low_precision, 2, fresh_seed, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16})
-    ranks.run(low_precision, 2, fresh_seed, {"reduce_dtype": torch.float16})
+@SIZES
+def test_mixed_precision_keeps_parameters_and_gradients(ranks, fresh_seed, nproc):
+    ranks.run(low_precision, nproc, fresh_seed, {"param_dtype": torch.bfloat16})
+    ranks.run(low_precision, nproc, fresh_seed, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16})
+    ranks.run(low_precision, nproc, fresh_seed, {"reduce_dtype": torch.float16})
 
 
 def fused_optimizer(seed):
@@ -585,8 +707,47 @@ def fused_optimizer(seed):
         model.register_comm_hook(None, lambda state, bucket: None)
 
 
-def test_optimizers_in_hooks_and_builtin_hooks(ranks, fresh_seed):
-    ranks.run(fused_optimizer, 2, fresh_seed)
+@SIZES
+def test_optimizers_in_hooks_and_builtin_hooks(ranks, fresh_seed, nproc):
+    ranks.run(fused_optimizer, nproc, fresh_seed)
+
+
+def optimizers_in_backward(seed):
+    """torch's `_apply_optimizer_in_backward` on some parameters: each steps once, with the average, and has no grad."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # what torch imports with it
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    world = evenstep.init(quiet=True)
+    for weighted in (False, True):
+        module, reference = make(), make()
+        settings = {"lr": 0.1, "momentum": 0.9}
+        _apply_optimizer_in_backward(torch.optim.SGD, module[0].parameters(), settings)
+        model = evenstep.DistributedDataParallel(module, bucket_cap_mb=1e-4)
+        optimizers = [torch.optim.SGD(each.parameters(), **settings) for each in (module[2], reference)]
+        for step in range(3):
+            batches = [batch(seed + 10 * step + r, rows=2 + r) for r in range(world.world_size)]
+            shares = [float(len(x)) if weighted else 1.0 for x in batches]
+            before = [p.detach().clone() for p in module.parameters()]
+            with model.no_sync():
+                loss = model(batches[world.rank]).square().mean()
+                model.backward(loss, weight=shares[world.rank]) if weighted else loss.backward()
+            assert_same(module.parameters(), before, rtol=0, atol=0)
+            loss = model(batches[world.rank]).square().mean()
+            model.backward(loss, weight=shares[world.rank]) if weighted else loss.backward()
+            assert [p.grad is None for p in module.parameters()] == [True, True, False, False]
+            twice = 1 if weighted else 2
+            for x, share in zip(batches, shares, strict=True):
+                (twice * reference(x).square().mean() * share / sum(shares)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(module.parameters(), reference.parameters(), rtol=0, atol=1e-12)
+
+
+@SIZES
+def test_optimizers_in_the_backward_pass_step_with_the_average(ranks, fresh_seed, nproc):
+    ranks.run(optimizers_in_backward, nproc, fresh_seed)
 
 
 def transposed(seed):
@@ -607,8 +768,9 @@ def transposed(seed):
     assert_same(grads(model), grads(module), rtol=0, atol=1e-12)
 
 
-def test_the_batch_may_be_another_dimension(ranks, fresh_seed):
-    ranks.run(transposed, 3, fresh_seed)
+@SIZES
+def test_the_batch_may_be_another_dimension(ranks, fresh_seed, nproc):
+    ranks.run(transposed, nproc, fresh_seed)
 
 
 class Deep(nn.Module):

@@ -537,6 +537,40 @@ def test_a_pass_that_goes_as_expected_calls_python_once_per_bucket(ranks):
         assert back <= 80
 
 
+def calls_of_python():
+    """How many of the engine's functions run in a steady pass, for one bucket of 20, 80 and 240 parameters.
+
+    Those of the transport aren't counted: it looks again and again whether the other rank has come.
+    """
+    world = evenstep.init(quiet=True)
+    counts = []
+    for num_layers in (10, 40, 120):
+        model = evenstep.DistributedDataParallel(Branches(num_layers, 2, 0), world=world, compare_every=0)
+        x = torch.ones(2, 2, dtype=torch.float64)
+        for step in range(5):
+            loss = model(x, range(num_layers)).sum()
+            num_calls = 0
+
+            def count(frame, event, arg):
+                nonlocal num_calls
+                num_calls += event == "call" and "/replica/" in frame.f_code.co_filename
+
+            sys.setprofile(count)
+            try:
+                loss.backward()
+            finally:
+                sys.setprofile(None)
+            model.zero_grad(set_to_none=step % 2 == 0)
+        assert len(model.engine.buckets) == 1
+        counts.append(num_calls)
+    return counts
+
+
+def test_a_steady_backward_pass_runs_no_python_function_per_parameter(ranks):
+    for few, some, many in ranks.run(calls_of_python, 2):
+        assert 0 < few == some == many
+
+
 class Path(nn.Module):
     """Multiplies by parameters in the order asked for, each in a reentrant checkpoint."""
 
@@ -618,6 +652,12 @@ def different_models(kind):
         model = nn.Module()
         for name in reversed("ab") if odd else "ab":
             setattr(model, name, nn.Linear(4, 4))
+    if odd and kind == "frozen":
+        model[0].bias.requires_grad_(False)
+    if kind == "name":
+        model = nn.ModuleDict({"b" if odd else "a": nn.Linear(4, 4)})
+    if kind == "buffer shape":
+        model.register_buffer("mean", torch.zeros(2 if odd else 1))
     if kind == "buffer dtype":
         model.register_buffer("mean", torch.zeros(1, dtype=torch.int64 if odd else torch.float64))
     if kind == "buffer missing" and not odd:
@@ -634,6 +674,9 @@ def different_models(kind):
         ("count", "rank 0 has 4 parameters, rank {odd} has 6; the first that only rank {odd} has is '2.weight'"),
         ("shape", "parameter '1.weight' has shape [4, 4] on rank 0 but [5, 4] on rank {odd}"),
         ("dtype", "parameter '1.weight' has dtype float32 on rank 0 but float64 on rank {odd}"),
+        ("frozen", "parameter '0.bias' has requires_grad True on rank 0 but False on rank {odd}"),
+        ("name", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (named otherwise or missing)"),
+        ("buffer shape", "module buffer 'mean' has shape [1] on rank 0 but [2] on rank {odd}"),
         ("buffer dtype", "module buffer 'mean' has dtype float64 on rank 0 but int64 on rank {odd}"),
         ("buffer missing", "rank 0 has 1 module buffers, rank {odd} has 0; the first that only rank 0 has is 'mean'"),
         ("order", "parameter 0 is 'a.weight' on rank 0 but 'b.weight' on rank {odd} (registered in another order)"),

@@ -29,17 +29,17 @@ class Slow(torch.nn.Module):
 def record(seconds: list[float], accumulate: int) -> tuple[list[StepTimes], int, int, float]:
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Slow(seconds[world.rank]), bucket_cap_mb=0.1, world=world)
-    number = len(world.telemetry.recorders) - 1
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(4):
         for part in model.microbatches(torch.randn(4 * accumulate, 300), accumulate):
             model.backward(model(part).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    recorder = world.telemetry.recorders[number]
+    recorder = model.engine.recorder
     sizes = sum(bucket.flat.nbytes for bucket in model.engine.buckets)
     assert recorder.bucket_bytes == sizes
-    steps = world.telemetry.steps(number)
+    # Not the last one from before: models of earlier tests may have gone in the meantime.
+    steps = world.telemetry.steps(world.telemetry.recorders.index(recorder))
     return steps, len(model.engine.buckets), recorder.peak_bucket_bytes // sizes, recorder.num_marks_per_step()
 
 

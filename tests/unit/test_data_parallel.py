@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import random
@@ -14,6 +15,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
@@ -498,6 +500,29 @@ def test_the_loss_equals_that_of_the_whole_batch(rows, criterion):
     loss.sum().backward()
     expected.sum().backward()
     assert_same_grads(model, plain)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        F.cross_entropy,
+        functools.partial(F.cross_entropy, ignore_index=2),
+        functools.partial(F.cross_entropy, weight=torch.tensor([1.0, 2.0, 5.0])),
+        functools.partial(F.cross_entropy, reduction="sum"),
+        functools.partial(F.mse_loss, reduction="sum"),
+    ],
+)
+def test_torchs_functions_are_criteria_as_its_modules_are(criterion):
+    """Targets that don't count are divided unevenly among the replicas."""
+    torch.manual_seed(0)
+    module = nn.Linear(4, 3)
+    model = evenstep.DataParallel(module, ["cpu", "cpu"])
+    x, y = torch.randn(5, 4), torch.tensor([0, -100, -100, 1, 2])
+    if criterion.__class__ is functools.partial and criterion.func is F.mse_loss:
+        y = torch.randn(5, 3)
+    elif criterion.__class__ is functools.partial and "ignore_index" in criterion.keywords:
+        y = torch.tensor([0, 2, 2, 1, 2])
+    torch.testing.assert_close(model.loss(criterion, x, y), criterion(module(x), y))
 
 
 def test_a_part_in_which_no_target_counts():

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -94,6 +98,103 @@ def test_windows_of_any_length_with_and_without_zero_grad_equal_plain_autograd(
             for p in parameters:
                 p.grad = None
             expected = [torch.zeros_like(p) for p in parameters]
+
+
+def test_a_model_that_accumulates_behind_another_weights_its_passes(alone):
+    """Every pass of the one behind is a window of the one in front, which divides by its own weight."""
+    torch.manual_seed(0)
+    modules = [nn.Linear(3, 4).double(), nn.Linear(4, 1).double()]
+    behind, front = (evenstep.DistributedDataParallel(copy.deepcopy(module), world=alone) for module in modules)
+    parts = [torch.randn(rows, 3, dtype=torch.float64) for rows in (3, 5, 2)]
+    for own_pass in (False, True, False):
+        for module in (*modules, behind, front):
+            module.zero_grad()
+        for index, part in enumerate(parts):
+            with contextlib.nullcontext() if index == 2 else behind.accumulate():
+                hidden, expected = behind(part), modules[0](part)
+                if own_pass and index == 1:
+                    behind.backward(hidden.square().mean(), weight=len(part))
+                    expected = expected.square().mean(1)
+                else:
+                    front.backward(front(hidden).square().mean(), weight=len(part))
+                    expected = modules[1](expected).square()
+                (expected.sum() / 10).backward()
+        for p, e in zip(behind.parameters(), modules[0].parameters(), strict=True):
+            torch.testing.assert_close(p.grad, e.grad, rtol=1e-12, atol=1e-13)
+
+
+class Meets(torch.autograd.Function):
+    """Identity, in whose backward pass two threads wait for each other."""
+
+    @staticmethod
+    def forward(ctx, x, barrier):
+        ctx.barrier = barrier
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.barrier.wait(30)
+        return grad, None
+
+
+def test_two_threads_train_two_models(alone):
+    """While one is in `model.backward` the other is in `loss.backward()`: its gradients are plain sums."""
+    barrier = threading.Barrier(2)
+
+    def train(weights):
+        model = evenstep.DistributedDataParallel(nn.Linear(2, 1, bias=False), world=alone)
+        for index, weight in enumerate(weights or (1, 1)):
+            with model.accumulate() if index == 0 else contextlib.nullcontext():
+                loss = Meets.apply(model(torch.full((1, 2), index + 1.0)).sum(), barrier)
+                model.backward(loss, weight=weight) if weights else loss.backward()
+        return model.module.weight.grad.tolist()
+
+    with ThreadPoolExecutor(2) as threads:
+        weighted, plain = threads.submit(train, (2, 6)), threads.submit(train, None)
+        assert weighted.result() == [[1.75, 1.75]]
+        assert plain.result() == [[3.0, 3.0]]
+
+
+class TwoOutputs(nn.Module):
+    """Returns two tensors, each from a layer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, x):
+        return {"a": self.a(x), "b": [self.b(x)]}
+
+
+def test_a_pass_that_reaches_several_outputs_is_one(alone):
+    model = evenstep.DistributedDataParallel(TwoOutputs(), world=alone)
+    for step in range(1, 4):
+        out, more = model(torch.ones(1, 2)), model(torch.ones(1, 2))
+        loss = (out["a"] + out["b"][0] + more["a"]).sum()
+        loss.backward(retain_graph=True)
+        assert model.engine.num_reductions == 2 * step - 1
+        loss.backward()
+        assert model.engine.num_reductions == 2 * step
+        model.zero_grad()
+
+
+def test_outputs_can_be_saved_and_have_hooks_of_the_users(alone, recwarn):
+    """As if evenstep's own hook weren't there: no warning, and the user's hooks run, and end when they are removed."""
+    model = evenstep.DistributedDataParallel(nn.Linear(2, 1, bias=False), world=alone)
+    for num_kept in (0, 1, 2):
+        out = model(torch.ones(1, 2))
+        file = io.BytesIO()
+        torch.save(out, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file), out)
+        handles = [out.register_hook(lambda grad: grad * 3) for _ in range(2)]
+        for handle in handles[num_kept:]:
+            handle.remove()
+        out.mul_(5)
+        model.zero_grad()
+        model.backward(out.sum(), weight=4)
+        assert model.module.weight.grad.tolist() == [[5.0 * 3**num_kept] * 2]
+    assert not recwarn.list
 
 
 def test_after_a_failed_pass_one_process_may_go_on(alone):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
@@ -97,7 +99,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
         Args:
             criterion: Of outputs and targets. Its value is a mean, a sum (`criterion.reduction == "sum"`), or one
                 number per sample. Means of parts are weighted by what they were taken over: the samples, or for a
-                criterion with `ignore_index` and class weights the weights of the targets that count.
+                criterion with `ignore_index` and class weights the weights of the targets that count. torch's
+                `F.cross_entropy` and `F.nll_loss` and a `functools.partial` of them are known as its modules are.
             inputs: The module's input; a tuple: its positional arguments.
             targets: A nest of tensors, divided like the inputs.
             **kwargs: The module's keyword arguments.
@@ -121,7 +124,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         value, weights, is_number = self._run(call, (arguments, kwargs, targets))
         if not is_number or value.dim() == 0:
             return value  # one number per sample, or one replica
-        if getattr(criterion, "reduction", "mean") == "sum":
+        if _setting(criterion, "reduction", "mean") == "sum":
             return value.sum()
         # A part in which nothing counted has a mean of NaN, which counts for nothing.
         mean: Tensor = (torch.where(weights > 0, value, 0.0) * weights).sum() / weights.sum()
@@ -228,10 +231,10 @@ def _criterion_on(criterion: Any, device: torch.device) -> Any:
 
 def _weight_of(criterion: Any, targets: Any, dim: int, device: torch.device) -> Tensor:
     """What a mean over targets was taken over, up to a factor that all replicas have: 0-dim, float64."""
-    ignored = getattr(criterion, "ignore_index", None)
+    ignored = _setting(criterion, "ignore_index", -100)
     if isinstance(ignored, int) and isinstance(targets, Tensor) and not targets.is_floating_point():
         counts = targets != ignored
-        weights = getattr(criterion, "weight", None)
+        weights = _setting(criterion, "weight", None)
         if weights is not None:
             of_targets: Tensor = weights[torch.where(counts, targets, 0)]
             return of_targets.double().mul(counts).sum()
@@ -239,6 +242,16 @@ def _weight_of(criterion: Any, targets: Any, dim: int, device: torch.device) -> 
     tensors, _ = take_apart(targets)
     length = batch_size(tensors, dim)
     return torch.tensor(float(1 if length is None else length), dtype=torch.float64, device=device)
+
+
+def _setting(criterion: Any, name: str, usual: Any) -> Any:
+    """A criterion's setting, also where it is torch's function, or a `functools.partial` of that."""
+    given = {}
+    if isinstance(criterion, functools.partial):
+        given, criterion = criterion.keywords, criterion.func
+    if criterion in (functional.cross_entropy, functional.nll_loss):
+        return given.get(name, usual)
+    return getattr(criterion, name, given.get(name))
 
 
 def _device(asked: int | str | torch.device) -> torch.device:

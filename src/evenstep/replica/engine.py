@@ -32,7 +32,7 @@ the module's outputs is replaced by zeros, so only what comes from the others is
 [Note: a loss that goes through several models]
 
 In `decoder.backward(loss, weight=w)` the gradient that reaches an encoder which is wrapped too has been multiplied by
-w, although nobody called the encoder's `backward`. Its pass is WEIGHTED, with the same weight (`_multiplied_by`);
+w, although nobody called the encoder's `backward`. Its pass is WEIGHTED, with the same weight (`multiplied`);
 divided by the number of ranks it would be about w times too large.
 """
 
@@ -47,9 +47,11 @@ from torch import Tensor, nn
 from evenstep.errors import UsageError
 from evenstep.health import page
 from evenstep.health.telemetry import BACKWARD
+from evenstep.replica import multiplied
 from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.drift import build_watch
 from evenstep.replica.exchange import BucketExchange, Exchange, build_exchange
+from evenstep.replica.in_backward import take_over
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.no_exchange import NoExchange
@@ -58,12 +60,9 @@ from evenstep.replica.output_hooks import OutputHooks
 from evenstep.replica.passes import WHOLE_WINDOW, Pass
 from evenstep.replica.readiness import Readiness, at_end_of_backward
 from evenstep.replica.settings import Settings
-from evenstep.replica.weighting import Kind, Window, divide_by_weight
+from evenstep.replica.weighting import Kind, Window, divide_by_weight, drop_grads
 from evenstep.transport.base import Transport
 from evenstep.world import World
-
-# What `model.backward` multiplies the loss by, innermost last; no thread-local, since autograd has threads of its own.
-_multiplied_by: list[float | Tensor] = []
 
 
 class Engine:
@@ -103,11 +102,13 @@ class Engine:
         self.num_reductions = 0
         self.has_learned_order = False
         self.world = world
+        self.steps_in_backward = take_over(self.parameters) if self._travels else None
         self._hooks = OutputHooks(self._outputs_reached)
         self._window: Window | None = None
         self._pass: Pass | None = None
         self._carried: list[tuple[nn.Parameter, Tensor]] = []
         self._ran = self._ran_stand_in = False  # since the last pass, over samples and over a stand-in
+        self._whole_task = -1  # of autograd: the last pass that was a whole window
         self._left_early: str | None = None
         self._broken: str | None = None
 
@@ -125,8 +126,7 @@ class Engine:
             UsageError: An earlier backward pass failed half-way, or a loop over micro-batches was left early.
         """
         if self._pass is not None and torch._C._current_graph_task_id() == -1:
-            self._broken = "the last backward pass raised an exception, so its gradients were not averaged"
-            self._pass = None
+            self._fail()
         problem = self._broken or self._left_early
         if self._left_early is not None and all(parameter.grad is None for parameter in self.parameters):
             # zero_grad has thrown away the half-made sum, and with it what was kept out of that.
@@ -177,7 +177,7 @@ class Engine:
         """
         is_whole = self._is_whole_window and isinstance(weight, float) and weight > 0
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
-        _multiplied_by.append(weight / scale)
+        multiplied.begin(weight, scale)
         try:
             if is_whole:
                 self._begin_whole_window()
@@ -192,7 +192,7 @@ class Engine:
             self._fail()
             raise
         finally:
-            _multiplied_by.pop()
+            multiplied.end()
         if is_whole:
             self._pass = None
             self.recorder.end()
@@ -250,11 +250,16 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
-            if self._is_whole_window and not _multiplied_by:
-                self._begin_whole_window()
+            multiplied_by = multiplied.by_what()
+            if self._is_whole_window and multiplied_by is None:
+                task = torch._C._current_graph_task_id()
+                if task != self._whole_task:  # a module has several outputs, or was called more than once
+                    self._whole_task = task
+                    self._begin_whole_window()
                 return None
-            if _multiplied_by:
-                self._open_weighted_pass(_multiplied_by[-1] * self.exchange.scale)
+            if multiplied_by is not None:
+                weight = self.exchange.weight_from(*multiplied_by, opens_window=self._window is None)
+                self._open_weighted_pass(weight)
             else:
                 self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
             at_end_of_backward(self._plain_pass_ended)
@@ -267,11 +272,7 @@ class Engine:
 
     @property
     def _is_whole_window(self) -> bool:
-        """Whether a pass that begins now leaves its mean in `p.grad` by itself.
-
-        It is a window of its own over real samples, in a world of one: nothing travels, nothing is looked at, and the
-        window's first weight is what it is divided by.
-        """
+        """Whether a pass that begins now leaves its mean in `p.grad` by itself: see `WHOLE_WINDOW`."""
         return (
             not self._travels
             and self._window is None
@@ -336,8 +337,7 @@ class Engine:
             self._set_aside()
         if discards:
             self._pass.set_aside = [parameter.grad for parameter in self.parameters]
-            for parameter in self.parameters:
-                parameter.grad = None
+            drop_grads(self.parameters)
         self.readiness.begin()
 
     def _open_weighted_pass(self, weight: float | Tensor) -> None:
@@ -410,10 +410,11 @@ class Engine:
         if self.readiness.is_counting:
             self.readiness.watch(self.exchange.layout)
         if self.guard is not None and self.guard.is_fault(is_scaled=window.is_scaled):
-            for parameter in self.parameters:
-                parameter.grad = None
+            drop_grads(self.parameters)
         if self.drift is not None:
             self.drift.conclude()
+        if self.steps_in_backward is not None:
+            self.steps_in_backward()
 
     def _equip_exchange(self) -> None:
         self.exchange.lanes = self.lanes
@@ -442,8 +443,7 @@ class Engine:
         self._broken, self._window, self._carried = None, None, []
         self.exchange.reset()
         self.readiness.end()
-        for parameter in self.parameters:
-            parameter.grad = None
+        drop_grads(self.parameters)
 
     def __repr__(self) -> str:
         return f"<Engine {len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.exchange!r}>"

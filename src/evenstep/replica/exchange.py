@@ -43,9 +43,14 @@ class Exchange(Protocol):
     buckets: Sequence[Bucket]
     lanes: LaneSums | None
 
-    @property
-    def scale(self) -> float:
-        """What `weight_scale` gave last; 1 before."""
+    def weight_from(self, weight: float | Tensor, scale: float, *, opens_window: bool) -> float | Tensor:
+        """A pass of another model has reached this one: what it counts for here.
+
+        Args:
+            weight: By which that model's `backward` multiplies.
+            scale: By which that model divided it.
+            opens_window: Of this model.
+        """
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
         """By what weights are divided before they multiply gradients; the same in all passes of a window."""
@@ -187,8 +192,12 @@ class BucketExchange:
 
     @property
     def scale(self) -> float:
-        """See `Exchange.scale`."""
+        """What `weight_scale` gave last; 1 before."""
         return self._half_scale or 1.0
+
+    def weight_from(self, weight: float | Tensor, scale: float, *, opens_window: bool) -> float | Tensor:
+        """See `Exchange.weight_from`."""
+        return weight * (self.scale / scale)
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
         """1, or about the sum of the weights where gradients have 16 bits.

@@ -27,10 +27,15 @@ class NoExchange:
         self._parameters = parameters
         self._scale = 1.0
 
-    @property
-    def scale(self) -> float:
-        """See `exchange.Exchange.scale`."""
-        return self._scale
+    def weight_from(self, weight: float | Tensor, scale: float, *, opens_window: bool) -> float | Tensor:
+        """See `exchange.Exchange.weight_from`. What there is of the window gets the other model's scale."""
+        if self.lanes is None:
+            if not opens_window and scale != self._scale:
+                for parameter in self._parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self._scale / scale)
+            self._scale = scale
+        return weight
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
         """The window's first weight: a window of one pass then has nothing to divide by. In lanes 1, as elsewhere."""

@@ -6,6 +6,7 @@ microseconds, and nobody removes these. What is done here is the rest of it, in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,8 +32,9 @@ class OutputHooks:
     """
 
     def __init__(self, function: Hook) -> None:
-        self._function = function
-        self._hooks = {_OURS: function}
+        self._function: Hook = functools.partial(function)
+        setattr(self._function, "__torch_unserializable__", True)  # noqa: B010  # outputs are saved without a warning
+        self._hooks = {_OURS: self._function}
 
     def put_on(self, outputs: Any) -> None:
         """Have the function called once for each tensor of a nest that a backward pass reaches."""

@@ -38,5 +38,6 @@ class Pass:
         return self.synchronised and not self.discards
 
 
-# A pass of `model.backward` that is a window of its own where nothing travels: there is nothing to follow in it.
+# A pass of `model.backward` over real samples that is a window of its own, where nothing travels and nothing is looked
+# at: its weight is what it is divided by, and there is nothing to follow in it.
 WHOLE_WINDOW = Pass(Kind.WEIGHTED, 1.0, synchronised=False, discards=False, confirmed=True)

@@ -129,14 +129,19 @@ class Readiness:
             if not self._await(bucket):
                 self._vacant.append(bucket)  # complete, once the pass is known to be a real one
 
-    def has_come(self, parameter: int) -> bool:
-        """Whether a parameter has received a gradient in this pass."""
-        grad, before = self._parameters[parameter].grad, self._before[parameter]
-        return grad is not None and (before is None or grad is not before[0] or grad._version != before[1])
-
     def any_has_come(self) -> bool:
         """Whether any parameter has received a gradient in this pass; looks at all of them."""
-        return any(self.has_come(parameter) for parameter in range(len(self._parameters)))
+        everything = range(len(self._parameters))
+        return len(self._missing(everything)) < len(everything)
+
+    def _missing(self, among: Iterable[int]) -> set[int]:
+        """Parameters that have received no gradient in this pass. A call for each would be the cost to avoid."""
+        parameters, before_all, missing = self._parameters, self._before, set()
+        for parameter in among:
+            grad, before = parameters[parameter].grad, before_all[parameter]
+            if grad is None or (before is not None and grad is before[0] and grad._version == before[1]):
+                missing.add(parameter)
+        return missing
 
     def end(self) -> None:
         """The pass has ended: learn from what went otherwise than expected."""
@@ -189,11 +194,8 @@ class Readiness:
 
     def _await(self, bucket: int, but: int = -1) -> bool:
         """Hook what a bucket still waits for. Returns whether there is anything."""
-        pending = {
-            p
-            for p in self._buckets[bucket]
-            if p != but and p not in self._absent and self._parameters[p].requires_grad and not self.has_come(p)
-        }
+        missing = self._missing(self._buckets[bucket]) - self._absent - {but}
+        pending = {p for p in missing if self._parameters[p].requires_grad}
         if pending:
             self._awaited[bucket] = pending
             for parameter in pending - self._handles.keys():

@@ -110,6 +110,15 @@ def ignored_names(module: nn.Module) -> frozenset[str]:
     return frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
+def wrapped_inside(module: nn.Module, world: World) -> frozenset[str]:
+    """Names of the parameters and module buffers that wrapped parts of a module keep equal among the same ranks."""
+    parts = [part for part in module.modules() if getattr(part, "world", None) is world]
+    inside = [part for part in parts if isinstance(part, nn.parallel.DistributedDataParallel)]
+    tensors = {id(tensor) for part in inside for tensor in (*part.parameters(), *part.buffers())}
+    named = (*module.named_parameters(), *module.named_buffers()) if tensors else ()
+    return frozenset(name for name, tensor in named if id(tensor) in tensors)
+
+
 def bucket_policy(
     bucket_cap_mb: float | None, first_bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
 ) -> BucketPolicy:
@@ -276,7 +285,7 @@ def settle(
     compare_every: int | None,
     mixed_precision: Any,
     reduce_dtype: torch.dtype | None,
-    **ignored: Any,
+    **switches: Any,
 ) -> Settings:
     """What a module is wrapped with, if that is in order on every rank.
 
@@ -295,7 +304,7 @@ def settle(
         compare_every: How often replicas are compared.
         mixed_precision: torch's `_MixedPrecision`.
         reduce_dtype: The dtype in which gradients are added over ranks.
-        ignored: torch's switches on which nothing depends here.
+        switches: torch's, on which nothing depends here.
 
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
@@ -304,19 +313,22 @@ def settle(
     made: list[Settings] = []
 
     def validate() -> dict[str, Any]:
-        check_module(module, ignored_names(module))
+        ignored = ignored_names(module)
+        if isinstance(module, nn.Module):
+            ignored |= wrapped_inside(module, world)
+        check_module(module, ignored)
         validate_policy(on_nonfinite)
         if compare_every is not None:
             checks.whole("compare_every", compare_every, least=0)
         checks.switches("", init_sync=init_sync)
-        checks.switches("", otherwise="None", **ignored)
+        checks.switches("", otherwise="None", **switches)
         check_delayed(module, *delayed)
         precision = describe_precision(mixed_precision)
         check_reduce_dtype(reduce_dtype, mixed_precision)
         at_start, after_steps = resolve_buffers(*buffers)
         settings = Settings(
             policy=replace(bucket_policy(*buckets), reduce_dtype=reduce_dtype),
-            ignored=ignored_names(module),
+            ignored=ignored,
             sparse=sparse_parameters(module),
             inputs_to=where_inputs_go(module, *devices),
             dim=checks.whole("dim", dim),

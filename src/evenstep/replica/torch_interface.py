@@ -28,6 +28,7 @@ from evenstep.replica.lane_loop import LaneBuffers
 from evenstep.replica.settings import Settings
 from evenstep.replica.sync_layers import SyncLayers
 from evenstep.replica.uneven import Uneven, UnevenJoinHook
+from evenstep.replica.weighting import drop_grads
 from evenstep.transport.base import Transport
 from evenstep.world import World
 
@@ -244,14 +245,10 @@ class TorchInterface(TorchDistributedDataParallel):
 
     def _take_part_without_data(self) -> None:
         """Another window's end; a rank that has left its loop neither gives nor keeps a gradient."""
-        self._drop_grads()
+        drop_grads(self.engine.parameters)
         self.sync_layers.shadow()
         self.engine.reduce_without_backward()
-        self._drop_grads()
-
-    def _drop_grads(self) -> None:
-        for parameter in self.engine.parameters:
-            parameter.grad = None
+        drop_grads(self.engine.parameters)
 
     def _set_uneven(self, uneven: Uneven | None) -> None:
         self.engine.exchange.set_uneven(uneven)

@@ -208,6 +208,12 @@ def divide_by_weight(parameters: Iterable[Tensor], window: Window, scale: float)
         grad.div_(divisor)
 
 
+def drop_grads(parameters: Iterable[Tensor]) -> None:
+    """Forget the gradients of some parameters."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
 def zero_where(condition: Tensor, grads: Iterable[Tensor]) -> None:
     """Make gradients zero where a condition holds that isn't read, on whichever device they are."""
     for grad in grads:

@@ -13,7 +13,7 @@ the data follows as always. Nobody is ever asked what he expects: it follows fro
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from evenstep.errors import MismatchError
 from evenstep.transport.base import Transport
 from evenstep.transport.codec import to_bytes, to_tensor
 from evenstep.transport.header import explain_mismatch
-from evenstep.transport.hosts import HostPlan
 from evenstep.transport.segment import round_up
 
 _MESSAGE_BYTES = 4096  # where nothing is expected
@@ -63,16 +62,16 @@ class HostMeetings:
 
     Args:
         lane: One rank per host, in order of host; None: this rank carries nothing, and meets nobody.
-        plan: Which rank is on which host.
+        host_of: By rank, the number of its host.
         name: What the transport is called.
 
     Attributes:
         num_foreseen: How many calls had their data in their first message because it was expected.
     """
 
-    def __init__(self, lane: Transport | None, plan: HostPlan, name: str) -> None:
+    def __init__(self, lane: Transport | None, host_of: Sequence[int], name: str) -> None:
         self.num_foreseen = 0
-        self._lane, self._plan, self._name = lane, plan, name
+        self._lane, self._host_of, self._name = lane, host_of, name
         self._foresight = Foresight()
 
     def expects(self, packed: bytes) -> bool:
@@ -101,7 +100,7 @@ class HostMeetings:
         """`meet`, in two: what this returns waits for the other hosts. It is called before another meeting starts."""
         if self._lane is None:
             return list
-        num_hosts, last = len(self._plan.hosts), _PAYLOAD_AT
+        num_hosts, last = max(self._host_of) + 1, _PAYLOAD_AT
         self.num_foreseen += payload is not None and later > 0
         expected = self._foresight.expected
         length = _MESSAGE_BYTES
@@ -120,8 +119,7 @@ class HostMeetings:
             rows = messages.view(num_hosts, length)
             of_hosts = [to_bytes(row[: len(packed)]) for row in rows]
             # Ranks of one host have the same: else shared memory would have said so.
-            of_ranks = [of_hosts[self._plan.place_of(rank)[0]] for rank in range(self._plan.world_size)]
-            problem = explain_mismatch(number, self._name, of_ranks)
+            problem = explain_mismatch(number, self._name, [of_hosts[host] for host in self._host_of])
             if problem is not None:
                 raise MismatchError(problem)
             self._foresight.happened(packed, later)

@@ -91,7 +91,7 @@ class SeveralHostsTransport:
         self._everybody = everybody
         self._arguments = Arguments(self.name, rank, self.world_size)
         self._scratch = Scratch()
-        self._meetings = HostMeetings(lane, plan, self.name)
+        self._meetings = HostMeetings(lane, [plan.place_of(each)[0] for each in range(plan.world_size)], self.name)
         self._thread = CallThread("evenstep several hosts", let_go=self._let_go)
 
     @property

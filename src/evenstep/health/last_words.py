@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TextIO
 
-from evenstep.environment import Placement
+from evenstep.environment import Placement, current_placement
 from evenstep.errors import EvenstepError
 from evenstep.health.blame import CrashReport, write_report
 
@@ -74,6 +74,17 @@ def install(placement: Placement) -> _Hook:
 
     sys.excepthook = end
     return before
+
+
+@contextlib.contextmanager
+def telling_mistakes() -> Iterator[None]:
+    """Have a user's mistake inside, before any `install`, end this process as the module says, if nobody catches it."""
+    try:
+        yield
+    except EvenstepError as error:
+        if error.is_users_mistake and sys.excepthook is sys.__excepthook__:
+            install(current_placement())
+        raise
 
 
 def _real_stderr() -> TextIO:

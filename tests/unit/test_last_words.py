@@ -64,6 +64,16 @@ def test_a_syntax_error_of_a_module_is_shown_with_the_line_that_imports_it(
     assert "launcher" not in "\n".join(lines)
 
 
+@pytest.mark.parametrize(("typo", "meant"), [("worl", "world"), ("sys.argb", "argv")])
+def test_a_typo_is_shown_with_what_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typo: str, meant: str
+) -> None:
+    """As python itself shows it, in every version."""
+    text = describe(raised_by_running(tmp_path, f"import sys\nworld = 1\n{typo}\n", monkeypatch))
+    assert text.endswith(f". Did you mean: '{meant}'?")
+    assert text.count("Did you mean") == 1
+
+
 def test_who_lost_a_peer_is_shown_where_it_waited_and_not_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The frames are of the transport, where nothing is wrong."""
     script = """

@@ -44,7 +44,7 @@ def describe(error: BaseException) -> str:
         if not all(inner):
             num_outer = len(inner) - inner[::-1].index(False)
             told.stack = traceback.StackSummary.from_list(told.stack[:num_outer])
-    return "".join(told.format()).rstrip()
+    return "".join(told.format()).rstrip() + _suggestion(error)
 
 
 def install(placement: Placement) -> _Hook:
@@ -91,6 +91,16 @@ def _real_stderr() -> TextIO:
     # `init_process_group` wraps the hook that it finds: a buffer stands for stderr while that one runs, and is
     # written only if it returns. Ours doesn't, and whatever it had printed was lost.
     return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None else sys.stderr
+
+
+def _suggestion(error: BaseException) -> str:
+    """python's "Did you mean", which before 3.12 only its own hook knew."""
+    if sys.version_info >= (3, 12) or not isinstance(error, NameError | AttributeError):
+        return ""
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    _, found, meant = shown.getvalue().rstrip().rpartition("\n")[2].rpartition(". Did you mean: ")
+    return found + meant if found else ""
 
 
 def _without_machinery(tb: TracebackType | None) -> TracebackType | None:

@@ -47,13 +47,16 @@ def choose_device(asked: str | torch.device | None, placement: Placement, *, num
     if num_gpus == 1 and placement.has_one_gpu_of_its_own:
         return torch.device("cuda", 0)  # another one on every rank, all of them number 0
     if placement.local_world_size > num_gpus:
-        ranks = "1 rank" if num_gpus == 1 else f"{num_gpus} ranks"
-        remedy = f"Start at most {ranks}, or pass device='cpu', or name one to be shared: device='cuda:0'."
+        remedy = f"Start at most {_ranks(num_gpus)}, or pass device='cpu', or name one to be shared: device='cuda:0'."
         raise ConfigurationError(
-            f"{placement.local_world_size} ranks on this host, but it has {_gpus(num_gpus)}: each rank needs one of "
+            f"{_ranks(placement.local_world_size)} on this host, but it has {_gpus(num_gpus)}: each rank needs one of "
             f"its own. " + (remedy if num_gpus else "Pass device='cpu'.")
         )
     return torch.device("cuda", placement.local_rank)
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _gpus(count: int) -> str:

@@ -75,13 +75,14 @@ def init(
             other arguments.
         MismatchError: The ranks were given different arguments. Raised on every rank.
     """
-    seed = randomness.validate_seed("evenstep.init", seed)
-    if transport is not None:
-        checks.choice("evenstep.init: transport", transport, TRANSPORTS, otherwise="None to let evenstep choose")
-    timeout_s = checks.number("evenstep.init: timeout_s", timeout_s, above=0, most=_LONGEST_TIMEOUT_S)
-    checks.switch("evenstep.init: quiet", quiet)
-    num_cores = os.cpu_count() or 1
-    validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed, num_cores=num_cores)
+    with last_words.telling_mistakes():
+        seed = randomness.validate_seed("evenstep.init", seed)
+        if transport is not None:
+            checks.choice("evenstep.init: transport", transport, TRANSPORTS, otherwise="None to let evenstep choose")
+        timeout_s = checks.number("evenstep.init: timeout_s", timeout_s, above=0, most=_LONGEST_TIMEOUT_S)
+        checks.switch("evenstep.init: quiet", quiet)
+        num_cores = os.cpu_count() or 1
+        validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed, num_cores=num_cores)
     arguments: dict[str, object] = {
         "seed": seed,
         "device": None if device is None else str(device),
@@ -133,7 +134,8 @@ def _join(
     timeout_s: float,
 ) -> World:
     asked = device if device is not None else placement.device
-    chosen = choose_device(asked, placement, num_gpus=torch.cuda.device_count())
+    with last_words.telling_mistakes():
+        chosen = choose_device(asked, placement, num_gpus=torch.cuda.device_count())
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     hook_before = last_words.install(placement)

@@ -100,3 +100,21 @@ def test_without_a_launcher_the_status_is_the_same(tmp_path: Path) -> None:
     assert first.startswith("evenstep: 1 rank on 1 host")
     assert message.startswith("evenstep: ConfigurationError: ")
     assert where.startswith(f"  at {script}, line ")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("seed='zero'", "evenstep: ConfigurationError: evenstep.init: seed='zero'; a whole number from 0 to "),
+        ("device='gpu'", "evenstep: ConfigurationError: device='gpu' is no device"),
+    ],
+)
+def test_a_mistake_in_the_call_of_init_is_no_other_mistake(tmp_path: Path, argument: str, message: str) -> None:
+    """Nothing has seen to how this process ends before that call."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import evenstep\nevenstep.init({argument})\n")
+    result = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 78, result.stderr
+    first, *others = result.stderr.splitlines()
+    assert first.startswith(message)
+    assert others == [f"  at {script}, line 2, in <module>"]

@@ -719,8 +719,10 @@ def unfrozen():
     module.layers[0].weight.requires_grad_(True)
     with pytest.raises(UsageError, match=r"'layers.0.weight' was frozen"):
         model(x, [0, 1])
-    with pytest.raises(ConfigurationError, match="the loss is"):
+    with pytest.raises(ConfigurationError, match=r"the loss is \[2\], not a tensor of one number"):
         model.backward(torch.ones(2), weight=1)
+    with pytest.raises(ConfigurationError, match="the loss is of type float, not a tensor of one number"):
+        model.backward(1.0, weight=1)
     model.module.late = nn.Linear(2, 2)
     model.module.layers[0].weight.requires_grad_(False)
     with pytest.raises(UsageError, match=r"'late.weight' was added after"):

@@ -176,6 +176,17 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+class Particular(torch.nn.Linear):
+    def load_state_dict(self, *args, **kwargs):
+        raise ValueError("it was another one.")
+
+
+def test_what_an_object_says_of_its_state_ends_with_one_full_stop(tmp_path: Path):
+    save(tmp_path, model=Particular(2, 2))
+    with pytest.raises(CheckpointError, match=r"on rank 0: ValueError: it was another one\. The objects may"):
+        load(tmp_path, Particular(2, 2))
+
+
 @pytest.mark.parametrize(("change", "told"), [(flip_last, "its checksum is"), (cut, "ends after")])
 def test_what_changes_after_it_was_confirmed_is_not_used_silently(tmp_path: Path, change, told):
     save(tmp_path, model=network())

@@ -27,6 +27,11 @@ def test_the_device_of_a_rank(asked, num_gpus, expected):
     assert choose_device(asked, SECOND_OF_TWO, num_gpus=num_gpus) == torch.device(expected)
 
 
+def test_one_rank_is_not_called_one_ranks():
+    with pytest.raises(ConfigurationError, match=r"^1 rank on this host, but it has no GPU"):
+        choose_device("cuda", Placement(), num_gpus=0)
+
+
 @pytest.mark.parametrize(
     ("asked", "num_gpus", "message"),
     [

@@ -409,11 +409,9 @@ class Checkpointer:
         self.num_steps = found.manifest.step
         self._last_saved = step if self._directory.is_open else None
         self._metrics = dict(found.manifest.metrics)
-        ranks = (
-            ""
-            if found.manifest.world_size == self.world.world_size
-            else f", saved by {found.manifest.world_size} ranks"
-        )
+        num_ranks = found.manifest.world_size
+        saved_by = f", saved by {num_ranks} rank{'' if num_ranks == 1 else 's'}"
+        ranks = "" if num_ranks == self.world.world_size else saved_by
         self._print(f"{told} {where}{ranks}")
         for line in found.misfits:
             self._print(f"  not loaded: {line}")

@@ -118,6 +118,8 @@ def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) ->
             break
     problems = [told for told in world.exchange(problem) if told is not None]
     if problems:
-        raise CheckpointError(f"{where}: {problems[0]}. The objects may have been changed in parts; build them anew.")
+        raise CheckpointError(
+            f"{where}: {problems[0].rstrip('.')}. The objects may have been changed in parts; build them anew."
+        )
     if RANDOM in found.states:
         restore_streams(found.states[RANDOM]["ranks"], world)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TextIO
 
-from evenstep.environment import Placement
+from evenstep.environment import Placement, current_placement
 from evenstep.errors import EvenstepError
 from evenstep.health.blame import CrashReport, write_report
 
@@ -44,7 +44,7 @@ def describe(error: BaseException) -> str:
         if not all(inner):
             num_outer = len(inner) - inner[::-1].index(False)
             told.stack = traceback.StackSummary.from_list(told.stack[:num_outer])
-    return "".join(told.format()).rstrip()
+    return "".join(told.format()).rstrip() + _suggestion(error)
 
 
 def install(placement: Placement) -> _Hook:
@@ -76,16 +76,37 @@ def install(placement: Placement) -> _Hook:
     return before
 
 
+@contextlib.contextmanager
+def telling_mistakes() -> Iterator[None]:
+    """Have a user's mistake inside, before any `install`, end this process as the module says, if nobody catches it."""
+    try:
+        yield
+    except EvenstepError as error:
+        if error.is_users_mistake and sys.excepthook is sys.__excepthook__:
+            install(current_placement())
+        raise
+
+
 def _real_stderr() -> TextIO:
     # `init_process_group` wraps the hook that it finds: a buffer stands for stderr while that one runs, and is
     # written only if it returns. Ours doesn't, and whatever it had printed was lost.
     return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None else sys.stderr
 
 
+def _suggestion(error: BaseException) -> str:
+    """python's "Did you mean", which before 3.12 only its own hook knew."""
+    if sys.version_info >= (3, 12) or not isinstance(error, NameError | AttributeError):
+        return ""
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    _, found, meant = shown.getvalue().rstrip().rpartition("\n")[2].rpartition(". Did you mean: ")
+    return found + meant if found else ""
+
+
 def _without_machinery(tb: TracebackType | None) -> TracebackType | None:
-    first = tb
     # A rank that was copied from the launcher has what started the launcher on its stack, too.
     tb = next((frame for frame in _steps(tb) if frame.tb_frame.f_code.co_filename == _WORKER), tb)
+    first = tb
     while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb if tb is not None else first

@@ -132,7 +132,7 @@ class Recorder:
         self._is_over = True
 
     def whole_backward(self) -> None:
-        """A backward pass begins that is the whole window, and whose end nobody will tell."""
+        """A backward pass begins that is the whole window; of a plain `loss.backward()` nobody will tell the end."""
         self._current += (BACKWARD, perf_counter_ns())
         self._is_over = True
 

@@ -23,7 +23,8 @@ _MAX_NAMES = 8  # one line, however many ranks
 
 _UNEVEN = (
     "Give all ranks equally many steps, as evenstep.DataLoader(global_batch_size=...) does, or let those that are "
-    "done take part: `with model.join():` around the loop."
+    "done take part: `with model.join():` around the loop. What ranks do together (world.mean, a save) stands under no "
+    "`if` that holds on some of them only."
 )
 
 

@@ -309,8 +309,11 @@ class DistributedDataParallel(TorchInterface):
             UsageError: `loss.backward()` was called in this window; an empty share has a weight.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ConfigurationError(f"backward on rank {self.world.rank}: the loss is {shape}, not one number.")
+            found = f"{list(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
+            raise ConfigurationError(
+                f"backward on rank {self.world.rank}: the loss is {found}, not a tensor of one number. Pass what the "
+                f"criterion returned: the mean over this rank's samples."
+            )
         if loss.grad_fn is None and not loss.requires_grad:
             raise ConfigurationError(
                 f"backward on rank {self.world.rank}: the loss has no gradient: it was computed under torch.no_grad(), "

@@ -138,7 +138,7 @@ class OtherHosts:
         talk: str,
         node_rank: int,
         num_nodes: int,
-        lost_after_s: float = 5.0,
+        lost_after_s: float = 4.0,  # so that it is named within 5
         describe: Callable[[], str] = lambda: "",
     ) -> None:
         self._address, self._port = address, port

@@ -260,8 +260,12 @@ class CastBucket(Bucket):
 
 def total_of(values: Tensor) -> float:
     """The sum of all elements, on the host: not finite if one of them isn't, or if they are very large."""
-    dtype = torch.float32 if values.dtype.itemsize < 4 else values.dtype
-    return values.detach().sum(dtype=dtype).item()
+    return values.detach().sum(dtype=sum_dtype(values)).item()
+
+
+def sum_dtype(values: Tensor) -> torch.dtype:
+    """In what a sum that shows whether all is finite is taken: 16 bits would overflow."""
+    return torch.float32 if values.dtype.itemsize < 4 else values.dtype
 
 
 def late_gradient(names: Sequence[str]) -> UsageError:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError, NonFiniteError
-from evenstep.replica.bucket import Bucket, total_of
+from evenstep.replica.bucket import Bucket, sum_dtype, total_of
 from evenstep.replica.layout import BucketLayout
 from evenstep.transport.base import Transport
 from evenstep.transport.exchange import exchange
@@ -92,7 +92,7 @@ class NonFiniteGuard:
 
     def _look(self, tensors: Sequence[Tensor], parts: Callable[[], tuple[Sequence[str], Sequence[Tensor]]]) -> None:
         with torch.no_grad():
-            total = torch.stack([tensor.sum(dtype=_wide(tensor)).abs().double() for tensor in tensors]).sum()
+            total = torch.stack([tensor.sum(dtype=sum_dtype(tensor)).abs().double() for tensor in tensors]).sum()
             if total.device.type == "cpu" and bool(torch.isfinite(total)):
                 return
             names, views = parts()
@@ -246,10 +246,6 @@ def _has_scaler() -> bool:
     gc.collect()  # one of a training that is over may wait in a circle of references
     kinds = torch.amp.GradScaler
     return any(issubclass(type(each), kinds) and each.is_enabled() for each in gc.get_objects())
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
 
 
 def _not_finite(names: Sequence[str], peaks: Tensor) -> list[str]:

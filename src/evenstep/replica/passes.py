@@ -39,5 +39,5 @@ class Pass:
 
 
 # A pass of `model.backward` over real samples that is a window of its own, where nothing travels and nothing is looked
-# at: its weight is what it is divided by, and there is nothing to follow in it.
+# at: its weight is what it is divided by, there is nothing to follow in it, and nobody writes to it.
 WHOLE_WINDOW = Pass(Kind.WEIGHTED, 1.0, synchronised=False, discards=False, confirmed=True)

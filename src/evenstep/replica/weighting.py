@@ -109,7 +109,8 @@ class Header:
         self._behind = 3 + num_parameters
         numel = self._behind + NUM_TOLD + 1
         self.tensor = torch.zeros(numel, dtype=torch.float64, device=device)
-        # The same memory as numbers: to read or write an element of a tensor takes microseconds, and there are many.
+        # The same memory as numbers: to read or write an element of a tensor takes microseconds, and there are many. So
+        # `tensor` is never replaced by another one.
         self._numbers: Any = None
         if device.type == "cpu":
             self._numbers = (ctypes.c_double * numel).from_address(self.tensor.data_ptr())

@@ -25,6 +25,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
+def counted(count: int, noun: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def refuse(what: str, value: object, wanted: str) -> ConfigurationError:
     """The error for a value that can't be meant.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from evenstep.checks import counted
 from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
 
@@ -47,16 +48,13 @@ def choose_device(asked: str | torch.device | None, placement: Placement, *, num
     if num_gpus == 1 and placement.has_one_gpu_of_its_own:
         return torch.device("cuda", 0)  # another one on every rank, all of them number 0
     if placement.local_world_size > num_gpus:
-        remedy = f"Start at most {_ranks(num_gpus)}, or pass device='cpu', or name one to be shared: device='cuda:0'."
+        most = counted(num_gpus, "rank")
+        remedy = f"Start at most {most}, or pass device='cpu', or name one to be shared: device='cuda:0'."
         raise ConfigurationError(
-            f"{_ranks(placement.local_world_size)} on this host, but it has {_gpus(num_gpus)}: each rank needs one of "
-            f"its own. " + (remedy if num_gpus else "Pass device='cpu'.")
+            f"{counted(placement.local_world_size, 'rank')} on this host, but it has {_gpus(num_gpus)}: each rank "
+            f"needs one of its own. " + (remedy if num_gpus else "Pass device='cpu'.")
         )
     return torch.device("cuda", placement.local_rank)
-
-
-def _ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _gpus(count: int) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from evenstep.bench.report import CURVE_TITLES, PART_NAMES, counted, late_lines, nothing_found, usage_lines
+from evenstep.bench.report import CURVE_TITLES, PART_NAMES, late_lines, nothing_found, usage_lines
+from evenstep.checks import counted
 
 _STYLE = """
 :root { --ink: #23272e; --soft: #626b77; --line: #e1e4e8; --blue: #2f6db3; --red: #c8453b; }
@@ -37,9 +38,9 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
     facts, curves = report["facts"], report["curves"]
     main = curves.get("weak") or next(iter(curves.values()))
     settings = (
-        f"{facts['device']}, {_counted(command['num_threads'], 'thread')} a replica, "
-        f"{_counted(facts['num_cores'], 'core')}; "
-        f"{_counted(command['num_rounds'], 'round')} of {_counted(command['num_steps'], 'step')} after "
+        f"{facts['device']}, {counted(command['num_threads'], 'thread')} a replica, "
+        f"{counted(facts['num_cores'], 'core')}; "
+        f"{counted(command['num_rounds'], 'round')} of {counted(command['num_steps'], 'step')} after "
         f"{command['num_warmup']} of warm-up; gradients "
         f"averaged by {facts['wrapper'] or 'nobody that was found'}"
     )
@@ -72,7 +73,7 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
 
 
 def _findings(report: Mapping[str, Any]) -> str:
-    where = f"on {counted(report['findings_at'])}"
+    where = f"on {counted(report['findings_at'], 'replica')}"
     if not report["findings"]:
         return f'<p class="well">{escape(nothing_found(report))}</p>'
     found = [
@@ -111,7 +112,7 @@ def _parts(name: str, points: Sequence[Mapping[str, Any]]) -> str:
             cells.append(f"{point['parts'][part] * 1e3:.3g} ms · {point['parts'][part] / total:.0%}")
         rows.append([words, *cells])
     rows.append(["step", *(f"{sum(point['parts'].values()) * 1e3:.3g} ms" for point in points)])
-    head = [f"{name} scaling", *(counted(point["num_replicas"]) for point in points)]
+    head = [f"{name} scaling", *(counted(point["num_replicas"], "replica") for point in points)]
     return _table(head, rows)
 
 
@@ -123,10 +124,6 @@ def _buckets(buckets: Sequence[Mapping[str, float]]) -> str:
         for number, each in enumerate(buckets)
     ]
     return _table(["in the average step", "gradients", "sets out, in backward passes"], rows)
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _picture(pictures: Mapping[str, str], name: str, caption: str) -> str:

@@ -18,6 +18,7 @@ from evenstep.bench.profile import deviation_of
 from evenstep.bench.records import backward_until_ready, buckets_in_flight, spans, steps_in_parts
 from evenstep.bench.runs import Measured
 from evenstep.bench.scaling import Point, Run, Spread, busy_cores, cores_elsewhere, curve, utilisation
+from evenstep.checks import counted
 
 VERSION = 1
 
@@ -219,11 +220,6 @@ def parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def counted(num_replicas: int) -> str:
-    """ "1 replica", "2 replicas"."""
-    return f"{num_replicas} replica" + ("" if num_replicas == 1 else "s")
-
-
 def late_lines(report: Mapping[str, Any]) -> list[str]:
     """Who was ready last, where there was somebody to wait for."""
     lines = []
@@ -234,7 +230,7 @@ def late_lines(report: Mapping[str, Any]) -> list[str]:
             continue
         ready = ", ".join(f"rank {rank} {_ms(seconds)}" for rank, seconds in enumerate(point["ready_s"]))
         last = f"rank {late['rank']} was the last one in {late['share_of_steps']:.0%} of the steps"
-        where = f"{name} scaling on {counted(point['num_replicas'])}"
+        where = f"{name} scaling on {counted(point['num_replicas'], 'replica')}"
         lines.append(f"{where}: ready after {ready}; {last}, mostly in {late['phase']}")
     return lines
 
@@ -245,7 +241,7 @@ def usage_lines(report: Mapping[str, Any]) -> list[str]:
     for name, points in report["curves"].items():
         point = points[-1]
         busy = ", ".join(f"rank {rank} {cores:.2f}" for rank, cores in enumerate(point["cores_busy_by_rank"]))
-        line = f"{name} scaling on {counted(point['num_replicas'])}: cores kept busy: {busy}"
+        line = f"{name} scaling on {counted(point['num_replicas'], 'replica')}: cores kept busy: {busy}"
         if point["busy_share_by_core"]:
             line += f"; by core: {', '.join(f'{share:.0%}' for share in point['busy_share_by_core'])}"
         if point["device_busy_share"] is not None:
@@ -256,7 +252,8 @@ def usage_lines(report: Mapping[str, Any]) -> list[str]:
 
 def findings_table(report: Mapping[str, Any]) -> Table:
     """Causes, with what to do and what is to be expected of it."""
-    table = Table(title=f"Why not better, on {counted(report['findings_at'])}", title_justify="left", show_lines=True)
+    title = f"Why not better, on {counted(report['findings_at'], 'replica')}"
+    table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("cause", style="bold", no_wrap=True)
     table.add_column("measured")
     table.add_column("what to do, and to expect")
@@ -270,7 +267,7 @@ def nothing_found(report: Mapping[str, Any]) -> str:
     """What is said when all is well, or nobody knows why it isn't."""
     curves = report["curves"]
     name = "weak" if "weak" in curves else next(iter(curves))
-    efficiency, where = curves[name][-1]["efficiency"]["median"], f"on {counted(report['findings_at'])}"
+    efficiency, where = curves[name][-1]["efficiency"]["median"], f"on {counted(report['findings_at'], 'replica')}"
     if efficiency < _WELL:
         return (
             f"No cause was found for certain {where}, although {name} scaling has an efficiency of {efficiency:.0%}: "

@@ -15,6 +15,7 @@ from evenstep.bench.findings import MANY_ELSEWHERE
 from evenstep.bench.plan import Setting, in_order, plan_settings, too_small
 from evenstep.bench.records import read_record
 from evenstep.bench.scaling import Run, cores_elsewhere
+from evenstep.checks import counted
 from evenstep.environment import Measurement, with_measurement
 from evenstep.errors import ConfigurationError, UsageError
 
@@ -89,7 +90,7 @@ def measure(wish: Wish, say: Callable[[str], None]) -> Measured:
         first: Run | None = None
         if batch is None:
             # What the script itself asks for on the fewest replicas is what the others are compared with.
-            say(f"round 1 of {wish.num_rounds}: {_replicas(wish.replicas[0])}, {wish.script} as it is")
+            say(f"round 1 of {wish.num_rounds}: {counted(wish.replicas[0], 'replica')}, {wish.script} as it is")
             first = _run_once(Setting(wish.replicas[0], None), wish, root / "first")
             batch = first.loader_batch
         if first is not None and not (first.records[0].facts.has_loader and batch):
@@ -135,7 +136,7 @@ def remarks(
     if off:
         run = off[0]
         found.append(
-            f"on {_replicas(run.setting.num_replicas)} a batch had {run.loader_batch} samples and not the "
+            f"on {counted(run.setting.num_replicas, 'replica')} a batch had {run.loader_batch} samples and not the "
             f"{run.setting.global_batch_size} that were asked for: the script decides that itself, or the data set is "
             f"small"
         )
@@ -231,8 +232,4 @@ def _tail(log: Path) -> str:
 
 def _told(setting: Setting) -> str:
     batch = "" if setting.global_batch_size is None else f", batches of {setting.global_batch_size} samples"
-    return f"{_replicas(setting.num_replicas)}{batch}"
-
-
-def _replicas(number: int) -> str:
-    return f"{number} replica" + ("" if number == 1 else "s")
+    return f"{counted(setting.num_replicas, 'replica')}{batch}"

@@ -410,7 +410,7 @@ class Checkpointer:
         self._last_saved = step if self._directory.is_open else None
         self._metrics = dict(found.manifest.metrics)
         num_ranks = found.manifest.world_size
-        saved_by = f", saved by {num_ranks} rank{'' if num_ranks == 1 else 's'}"
+        saved_by = f", saved by {checks.counted(num_ranks, 'rank')}"
         ranks = "" if num_ranks == self.world.world_size else saved_by
         self._print(f"{told} {where}{ranks}")
         for line in found.misfits:

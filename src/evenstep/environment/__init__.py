@@ -33,6 +33,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from evenstep.checks import counted
 from evenstep.environment.detect import detect, host_of_task, refuse_independent_runs
 from evenstep.environment.foreign import Surroundings
 from evenstep.environment.measuring import Measurement
@@ -150,9 +151,6 @@ def announcement(
         num_threads: Threads of one rank's CPU operations.
         fewest_nodes: With how many hosts the run begins; None: with all.
     """
-
-    def counted(count: int, noun: str) -> str:
-        return f"{count} {noun}" + ("" if count == 1 else "s")
 
     ranks = f"{counted(world_size, 'rank')} on {counted(num_nodes, 'host')}"
     if fewest_nodes not in (None, num_nodes):

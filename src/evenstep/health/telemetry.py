@@ -115,12 +115,9 @@ class Recorder:
 
     def forward(self, began_ns: int) -> None:
         """A forward pass ends now."""
-        now = perf_counter_ns()
         if self._is_over:
             self._turn_the_page()
-            self._current = [FORWARD, began_ns, FORWARD_END, now]
-        else:
-            self._current += (FORWARD, began_ns, FORWARD_END, now)
+        self._current += (FORWARD, began_ns, FORWARD_END, perf_counter_ns())
 
     def mark(self, what: int) -> None:
         """Something happens now."""

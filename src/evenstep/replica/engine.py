@@ -250,7 +250,7 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
-            multiplied_by = multiplied.by_what() if multiplied.by_thread else None
+            multiplied_by = multiplied.by_what()
             if self._is_whole_window and multiplied_by is None:
                 task = torch._C._current_graph_task_id()
                 if task != self._whole_task:  # a module has several outputs, or was called more than once

@@ -156,12 +156,11 @@ def plan_layout(
         key = (spec.device, spec.dtype, spec.sharding)
         padded = _padded_numel(spec)
         bucket = open_buckets.setdefault(key, _OpenBucket(policy, 0))
-        if not bucket.has_room(padded * spec.reduce_dtype.itemsize):
+        if not bucket.has_room(padded, spec.reduce_dtype.itemsize):
             closed.append(bucket)
             bucket = open_buckets[key] = _OpenBucket(policy, bucket.turn + 1)
         bucket.parameters.append(index)
         bucket.numel += padded
-        bucket.num_bytes += padded * spec.reduce_dtype.itemsize
         bucket.last_turn = turn
     closed.extend(open_buckets.values())
     closed.sort(key=lambda bucket: bucket.last_turn)
@@ -194,17 +193,16 @@ class _OpenBucket:
         self.cap_bytes = policy.cap_bytes(turn)
         self.parameters: list[int] = []
         self.numel = 0
-        self.num_bytes = 0
         self.last_turn = 0
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether another parameter belongs here.
+    def has_room(self, numel: int, itemsize: int) -> bool:
+        """Whether another parameter belongs here; all in a bucket are added in one dtype.
 
         A bucket that is half empty takes one that doesn't fit, too. A bias would else travel by itself, for want of
         room beside its weight, and that weight would wait for what comes after it.
         """
-        is_half_empty = 2 * self.num_bytes < self.cap_bytes
-        return not self.parameters or is_half_empty or self.num_bytes + num_bytes <= self.cap_bytes
+        is_half_empty = 2 * self.numel * itemsize < self.cap_bytes
+        return not self.parameters or is_half_empty or (self.numel + numel) * itemsize <= self.cap_bytes
 
 
 def _padded_numel(spec: ParameterSpec) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from evenstep.checks import counted
 from evenstep.verify.evidence import Run, Seen
 from evenstep.verify.weights import Weights, find_weights
 
@@ -107,8 +108,9 @@ def _data(base: Run, run: Run, step: int) -> list[Cause]:
         Cause(
             "samples",
             f"other samples: {sum(more.values())} of the {total} of step {step + 1} are not those that "
-            f"{_ranks(base.num_ranks)} saw, and none comes twice. The order of the data depends on the number of ranks "
-            f"(each reads a part of its own, or a seed differs), or random numbers are added to them in the loop.",
+            f"{counted(base.num_ranks, 'rank')} saw, and none comes twice. The order of the data depends on the number "
+            f"of ranks (each reads a part of its own, or a seed differs), or random numbers are added to them in the "
+            f"loop.",
         )
     ]
 
@@ -170,8 +172,9 @@ def _settings(known: Sequence[Seen], seen: Sequence[Seen]) -> list[Cause]:
                 return [
                     Cause(
                         "settings",
-                        f"the optimizer steps with another {name}: {a[name]:g} on {_ranks(len(known))}, {b[name]:g} on "
-                        f"rank {rank} of {len(seen)} (group {group}). It depends on the rank or on their number.",
+                        f"the optimizer steps with another {name}: {a[name]:g} on {counted(len(known), 'rank')}, "
+                        f"{b[name]:g} on rank {rank} of {len(seen)} (group {group}). It depends on the rank or on "
+                        f"their number.",
                     )
                 ]
     return []
@@ -244,17 +247,18 @@ def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen:
             Cause(
                 "divisor",
                 f"a wrong accumulation divisor: the gradient of {len(seen)} ranks is {ratio:.4g} times that of "
-                f"{_ranks(num_base)}, with {passes[0]} backward passes a step on each rank against {passes[1]}. Divide "
-                f"by the passes that a rank makes (gradients are averaged over ranks already), or call "
-                f"model.backward(loss, weight=len(x)) in each.",
+                f"{counted(num_base, 'rank')}, with {passes[0]} backward passes a step on each rank against "
+                f"{passes[1]}. Divide by the passes that a rank makes (gradients are averaged over ranks already), or "
+                f"call model.backward(loss, weight=len(x)) in each.",
             )
         ]
     return [
         Cause(
             "average",
             f"a loss averaged over the wrong number: the gradient of {len(seen)} ranks is {ratio:.4g} times that of "
-            f"{_ranks(num_base)}, in all parameters. Gradients are averaged over ranks: the loss must be the mean over "
-            f"this rank's samples, divided neither by the number of ranks nor by the global batch, and not their sum.",
+            f"{counted(num_base, 'rank')}, in all parameters. Gradients are averaged over ranks: the loss must be the "
+            f"mean over this rank's samples, divided neither by the number of ranks nor by the global batch, and not "
+            f"their sum.",
         )
     ]
 
@@ -318,7 +322,3 @@ def _undivided(seen: Sequence[Seen]) -> list[Cause]:
                 )
             ]
     return []
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank" + ("" if count == 1 else "s")

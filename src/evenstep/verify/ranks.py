@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from evenstep.checkpoint.rehearsal import Script
+from evenstep.checks import counted
 from evenstep.environment import openmp_threads, with_verification
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.launcher.cores import count_cores
@@ -93,7 +94,7 @@ class _Runs:
         return self._made[key]
 
     def _make(self, number: int, in_double: bool) -> Run:
-        name = f"{number} rank" + ("" if number == 1 else "s") + (", in float64" if in_double else "")
+        name = counted(number, "rank") + (", in float64" if in_double else "")
         self._say(f"{self._script} on {name}")
         directory = self._root / f"{number}-{in_double}"
         directory.mkdir()

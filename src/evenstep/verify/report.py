@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from evenstep.checks import counted
 from evenstep.verify.causes import Cause
 from evenstep.verify.compare import Difference
 
@@ -122,18 +123,16 @@ class Report:
             for cause in each:
                 if cause.kind not in told:
                     told.add(cause.kind)
-                    console.print(f"{counted(number)}: {cause.text}", markup=False, highlight=False, soft_wrap=True)
+                    console.print(
+                        f"{counted(number, 'rank')}: {cause.text}", markup=False, highlight=False, soft_wrap=True
+                    )
         for verdict in self.verdicts:
             if verdict.difference is not None and not verdict.causes:
                 console.print(
-                    f"{counted(verdict.num_ranks)}: none of the usual causes shows in what the ranks have seen.",
+                    f"{counted(verdict.num_ranks, 'rank')}: none of the usual causes shows in what the ranks "
+                    f"have seen.",
                     soft_wrap=True,
                 )
-
-
-def counted(num_ranks: int) -> str:
-    """In words."""
-    return f"{num_ranks} rank" + ("" if num_ranks == 1 else "s")
 
 
 def _plain(difference: Difference | None) -> dict[str, Any] | None:

@@ -12,18 +12,20 @@ Four sides of the same training take turns within one run, in blocks of equally 
     evenstep   evenstep.DistributedDataParallel with a fused optimizer
     sharded    the same with evenstep.ShardedOptimizer
 
-In a world of one there are only bare and evenstep. What a side adds is the difference of neighbouring blocks to bare.
-A block is timed from barrier to barrier, on the slowest rank; the tables have medians over blocks, with quartiles.
+In a world of one there are only bare, evenstep and sharded. While others run, torch's global optimizer hooks are taken
+off, through which evenstep sees optimizers. What a side adds is the difference of neighbouring blocks to bare. A block
+is timed from barrier to barrier, on the slowest rank; the tables have medians over blocks, with quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ import torch.distributed as dist
 from measuring import describe_machine, quartiles, ratios, spread
 from models import CASES, Case
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import optimizer as torch_optimizer
 
 import evenstep
 
@@ -69,6 +72,20 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
     return step
 
 
+@contextlib.contextmanager
+def only_torchs_own() -> Iterator[None]:
+    """Without the hooks by which evenstep marks the steps of all optimizers of a process."""
+    hooks = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
+
+
 def measure(name: str, blocks: int, block_s: float) -> dict[str, list[float]]:
     """On a rank: seconds per step of each side, block by block."""
     case = CASES[name]
@@ -87,12 +104,13 @@ def measure(name: str, blocks: int, block_s: float) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for block in range(blocks + 1):
         for side in sides if block % 2 else sides[::-1]:
-            world.barrier()
-            started = time.perf_counter()
-            for _ in range(num_steps):
-                steps[side]()
-            world.barrier()
-            took = (time.perf_counter() - started) / num_steps
+            with contextlib.nullcontext() if side in ("evenstep", "sharded") else only_torchs_own():
+                world.barrier()
+                started = time.perf_counter()
+                for _ in range(num_steps):
+                    steps[side]()
+                world.barrier()
+                took = (time.perf_counter() - started) / num_steps
             if block > 0:  # the first one warms up
                 seconds[side].append(took)
     # From barrier to barrier, on the slowest rank: what a side puts off until later counts.

@@ -100,21 +100,23 @@ def test_an_evaluation_leaves_no_marks() -> None:
     """However long it is: marks of a step that never ends would fill the memory."""
     model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 2), world=evenstep.World.alone())
     train(model, 2)
-    before = list(model.engine.recorder._current)
+    before = list(model.engine.recorder._marks)
     with torch.no_grad():
         for _ in range(5):
             model(torch.randn(3, 4))
-    assert model.engine.recorder._current == before
+    assert list(model.engine.recorder._marks) == before
 
 
 def test_only_the_last_steps_are_kept() -> None:
     recorder = Recorder()
-    for _ in range(NUM_STEPS_KEPT + 50):
-        recorder.forward(0)
+    for step in range(2 * NUM_STEPS_KEPT + 50):
+        recorder.forward(step)
+        recorder.mark(7)
         recorder.end()
-    assert recorder.num_steps == NUM_STEPS_KEPT + 49
-    assert len(recorder.steps()) == NUM_STEPS_KEPT + 1
-    assert recorder.num_marks_per_step() == 3
+        assert recorder.num_marks_per_step() == 4 or step % 100
+    assert [round(times.began_s * 1e9) for times in recorder.steps()] == [*range(NUM_STEPS_KEPT + 50, step + 1)]
+    assert recorder.marks()[1::8] == [*range(NUM_STEPS_KEPT + 50, step + 1)]
+    assert len(recorder._marks) <= 8 * (NUM_STEPS_KEPT + 100)
 
 
 def test_models_and_worlds_that_have_gone_are_forgotten() -> None:

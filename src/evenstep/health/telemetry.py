@@ -2,8 +2,8 @@
 
 [Note: marks]
 
-While a step runs, every event appends two integers to a list: what it was and when. That is all that happens in the
-loop. Only who asks has the lists turned into times (`explain`, pure).
+While a step runs, every event appends two integers to a deque: what it was and when. That is all that happens in the
+loop. Only who asks has them turned into times (`explain`, pure).
 
     FORWARD, FORWARD_END      around each forward pass
     BACKWARD                  a backward pass reaches the outputs
@@ -18,12 +18,13 @@ queued, not when it was done.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter_ns
-from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -106,31 +107,30 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._current: list[int] = []
-        self._steps: deque[list[int]] = deque(maxlen=NUM_STEPS_KEPT)
+        self._marks: deque[int] = deque()  # of all steps: to begin a list for each would take a microsecond
+        self._begins: deque[int] = deque([0])  # of each step: how many numbers came before it since `_marks` was cut
         self._is_over = False
-        self.num_steps = 0
         self.bucket_bytes = 0
         self.peak_bucket_bytes = 0
 
     def forward(self, began_ns: int) -> None:
         """A forward pass ends now."""
         if self._is_over:
-            self._turn_the_page()
-        self._current += (FORWARD, began_ns, FORWARD_END, perf_counter_ns())
+            self._begin_step()
+        self._marks.extend((FORWARD, began_ns, FORWARD_END, perf_counter_ns()))
 
     def mark(self, what: int) -> None:
         """Something happens now."""
-        self._current += (what, perf_counter_ns())
+        self._marks.extend((what, perf_counter_ns()))
 
     def end(self) -> None:
         """The window has ended: what follows, up to the next forward pass, is the optimizer's."""
-        self._current += (END, perf_counter_ns())
+        self._marks.extend((END, perf_counter_ns()))
         self._is_over = True
 
     def whole_backward(self) -> None:
         """A backward pass begins that is the whole window; of a plain `loss.backward()` nobody will tell the end."""
-        self._current += (BACKWARD, perf_counter_ns())
+        self._marks.extend((BACKWARD, perf_counter_ns()))
         self._is_over = True
 
     def has_buckets(self, num_bytes: int) -> None:
@@ -140,31 +140,44 @@ class Recorder:
 
     def steps(self) -> list[StepTimes]:
         """The last steps that have ended, at most `NUM_STEPS_KEPT`; the newest may still miss its optimizer."""
-        ended = [*self._steps, self._current] if self._is_over else self._steps
-        return [explain(marks) for marks in ended]
+        return [explain(marks) for marks in self._ended()]
 
     def marks(self) -> list[int]:
         """All marks of these steps, one after the other: [what, when in ns, what, when in ns, ...]."""
-        ended = [*self._steps, self._current] if self._is_over else self._steps
-        return [number for step in ended for number in step]
+        return [number for marks in self._ended() for number in marks]
 
     def newest(self) -> StepTimes | None:
         """The newest step whose optimizer has been seen; None before there is one."""
-        for marks in (self._current, *reversed(self._steps)):
+        backwards, end = reversed(self._marks), len(self._marks)
+        for begin in reversed(self._begins):
+            marks = [*islice(backwards, end - begin)][::-1]
             if OPTIMIZER_END in marks[::2]:
                 return explain(marks)
+            end = begin
         return None
 
     def num_marks_per_step(self) -> float:
         """How often the clock was read, on average."""
-        ended = [*self._steps, self._current] if self._is_over else self._steps
+        ended = self._ended()
         return sum(map(len, ended)) / 2 / max(1, len(ended))
 
-    def _turn_the_page(self) -> None:
-        self._steps.append(self._current)
-        self.num_steps += 1
-        self._current = []
+    def _ended(self) -> Sequence[Sequence[int]]:
+        """The marks of each of the last steps that have ended."""
+        steps = self._by_step()
+        return (steps if self._is_over else steps[:-1])[-NUM_STEPS_KEPT:]
+
+    def _by_step(self) -> Sequence[Sequence[int]]:
+        marks = [*self._marks]
+        ends = [*self._begins, len(marks)][1:]
+        return [marks[begin:end] for begin, end in zip(self._begins, ends, strict=True)]
+
+    def _begin_step(self) -> None:
+        self._begins.append(len(self._marks))
         self._is_over = False
+        if len(self._begins) > 2 * NUM_STEPS_KEPT:  # seldom, because it takes a while
+            first = self._begins[-NUM_STEPS_KEPT]
+            self._marks = deque(islice(self._marks, first, None))
+            self._begins = deque(begin - first for begin in islice(self._begins, NUM_STEPS_KEPT + 1, None))
 
 
 class Telemetry:
@@ -184,10 +197,9 @@ class Telemetry:
 
     def open(self) -> Recorder:
         """A recorder for one more model."""
-        if not self._recorders:
-            _watch_optimizers(self)
         recorder = Recorder()
         self._recorders.append(weakref.ref(recorder))
+        _mark_optimizers(recorder)
         return recorder
 
     def steps(self, model: int = 0) -> list[StepTimes]:
@@ -208,44 +220,39 @@ class Telemetry:
         recorders = self.recorders
         return recorders[model].newest() if model < len(recorders) else None
 
-    def optimizer_marked(self, what: int) -> None:
-        """An optimizer begins or ends its step."""
-        for each in self._recorders:
-            recorder = each()
-            if recorder is not None and recorder._current:
-                recorder._current += (what, perf_counter_ns())
-                recorder._is_over = True
-
     def __repr__(self) -> str:
-        told = ", ".join(str(recorder.num_steps) for recorder in self.recorders)
-        return f"<Telemetry of {len(self.recorders)} models, steps: {told or 'none'}>"
+        told = ", ".join(str(len(recorder.steps())) for recorder in self.recorders)
+        return f"<Telemetry of {len(self.recorders)} models, steps remembered: {told or 'none'}>"
 
 
-_watching: weakref.WeakSet[Telemetry] = weakref.WeakSet()
+_marked_by_optimizers: list[weakref.ref[Recorder]] = []
 _has_hooks = False
 
 
-def _watch_optimizers(telemetry: Telemetry) -> None:
-    """Have a telemetry told of the steps of all of torch's optimizers, as long as it lives.
+def _mark_optimizers(recorder: Recorder) -> None:
+    """Have a recorder told of the steps of all of torch's optimizers, as long as it lives.
 
     One pair of hooks serves all, and stays: torch iterates over its hooks while an optimizer steps, and would fail if
     the garbage collector took one away meanwhile.
     """
     global _has_hooks
-    _watching.add(telemetry)
-    if _has_hooks:
-        return
-    _has_hooks = True
+    _marked_by_optimizers[:] = [each for each in _marked_by_optimizers if each() is not None]
+    _marked_by_optimizers.append(weakref.ref(recorder))
+    if not _has_hooks:
+        _has_hooks = True
+        register_optimizer_step_pre_hook(functools.partial(_optimizer_marked, OPTIMIZER))
+        register_optimizer_step_post_hook(functools.partial(_optimizer_marked, OPTIMIZER_END))
 
-    def marking(what: int) -> Any:
-        def mark(*_: object) -> None:
-            for each in tuple(_watching):
-                each.optimizer_marked(what)
 
-        return mark
-
-    register_optimizer_step_pre_hook(marking(OPTIMIZER))
-    register_optimizer_step_post_hook(marking(OPTIMIZER_END))
+def _optimizer_marked(what: int, *_: object) -> None:
+    """An optimizer begins or ends its step, whichever models it is for."""
+    now_ns = perf_counter_ns()
+    for each in _marked_by_optimizers:
+        recorder = each()
+        if recorder is not None and (marks := recorder._marks):
+            marks.append(what)
+            marks.append(now_ns)
+            recorder._is_over = True
 
 
 def cost_of_a_mark(repeats: int = 20_000) -> float:

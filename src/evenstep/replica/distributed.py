@@ -209,22 +209,25 @@ class DistributedDataParallel(TorchInterface):
         if self.settings.inputs_to is not None:
             inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))
         # The usual case is told apart without flattening a nest: a call of 10 microseconds.
-        dim = self.dim
         first = inputs[0] if inputs else None
-        has_rows = isinstance(first, Tensor) and first.dim() > dim >= 0 and first.shape[dim] > 0
-        is_empty = not has_rows and batch_length((inputs, kwargs), dim) == 0
+        has_rows = isinstance(first, Tensor) and first.numel() > 0 and first.dim() > self.dim >= 0
+        is_empty = not has_rows and batch_length((inputs, kwargs), self.dim) == 0
         if not (is_empty or self._stand_in.has_sample):
             self._stand_in.remember((inputs, kwargs))
-        run = self._forward_stand_in if is_empty else self._run_module
-        if compilation_is_in_use():
-            with self._seen_by_dynamo():
-                outputs = run(inputs, kwargs)
+        if is_empty or self.sync_layers.layers or self._low_precision is not None or compilation_is_in_use():
+            outputs = self._run_with_care(inputs, kwargs, is_empty=is_empty)
         else:
-            outputs = run(inputs, kwargs)
-        if with_grad:
-            engine.watch_outputs(outputs, over_stand_in=is_empty)
-            engine.recorder.forward(began_ns)  # passes of an evaluation are no part of a step
+            outputs = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # not by way of `__getattr__`
+        if with_grad:  # passes of an evaluation are no part of a step
+            engine.end_forward(outputs, began_ns, over_stand_in=is_empty)
         return outputs
+
+    def _run_with_care(self, inputs: Any, kwargs: Any, *, is_empty: bool) -> Any:
+        run = self._forward_stand_in if is_empty else self._run_module
+        if not compilation_is_in_use():
+            return run(inputs, kwargs)
+        with self._seen_by_dynamo():
+            return run(inputs, kwargs)
 
     @contextlib.contextmanager
     def _seen_by_dynamo(self) -> Iterator[None]:
@@ -237,16 +240,11 @@ class DistributedDataParallel(TorchInterface):
             TorchDistributedDataParallel._active_ddp_module = running
 
     def _run_module(self, inputs: Any, kwargs: Any, *, over_stand_in: bool = False) -> Any:
-        module = self._modules["module"]  # by the way of nn.Module's `__getattr__` it takes a microsecond
-        assert module is not None
-        if not self.sync_layers.layers:
-            return module(*inputs, **kwargs) if self._low_precision is None else self._run_low(inputs, kwargs)
-        with self.sync_layers.forward_pass(over_stand_in=over_stand_in):
-            return module(*inputs, **kwargs) if self._low_precision is None else self._run_low(inputs, kwargs)
-
-    def _run_low(self, inputs: Any, kwargs: Any) -> Any:
-        assert self._low_precision is not None
-        return self._low_precision.run(self.module, inputs, kwargs)
+        exchanging = self.sync_layers.forward_pass(over_stand_in=over_stand_in)
+        with exchanging if self.sync_layers.layers else contextlib.nullcontext():
+            if self._low_precision is None:
+                return self.module(*inputs, **kwargs)
+            return self._low_precision.run(self.module, inputs, kwargs)
 
     def _forward_stand_in(self, inputs: Any, kwargs: Any) -> Any:
         inputs, kwargs = self._stand_in.build((inputs, kwargs))

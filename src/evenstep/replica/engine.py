@@ -136,11 +136,12 @@ class Engine:
         elif self._broken is not None:
             self._reset_after_error()
 
-    def watch_outputs(self, outputs: object, *, over_stand_in: bool) -> None:
+    def end_forward(self, outputs: object, began_ns: int, *, over_stand_in: bool) -> None:
         """Begin a pass when a backward pass reaches the module's outputs.
 
         Args:
             outputs: What the module returned, any nest of tensors.
+            began_ns: When the forward pass began, on the clock of `time.perf_counter_ns`.
             over_stand_in: The module ran on a stand-in for an empty share.
         """
         if over_stand_in:
@@ -148,6 +149,7 @@ class Engine:
         else:
             self._ran = True
         self._hooks.put_on(outputs)
+        self.recorder.forward(began_ns)
 
     @property
     def only_stand_ins(self) -> bool:
@@ -175,12 +177,11 @@ class Engine:
 
         Collective if the engine synchronises, and in the first window of a model with 16-bit parameters.
         """
-        is_whole = self._is_whole_window and isinstance(weight, float) and weight > 0
+        is_whole = isinstance(weight, float) and weight > 0 and self._begin_whole_window()
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
         multiplied.begin(weight, scale)
         try:
             if is_whole:
-                self._begin_whole_window()
                 self._pass = WHOLE_WINDOW
             else:
                 self._open_weighted_pass(weight)
@@ -250,12 +251,12 @@ class Engine:
 
     def _outputs_reached(self, grad: Tensor) -> Tensor | None:
         if self._pass is None:
-            multiplied_by = multiplied.by_what()
-            if self._is_whole_window and multiplied_by is None:
-                task = torch._C._current_graph_task_id()
-                if task != self._whole_task:  # a module has several outputs, or was called more than once
-                    self._whole_task = task
-                    self._begin_whole_window()
+            task = torch._C._current_graph_task_id()
+            if task == self._whole_task:
+                return None  # a module has several outputs, or was called more than once
+            multiplied_by = multiplied.by_what() if multiplied.by_thread else None
+            if multiplied_by is None and self._begin_whole_window():
+                self._whole_task = task
                 return None
             if multiplied_by is not None:
                 weight = self.exchange.weight_from(*multiplied_by, opens_window=self._window is None)
@@ -270,22 +271,21 @@ class Engine:
             return torch.where(mutes.to(grad.device), 0.0, grad)
         return torch.zeros_like(grad) if mutes else None
 
-    @property
-    def _is_whole_window(self) -> bool:
-        """Whether a pass that begins now leaves its mean in `p.grad` by itself: see `WHOLE_WINDOW`."""
-        return (
-            not self._travels
-            and self._window is None
-            and self.synchronise
-            and self.guard is None
-            and (self._ran or not self._ran_stand_in)
-        )
-
-    def _begin_whole_window(self) -> None:
+    def _begin_whole_window(self) -> bool:
+        """Begin a pass that leaves its mean in `p.grad` by itself, if it is one: see `WHOLE_WINDOW`."""
+        if (
+            self._travels
+            or self._window is not None
+            or not self.synchronise
+            or self.guard is not None
+            or (self._ran_stand_in and not self._ran)
+        ):
+            return False
         self._ran = self._ran_stand_in = False
         self.num_reductions += 1
         self.recorder.whole_backward()
         page.mark(page.Phase.BACKWARD)
+        return True
 
     def gradient_came(self) -> bool:
         """See `readiness.Listener`."""

@@ -12,30 +12,30 @@ from torch import Tensor
 
 Weight = tuple[float | Tensor, float]  # and the scale that it was divided by
 
-_by_thread: dict[int, list[Weight]] = {}  # innermost last
+by_thread: dict[int, list[Weight]] = {}  # innermost last; empty while no `model.backward` runs
 
 
 def begin(weight: float | Tensor, scale: float) -> None:
     """`model.backward` multiplies by this in the calling thread, until `end`."""
-    _by_thread.setdefault(threading.get_ident(), []).append((weight, scale))
+    by_thread.setdefault(threading.get_ident(), []).append((weight, scale))
 
 
 def end() -> None:
     """The last `begin` of this thread is over."""
     thread = threading.get_ident()
-    _by_thread[thread].pop()
-    if not _by_thread[thread]:
-        del _by_thread[thread]
+    by_thread[thread].pop()
+    if not by_thread[thread]:
+        del by_thread[thread]
 
 
 def by_what() -> Weight | None:
     """Weight and scale that the running pass belongs to; None for a pass of `loss.backward()`."""
-    if not _by_thread:
+    if not by_thread:
         return None
     thread = threading.get_ident()
-    mine = _by_thread.get(thread)
+    mine = by_thread.get(thread)
     if mine is None and not any(each.ident == thread and not _is_foreign(each) for each in threading.enumerate()):
-        mine = next(reversed(list(_by_thread.values())), None)
+        mine = next(reversed(list(by_thread.values())), None)
     return mine[-1] if mine else None
 
 

@@ -51,7 +51,7 @@ DEFAULT_EVERY = 64
 NUM_TOLD = 5
 NOTHING = (0.0,) * NUM_TOLD
 
-_LEAST_BYTES = 128 << 10  # a portion is not smaller: what is done per portion would cost more than reading it
+_LEAST_BYTES = 512 << 10  # a portion is not smaller: what is done per portion would cost more than reading it
 _CALL_BYTES = 16 << 10  # what could be read in the time that python takes for one more tensor
 _ROUNDING = 16  # times the dtype's epsilon, of a tensor's largest value
 _MAX_NAMED = 3

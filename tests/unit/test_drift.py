@@ -34,7 +34,7 @@ def test_portions_cover_each_row_once_and_cost_about_the_same(fresh_seed):
             assert bool(ranges) == bool(rows)
         costs = [sum((p.end - p.begin) * sizes[p.parameter][1] + (16 << 10) for p in portion) for portion in portions]
         in_all = sum(rows * row + (16 << 10) for rows, row in sizes if rows)
-        assert max(costs, default=0) <= max(128 << 10, in_all / every) + 4096 + (32 << 10)
+        assert max(costs, default=0) <= max(512 << 10, in_all / every) + 4096 + (32 << 10)
 
 
 def test_a_model_without_trained_elements_has_no_portion():

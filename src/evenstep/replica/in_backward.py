@@ -34,7 +34,9 @@ class InBackward:
     def take_over(self) -> None:
         """Take torch's hooks off the parameters. Parameters are looked at only where there are others than before."""
         torchs = sys.modules.get(_TORCHS)
-        hooked = () if torchs is None else torchs.param_to_optim_hook_handle_map
+        if torchs is None:
+            return
+        hooked = torchs.param_to_optim_hook_handle_map
         if len(hooked) == self._num_hooked:
             return
         known = set(map(id, self._stepped))

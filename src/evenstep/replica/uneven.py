@@ -231,7 +231,7 @@ def _num_collectives(group: dist.ProcessGroup | None) -> int | None:
     group = dist.group.WORLD if group is None else group
     if group is None or dist.get_backend(group) not in ("gloo", "nccl"):  # others don't count, or count elsewhere
         return None
-    return int(group._get_sequence_number_for_group())
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 class UnevenJoinHook(JoinHook):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ from evenstep.errors import CheckpointError, ConfigurationError, EvenstepError, 
 from evenstep.launcher.template import BecomeRank
 from evenstep.launcher.worker import main as become_rank
 
+_COMMANDS = ("run", "estimate", "env", "jobs", "checkpoint", "verify", "bench")  # as `_parser` has them
 _ESTIMATE = "how much memory a rank needs, and whether data parallelism is enough; nothing is allocated"
 _VERIFY = """\
 Run a training script on 1, 2 and 4 ranks and compare losses, gradients and parameters step by step. What differs by
@@ -81,6 +83,7 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
                 return run_mode(arguments[1:])
         if arguments[0] == "estimate":
             return _estimate(arguments[1:])
+        _validate_command(arguments[0])
         args = parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
         status: int = args.call(args)
         return status
@@ -95,6 +98,21 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
     except KeyboardInterrupt:
         print("evenstep: interrupted", file=sys.stderr, flush=True)
         return 130
+
+
+def _validate_command(name: str) -> None:
+    """Refuse what is no command.
+
+    Raises:
+        ConfigurationError: With the command that was meant, perhaps.
+    """
+    if name.startswith("-") or name in _COMMANDS:
+        return
+    meant = difflib.get_close_matches(name, _COMMANDS, n=1)
+    guess = f" Did you mean {meant[0]}?" if meant else ""
+    if name.endswith(".py"):
+        guess = f" Did you mean evenstep run {name}?"
+    raise ConfigurationError(f"{name} is no command.{guess} There are {', '.join(_COMMANDS)}: see evenstep --help.")
 
 
 def _estimate(arguments: Sequence[str]) -> int:

@@ -10,10 +10,9 @@ heap keep what the next step will need; blocks of more than 32 MiB are the kerne
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 
+from evenstep import c_library
 from evenstep.environment import is_set
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -34,9 +33,8 @@ def keep_freed_memory() -> bool:
     """
     if any(map(is_set, _VARIABLES)):
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
+    mallopt = c_library.function("mallopt")
+    if mallopt is None:
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES))
 
@@ -46,5 +44,6 @@ def give_back_freed_memory() -> None:
 
     Wherever in the heap it is; some tens of milliseconds at most. With another C library nothing happens.
     """
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
+    trim = c_library.function("malloc_trim")
+    if trim is not None:
+        trim(0)

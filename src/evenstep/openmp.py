@@ -9,9 +9,7 @@ other threads go on, as replicas of a module do, they find their cores taken: a 
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable
+from evenstep import c_library
 
 _SOFT = 1  # omp_pause_soft, of omp.h: what the program can see stays as it is
 
@@ -22,15 +20,6 @@ def rest_team() -> None:
     Ends with the team's threads: a tenth of a millisecond, and twice that for the next operation. Does nothing where
     there is no team, or the runtime is older than OpenMP 5.
     """
-    pause = _pause_function()
+    pause = c_library.function("omp_pause_resource_all")
     if pause is not None:
         pause(_SOFT)
-
-
-@functools.cache
-def _pause_function() -> Callable[[int], int] | None:
-    try:
-        function: Callable[[int], int] = ctypes.CDLL(None).omp_pause_resource_all
-    except (AttributeError, OSError, TypeError):  # no such function; TypeError: a system without a list of all symbols
-        return None
-    return function

@@ -44,12 +44,14 @@ def test_torchs_own_meeting_finds_no_addresses_of_the_ranks_before(
     assert started[0].stdout == "rank 0: 4\n"
 
 
+# Trains until `ends` says otherwise; saves, if it does, when it is asked to stop.
 TRAINS = """
-    import pathlib, time
+    import os, pathlib, time
     import evenstep, torch
 
     with evenstep.init(seed=1, quiet=True) as world:
         model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 1))
+        began = None
         if {saves}:
             checkpoint = evenstep.Checkpointer({saved!r}, every_steps=1000, every_minutes=None, model=model)
             checkpoint.resume()
@@ -58,13 +60,16 @@ TRAINS = """
             world.barrier()
             if {saves}:
                 checkpoint.step()
+            {ends}
+            time.sleep(0.005)
+        print("began at step", began, flush=True)
+"""
+
+ENDS_WITH_ALL = """
             if step == 10:
                 pathlib.Path(f"up-{{world.world_size}}").touch()
             if world.world_size == {last} and step == 20:
                 break
-            time.sleep(0.005)
-        if {saves}:
-            print("began at step", began, flush=True)
 """
 
 
@@ -74,7 +79,8 @@ def test_a_host_that_joins_costs_no_restart(
     make_hosts: Callable[..., Hosts], tmp_path: Path, late: int, num_hosts: int, saves: bool
 ) -> None:
     """Even without any that is allowed; and whichever address it has, by which torch gives the numbers."""
-    script = TRAINS.format(saves=saves, saved=str(tmp_path / "saved"), last=num_hosts)
+    ends = ENDS_WITH_ALL.format(last=num_hosts).strip()
+    script = TRAINS.format(saves=saves, saved=str(tmp_path / "saved"), ends=ends)
     hosts = make_hosts(num_hosts)
     before = [host for host in range(num_hosts) if host != late]
     flags = hosts.elastic(f"{len(before)}:3", keeper=before[0])
@@ -94,23 +100,11 @@ def test_a_host_that_joins_costs_no_restart(
 
 
 FAILS_WITH_TWO = """
-    import os, pathlib, time
-    import evenstep, torch
-
-    with evenstep.init(seed=1, quiet=True) as world:
-        model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 1))
-        if {saves}:
-            checkpoint = evenstep.Checkpointer({saved!r}, every_steps=1000, every_minutes=None, model=model)
-            checkpoint.resume()
-        pathlib.Path(f"up-{{os.environ['TORCHELASTIC_RESTART_COUNT']}}").touch()
-        world.barrier()
-        for step in range(100_000):
+            if step == 0:
+                pathlib.Path(f"up-{os.environ['TORCHELASTIC_RESTART_COUNT']}").touch()
+                world.barrier()
             if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" or (world.world_size == 2 and world.rank == 0):
                 raise ValueError("a sample that fails every time")
-            world.barrier()
-            if {saves}:
-                checkpoint.step()
-            time.sleep(0.005)
 """
 
 
@@ -126,7 +120,7 @@ def test_a_host_that_joins_counts_as_the_others_do(
 
     With a `Checkpointer` what was done before it came is saved, and restarts in vain are those after that.
     """
-    script = FAILS_WITH_TWO.format(saves=saves, saved=str(tmp_path / "saved"))
+    script = TRAINS.format(saves=saves, saved=str(tmp_path / "saved"), ends=FAILS_WITH_TWO.strip())
     hosts = make_hosts(2)
     flags = [*hosts.elastic("1:3"), "--max-restarts", "9" if saves else "3"]
     first = hosts.start(0, script, flags, static=False)

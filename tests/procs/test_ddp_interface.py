@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import pickle
@@ -173,20 +174,19 @@ def test_join_with_accumulation_and_batch_norm(ranks, fresh_seed, nproc):
     ranks.run(uneven_accumulation, nproc, fresh_seed)
 
 
-def several_joined(seed, through_both, order):
-    """Two models; `order` is that in which their backward passes end, and in which they are given to `Join`."""
+def several_joined(seed, through_both, order, weighted):
+    """Two models, in a `Join` in the order in which their backward passes end, or in the other one."""
     world = evenstep.init(quiet=True)
     models = [evenstep.DistributedDataParallel(square(s), bucket_cap_mb=1e-4) for s in (1, 2)]
     modules = [square(s) for s in (1, 2)]
     optimizers = [
         torch.optim.SGD(each.parameters(), lr=0.1) for each in (nn.ModuleList(models), nn.ModuleList(modules))
     ]
-    weighted = order == "first, second"
 
     def losses(first, second, x):
         return [second(first(x)).square().mean()] if through_both else [m(x).square().mean() for m in (first, second)]
 
-    with Join(models if weighted or not through_both else models[::-1], divide_by_initial_world_size=False):
+    with Join(models if order == "first, second" else models[::-1], divide_by_initial_world_size=False):
         for step in range(2 * world.rank):
             x = batch(seed + 10 * step + world.rank, rows=2 + world.rank)
             for number, loss in enumerate(losses(*models, x)):
@@ -213,12 +213,119 @@ def square(seed):
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("order", ["first, second", "second, first"])
 @pytest.mark.parametrize("through_both", [False, True])
 @SIZES
-def test_several_models_join_in_the_order_in_which_their_passes_end(ranks, fresh_seed, nproc, through_both, order):
+def test_several_models_join_in_any_order(ranks, fresh_seed, nproc, through_both, order, weighted):
     """In `loss.backward()` the model that the loss reaches first ends first; in its own `backward` it ends last."""
-    ranks.run(several_joined, nproc, fresh_seed, through_both, order)
+    ranks.run(several_joined, nproc, fresh_seed, through_both, order, weighted)
+
+
+def zero_redundancy(model, **settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, when it is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **settings)
+
+
+def joined_with_optimizer(seed, weighted):
+    """Each rank steps its share of the parameters, also after it has left its loop."""
+    world = evenstep.init(quiet=True)
+    model, module = evenstep.DistributedDataParallel(make()), make()
+    optimizer = zero_redundancy(model, lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    with Join([model, optimizer], divide_by_initial_world_size=False):
+        for step in range(2 * world.rank):
+            x = batch(seed + 10 * step + world.rank, rows=2 + world.rank)
+            loss = model(x).square().mean()
+            if weighted:
+                model.backward(loss, weight=len(x))
+            else:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for step in range(2 * (world.world_size - 1)):
+        batches = [batch(seed + 10 * step + r, rows=2 + r) for r in range(step // 2 + 1, world.world_size)]
+        shares = [float(len(x)) if weighted else 1.0 for x in batches]
+        losses = [module(x).square().mean() * share for x, share in zip(batches, shares, strict=True)]
+        (sum(losses) / sum(shares)).backward()
+        reference.step()
+        reference.zero_grad()
+    assert_same(model.parameters(), module.parameters(), rtol=0, atol=1e-12)
+    assert world.rank == world.world_size - 1 or all(grad is None for grad in grads(model))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@SIZES
+def test_an_optimizer_joins_behind_its_model(ranks, fresh_seed, nproc, weighted):
+    ranks.run(joined_with_optimizer, nproc, fresh_seed, weighted)
+
+
+def joined_out_of_turn(mistake):
+    """What can't end on a rank that has left is refused on those that haven't, at once and not at the deadline."""
+    world = evenstep.init(quiet=True)
+    models = [evenstep.DistributedDataParallel(make(s)) for s in (1, 2)]
+    numbers = {"twice": [0, 0, 1], "not the same": [0, 1] if world.rank else [1, 0]}.get(mistake, [0])
+    joinables = list(models)
+    if mistake == "optimizer first":
+        joinables = [zero_redundancy(models[0], lr=0.1), models[0]]
+    message = {
+        "twice": "of number 1 twice",
+        "not the same": "of number 1 on some ranks and of number 2 on others",
+        "optimizer first": r"Join\(\[model, optimizer\]\)",
+    }[mistake]
+    with pytest.raises(UsageError, match=rf"rank {world.rank}: .*{message}"), Join(joinables):  # noqa: PT012
+        for _ in range(2):
+            for number in numbers:
+                models[number](batch(world.rank)).square().mean().backward()
+    world.close()  # with buckets that nobody has waited for
+
+
+@pytest.mark.parametrize("mistake", ["twice", "not the same", "optimizer first"])
+@SIZES
+def test_models_that_join_out_of_turn_are_told_at_once(ranks, nproc, mistake):
+    ranks.run(joined_out_of_turn, nproc, mistake)
+
+
+def left_before_a_mistake(after):
+    """Rank 0 has left its loop when the others average one model's gradients twice: it is told, too."""
+    world = evenstep.init(quiet=True)
+    models = [evenstep.DistributedDataParallel(make(s)) for s in (1, 2)]
+    with pytest.raises(UsageError, match=rf"rank {world.rank}: .*of number 2 twice"), Join(models):  # noqa: PT012
+        for step in range(5 if world.rank else after):
+            for number in (1, 1) if step == after else (1, 0):
+                models[number](batch(world.rank)).square().mean().backward()
+    world.close()  # with buckets that nobody has waited for
+
+
+@pytest.mark.parametrize("after", [0, 2])
+@SIZES
+def test_a_rank_that_has_left_is_told_of_a_mistake(ranks, nproc, after):
+    ranks.run(left_before_a_mistake, nproc, after)
+
+
+def one_join_in_another():
+    world = evenstep.init(quiet=True)
+    first, second = (evenstep.DistributedDataParallel(make(s)) for s in (1, 2))
+    with pytest.raises(UsageError, match=r"Put them into one: .*Join\(\[first, second\]\)"), first.join():  # noqa: SIM117
+        with second.join():
+            pass
+    for _ in range(2):  # whoever leaves by way of an exception has left
+        with pytest.raises(ZeroDivisionError), first.join():
+            raise ZeroDivisionError
+    for model in (first, second):
+        model(batch(world.rank)).square().mean().backward()
+        with model.join():
+            for _ in range(world.rank):
+                model(batch(world.rank)).square().mean().backward()
+    with Join([first, second], enable=False):
+        first(batch(world.rank)).square().mean().backward()
+
+
+@SIZES
+def test_one_join_in_another_is_refused(ranks, nproc):
+    ranks.run(one_join_in_another, nproc)
 
 
 def early_end():
@@ -243,6 +350,107 @@ def test_join_in_a_world_of_one_does_nothing():
         model(batch(0)).sum().backward()
     with model.join(enable=False):
         model(batch(0)).sum().backward()
+
+
+# ---------------------------------------------------------------------- several models in one window
+
+
+def two_scales(seed, own_first, first_dtype, second_dtype):
+    """16-bit models whose weights are divided by other numbers; a window of the first has passes of both kinds.
+
+    The second's weights are some hundreds, the first's own are a few.
+    """
+    world = evenstep.init(quiet=True)
+    models = [evenstep.DistributedDataParallel(square(s).to(d)) for s, d in ((1, first_dtype), (2, second_dtype))]
+    modules = [square(1).to(first_dtype).double(), square(2).to(second_dtype).double()]
+    modules = [copy.deepcopy(each) for each in modules]
+    batches = [
+        [batch(seed + 10 * number + r, dtype=torch.float64) for r in range(world.world_size)] for number in range(3)
+    ]
+    weights = [[base + 3.0 * r for r in range(world.world_size)] for base in (200.0, 2.0, 300.0)]
+
+    def through_both(first, second, x):
+        dtypes = [next(each.parameters()).dtype for each in (first, second)]
+        return second(first(x.to(dtypes[0])).to(dtypes[1])).double().square().mean()
+
+    def through_first(first, second, x):
+        return first(x.to(next(first.parameters()).dtype)).double().abs().mean()
+
+    order = [1, 0, 2] if own_first else [0, 1, 2]
+    for step in range(2):
+        for number in order:
+            x, weight = batches[number][world.rank], weights[number][world.rank]
+            with contextlib.ExitStack() as stack:
+                if number != order[-1]:
+                    for model in models:
+                        stack.enter_context(model.no_sync())
+                if number == 1:
+                    models[0].backward(through_first(*models, x), weight=weight)
+                else:
+                    models[1].backward(through_both(*models, x), weight=weight)
+        loss_of = {0: through_both, 1: through_first, 2: through_both}
+        for number in range(3):
+            for x, weight in zip(batches[number], weights[number], strict=True):
+                (loss_of[number](*modules, x) * weight).backward()
+        totals = [sum(map(sum, weights)), sum(weights[0]) + sum(weights[2])]
+        for model, module, total in zip(models, modules, totals, strict=True):
+            for p, q in zip(model.parameters(), module.parameters(), strict=True):
+                expected = q.grad / total
+                torch.testing.assert_close(p.grad.double(), expected, rtol=0.1, atol=0.03 * float(expected.abs().max()))
+            module.zero_grad()
+            model.zero_grad(set_to_none=step == 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float64), (torch.float64, torch.bfloat16)],
+)
+@pytest.mark.parametrize("own_first", [False, True])
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_passes_with_other_scales_in_one_window(ranks, fresh_seed, nproc, own_first, first, second):
+    ranks.run(two_scales, nproc, fresh_seed, own_first, first, second)
+
+
+def one_scaler(overflows):
+    """A loss goes through two models and is scaled: an overflow is the scaler's business for both."""
+    world = evenstep.init(quiet=True)
+    models = [evenstep.DistributedDataParallel(make_square(s), on_nonfinite="raise") for s in (1, 2)]
+    modules = [make_square(s) for s in (1, 2)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+    for step in range(3):
+        x = batch(step + world.rank, dtype=torch.float32)
+        loss = models[1](models[0](x)).square().mean()
+        if overflows and step == 1 and world.rank == 0:
+            loss = loss * float("inf")
+        models[1].backward(loss, weight=2 + world.rank, scaler=scaler)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        if overflows and step == 1:
+            assert scaler.get_scale() == 2.0**9
+            continue
+        batches = [batch(step + r, dtype=torch.float32) for r in range(world.world_size)]
+        losses = [(2 + r) * modules[1](modules[0](x)).square().mean() for r, x in enumerate(batches)]
+        (sum(losses) / sum(2 + r for r in range(world.world_size))).backward()
+        for module in modules:
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+            module.zero_grad()
+    for model, module in zip(models, modules, strict=True):
+        assert_same(model.parameters(), module.parameters(), rtol=1e-5, atol=1e-6)
+    with pytest.raises(evenstep.errors.NonFiniteError):  # without a scaler it is a fault
+        models[1].backward(models[1](models[0](x)).square().mean() * float("inf"), weight=1)
+
+
+def make_square(seed):
+    return square(seed).float()
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_one_scaler_for_two_models(ranks, nproc, overflows):
+    ranks.run(one_scaler, nproc, overflows)
 
 
 # ---------------------------------------------------------------------- kinds of parameters and outputs
@@ -712,27 +920,42 @@ def test_optimizers_in_hooks_and_builtin_hooks(ranks, fresh_seed, nproc):
     ranks.run(fused_optimizer, nproc, fresh_seed)
 
 
-def optimizers_in_backward(seed):
+def optimizers_in_backward(seed, when):
     """torch's `_apply_optimizer_in_backward` on some parameters: each steps once, with the average, and has no grad."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # what torch imports with it
         from torch.distributed.optim import _apply_optimizer_in_backward
 
     world = evenstep.init(quiet=True)
+    settings = {"lr": 0.1, "momentum": 0.9}
     for weighted in (False, True):
         module, reference = make(), make()
-        settings = {"lr": 0.1, "momentum": 0.9}
-        _apply_optimizer_in_backward(torch.optim.SGD, module[0].parameters(), settings)
+
+        def apply(now, module=module):
+            if now == when:
+                _apply_optimizer_in_backward(torch.optim.SGD, module[0].parameters(), settings)
+
+        apply("before wrapping")
         model = evenstep.DistributedDataParallel(module, bucket_cap_mb=1e-4)
+        apply("after wrapping")
         optimizers = [torch.optim.SGD(each.parameters(), **settings) for each in (module[2], reference)]
+        if when == "after a backward pass":
+            for each in (model, reference):
+                each(batch(seed)).square().mean().backward()
+                each.zero_grad()
+            apply("after a backward pass")
         for step in range(3):
             batches = [batch(seed + 10 * step + r, rows=2 + r) for r in range(world.world_size)]
             shares = [float(len(x)) if weighted else 1.0 for x in batches]
             before = [p.detach().clone() for p in module.parameters()]
             with model.no_sync():
                 loss = model(batches[world.rank]).square().mean()
+                if step == 0:
+                    apply("between forward and backward")
                 model.backward(loss, weight=shares[world.rank]) if weighted else loss.backward()
             assert_same(module.parameters(), before, rtol=0, atol=0)
+            if step == 0:
+                apply("within a window")
             loss = model(batches[world.rank]).square().mean()
             model.backward(loss, weight=shares[world.rank]) if weighted else loss.backward()
             assert [p.grad is None for p in module.parameters()] == [True, True, False, False]
@@ -745,9 +968,19 @@ def optimizers_in_backward(seed):
             assert_same(module.parameters(), reference.parameters(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "when",
+    [
+        "before wrapping",
+        "after wrapping",
+        "after a backward pass",
+        "between forward and backward",
+        "within a window",
+    ],
+)
 @SIZES
-def test_optimizers_in_the_backward_pass_step_with_the_average(ranks, fresh_seed, nproc):
-    ranks.run(optimizers_in_backward, nproc, fresh_seed)
+def test_optimizers_in_the_backward_pass_step_with_the_average(ranks, fresh_seed, nproc, when):
+    ranks.run(optimizers_in_backward, nproc, fresh_seed, when)
 
 
 def transposed(seed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,9 +155,39 @@ def test_functions_of_a_notebook_travel_by_value() -> None:
 def test_a_missing_main_guard_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import evenstep\ndef fn(): pass\nevenstep.launch(fn, 2)\n")
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
+    assert done.returncode == 78
+    assert "Traceback" not in done.stderr
+    assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-2]
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "told"),
+    [
+        (
+            "evenstep.launch(train, 0)",
+            78,
+            r"ConfigurationError: evenstep.launch: nproc=0.*\n  at .*script.py, line 7, in .*",
+        ),
+        (
+            "evenstep.launch(train, 2)",
+            1,
+            r"UsageError: not like this\n  raised on rank [01] \(pid \d+\) of 2, at .*script.py, line 4, in train",
+        ),
+    ],
+)
+def test_a_mistake_in_a_script_is_one_message_and_a_status(tmp_path: Path, call: str, status: int, told: str) -> None:
+    (tmp_path / "script.py").write_text(
+        "import evenstep\n"
+        "\n"
+        "def train():\n"
+        "    raise evenstep.errors.UsageError('not like this')\n"
+        "\n"
+        "if __name__ == '__main__':\n"
+        f"    {call}\n"
+    )
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert re.fullmatch(rf"evenstep: {told}\n", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])

@@ -195,6 +195,7 @@ def test_pip_install_gives_a_working_command(tmp_path: Path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     env = environment(tmp_path)
+    env.pop("PYTHONPATH", None)  # by which the sources themselves would be found
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, env=env, timeout=DEADLINE_S)
     scripts = tmp_path / "venv" / "bin"
     site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))

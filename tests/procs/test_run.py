@@ -101,6 +101,17 @@ def test_threads_and_device_reach_the_ranks(tmp_path: Path) -> None:
     assert command.stderr == "evenstep: 1 rank on 1 host, cpu, 3 threads per rank, local\n"
 
 
+def test_a_flag_behind_the_script_is_the_scripts_and_that_is_said(tmp_path: Path) -> None:
+    script = "import os, sys; print(os.environ['WORLD_SIZE'], *sys.argv[1:])"
+    code, command = call(
+        tmp_path, ["--nproc-per-node", "1", "--device", "cpu", "script.py", "--nproc-per-node", "2"], script
+    )
+    assert (code, command.stdout) == (0, "1 --nproc-per-node 2\n")
+    said = "--nproc-per-node stands behind script.py and is the script's. For evenstep run, write it before the script."
+    assert command.stderr.splitlines()[0] == f"evenstep: {said}"
+    assert len(command.stderr.splitlines()) == 2
+
+
 def test_auto_starts_as_many_ranks_as_fit(tmp_path: Path) -> None:
     script = "import os; print(os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'])"
     cores = count_cores()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import evenstep
+from evenstep import cli
 from evenstep.cli import main
 
 
@@ -96,12 +98,26 @@ def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys).startswith("evenstep: the following arguments are required: script. See `evenstep run")
 
 
-def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["no-such-command"])
-    assert caught.value.code == 2
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("rnu", "evenstep: rnu is no command. Did you mean run? There are run, "),
+        ("train.py", "evenstep: train.py is no command. Did you mean evenstep run train.py? There are run, "),
+        ("no-such-command", "evenstep: no-such-command is no command. There are run, "),
+    ],
+)
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str], given: str, told: str) -> None:
+    assert main([given, "--nproc-per-node", "2"]) == 78
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert said.err.startswith(told)
+
+
+def test_without_a_command_there_is_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    capsys.readouterr()
+    text = capsys.readouterr().out
+    listed = re.findall(r"^    ([a-z]+)\b", text, re.MULTILINE)
+    assert listed == list(cli._COMMANDS)
 
 
 def test_help_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,27 @@ def test_one_process_computes_what_the_bare_module_computes(alone):
             torch.testing.assert_close(p.grad, e, rtol=1e-6, atol=1e-7)
 
 
+def test_in_one_process_autograd_grad_is_counted_as_a_backward_pass_and_changes_nothing_else(alone):
+    """Whether a pass will accumulate anything would have to be asked of autograd in every pass."""
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(3, 2), nn.Tanh())
+    model = evenstep.DistributedDataParallel(bare, world=alone)
+    x = torch.randn(5, 3)
+    given = torch.autograd.grad(model(x).square().sum(), list(bare.parameters()))
+    assert all(p.grad is None for p in bare.parameters())
+    assert model._get_ddp_logging_data()["iteration"] == len(model.engine.recorder.steps()) == 1
+    for number in (1, 2):  # within a window it isn't
+        with model.accumulate():
+            model.backward(model(x).square().sum(), weight=1)
+        torch.autograd.grad(model(x).square().sum(), list(bare.parameters()))
+        assert model.engine.num_reductions == number
+        model.backward(3 * model(x).square().sum(), weight=3)
+        assert model.engine.num_reductions == number + 1
+        for p, g in zip(bare.parameters(), given, strict=True):
+            torch.testing.assert_close(p.grad, g * 10 / 4)
+        model.zero_grad()
+
+
 @pytest.mark.parametrize("is_weighted", [True, False])
 @pytest.mark.parametrize("is_chained", [True, False])
 def test_windows_of_any_length_with_and_without_zero_grad_equal_plain_autograd(

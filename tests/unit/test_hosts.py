@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evenstep.transport.hosts import HostPlan, plan_hosts
+from evenstep.transport.host_plan import HostPlan, plan_hosts
 
 
 def seen(boot: str, **changed: Any) -> dict[str, Any]:

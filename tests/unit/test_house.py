@@ -36,6 +36,7 @@ ROOMS = [
     "determinism",
     "heap",
     "openmp",
+    "c_library",
     "lanes",
     "randomness",
     "device",
@@ -65,6 +66,25 @@ def imports_of(module: Path) -> Iterator[tuple[int, str]]:
             first, *rest = name.split(".")
             if first == "evenstep":
                 yield node.lineno, rest[0] if rest else ""
+
+
+def module_imports() -> dict[str, set[str]]:
+    """By module of evenstep's own, the others that it imports, wherever in the file and whatever for."""
+    paths = {}
+    for path in MODULES:
+        *rooms, last = path.relative_to(SOURCE).with_suffix("").parts
+        paths[".".join(["evenstep", *rooms, *([] if last == "__init__" else [last])])] = path
+    found: dict[str, set[str]] = {}
+    for name, path in paths.items():
+        imported: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                imported |= {each if each in paths else str(node.module) for each in inside}
+        found[name] = imported & paths.keys() - {name}
+    return found
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
@@ -113,6 +133,17 @@ def test_public_names_are_pinned():
 
 def test_every_room_has_its_place():
     assert {room_of(module) for module in MODULES} - {"__init__"} == set(ROOMS)
+
+
+def test_no_modules_import_each_other():
+    """Neither in functions nor for types alone: what two need is in a third, or said by a protocol."""
+    left = module_imports()
+    while True:
+        ground = {name for name, imported in left.items() if not imported & left.keys()}
+        if not ground:
+            break
+        left = {name: imported for name, imported in left.items() if name not in ground}
+    assert not left, f"in circles, or above one: {sorted(left)}"
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(SOURCE).as_posix())

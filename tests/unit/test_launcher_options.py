@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.options import fixed_port, for_workers, make_parser, num_nodes, on_one_host
+from evenstep.launcher.options import behind_the_script, fixed_port, for_workers, make_parser, num_nodes, on_one_host
 
 
 def parse(*arguments: str) -> Namespace:
@@ -81,3 +81,18 @@ def test_numbers_of_hosts_that_cannot_be(nnodes: str) -> None:
 def test_endpoints_that_cannot_be(endpoint: str) -> None:
     with pytest.raises(ConfigurationError, match="HOST:PORT"):
         fixed_port(parse("--rdzv-endpoint", endpoint, "train.py"))
+
+
+@pytest.mark.parametrize(
+    ("behind", "flag"),
+    [
+        (["--epochs", "3", "--nproc-per-node", "2"], "--nproc-per-node"),
+        (["--nproc_per_node=2", "--nnodes", "2"], "--nproc_per_node=2"),
+        (["--device", "cpu", "--log-dir", "logs", "--nproc"], None),
+        (["--name", "nproc-per-node"], None),
+        (["--", "--nproc-per-node", "2"], None),
+        ([], None),
+    ],
+)
+def test_flags_of_the_launchers_own_behind_the_script_are_noticed(behind: list[str], flag: str | None) -> None:
+    assert behind_the_script(parse("--nproc-per-node", "2", "train.py", *behind)) == flag

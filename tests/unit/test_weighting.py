@@ -50,7 +50,7 @@ def test_no_weight_has_scale_one():
     assert nearest_power_of_two(0.0) == 1.0
 
 
-def header_of(*ranks):
+def header_of(*ranks, unit=1.0):
     """The sum of what several ranks write."""
     headers = []
     for kind, weight, used in ranks:
@@ -58,7 +58,7 @@ def header_of(*ranks):
         if kind is not None:
             window.add(kind, weight)
         header = Header(len(used), CPU)
-        header.fill(window, used)
+        header.fill(window, used, unit=unit)
         headers.append(header)
     total = Header(len(ranks[0][2]), CPU)
     total.tensor.copy_(sum(header.tensor for header in headers))
@@ -69,8 +69,8 @@ def test_the_header_carries_weights_kinds_and_used_flags():
     header = header_of((Kind.WEIGHTED, 3.0, [True, False, False]), (None, 0.0, [False, False, True]))
     header.check_kinds()
     assert header.used_anywhere() == [True, False, True]
-    assert float(header.divisor(1.0)) == 3.0
-    assert float(header.divisor(2.0)) == 1.5
+    assert float(header.divisor()) == 3.0
+    assert float(header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.WEIGHTED, 5.0, [True]), unit=2.0).divisor()) == 4.0
 
 
 def test_ranks_that_mean_different_things_are_told():
@@ -81,4 +81,4 @@ def test_ranks_that_mean_different_things_are_told():
 
 def test_without_any_weight_gradients_become_zero():
     header = header_of((Kind.WEIGHTED, 0.0, [True]))
-    assert float(torch.tensor(5.0) / header.divisor(1.0)) == 0.0
+    assert float(torch.tensor(5.0) / header.divisor()) == 0.0

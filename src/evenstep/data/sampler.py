@@ -73,7 +73,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         if not pad and not drop_last:
             self.total_size = self._size
             self.num_samples = len(range(rank, self._size, num_replicas))
-        self._turns = Turns()
+        self._turns = Turns("DistributedSampler", "in the same order")
         self._start = 0  # position at which the next iteration begins
         self._begun_at = 0  # position at which the latest began
         self._iteration = 0
@@ -134,10 +134,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
                 f"DistributedSampler on rank {self.rank}: the data set had {self._size} samples when the sampler was "
                 f"made and has {size} now. Make a new sampler, on every rank."
             )
-        turn = self._turns.begin(self.epoch, self.auto_epoch)
-        if turn is None and self.shuffle and self.rank == 0:
-            self._turns.warn("DistributedSampler", self.epoch, "in the same order")
-        self.epoch = self.epoch if turn is None else turn
+        warns = self.shuffle and self.rank == 0
+        self.epoch = self._turns.begin(self.epoch, counts=self.auto_epoch, warns=warns)
         self._begun_at, self._start = self._start, 0
         self._iteration, self._asked = self._iteration + 1, (0, iter(()))
         order = EpochOrder(size, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
@@ -174,31 +172,40 @@ class DistributedSampler(TorchDistributedSampler[int]):
 class Turns:
     """Whether somebody says which epoch an iteration of a sampler is of; if nobody does, that is said once.
 
+    Args:
+        name: The sampler's, for messages.
+        how: In which way an epoch that begins again does so.
+
     Attributes:
         was_set: `set_epoch` was called since the latest iteration began.
         has_begun: There was an iteration.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, how: str) -> None:
+        self._name = name
+        self._how = how
         self.was_set = self.has_begun = self._has_warned = False
 
-    def begin(self, epoch: int, counts: bool) -> int | None:
-        """An iteration begins: its epoch; None if it is the latest one's again and nobody said so."""
+    def begin(self, epoch: int, *, counts: bool, warns: bool) -> int:
+        """An iteration begins. Returns its epoch.
+
+        Args:
+            epoch: The latest one's, or that which somebody has set.
+            counts: Each iteration is the epoch after the one before, unless somebody says otherwise (`auto_epoch`).
+            warns: Say where the latest epoch begins again and nobody has said so.
+        """
         forgotten = self.has_begun and not self.was_set
         self.has_begun, self.was_set = True, False
-        if forgotten:
-            return epoch + 1 if counts else None
-        return epoch
-
-    def warn(self, name: str, epoch: int, how: str) -> None:
-        """Say that it was forgotten, unless that has been said."""
-        if not self._has_warned:
+        if forgotten and counts:
+            return epoch + 1
+        if forgotten and warns and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{name}: epoch {epoch} begins for the second time, {how}. Call sampler.set_epoch(epoch) before each "
-                f"epoch, or make the sampler with auto_epoch=True.",
+                f"{self._name}: epoch {epoch} begins for the second time, {self._how}. Call sampler.set_epoch(epoch) "
+                f"before each epoch, or make the sampler with auto_epoch=True.",
                 stacklevel=3,
             )
+        return epoch
 
 
 def _validate(dataset: Any, num_replicas: Any, rank: Any) -> tuple[int, int]:

@@ -69,7 +69,7 @@ class WeightedSampler(Sampler[int]):
         self.seed = randomness.validate_seed("WeightedSampler", seed, otherwise="") or 0
         self.epoch = 0
         self.auto_epoch = auto_epoch
-        self._turns = Turns()
+        self._turns = Turns("WeightedSampler", "with the same draws")
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the draws of the next iteration.
@@ -85,10 +85,7 @@ class WeightedSampler(Sampler[int]):
         return -(-self.num_draws // self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        turn = self._turns.begin(self.epoch, self.auto_epoch)
-        if turn is None and self.rank == 0:
-            self._turns.warn("WeightedSampler", self.epoch, "with the same draws")
-        self.epoch = self.epoch if turn is None else turn
+        self.epoch = self._turns.begin(self.epoch, counts=self.auto_epoch, warns=self.rank == 0)
         order = WeightedOrder(self.weights, self.num_draws, self.seed, self.epoch)
         return (sample for chunk in self._chunks(order) for sample in chunk.tolist())
 

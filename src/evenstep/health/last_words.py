@@ -33,7 +33,8 @@ def describe(error: BaseException) -> str:
     """An exception as its reader should see it: one message for a user's mistake, else the traceback."""
     if isinstance(error, EvenstepError) and error.is_users_mistake:
         where = _where_the_user_called(error.__traceback__)
-        return f"{type(error).__name__}: {error}" + (f"\n  at {where}" if where else "")
+        added = getattr(error, "__notes__", None) or ([f"at {where}"] if where else [])
+        return "\n  ".join([f"{type(error).__name__}: {error}", *added])
     tb = _without_machinery(error.__traceback__)
     if isinstance(error, SyntaxError) and all(_is_machinery(frame) for frame in _frames(tb)):
         tb = None  # of the script itself, whose line the error shows; python shows no frames either

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from evenstep import checks, environment
 from evenstep.errors import ConfigurationError
+from evenstep.health import last_words
 from evenstep.launcher.cores import look_at_host, plan_ranks
 from evenstep.launcher.ranks import RankGroup
 
@@ -44,7 +45,21 @@ def launch(
         RankFailedError: A rank was killed, or left without an exception that could be passed on.
         CollectiveTimeoutError: The ranks were not done in time.
         Exception: What the rank that failed first raised; its traceback is the cause, its rank a note. No rank is left.
+            A user's mistake that nobody catches ends the process with one message and the status of `evenstep run`.
     """
+    with last_words.telling_mistakes():
+        return _launch(fn, nproc, args, kwargs, device, threads_per_rank, timeout_s)
+
+
+def _launch(
+    fn: Callable[..., Result],
+    nproc: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    device: str | None,
+    threads_per_rank: int | None,
+    timeout_s: float | None,
+) -> Result:
     if not callable(fn):
         raise ConfigurationError(
             f"evenstep.launch: {fn!r} can't be called. Pass the function itself: launch(train, 2)."

@@ -16,10 +16,13 @@ from evenstep.launcher.verdict import Standing
 
 
 def open_store(address: str, port: int, **settings: Any) -> TCPStore:
-    """A store that this host keeps, and that listens on one address.
+    """A store that this host keeps.
+
+    It listens on its address alone, so that nobody comes by another network; on all of them only where the address is
+    a name that means loopback on this host itself.
 
     Args:
-        address: One of this host.
+        address: One of this host, by which all others know it.
         port: Where it listens; 0: the system chooses.
         settings: torch's.
 
@@ -42,13 +45,18 @@ def fresh_meeting_place(handler: Any) -> Iterator[None]:
     It would show the one that the first meeting had: with the addresses of ranks that are gone, or on a host that no
     longer has rank 0; and who joins later waits in vain to be told of it. Its own listens on all interfaces, too.
     """
-    before = getattr(handler, "_shared_tcp_store_server", None)  # to be read until all have come to the next meeting
-    if hasattr(handler, "_bootstrap_store_info") and hasattr(handler, "_create_tcp_store_server"):
-        handler._bootstrap_store_info = None
-        handler._shared_tcp_store_server = None
-        handler._create_tcp_store_server = open_store
-    yield
-    del before
+    if not (hasattr(handler, "_bootstrap_store_info") and hasattr(handler, "_create_tcp_store_server")):
+        yield
+        return
+    before = handler._shared_tcp_store_server  # to be read until all have come to the next meeting
+    handler._bootstrap_store_info = None
+    handler._shared_tcp_store_server = None
+    handler._create_tcp_store_server = open_store
+    try:
+        yield
+    finally:
+        del handler._create_tcp_store_server  # torch's own is the class's
+        del before
 
 
 def compare_standings(store: Store, own: Standing, *, node_rank: int, num_nodes: int) -> Standing:

@@ -67,6 +67,19 @@ _HELP = {
 
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 5
 _CHECK = "evenstep.about.check"
+_LAUNCHERS_ALONE = (
+    "--nproc-per-node",
+    "--nnodes",
+    "--node-rank",
+    "--max-restarts",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--threads-per-rank",
+    "--all-ranks",
+    "--stopped-grace",
+    "--cold-start",
+)
 
 
 def make_parser() -> ArgumentParser:
@@ -161,6 +174,19 @@ def parse(arguments: Sequence[str]) -> Namespace:
         if args.check:
             return validated(Namespace(**{**vars(args), "module": True}))
     return validated(parser.parse_args(list(arguments)))
+
+
+def behind_the_script(args: Namespace) -> str | None:
+    """The first flag of the launcher's that stands behind the script, which gets it instead; None if there is none.
+
+    Of those that a script is unlikely to have; `--` says that what follows is meant for it. Pure.
+    """
+    for given in args.training_script_args:
+        if given == "--":
+            return None
+        if given.startswith("--") and given.partition("=")[0].replace("_", "-") in _LAUNCHERS_ALONE:
+            return str(given)
+    return None
 
 
 def validated(args: Namespace) -> Namespace:

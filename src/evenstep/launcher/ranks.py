@@ -284,7 +284,8 @@ class RankGroup:
             message = f"{who} of {self.num_ranks} failed: {failed.report.summary}"
             error = RankFailedError(message, rank=culprit.rank, exitcode=culprit.exit_code)
         if hasattr(error, "add_note"):  # python 3.11 and later
-            error.add_note(f"raised on {who} of {self.num_ranks}")
+            _, at, where = failed.report.traceback.rpartition("\n  at ")  # of a user's mistake
+            error.add_note(f"raised on {who} of {self.num_ranks}" + (f", at {where}" if at else ""))
         raise error from remote
 
     def _too_late(self, answers: _Answers, timeout_s: float) -> CollectiveTimeoutError:

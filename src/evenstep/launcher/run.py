@@ -34,6 +34,7 @@ from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
 from evenstep.launcher.elastic import RankAgent
 from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, make_log_directory, tail
 from evenstep.launcher.options import (
+    behind_the_script,
     fixed_port,
     for_workers,
     meeting_place,
@@ -61,6 +62,11 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
     """
     args = parse(arguments)
     _check_target(args)
+    flag = behind_the_script(args)
+    if flag is not None:
+        script = args.training_script
+        told = f"{flag} stands behind {script} and is the script's. For evenstep run, write it before the script."
+        print(f"evenstep: {told}", file=sys.stderr, flush=True)  # noqa: T201
     # Before anything asks for GPUs: a process that knows CUDA can't be copied.
     template = fork_template(preloads=args.max_restarts > 0) if may_fork and not args.cold_start else None
     try:

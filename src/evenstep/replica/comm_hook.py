@@ -9,19 +9,32 @@ import inspect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from evenstep.errors import ConfigurationError
-from evenstep.replica.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
-
-if TYPE_CHECKING:
-    from evenstep.replica.bucket import Bucket
+from evenstep.replica.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketLayout, BucketPolicy
 
 _ONE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+
+
+class Hooked(Protocol):
+    """What a hook needs of a bucket.
+
+    Attributes:
+        layout: What lies where.
+        parameters: Whose gradients, slot by slot.
+        flat: [layout.numel], what travels; the hook's result is left there.
+        views: The gradients in it.
+    """
+
+    layout: BucketLayout
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    views: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ class CommHook:
             return policy
         return replace(policy, caps_bytes=tuple(others))
 
-    def start(self, bucket: Bucket, *, is_last: bool) -> torch.futures.Future[Tensor]:
+    def start(self, bucket: Hooked, *, is_last: bool) -> torch.futures.Future[Tensor]:
         """Call the hook on a bucket that is complete."""
         future = self.function(self.state, HookBucket(bucket, is_last=is_last))
         if not isinstance(future, torch._C.Future):  # what c10d makes; torch.futures.Future derives from it
@@ -90,7 +103,7 @@ class HookQueue:
         self._waiting: deque[HookWork] = deque()
         self._running: HookWork | None = None
 
-    def submit(self, bucket: Bucket, *, is_last: bool) -> HookWork:
+    def submit(self, bucket: Hooked, *, is_last: bool) -> HookWork:
         """Run the hook on a bucket when its turn comes."""
         work = HookWork(self, self._hook, bucket, is_last=is_last)
         self._waiting.append(work)
@@ -110,7 +123,7 @@ class HookQueue:
 class HookWork:
     """A hook on one bucket, under way or waiting for its turn (see `transport.base.Work`)."""
 
-    def __init__(self, queue: HookQueue, hook: CommHook, bucket: Bucket, *, is_last: bool) -> None:
+    def __init__(self, queue: HookQueue, hook: CommHook, bucket: Hooked, *, is_last: bool) -> None:
         self.bucket = bucket
         self._queue = queue
         self._hook = hook
@@ -140,7 +153,7 @@ class HookWork:
 class HookBucket:
     """A bucket as torch's hooks see it: the duck-typed equal of `torch.distributed.GradBucket`."""
 
-    def __init__(self, bucket: Bucket, *, is_last: bool) -> None:
+    def __init__(self, bucket: Hooked, *, is_last: bool) -> None:
         self._bucket = bucket
         self._buffer = bucket.flat
         self._is_last = is_last

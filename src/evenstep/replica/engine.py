@@ -51,7 +51,7 @@ from evenstep.replica import multiplied
 from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.drift import build_watch
 from evenstep.replica.exchange import BucketExchange, Exchange, build_exchange
-from evenstep.replica.in_backward import take_over
+from evenstep.replica.in_backward import InBackward
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.no_exchange import NoExchange
@@ -102,7 +102,7 @@ class Engine:
         self.num_reductions = 0
         self.has_learned_order = False
         self.world = world
-        self.steps_in_backward = take_over(self.parameters) if self._travels else None
+        self.in_backward = InBackward(self.parameters if self._travels else ())
         self._hooks = OutputHooks(self._outputs_reached)
         self._window: Window | None = None
         self._pass: Pass | None = None
@@ -179,15 +179,13 @@ class Engine:
         """
         is_whole = isinstance(weight, float) and weight > 0 and self._begin_whole_window()
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
-        multiplied.begin(weight, scale)
+        multiplied.begin(weight, scale, is_scaled=is_scaled)
         try:
             if is_whole:
                 self._pass = WHOLE_WINDOW
             else:
-                self._open_weighted_pass(weight)
+                self._open_weighted_pass(weight, is_scaled=is_scaled)
                 self._confirm()
-                if is_scaled and self._window is not None:
-                    self._window.is_scaled = True
             yield scale
         except BaseException:
             self._fail()
@@ -259,10 +257,11 @@ class Engine:
                 self._whole_task = task
                 return None
             if multiplied_by is not None:
-                weight = self.exchange.weight_from(*multiplied_by, opens_window=self._window is None)
-                self._open_weighted_pass(weight)
+                by, scale, is_scaled = multiplied_by
+                weight = self.exchange.weight_from(by, scale, opens_window=self._window is None)
+                self._open_weighted_pass(weight, is_scaled=is_scaled)
             else:
-                self._open_pass(Kind.PLAIN, 0.0, discards=self.only_stand_ins)
+                self._open_pass(Pass(Kind.PLAIN, 0.0, self.synchronise, self.only_stand_ins))
             at_end_of_backward(self._plain_pass_ended)
         if self._pass is not None and self._pass.fills_buckets:
             self.readiness.outputs_reached()
@@ -290,7 +289,7 @@ class Engine:
     def gradient_came(self) -> bool:
         """See `readiness.Listener`."""
         if self._pass is None:  # the loss doesn't depend on the outputs that were watched
-            self._open_pass(Kind.PLAIN, 0.0, discards=False)
+            self._open_pass(Pass(Kind.PLAIN, 0.0, self.synchronise, discards=False))
             at_end_of_backward(self._plain_pass_ended)
         current = self._pass
         assert current is not None
@@ -325,26 +324,27 @@ class Engine:
 
     # ------------------------------------------------------------------ passes and windows
 
-    def _open_pass(self, kind: Kind, weight: float | Tensor, *, discards: bool, mutes: bool | Tensor = False) -> None:
+    def _open_pass(self, opened: Pass) -> None:
         if self.lanes is not None:
             self.lanes.validate_open("a backward pass")
         self.recorder.mark(BACKWARD)
         page.mark(page.Phase.BACKWARD)
-        self._pass = Pass(kind, weight, synchronised=self.synchronise, discards=discards, mutes=mutes)
+        self._pass = opened
+        self.in_backward.take_over()
         if self._window is None:
             self.exchange.open_window()
-        if (kind is Kind.WEIGHTED or self.lanes is not None) and self._window is None:
+        if (opened.kind is Kind.WEIGHTED or self.lanes is not None) and self._window is None:
             self._set_aside()
-        if discards:
-            self._pass.set_aside = [parameter.grad for parameter in self.parameters]
+        if opened.discards:
+            opened.set_aside = [parameter.grad for parameter in self.parameters]
             drop_grads(self.parameters)
         self.readiness.begin()
 
-    def _open_weighted_pass(self, weight: float | Tensor) -> None:
+    def _open_weighted_pass(self, weight: float | Tensor, *, is_scaled: bool) -> None:
         is_zero: bool | Tensor = weight == 0.0
         mutes = is_zero if self.shares_statistics and not self.only_stand_ins else False
         discards = self.only_stand_ins or (is_zero is True and mutes is False)
-        self._open_pass(Kind.WEIGHTED, weight, discards=discards, mutes=mutes)
+        self._open_pass(Pass(Kind.WEIGHTED, weight, self.synchronise, discards, mutes, is_scaled))
 
     def _confirm(self) -> None:
         """The pass is a real one: count it in the window."""
@@ -353,7 +353,7 @@ class Engine:
         self._ran = self._ran_stand_in = False
         if self._window is None:
             self._window = Window()
-        self._window.add(self._pass.kind, self._pass.weight)
+        self._window.add(self._pass.kind, self._pass.weight, is_scaled=self._pass.is_scaled)
 
     def _close_pass(self) -> None:
         current = self._pass
@@ -413,8 +413,7 @@ class Engine:
             drop_grads(self.parameters)
         if self.drift is not None:
             self.drift.conclude()
-        if self.steps_in_backward is not None:
-            self.steps_in_backward()
+        self.in_backward.step()
 
     def _equip_exchange(self) -> None:
         self.exchange.lanes = self.lanes

@@ -7,7 +7,7 @@ that. `no_exchange.NoExchange` is the same seam for a world of one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -145,13 +145,13 @@ class BucketExchange:
         self._specs = [self._describe(index) for index in range(num_dense)]
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
+        self._unit: float | None = None  # gradients of the window are sums of weight / unit * gradient
         self.hook: CommHook | None = None
         self.looker: NonFiniteGuard | OwnWatch | None = None
         self.drift: DriftWatch | None = None
         self.lanes: LaneSums | None = None
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
-        self._announced: list[Any] = []  # what was told in this window to ranks that have left
         self._used: list[bool] = []
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(self._plan(range(num_dense - 1, -1, -1)))
@@ -190,29 +190,37 @@ class BucketExchange:
         kind = CastBucket if is_cast else Bucket
         return kind(layout, self._parameters, self._names, self._transport, allocator=allocator)
 
-    @property
-    def scale(self) -> float:
-        """What `weight_scale` gave last; 1 before."""
-        return self._half_scale or 1.0
-
     def weight_from(self, weight: float | Tensor, scale: float, *, opens_window: bool) -> float | Tensor:
-        """See `Exchange.weight_from`."""
-        return weight * (self.scale / scale)
+        """See `Exchange.weight_from`. What there is of the window gets the other model's scale."""
+        self._count_in(scale, opens_window=opens_window)
+        return weight
 
     def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
         """1, or about the sum of the weights where gradients have 16 bits.
 
         A power of two, so that nothing is rounded; agreed by all ranks in the first window (collective), and kept.
         """
-        if not self._has_half_precision:
-            return 1.0
-        if self._half_scale is None:
-            self.announce()
-            total = torch.zeros(1, dtype=torch.float64, device=self._header.tensor.device)
-            total[0] = weight
-            self._transport.all_reduce(total).wait()
-            self._half_scale = nearest_power_of_two(float(total))
-        return self._half_scale
+        scale = 1.0
+        if self._has_half_precision:
+            if self._half_scale is None:
+                self.announce()
+                total = torch.zeros(1, dtype=torch.float64, device=self._header.tensor.device)
+                total[0] = weight
+                self._transport.all_reduce(total).wait()
+                self._half_scale = nearest_power_of_two(float(total))
+            scale = self._half_scale
+        if self._unit is not None and not opens_window and isinstance(weight, float) and weight == 0.0:
+            return self._unit  # nothing is added
+        self._count_in(scale, opens_window=opens_window)
+        return scale
+
+    def _count_in(self, unit: float, *, opens_window: bool) -> None:
+        """Passes of this window may have had another scale: bring what there is to the one of the next pass."""
+        if not opens_window and self._unit is not None and unit != self._unit:
+            for parameter in self._parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self._unit / unit)
+        self._unit = unit
 
     def open_window(self) -> None:
         """See `Exchange.open_window`; autograd can add to every gradient."""
@@ -240,7 +248,9 @@ class BucketExchange:
         self._used = [parameter.grad is not None for parameter in self._parameters]
         # Within a join some have left, and are made equal when it ends.
         told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
-        self._header.fill(window, self._used, told, self.sums is not None and self.sums.has_found)
+        found = self.sums is not None and self.sums.has_found
+        self._header.fill(window, self._used, told, found, unit=self._unit or 1.0)
+        self._unit = None
         header_work = self._transport.all_reduce(self._header.tensor)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
         sent_buffers = self._module_buffers.start(src) if self._module_buffers is not None else []
@@ -268,8 +278,8 @@ class BucketExchange:
             bucket.unpack()
         if self._module_buffers is not None:
             self._module_buffers.finish(sent_buffers)
-        while self._announced:
-            self._announced.pop().wait()
+        if self._uneven is not None:
+            self._uneven.end_window()
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """See `Exchange.learn_order`."""
@@ -309,18 +319,16 @@ class BucketExchange:
     def reset(self) -> None:
         """See `Exchange.reset`."""
         self.reducer = Reducer(len(self.buckets))
-        self._announced = []
 
     def announce(self) -> None:
         """See `Exchange.announce`: before the first collective of a window."""
-        if self._uneven is not None and not self._uneven.has_joined and not self._announced:
-            told = self._uneven.announce()
-            if told is not None:
-                self._announced.append(told)
+        if self._uneven is not None:
+            self._uneven.announce()
 
     def _execute(self, actions: Iterable[LaunchReduce], kind: Kind | None) -> None:
         for action in actions:
-            self.announce()
+            if self._uneven is not None:
+                self._uneven.announce_bucket()
             bucket = self.buckets[action.bucket]
             self._recorder.mark(action.bucket)
             self._make_room(bucket)
@@ -351,7 +359,7 @@ class BucketExchange:
         num_ranks = float(self._world.world_size)
         divisor: float | Tensor = num_ranks if self.lanes is None else float(self.lanes.num_lanes)
         if weighted:
-            divisor = self._header.divisor(self.scale)
+            divisor = self._header.divisor()
         elif self._uneven is not None and not self._uneven.divide_by_initial_world_size:
             divisor = self._header.num_plain()
         for bucket in self.buckets:

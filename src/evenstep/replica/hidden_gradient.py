@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import UsageError
-
-if TYPE_CHECKING:
-    from evenstep.replica.sharded_bucket import ShardedBucket
+from evenstep.transport.base import Transport
 
 _aten = torch.ops.aten
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class Divided(Protocol):
+    """What a hidden gradient asks of the bucket in which its parts are.
+
+    Attributes:
+        names: Of the parameters, slot by slot.
+        num_shards: Over how many ranks they are divided.
+        transport: Between these ranks.
+    """
+
+    names: list[str]
+    num_shards: int
+    transport: Transport
+
+    def show_zeros(self, index: int) -> None:
+        """A gradient is made zero: from now on it is there in full."""
+
+    def late(self, index: int) -> UsageError:
+        """A gradient has come after its bucket has gone."""
+
+    def local_parts(self, indices: Sequence[int]) -> list[Tensor]:
+        """This rank's parts of some gradients, neighbours as one: views, [n] each."""
 
 
 class HiddenGradient(Tensor):
@@ -31,17 +52,17 @@ class HiddenGradient(Tensor):
 
     parameter_name: str
     slot_number: int
-    _bucket: weakref.ref[ShardedBucket]
+    _bucket: weakref.ref[Divided]
 
     @staticmethod
-    def __new__(cls, bucket: ShardedBucket, index: int, parameter: Tensor) -> HiddenGradient:
-        """Made by `ShardedBucket`."""
+    def __new__(cls, bucket: Divided, index: int, parameter: Tensor) -> HiddenGradient:
+        """Made by the bucket."""
         made: HiddenGradient = Tensor._make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         return made
 
-    def __init__(self, bucket: ShardedBucket, index: int, parameter: Tensor) -> None:
+    def __init__(self, bucket: Divided, index: int, parameter: Tensor) -> None:
         self.parameter_name = bucket.names[index]
         self.slot_number = index
         # Weakly: the collector doesn't see that a parameter holds its gradient, and would never free the circle.
@@ -75,7 +96,7 @@ class HiddenGradient(Tensor):
         )
 
     @property
-    def bucket(self) -> ShardedBucket:
+    def bucket(self) -> Divided:
         """Where the gradient is."""
         bucket = self._bucket()
         assert bucket is not None, "buckets live as long as the engine, and longer than what it puts into p.grad"
@@ -92,7 +113,7 @@ class HiddenGradient(Tensor):
 
 def local_parts(gradients: Iterable[HiddenGradient]) -> list[Tensor]:
     """This rank's parts of some gradients as few flat tensors: neighbours become one. Views, [n] each."""
-    indices: dict[int, tuple[ShardedBucket, list[int]]] = {}
+    indices: dict[int, tuple[Divided, list[int]]] = {}
     for gradient in gradients:
         bucket = gradient.bucket
         indices.setdefault(id(bucket), (bucket, []))[1].append(gradient.slot_number)

@@ -1,13 +1,15 @@
 """Optimizers that step within the backward pass: torch's `_apply_optimizer_in_backward`.
 
 It has autograd step as soon as a parameter's gradient is there, which on several ranks is before it has been averaged.
-torch's class takes its hooks away and steps when the average is there; so does this.
+torch's class takes its hooks away when it wraps a module, and steps when the average is there; so does this, also where
+the hooks have come later.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -16,29 +18,40 @@ _TORCHS = (
 )
 
 
-def take_over(parameters: Sequence[Tensor]) -> Callable[[], None] | None:
-    """Take torch's hooks off parameters that have such optimizers.
+class InBackward:
+    """Such optimizers of a wrapped module.
 
     Args:
         parameters: Those that are trained.
-
-    Returns:
-        What steps these parameters, once gradients are averaged, and makes their gradients None; None if there are
-        none.
     """
-    stepped = [parameter for parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
-    if not stepped:
-        return None
-    torchs = sys.modules[_TORCHS]
-    for parameter in stepped:
-        for handle in torchs.param_to_optim_hook_handle_map.pop(parameter, ()):
-            handle.remove()
 
-    def step() -> None:
-        for parameter in stepped:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._stepped: list[Any] = [each for each in parameters if hasattr(each, "_in_backward_optimizers")]
+        self._num_hooked = 0  # in the whole process, when it was last looked
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Take torch's hooks off the parameters. Parameters are looked at only where there are others than before."""
+        torchs = sys.modules.get(_TORCHS)
+        if torchs is None:
+            return
+        hooked = torchs.param_to_optim_hook_handle_map
+        if len(hooked) == self._num_hooked:
+            return
+        known = set(map(id, self._stepped))
+        for parameter in self._parameters:
+            handles = hooked.pop(parameter, ())
+            for handle in handles:
+                handle.remove()
+            if handles and id(parameter) not in known:
+                self._stepped.append(parameter)
+        self._num_hooked = len(hooked)
+
+    def step(self) -> None:
+        """Step their parameters with gradients that have been averaged, and make those None."""
+        for parameter in self._stepped:
             if parameter.grad is not None:
                 for optimizer in parameter._in_backward_optimizers:
                     optimizer.step()
                 parameter.grad = None
-
-    return step

@@ -10,14 +10,14 @@ import threading
 
 from torch import Tensor
 
-Weight = tuple[float | Tensor, float]  # and the scale that it was divided by
+Weight = tuple[float | Tensor, float, bool]  # the scale that it was divided by, and whether a GradScaler scales, too
 
 by_thread: dict[int, list[Weight]] = {}  # innermost last; empty while no `model.backward` runs
 
 
-def begin(weight: float | Tensor, scale: float) -> None:
+def begin(weight: float | Tensor, scale: float, *, is_scaled: bool) -> None:
     """`model.backward` multiplies by this in the calling thread, until `end`."""
-    by_thread.setdefault(threading.get_ident(), []).append((weight, scale))
+    by_thread.setdefault(threading.get_ident(), []).append((weight, scale, is_scaled))
 
 
 def end() -> None:
@@ -29,7 +29,7 @@ def end() -> None:
 
 
 def by_what() -> Weight | None:
-    """Weight and scale that the running pass belongs to; None for a pass of `loss.backward()`."""
+    """The `Weight` that the running pass belongs to; None for a pass of `loss.backward()`."""
     if not by_thread:
         return None
     thread = threading.get_ident()

@@ -20,6 +20,7 @@ class Pass:
         discards: What it produces is dropped.
         mutes: The gradient that reaches the module's outputs is replaced by zeros; where it is a tensor, if that is
             true.
+        is_scaled: The loss was scaled by a GradScaler.
         confirmed: A parameter has received a gradient, so this is no `torch.autograd.grad`.
         set_aside: Gradients of the window so far, while a discarding pass runs.
     """
@@ -29,6 +30,7 @@ class Pass:
     synchronised: bool
     discards: bool
     mutes: bool | Tensor = False
+    is_scaled: bool = False
     confirmed: bool = False
     set_aside: list[Tensor | None] | None = None
 

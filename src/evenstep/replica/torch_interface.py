@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from evenstep import world as worlds
@@ -27,7 +27,7 @@ from evenstep.replica.engine import Engine
 from evenstep.replica.lane_loop import LaneBuffers
 from evenstep.replica.settings import Settings
 from evenstep.replica.sync_layers import SyncLayers
-from evenstep.replica.uneven import Uneven, UnevenJoinHook
+from evenstep.replica.uneven import JoinOfOne, Uneven, UnevenJoinHook
 from evenstep.replica.weighting import drop_grads
 from evenstep.transport.base import Transport
 from evenstep.world import World
@@ -221,16 +221,18 @@ class TorchInterface(TorchDistributedDataParallel):
         """
         if self.engine.lanes is not None:
             raise UsageError("join in reproducible mode: every rank has its lanes of every batch. Leave it out.")
-        if self.world.world_size == 1:
+        if self.world.world_size == 1 or not enable:
             return contextlib.nullcontext()
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        return JoinOfOne(
+            self,
+            throw_on_early_termination=throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join`: takes the keyword `divide_by_initial_world_size`."""
         by_all = bool(kwargs.get("divide_by_initial_world_size", True))
-        return UnevenJoinHook(self, Uneven(lambda: Join.notify_join_context(self), by_all))
+        return UnevenJoinHook(self, by_all)
 
     @property
     def join_device(self) -> torch.device:
@@ -244,10 +246,12 @@ class TorchInterface(TorchDistributedDataParallel):
         return self.process_group
 
     def _take_part_without_data(self) -> None:
-        """Another window's end; a rank that has left its loop neither gives nor keeps a gradient."""
-        drop_grads(self.engine.parameters)
+        """Another window's end, to which this rank gives nothing. An optimizer that is in the `Join` steps with it."""
+        self._drop_gradients()
         self.sync_layers.shadow()
         self.engine.reduce_without_backward()
+
+    def _drop_gradients(self) -> None:
         drop_grads(self.engine.parameters)
 
     def _set_uneven(self, uneven: Uneven | None) -> None:

@@ -6,41 +6,33 @@ torch's `Join` asks, in ranks that have left their loop, again and again how man
 those answers once per step. torch's class answers at forward. This one answers right before the first collective of a
 window's end, so that forward passes without a reduction (accumulation, evaluation) need no counterpart, and what a
 rank that has joined owes the others is one window's end: it takes part with weight zero.
+
+[Note: several joinables]
+
+`Join([a, b])` has the ranks that have left run a's hook and then b's, once per step, and a alone answers. Whether a's
+window ends first depends on the program, and even on whether it calls `loss.backward()` or `model.backward`. So with
+several of our models each rank that is still in its loop says, at the end of every window, whose it is (`Turns.begin`),
+and a hook of ours that runs on a rank that has left takes part in that window, whichever it is. The first that ends
+answers for the first that is listed.
+
+Joinables that aren't ours say nothing. One that is listed before all of ours answers for all, and has to answer first:
+else the others wait for an answer, and this rank for the others. Whether it has is told by how many collectives its
+group has seen since the `Join` was made: none means that it hasn't.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
+from evenstep.errors import UsageError
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast
 from evenstep.world import World
-
-
-@dataclass
-class Uneven:
-    """What the exchange has to know while ranks may leave one by one.
-
-    Attributes:
-        announce: Says that this rank takes part in another reduction; what it returns has a `wait`, or is None.
-        divide_by_initial_world_size: Average plain gradients over all ranks, also over those that have left.
-        has_joined: This rank has left its loop.
-    """
-
-    announce: Callable[[], Any]
-    divide_by_initial_world_size: bool
-    has_joined: bool = False
-
-    def lowest_active(self, world: World) -> int:
-        """Collective: the first rank that is still in its loop; its module buffers are everybody's."""
-        lowest = torch.tensor([world.world_size if self.has_joined else world.rank])
-        world.control.all_reduce(lowest, "min").wait()
-        return int(lowest)
 
 
 class Joining(Protocol):
@@ -50,9 +42,196 @@ class Joining(Protocol):
     world: World
     _join_config: _JoinConfig
 
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        """The group in which ranks are counted."""
+
     def _take_part_without_data(self) -> None: ...
+    def _drop_gradients(self) -> None: ...
     def _set_uneven(self, uneven: Uneven | None) -> None: ...
     def _kept_tensors(self) -> list[Tensor]: ...
+
+
+class Uneven:
+    """What the exchange of one model has to know while ranks may leave one by one.
+
+    Args:
+        model: The wrapped module.
+        turns: Of the `Join` that it is in.
+        divide_by_initial_world_size: Average plain gradients over all ranks, also over those that have left.
+
+    Attributes:
+        divide_by_initial_world_size: As given.
+        has_joined: This rank has left its loop.
+    """
+
+    def __init__(self, model: Joining, turns: Turns, divide_by_initial_world_size: bool) -> None:
+        self.divide_by_initial_world_size = divide_by_initial_world_size
+        self.has_joined = False
+        self._model = weakref.proxy(model)
+        self._turns = turns
+        self._number = turns.add(model, self)
+        self._has_begun = False
+        self._answer: Any = None
+
+    def announce(self) -> None:
+        """Collective, before the first collective of a window: have the ranks that have left take part in it.
+
+        Raises:
+            UsageError: See `Turns.begin`.
+            RuntimeError: A rank has left, and the `Join` is to end all loops with the first.
+        """
+        if self._has_begun or self.has_joined or not self._model._join_config.enable:
+            return
+        self._answer = self._turns.begin(self._number)
+        self._has_begun = True
+
+    def announce_bucket(self) -> None:
+        """As `announce`, before a bucket is sent. With several models that can wait for the window's end."""
+        if self._turns.is_of_one:
+            self.announce()
+
+    def end_window(self) -> None:
+        """What was announced is over."""
+        if self._has_begun:
+            self._has_begun = False
+            answer, self._answer = self._answer, None
+            if answer is not None:
+                answer.wait()
+            self._turns.end(self._number)
+
+    def lowest_active(self, world: World) -> int:
+        """Collective: the first rank that is still in its loop; its module buffers are everybody's."""
+        lowest = torch.tensor([world.world_size if self.has_joined else world.rank])
+        world.control.all_reduce(lowest, "min").wait()
+        return int(lowest)
+
+
+class Turns:
+    """Which of the models of one `Join` has its window's end, step by step: see [Note: several joinables]."""
+
+    def __init__(self, first: Joining) -> None:
+        self._models: list[weakref.ref[Joining]] = []
+        self._unevens: list[Uneven] = []
+        self._world = first.world
+        self._group = first.join_process_group
+        self._num_seen = _num_collectives(self._group)
+        self._ended: set[int] = set()  # in this step
+        self._open: int | None = None  # whose window's end has begun
+        self._is_waiting = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether there is nothing to tell apart."""
+        return len(self._models) == 1
+
+    def takes(self, model: Joining) -> bool:
+        """Whether a model that makes its hook now makes it for the same `Join` as those before it."""
+        models = [each() for each in self._models]
+        # `Join` has all hooks made before it tells the first joinable what it is.
+        return all(each is not None and each._join_config is self._is_waiting for each in models) and not any(
+            each is model for each in models
+        )
+
+    def add(self, model: Joining, uneven: Uneven) -> int:
+        """Another model of the same `Join`. Returns its number."""
+        model._join_config = self._is_waiting
+        self._models.append(weakref.ref(model))
+        self._unevens.append(uneven)
+        return len(self._models) - 1
+
+    def begin(self, number: int) -> Any:
+        """Collective: a model's window ends; the ranks that have left take part in it.
+
+        Returns:
+            Something to `wait` for at its end, or None.
+
+        Raises:
+            UsageError: Another joinable should have come before, or this model has had its window in this step.
+            RuntimeError: A rank has left, and the `Join` is to end all loops with the first.
+        """
+        if self._open is not None:  # nobody listens: ranks that have left take part in that window
+            raise self._out_of_turn(f"number {number + 1} while that of number {self._open + 1} wasn't over")
+        answer = None if self._ended else self._answer()
+        if not self.is_of_one:
+            self._say(number, is_again=number in self._ended)
+        self._open = number
+        return answer
+
+    def end(self, number: int) -> None:
+        """The window of a model is over."""
+        self._open = None
+        self._ended.add(number)
+        if len(self._ended) == len(self._models):
+            self._ended.clear()
+
+    def take_part(self) -> None:
+        """Collective, on a rank that has left: take part in the window that the others say.
+
+        Raises:
+            UsageError: They disagree, or don't have each model's window once per step. Raised on every rank.
+        """
+        for uneven in self._unevens:
+            uneven.has_joined = True
+        number = 0 if self.is_of_one else self._say(-1)
+        model = self._models[number]()
+        assert model is not None
+        model._take_part_without_data()
+
+    def _answer(self) -> Any:
+        """Tell torch's `Join` on the ranks that have left that this one is in its loop."""
+        first = self._models[0]()
+        assert first is not None
+        if not first._join_config.is_first_joinable and self._num_seen is not None:
+            if _num_collectives(self._group) == self._num_seen:
+                raise UsageError(
+                    f"rank {self._world.rank}: a {type(first).__name__} ends its backward pass before the first "
+                    f"joinable of its Join has done anything. Ranks that leave early would wait for that one, and this "
+                    f"rank for them. List joinables in the order in which they communicate: Join([model, optimizer])."
+                )
+            self._num_seen = None  # the next steps are as this one
+        return Join.notify_join_context(first)  # type: ignore[arg-type]
+
+    def _say(self, number: int, *, is_again: bool = False) -> int:
+        """Collective: agree on whose window ends; ranks that have left pass -1."""
+        last = len(self._models) - 1
+        said = torch.tensor([number, -1 if number < 0 else last - number, int(is_again)])
+        self._world.control.all_reduce(said, "max").wait()
+        highest, lowest = int(said[0]), last - int(said[1])
+        if highest != lowest:
+            raise self._out_of_turn(f"number {lowest + 1} on some ranks and of number {highest + 1} on others")
+        if said[2]:
+            raise self._out_of_turn(f"number {highest + 1} twice before those of another one")
+        return highest
+
+    def _out_of_turn(self, what: str) -> UsageError:
+        return UsageError(
+            f"rank {self._world.rank}: {len(self._models)} models are in one Join, and gradients were averaged of "
+            f"{what}. Within a Join those of every model are averaged once per step, one model after the other, in the "
+            f"same order on all ranks. Hold back the others with no_sync, or have ranks with equally many batches "
+            f"(evenstep.DataLoader), which need no Join."
+        )
+
+
+_latest: weakref.WeakKeyDictionary[World, weakref.ref[Turns]] = weakref.WeakKeyDictionary()
+
+
+def turns_of(model: Joining) -> Turns:
+    """Those of the `Join` that asks a model for its hook at this moment."""
+    known = _latest.get(model.world)
+    turns = None if known is None else known()
+    if turns is None or not turns.takes(model):
+        turns = Turns(model)
+        _latest[model.world] = weakref.ref(turns)
+    return turns
+
+
+def _num_collectives(group: dist.ProcessGroup | None) -> int | None:
+    """How many collectives a group has begun on this rank; None where that isn't known."""
+    group = dist.group.WORLD if group is None else group
+    if group is None or dist.get_backend(group) not in ("gloo", "nccl"):  # others don't count, or count elsewhere
+        return None
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 class UnevenJoinHook(JoinHook):
@@ -60,24 +239,75 @@ class UnevenJoinHook(JoinHook):
 
     Args:
         model: The wrapped module.
-        uneven: As the exchange knows it.
+        divide_by_initial_world_size: See `Uneven`.
     """
 
-    def __init__(self, model: Joining, uneven: Uneven) -> None:
+    def __init__(self, model: Joining, divide_by_initial_world_size: bool) -> None:
         self._model = model
-        self._uneven = uneven
-        model._set_uneven(uneven)
+        self._turns = turns_of(model)
+        self._uneven = Uneven(model, self._turns, divide_by_initial_world_size)
+        model._set_uneven(self._uneven)
 
     def main_hook(self) -> None:
-        """Take part in one reduction of the others."""
-        self._uneven.has_joined = True
-        self._model._take_part_without_data()
+        """Take part in one reduction of the others, of this model or of another one that is listed beside it."""
+        self._turns.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Collective: parameters and module buffers become those of a rank that left last."""
         world = self._model.world
         src = world.exchange(is_last_joiner).index(True)
         finish_broadcast(start_broadcast(self._model._kept_tensors(), world.transport, src=src))
-        self._model._set_uneven(None)
-        disabled: _JoinConfig = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
-        self._model._join_config = disabled
+        if self._uneven.has_joined:
+            self._model._drop_gradients()
+        leave(self._model)
+
+
+def leave(model: Joining) -> None:
+    """A model is in no `Join` any longer."""
+    model._set_uneven(None)
+    disabled: _JoinConfig = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+    model._join_config = disabled
+
+
+_entered: weakref.WeakKeyDictionary[World, Any] = weakref.WeakKeyDictionary()
+
+
+class JoinOfOne(Join):
+    """torch's `Join` of one of our models, which is left also by way of an exception.
+
+    Args:
+        model: The wrapped module.
+        throw_on_early_termination: As torch's.
+        divide_by_initial_world_size: See `Uneven`.
+    """
+
+    def __init__(self, model: Joining, *, throw_on_early_termination: bool, divide_by_initial_world_size: bool) -> None:
+        self._model = model
+        super().__init__(
+            [model],  # type: ignore[list-item]
+            throw_on_early_termination=throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def __enter__(self) -> None:
+        """As torch's.
+
+        Raises:
+            UsageError: Another model's is entered.
+        """
+        if self._model.world in _entered:
+            leave(self._model)
+            raise UsageError(
+                f"rank {self._model.world.rank}: join of one model inside that of another: a rank that leaves the "
+                f"inner one would be missing in the outer one's exchanges. Put them into one: "
+                f"torch.distributed.algorithms.join.Join([first, second])."
+            )
+        _entered[self._model.world] = self
+
+    def __exit__(self, *raised: Any) -> None:
+        """As torch's."""
+        try:
+            super().__exit__(*raised)
+        finally:
+            _entered.pop(self._model.world, None)
+            leave(self._model)

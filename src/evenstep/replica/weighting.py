@@ -44,7 +44,7 @@ class Window:
         self.weight: float | Tensor = 0.0
         self.is_scaled = False
 
-    def add(self, kind: Kind, weight: float | Tensor) -> None:
+    def add(self, kind: Kind, weight: float | Tensor, *, is_scaled: bool = False) -> None:
         """Count one more backward pass.
 
         Raises:
@@ -57,6 +57,7 @@ class Window:
             )
         self.kind = kind
         self.weight = self.weight + weight
+        self.is_scaled |= is_scaled
 
 
 def validate_weight(weight: float | Tensor, *, rank: int) -> float | Tensor:
@@ -98,7 +99,7 @@ def nearest_power_of_two(total: float) -> float:
 class Header:
     """The few numbers that travel with the buckets of one reduction, added over ranks.
 
-    [0]   sum of the weights
+    [0]   sum of the weights, each over the unit in which its rank's gradients are
     [1]   number of ranks whose window was WEIGHTED
     [2]   number of ranks whose window was PLAIN
     [3:]  for each parameter, on how many ranks it has a gradient; then what `drift` tells of parameters themselves, and
@@ -118,7 +119,13 @@ class Header:
         self._filled: Any = None
 
     def fill(
-        self, window: Window, used: list[bool], told: Sequence[float] | Tensor = NOTHING, found: bool = False
+        self,
+        window: Window,
+        used: list[bool],
+        told: Sequence[float] | Tensor = NOTHING,
+        found: bool = False,
+        *,
+        unit: float = 1.0,
     ) -> None:
         """Write this rank's numbers.
 
@@ -127,6 +134,7 @@ class Header:
             used: For each parameter, whether it has a gradient.
             told: [NUM_TOLD], see `drift`.
             found: See `nonfinite.SumWatch`.
+            unit: What weights were divided by before they multiplied this rank's gradients.
         """
         kinds = [float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN)]
         behind = NOTHING if isinstance(told, Tensor) else told
@@ -135,12 +143,12 @@ class Header:
             if used != self._flags or self._filled is None:
                 self._flags, self._filled = used, (ctypes.c_double * len(numbers))(0.0, 0.0, 0.0, *used)
             ctypes.memmove(numbers, self._filled, ctypes.sizeof(numbers))
-            numbers[0], numbers[1:3] = float(window.weight), kinds
+            numbers[0], numbers[1:3] = float(window.weight) / unit, kinds
             numbers[self._behind :] = [*behind, float(found)]
         else:
             made = torch.tensor([0.0, *kinds, *map(float, used), *behind, float(found)], dtype=torch.float64)
             self.tensor.copy_(made, non_blocking=True)
-            self.tensor[0] = window.weight
+            self.tensor[0] = window.weight / unit
         if isinstance(told, Tensor):
             self.tensor[self._behind : -1] = told
 
@@ -177,13 +185,13 @@ class Header:
         """After the sum: on how many ranks the window was PLAIN. 0-dim, on the device, without waiting for it."""
         return self.tensor[2]
 
-    def divisor(self, scale: float) -> Tensor:
-        """After the sum: the total weight over `scale`; infinite where there was no weight, so that gradients become 0.
+    def divisor(self) -> Tensor:
+        """After the sum: the total weight in units; infinite where there was no weight, so that gradients become 0.
 
         0-dim, on the device, without waiting for it.
         """
         total = self.tensor[0]
-        return torch.where(total > 0, total / scale, torch.inf)
+        return torch.where(total > 0, total, torch.inf)
 
 
 def divide_by_weight(parameters: Iterable[Tensor], window: Window, scale: float) -> None:

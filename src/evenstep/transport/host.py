@@ -67,7 +67,15 @@ def connect_shared_memory(control: Transport, policy: WaitPolicy) -> SharedMemor
             return f"rank {rank} could not join: {said}"
     assert segment is not None
     processes = [PeerProcess(**each["process"]) for each in seen]
-    return SharedMemoryTransport(segment, processes, rank=control.rank, policy=policy)
+    return SharedMemoryTransport(segment, processes, rank=control.rank, policy=policy, split_by=_connect_again)
+
+
+def _connect_again(transport: SharedMemoryTransport) -> SharedMemoryTransport:
+    """Another segment of the same ranks."""
+    made = connect_shared_memory(transport, transport.arrivals.policy)
+    if isinstance(made, str):
+        raise ConfigurationError(f"rank {transport.rank}: no second segment of shared memory could be made: {made}.")
+    return made
 
 
 def describe_this_process(rank: int) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from evenstep.errors import PeerLostError
 from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.call_thread import CallThread
-from evenstep.transport.hosts import HostPlan
+from evenstep.transport.host_plan import HostPlan
 from evenstep.transport.reduction import plan_tree
 
 _IN_TREE_ORDER = ("local", "shared memory")

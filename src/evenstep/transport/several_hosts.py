@@ -41,7 +41,7 @@ from evenstep.transport.call_thread import CallThread
 from evenstep.transport.fall_through import fall_through
 from evenstep.transport.header import Fingerprint
 from evenstep.transport.host_meetings import SMALL_BYTES, HostMeetings
-from evenstep.transport.hosts import HostPlan
+from evenstep.transport.host_plan import HostPlan
 from evenstep.transport.reduction import Scratch, plan_arithmetic, plan_slices, reduce_into
 from evenstep.transport.segment import PAGE_BYTES, round_up
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenstep.errors import ConfigurationError, EvenstepError, PeerLostError, UsageError
+from evenstep.errors import EvenstepError, PeerLostError, UsageError
 from evenstep.health import page
 from evenstep.transport.arguments import Arguments
 from evenstep.transport.arrivals import Arrivals, Phase, WaitPolicy
@@ -49,6 +49,7 @@ class SharedMemoryTransport:
         processes: The rank processes, in order of rank.
         rank: This rank.
         policy: How to wait for peers, and until when.
+        split_by: Makes what `split` returns.
 
     Attributes:
         arrivals: Who has come how far, and how long is waited for them.
@@ -56,10 +57,19 @@ class SharedMemoryTransport:
 
     name = "shared memory"
 
-    def __init__(self, segment: Segment, processes: Sequence[PeerProcess], *, rank: int, policy: WaitPolicy) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        processes: Sequence[PeerProcess],
+        *,
+        rank: int,
+        policy: WaitPolicy,
+        split_by: Callable[[SharedMemoryTransport], Transport],
+    ) -> None:
         self.rank = rank
         self.world_size = len(processes)
         self._segment = segment
+        self._split_by = split_by
         self._arguments = Arguments(self.name, rank, self.world_size)
         self._watch = PeerWatch([each for each in processes if each.rank != rank])
         self.arrivals = Arrivals(
@@ -188,12 +198,7 @@ class SharedMemoryTransport:
 
     def split(self) -> Transport:
         """See `Transport.split`: a segment of its own."""
-        from evenstep.transport.host import connect_shared_memory
-
-        made = connect_shared_memory(self, self.arrivals.policy)
-        if isinstance(made, str):
-            raise ConfigurationError(f"rank {self.rank}: no second segment of shared memory could be made: {made}.")
-        return made
+        return self._split_by(self)
 
     def close(self) -> None:
         """See `Transport.close`. Memory from `allocate` lives on until its last tensor has gone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,8 +11,13 @@ from evenstep.errors import EvenstepError
 from evenstep.transport.arrivals import Phase
 from evenstep.transport.collectives import Call, Program
 
-if TYPE_CHECKING:
-    from evenstep.transport.shared_memory import SharedMemoryTransport
+
+class Runner(Protocol):
+    """What a call asks of the transport that runs it."""
+
+    def _finish(self, work: SharedWork, timeout_s: float | None) -> None: ...
+    def _look(self, work: SharedWork) -> bool: ...
+    def _tell(self, work: SharedWork, told: Callable[[EvenstepError | None], object]) -> None: ...
 
 
 class SharedWork:
@@ -26,7 +31,7 @@ class SharedWork:
 
     __slots__ = ("_back", "_call", "_program", "_told", "_transport", "_waits_for", "has_arrived", "is_done")
 
-    def __init__(self, transport: SharedMemoryTransport, call: Call, back: tuple[Tensor, Tensor] | None) -> None:
+    def __init__(self, transport: Runner, call: Call, back: tuple[Tensor, Tensor] | None) -> None:
         self._transport = transport
         self._call = call
         self._back = back

@@ -110,6 +110,33 @@ def test_calls_that_come_again_take_their_data_along(ranks: RankPool, names: str
     assert told[0][1] > 0
 
 
+def odd_tensors() -> None:
+    """A thread of the transport writes the results: also to what was made in inference mode, and to single elements."""
+    transport = new_transport("aabb")
+    size = transport.world_size
+    for mode in (True, False):
+        for numel in (5, 200_000):
+            with torch.inference_mode(mode):
+                total, with_gaps = torch.ones(numel), torch.ones(numel, 2)[:, 0]
+                transport.all_reduce(total).wait()
+                transport.all_reduce(with_gaps, "max").wait()
+            assert (total == size).all()
+            assert (with_gaps == 1).all()
+    for numel in (0, 1):
+        single = torch.full((7,), float(transport.rank))[1::3][:numel]  # contiguous, to torch, with a stride of 3
+        out = torch.full((3 * size,), -1.0)[:: 3 if numel else 1][: size * numel]
+        transport.all_gather(out, single).wait()
+        assert out.tolist() == [0.0, 1.0, 2.0, 3.0][: size * numel]
+        transport.all_reduce(single).wait()
+        assert single.tolist() == [6.0][:numel]
+        transport.broadcast(single, 1).wait()
+    transport.close()
+
+
+def test_odd_tensors(ranks: RankPool) -> None:
+    ranks.run(odd_tensors, 4)
+
+
 def disagree_on_what_was_expected() -> str:
     transport = new_transport("aabb")
     for _ in range(8):

@@ -7,6 +7,8 @@ import datetime
 import gc
 import io
 import os
+import threading
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -160,6 +162,67 @@ def test_a_transport_that_cannot_be_had_is_an_error_on_every_rank(ranks: RankPoo
             "transport='nccl' can't carry gradients on cpu. Leave the argument out.",
             "evenstep.init: transport='pigeons'; 'shared memory', 'gloo' or 'nccl', or None to let evenstep choose.",
         ]
+
+
+def with_and_without_inference_mode(modes: list[bool]) -> None:
+    """Whoever ends a call, and whatever mode the first one was made in."""
+    transport = new_shared_memory()
+    size = transport.world_size
+    for numel in (5, 200_000):
+        for mode in modes:
+            with torch.inference_mode(mode):
+                total, with_gaps = torch.ones(numel), torch.ones(numel, 2)[:, 0]
+                transport.all_reduce(total).wait()
+                by_another_thread = transport.all_reduce(with_gaps)
+                ended, told = threading.Event(), []
+
+                def hear(error: Exception | None, ended: threading.Event = ended, told: list[Any] = told) -> None:
+                    told.append(error)
+                    ended.set()
+
+                by_another_thread.when_done(hear)
+                assert ended.wait(30)
+                assert told == [None]
+                assert (total == size).all()
+                assert (with_gaps == size).all()
+                everybodys = torch.zeros(size * numel)
+                work = transport.all_gather(everybodys, total)
+            work.wait()  # in no such mode any more
+            assert (everybodys == size).all()
+            bucket = transport.allocate(numel, dtype=torch.bfloat16, device=torch.device("cpu")).fill_(1)
+            transport.all_reduce(bucket).wait()
+            assert (bucket == size).all()
+    transport.close()
+
+
+@pytest.mark.parametrize("modes", [[True, False], [False, True]])
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_in_inference_mode_and_out_of_it(ranks: RankPool, nproc: int, modes: list[bool]) -> None:
+    """An evaluation under torch.inference_mode() leaves nothing behind that training can't write to."""
+    ranks.run(with_and_without_inference_mode, nproc, modes)
+
+
+def no_place_for_a_result() -> list[str]:
+    transport = new_shared_memory()
+    told = []
+    for numel in (5, 100_000):
+        with pytest.raises(ConfigurationError) as refused:
+            transport.all_reduce(torch.zeros(1).expand(numel))
+        told.append(str(refused.value))
+        given = torch.full((1,), float(transport.rank)).expand(numel)
+        out = torch.empty(transport.world_size * numel)
+        transport.all_gather(out, given).wait()  # what is only read may look like that, and calls still work
+        assert torch.equal(out, torch.arange(float(transport.world_size)).repeat_interleave(numel))
+    transport.close()
+    return told
+
+
+def test_elements_that_share_memory_are_refused_where_a_result_goes(ranks: RankPool) -> None:
+    for rank, (small, large) in enumerate(ranks.run(no_place_for_a_result, 2)):
+        assert small.startswith(
+            f"all_reduce on rank {rank}: float32 [5] with strides [0] has elements that share memory"
+        )
+        assert "float32 [100000]" in large
 
 
 def fork_and_go_on(num_numel: int) -> tuple[str, bool]:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from evenstep.errors import ConfigurationError
 from evenstep.transport import segment as segment_module
 from evenstep.transport.arena import Arena, FreeList, Views
+from evenstep.transport.arguments import flat_view
 from evenstep.transport.arrivals import WaitPolicy, adapt_spin, plan_waiting
 from evenstep.transport.header import (
     DTYPES,
@@ -214,6 +215,25 @@ def test_a_mismatch_names_both_sides():
     assert "number 7" in text
     assert "ranks 0, 2: broadcast from rank 1 of int64 [2, 3]" in text
     assert "rank 1: all_reduce(sum) of float32 [6]" in text
+
+
+def test_a_mismatch_in_a_ninth_dimension_is_one():
+    one, other = (Fingerprint("barrier", None, torch.uint8, (1,) * 8 + last).pack() for last in ((2, 3), (3, 2)))
+    assert explain_mismatch(1, "shared memory", [one, one]) is None
+    text = explain_mismatch(1, "shared memory", [one, other])
+    assert text is not None
+    assert "rank 1: barrier of uint8 [1, 1, 1, 1, 1, 1, 1, 1] and 2 more dimensions" in text
+
+
+def test_one_element_can_be_looked_at_as_bytes_whatever_its_stride_is():
+    for numel in (0, 1):
+        memory = torch.arange(12.0)
+        with_gaps = memory[5::3][:numel]
+        assert with_gaps.is_contiguous()
+        raw = flat_view(with_gaps).view(torch.uint8)
+        assert raw.shape == (4 * numel,)
+        raw.zero_()
+        assert memory.eq(0).nonzero().flatten().tolist() == ([0, 5] if numel else [0])
 
 
 def test_who_can_share_memory():

@@ -22,6 +22,15 @@ def is_carried(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
 
 
+def flat_view(tensor: Tensor) -> Tensor:
+    """[numel], the memory of a contiguous tensor, as it can also be looked at as bytes.
+
+    torch calls a tensor of one element, or of none, contiguous whatever its stride is, and refuses to view it as bytes.
+    """
+    flat = tensor if tensor.dim() == 1 else tensor.view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided((flat.numel(),), (1,))
+
+
 def validate_group(what: str, group: Any) -> None:
     """Refuse what is no process group of this rank's.
 
@@ -66,9 +75,17 @@ class Arguments:
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return (tensor if tensor.dim() == 1 else tensor.view(-1)), None
+            return flat_view(tensor), None
         copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         return copy.view(-1), (tensor, copy)
+
+    def check_written(self, what: str, tensor: Tensor) -> None:
+        """A tensor that gets a result has memory for each of its elements. torch notices when it is too late."""
+        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ConfigurationError(
+                f"{what} on rank {self.rank}: {_told(tensor)} with strides {list(tensor.stride())} has elements that "
+                f"share memory, so there is no place for a result. Pass a clone of it."
+            )
 
     def check_sizes(self, what: str, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
         """One tensor holds a share per rank."""

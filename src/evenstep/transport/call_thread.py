@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+import torch
+
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 
 
@@ -107,6 +109,7 @@ class CallThread:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
+    @torch.inference_mode()  # in no other mode may it write to tensors that a caller has made in this one
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
             run, work = item

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -130,7 +131,9 @@ class GroupWork(dist.Work):
 
     def _conclude(self) -> None:
         if self._copies:
-            with _copying:
+            # Whichever thread this is: what was made in torch's inference mode may be written in that mode only.
+            inference = torch.is_inference_mode_enabled() or self._copies[0][0].is_inference()
+            with _copying, torch.inference_mode(inference):
                 for to, source in self._copies:
                     to.copy_(source)
                 self._copies = ()

@@ -1,12 +1,14 @@
 """What a rank calls, in 128 bytes that the others compare with what they call.
 
 0  u64   where this rank's tensor lies in its zone; `ELSEWHERE` if it has to be copied
-8  80 B  the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, dimensions
+8  88 B  the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, and a
+         checksum of those beyond
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from evenstep.transport.base import Op
 
 ELSEWHERE = (1 << 64) - 1
 
-_FINGERPRINT = struct.Struct("<4BiQ8Q")
+_FINGERPRINT = struct.Struct("<4BiQ9Q")
 _PLACE = struct.Struct("<Q")
 HEADER_USED_BYTES = _PLACE.size + _FINGERPRINT.size
 _MAX_DIMS = 8
@@ -66,6 +68,7 @@ class Fingerprint:
         dtype: Of the tensor.
         shape: Of the tensor.
         root: The rank that gives or gets what no other does; -1 where there is none.
+        num_more_dims: How many dimensions a shape that came in a header has behind its eighth.
     """
 
     collective: str
@@ -73,6 +76,7 @@ class Fingerprint:
     dtype: torch.dtype
     shape: tuple[int, ...]
     root: int = -1
+    num_more_dims: int = 0
 
     def pack(self) -> bytes:
         """The bytes that are compared."""
@@ -80,23 +84,33 @@ class Fingerprint:
         for size in self.shape:
             numel *= size
         dims = [*self.shape[:_MAX_DIMS], *[0] * (_MAX_DIMS - len(self.shape))]
+        beyond = zlib.crc32(repr(self.shape[_MAX_DIMS:]).encode()) if len(self.shape) > _MAX_DIMS else 0
         op = 255 if self.op is None else OPS.index(self.op)
         return _FINGERPRINT.pack(
-            COLLECTIVES.index(self.collective), op, DTYPES.index(self.dtype), len(self.shape), self.root, numel, *dims
+            COLLECTIVES.index(self.collective),
+            op,
+            DTYPES.index(self.dtype),
+            len(self.shape),
+            self.root,
+            numel,
+            *dims,
+            beyond,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> Fingerprint:
         """The inverse of `pack`, but for dimensions beyond the eighth."""
-        collective, op, dtype, num_dims, root, _, *dims = _FINGERPRINT.unpack(data)
+        collective, op, dtype, num_dims, root, _, *dims, _ = _FINGERPRINT.unpack(data)
         shape = tuple(dims[: min(num_dims, _MAX_DIMS)])
-        return cls(COLLECTIVES[collective], None if op == 255 else OPS[op], DTYPES[dtype], shape, root)
+        how = None if op == 255 else OPS[op]
+        return cls(COLLECTIVES[collective], how, DTYPES[dtype], shape, root, num_dims - len(shape))
 
     def __str__(self) -> str:
         how = f"({self.op})" if self.op is not None else ""
         way = "to" if self.collective in ("reduce", "gather") else "from"
         root = f" {way} rank {self.root}" if self.root >= 0 else ""
-        return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}"
+        more = f" and {self.num_more_dims} more dimensions" if self.num_more_dims else ""
+        return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}"
 
 
 def pack_place(place: int | None) -> bytes:

@@ -17,7 +17,7 @@ from torch import Tensor
 from evenstep.errors import CollectiveTimeoutError, PeerLostError
 from evenstep.health import page
 from evenstep.health.blame import is_consequence
-from evenstep.transport.arguments import Arguments
+from evenstep.transport.arguments import Arguments, flat_view
 from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.reduction import Scratch, plan_arithmetic, reduce_into
 
@@ -258,4 +258,4 @@ def _movable(tensor: Tensor) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+    return flat_view(tensor.detach()).view(torch.uint8)

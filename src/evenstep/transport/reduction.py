@@ -187,7 +187,8 @@ class Scratch:
         key = (dtype, index)
         memory = self._memory.get(key)
         if memory is None or memory.numel() < numel:
-            memory = self._memory[key] = torch.empty(numel, dtype=dtype)
+            with torch.inference_mode(False):  # it outlasts the mode of the call that first needs it
+                memory = self._memory[key] = torch.empty(numel, dtype=dtype)
         return memory if memory.numel() == numel else memory[:numel]
 
 

@@ -135,7 +135,9 @@ class Mapping:
         """[numel], `offset` bytes from the start; keeps the memory mapped."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.raw, dtype=dtype, count=numel, offset=offset)
+        # Under torch's inference mode it would be a tensor that nobody may write to afterwards outside that mode.
+        with torch.inference_mode(False):
+            return torch.frombuffer(self.raw, dtype=dtype, count=numel, offset=offset)
 
 
 class Segment:

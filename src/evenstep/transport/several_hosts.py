@@ -259,6 +259,8 @@ class SeveralHostsTransport:
         root: int = -1,
         back: tuple[Tensor, Tensor] | None = None,
     ) -> Work:
+        if back is not None:
+            self._arguments.check_written(collective, back[0])
         packed = Fingerprint(collective, op, tensor.dtype, tuple(tensor.shape), root).pack()
 
         def prepare(number: int) -> Steps:

@@ -239,6 +239,8 @@ class SharedMemoryTransport:
         splits: Tensor | None = None,
         back: tuple[Tensor, Tensor] | None = None,
     ) -> SharedWork:
+        if back is not None:
+            self._arguments.check_written(collective, back[0])
         key = (collective, op, tensor.dtype, tensor.shape, source, receiver)
         packed = self._fingerprints.get(key)
         if packed is None:
@@ -386,6 +388,9 @@ class SharedMemoryTransport:
 
     def _step(self, work: SharedWork, *, blocking: bool, timeout_s: float | None = None) -> bool:
         """Run the program of the first call to its next meeting; whether that was possible."""
+        if work.is_inference and not torch.is_inference_mode_enabled():
+            with torch.inference_mode():
+                return self._step(work, blocking=blocking, timeout_s=timeout_s)
         exchange = self._exchange
         phase, count = work._waits_for
         try:

@@ -27,9 +27,24 @@ class SharedWork:
         transport: Runs it.
         call: What is called.
         back: (into, from): copied at the end, where the caller's tensor isn't contiguous.
+
+    Attributes:
+        has_arrived: The other ranks have been told what is called.
+        is_done: The result is there.
+        is_inference: The result may be written in torch's inference mode only, whichever thread does that.
     """
 
-    __slots__ = ("_back", "_call", "_program", "_told", "_transport", "_waits_for", "has_arrived", "is_done")
+    __slots__ = (
+        "_back",
+        "_call",
+        "_program",
+        "_told",
+        "_transport",
+        "_waits_for",
+        "has_arrived",
+        "is_done",
+        "is_inference",
+    )
 
     def __init__(self, transport: Runner, call: Call, back: tuple[Tensor, Tensor] | None) -> None:
         self._transport = transport
@@ -40,6 +55,7 @@ class SharedWork:
         self._waits_for = (Phase.ARRIVED, call.number + 1)
         self.has_arrived = False
         self.is_done = False
+        self.is_inference = call.out.is_inference() or (back is not None and back[0].is_inference())
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `base.Work.wait`; no longer than `timeout_s`."""

@@ -240,8 +240,7 @@ def _sweep(world: World, sweep: Sweep, level: str) -> list[Figure]:
             calls[name, numel * 4] = _call(transport, name, whole[:numel], part[: numel // n])
     counts = {}
     for key, call in calls.items():
-        _time(world, call, 1)  # first calls of a size map memory
-        took = _time(world, call, 3)
+        took = _time(world, call, 3)  # the first call of a size maps memory
         counts[key] = max(1, min(_MAX_CALLS, int(_BLOCK_S / max(took, 1e-7))))
     seconds: dict[tuple[Collective, int], list[float]] = {key: [] for key in calls}
     for repeat in range(sweep.repeats):
@@ -261,8 +260,14 @@ def _call(transport: Transport, name: Collective, whole: Tensor, part: Tensor) -
 
 
 def _time(world: World, call: Callable[[], Work], count: int) -> float:
-    """Seconds of one call, on the slowest rank. The vector holds zeros, so sums stay what they are."""
+    """Seconds of one call, on the slowest rank. The vector holds zeros, so sums stay what they are.
+
+    As many calls go before those that count: what a wire takes for free after a pause (the tokens that one of limited
+    rate has saved) has been used up then.
+    """
     world.transport.barrier().wait()
+    for _ in range(count):
+        call().wait()
     _settle(world.device)
     started = time.perf_counter()
     for _ in range(count):

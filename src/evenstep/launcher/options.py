@@ -153,14 +153,25 @@ def parse(arguments: Sequence[str]) -> Namespace:
     Raises:
         ConfigurationError: It can't be understood.
     """
-    parser = make_parser()
     if "--check" in arguments:
-        args = parser.parse_args([*arguments, _CHECK])
+        args = _parse([*arguments, _CHECK])
         if args.check and (args.training_script != _CHECK or args.training_script_args):
             raise ConfigurationError(f"--check runs no script, but {args.training_script} was given. Leave one out.")
         if args.check:
             return validated(Namespace(**{**vars(args), "module": True}))
-    return validated(parser.parse_args(list(arguments)))
+    return validated(_parse(list(arguments)))
+
+
+def _parse(arguments: list[str]) -> Namespace:
+    """Abbreviated flags are torchrun's, too, but argparse looks for them among the script's own arguments as well, and
+    finds `--n 5` ambiguous: they are taken only where there is something that can't be understood without."""
+    parser = make_parser()
+    parser.allow_abbrev = False
+    try:
+        return parser.parse_args(arguments)
+    except ConfigurationError:
+        parser.allow_abbrev = True
+        return parser.parse_args(arguments)
 
 
 def validated(args: Namespace) -> Namespace:

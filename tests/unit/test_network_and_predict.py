@@ -154,6 +154,14 @@ def test_flags_that_make_no_sense(capsys: pytest.CaptureFixture[str], flags: lis
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "levels", [None, [], {"inside": 5}, {"inside": {"link": {"latency_s": 1.0}}}, {"inside": {"link": {"gbit": 1.0}}}]
+)
+def test_links_that_are_damaged(levels: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"links\.json is damaged"):
+        levels_from_json({"kind": "network", "version": 1, "levels": levels}, where="links.json")
+
+
 def test_nothing_measured() -> None:
     with pytest.raises(ConfigurationError, match="at least two ranks"):
         join_levels({})

@@ -168,9 +168,15 @@ def levels_from_json(read: Any, *, where: str) -> dict[str, Level]:
         raise ConfigurationError(f"{where} is no report of `evenstep bench --network --json`.")
     if read.get("version") != REPORT_VERSION:
         raise ConfigurationError(f"{where} has version {read.get('version')}; this program reads {REPORT_VERSION}.")
-    return {
-        name: Level(Link(**level["link"]), level["algorithm"], level["error"]) for name, level in read["levels"].items()
-    }
+    try:
+        return {
+            name: Level(Link(**level["link"]), level["algorithm"], level["error"])
+            for name, level in read["levels"].items()
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{where} is damaged: of its levels not everything can be read ({error!r})."
+        ) from error
 
 
 def join_levels(levels: dict[str, Level], *, prefers: Algorithm | None = None) -> Network:

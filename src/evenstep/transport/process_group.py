@@ -168,7 +168,9 @@ class ProcessGroupTransport:
         if self._is_gloo(tensor):
             received, sent = _as_bytes(out), _as_bytes(tensor)
             parts = [
-                list(flat.split([n * tensor.itemsize for n in each])) if each is not None else self._parts(flat)
+                list(flat.split_with_sizes([n * tensor.itemsize for n in each]))
+                if each is not None
+                else self._parts(flat)
                 for flat, each in ((received, out_splits), (sent, splits))
             ]
             return self._send_both_ways(what, parts[0], parts[1])

@@ -122,7 +122,7 @@ def on_rank(out: Path, variants: list[Variant], num_steps: int, *, measures_netw
     told: dict[str, Any] = {}
     with evenstep.init(quiet=True) as world:
         if measures_network:
-            sweep = Sweep(plan_sizes("256K", "16M"), ("all_reduce",), repeats=5)
+            sweep = Sweep(plan_sizes("1K", "16M"), ("all_reduce",), repeats=5)
             told["network"] = measure(world, sweep).to_json()
         for case in CASES:
             for variant in variants:
@@ -162,11 +162,12 @@ def measure_small(rate_mbit: float, num_steps: int) -> tuple[dict[str, Profile],
     return profiles, levels
 
 
-def compare(rate_mbit: float, num_steps: int) -> list[dict[str, Any]]:
-    """One row for each topology, case and variant."""
+def compare(rate_mbit: float, num_steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """One row for each topology, case and variant; and the links that predictions are made from."""
     profiles, levels = measure_small(rate_mbit, num_steps)
     inside, between = levels["inside"].link, levels["between"].link
     print(f"inside {inside}; between {between}", flush=True)
+    links = {name: asdict(level) for name, level in levels.items()}
     rows = []
     for hosts in (Hosts(2, 2), Hosts(4, 1)):
         # Predicted before it is measured.
@@ -188,7 +189,7 @@ def compare(rate_mbit: float, num_steps: int) -> list[dict[str, Any]]:
                 }
             )
         print(table(rows), flush=True)
-    return rows
+    return rows, links
 
 
 def predict_s(profile: Profile, hosts: Hosts, inside: Link, between: Link, variant: Variant) -> float:
@@ -231,14 +232,14 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # namespaces go, as they do after Ctrl-C
     machine = describe_machine()
     print(machine)
-    rows = compare(arguments.rate_mbit, arguments.steps)
+    rows, links = compare(arguments.rate_mbit, arguments.steps)
     print(f"\n{table(rows)}")
     errors = [abs(error(row)) for row in rows]
     print(f"\n{len(rows)} predictions, off by {statistics.median(errors):.1%} (median), {max(errors):.1%} (worst)")
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(
-            json.dumps({"machine": machine, "rate_mbit": arguments.rate_mbit, "rows": rows}, indent=1)
+            json.dumps({"machine": machine, "rate_mbit": arguments.rate_mbit, "links": links, "rows": rows}, indent=1)
         )
     return 0 if max(errors) <= TOLERANCE else 1
 

@@ -235,7 +235,8 @@ def _parser() -> ArgumentParser:
     env = commands.add_parser("env", help="what there is to know of this host: for bug reports")
     env.add_argument("--json", action="store_true", help="for programs")
     env.set_defaults(call=_env)
-    jobs = commands.add_parser("jobs", help="write a job script for Slurm, PBS or Kubernetes")
+    # Without abbreviations: argparse would look for them among a script's own arguments, too.
+    jobs = commands.add_parser("jobs", help="write a job script for Slurm, PBS or Kubernetes", allow_abbrev=False)
     jobs.add_argument("scheduler", choices=("slurm", "pbs", "kubernetes"))
     jobs.add_argument("--name", help="of the job; default: evenstep")
     jobs.add_argument("--nodes", type=int, dest="num_nodes", metavar="N", help="hosts; default: 1")
@@ -326,6 +327,7 @@ def _add_verify(commands: Any) -> None:
         description=_VERIFY,
         epilog=_VERIFY_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=_numbers, metavar="N,N", help="numbers of ranks; 1,2,4 if left out")
     parser.add_argument("--steps", type=_step, metavar="N", help="5; with --resume to the script's end, if left out")

@@ -339,7 +339,7 @@ def half_gradients(seed: int, gloo: bool, dtype: torch.dtype, options: dict, wei
             model.backward(loss, weight=weight)
         else:
             loss.backward()
-        scale = model.engine.exchange.scale if weighted else 1.0
+        scale = (model.engine.exchange._half_scale or 1.0) if weighted else 1.0
         (own * (weight / scale)).backward()
         for parameter, each in zip(model.parameters(), twin.parameters(), strict=True):
             exact = world.gather(each.grad.double().unsqueeze(0)).sum(0) * scale / total

@@ -4,22 +4,26 @@ import contextlib
 import os
 import random
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 import evenstep
+from evenstep.bench.cost import COLLECTIVES, lanes_trips
+from evenstep.bench.cost import Hosts as SomeHosts
 from evenstep.errors import EvenstepError, MismatchError
 from evenstep.testing import RankPool, namespaces
 from evenstep.testing.transport import DTYPES, Coverage, check_transport
 from evenstep.transport import hosts
+from evenstep.transport.base import Transport, Work
 from evenstep.transport.choice import open_transports
 from evenstep.transport.fall_through import fall_through
 from evenstep.transport.host_meetings import SMALL_BYTES, Foresight
-from evenstep.transport.several_hosts import SeveralHostsTransport
+from evenstep.transport.several_hosts import SeveralHostsTransport, plan_piece_bytes
 
 SHAPES = ((), (0,), (1,), (3, 5), (1021,), (16_385,))
 SOME_DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.bool)
@@ -135,6 +139,82 @@ def odd_tensors() -> None:
 
 def test_odd_tensors(ranks: RankPool) -> None:
     ranks.run(odd_tensors, 4)
+
+
+class Counted:
+    """A lane that counts what it sends, as Gloo would: (messages one after the other, bytes)."""
+
+    def __init__(self, lane: Transport) -> None:
+        self._lane, self.sent = lane, [0, 0]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lane, name)
+
+    def _count(self, num_messages: int, num_bytes: int) -> None:
+        self.sent[0] += num_messages
+        self.sent[1] += num_bytes
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
+        ring = self._lane.world_size - 1
+        self._count(ring, ring * tensor.nbytes)
+        return self._lane.all_gather(out, tensor)
+
+    def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor, *splits: Any) -> Work:
+        mine = tensor.nbytes // self._lane.world_size
+        self._count(1, tensor.nbytes - mine)
+        return self._lane.all_to_all(out, tensor, *splits)
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
+        doublings = (self._lane.world_size - 1).bit_length()
+        self._count(doublings, doublings * tensor.nbytes if self._lane.rank == src else 0)
+        return self._lane.broadcast(tensor, src)
+
+
+def call_of(transport: Transport, name: str, whole: torch.Tensor, part: torch.Tensor) -> Callable[[], Work]:
+    return {
+        "all_reduce": lambda: transport.all_reduce(whole),
+        "reduce_scatter": lambda: transport.reduce_scatter(part, whole),
+        "all_gather": lambda: transport.all_gather(whole, part),
+        "broadcast": lambda: transport.broadcast(whole, 0),
+    }[name]
+
+
+def counted_calls(names: str, calls: list[tuple[str, int]]) -> list[list[int]]:
+    """What this rank sends in each call, once it is expected: [messages, bytes]."""
+    transport = new_transport(names)
+    n = transport.world_size
+    told = []
+    for name, num_bytes in calls:
+        call = call_of(transport, name, torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4 // n))
+        for _ in range(10):
+            call().wait()
+        counted = Counted(transport._lane)
+        transport._lane = transport._meetings._lane = counted
+        call().wait()
+        transport._lane = transport._meetings._lane = counted._lane
+        told.append(counted.sent)
+    transport.close()
+    return told
+
+
+@pytest.mark.parametrize("names", ["aabb", pytest.param("aabbcc", marks=pytest.mark.slow)])
+def test_the_simulation_sends_what_the_transport_sends(ranks: RankPool, names: str) -> None:
+    """`cost.lanes_trips`, for every way that a call can go, against the lanes of the first host."""
+    on = SomeHosts(len(set(names)), 2)
+    sizes = [96, 48_000, 1 << 20, 960_000 * 4]
+    calls = [(name, size // 4 // len(names) * len(names) * 4) for name in COLLECTIVES for size in sizes]
+    told = ranks.run(counted_calls, len(names), names, calls)
+    for number, (name, num_bytes) in enumerate(calls):
+        (num_messages, num_bytes_of_rank_0), (others_messages, num_bytes_of_rank_1) = (
+            each[number] for each in told[:2]
+        )
+        assert num_messages == others_messages
+        comparing, rest = lanes_trips(name, num_bytes, on)
+        num_pieces = -(-num_bytes // plan_piece_bytes(num_bytes)) if name == "all_reduce" and rest.num_messages else 1
+        assert num_messages == comparing.num_messages + num_pieces * rest.num_messages, (name, num_bytes)
+        padding = 4096 * on.num_hosts  # slices begin at multiples of a page or less
+        sent = num_bytes_of_rank_0 + num_bytes_of_rank_1
+        assert sent == pytest.approx(comparing.num_bytes + rest.num_bytes, abs=padding), (name, num_bytes)
 
 
 def disagree_on_what_was_expected() -> str:

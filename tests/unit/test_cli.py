@@ -157,3 +157,15 @@ def test_a_directory_that_may_not_be_listed(
     assert main(["checkpoint", action, *first, str(tmp_path), *more]) == 74
     err = capsys.readouterr().err
     assert err == f"evenstep: {tmp_path}: Permission denied. Run this as a user who may read and write there.\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"), [("bench", []), ("verify", []), ("jobs", ["slurm"])], ids=["bench", "verify", "jobs"]
+)
+def test_a_scripts_own_flags_may_look_like_abbreviations_of_ours(
+    command: str, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--r` could be several of ours; behind the script it is none of them."""
+    status = main([command, *flags, "no_such_script.py", "--r", "5", "--n", "6", "--re=1", "--c"])
+    assert "ambiguous" not in capsys.readouterr().err
+    assert status in (0, 1, 2, 78)

@@ -7,6 +7,7 @@ import pytest
 
 from evenstep.errors import ConfigurationError
 from evenstep.launcher.options import behind_the_script, fixed_port, for_workers, make_parser, num_nodes, on_one_host
+from evenstep.launcher.options import parse as parse_line
 
 
 def parse(*arguments: str) -> Namespace:
@@ -25,6 +26,19 @@ def test_variables_of_torchrun_beat_our_defaults(monkeypatch: pytest.MonkeyPatch
     args = parse("train.py")
     assert (args.nproc_per_node, args.shutdown_timeout) == ("3", 9)
     assert parse("--nproc-per-node", "1", "train.py").nproc_per_node == "1"
+
+
+def test_a_scripts_own_flags_may_look_like_abbreviations_of_ours() -> None:
+    """`--n` could be --nnodes and --nproc-per-node; behind the script it is neither."""
+    args = parse_line(["--nproc-per-node", "2", "train.py", "--n", "6", "--no", "--m=x"])
+    assert (args.nproc_per_node, args.training_script) == ("2", "train.py")
+    assert args.training_script_args == ["--n", "6", "--no", "--m=x"]
+
+
+def test_abbreviations_are_torchruns() -> None:
+    assert parse_line(["--nproc_per", "2", "train.py"]).nproc_per_node == "2"
+    with pytest.raises(ConfigurationError, match="ambiguous option: --n"):
+        parse_line(["--n", "2", "train.py"])
 
 
 @pytest.mark.parametrize(
@@ -95,4 +109,5 @@ def test_endpoints_that_cannot_be(endpoint: str) -> None:
     ],
 )
 def test_flags_of_the_launchers_own_behind_the_script_are_noticed(behind: list[str], flag: str | None) -> None:
-    assert behind_the_script(parse("--nproc-per-node", "2", "train.py", *behind)) == flag
+    arguments = ["--nproc-per-node", "2", "train.py", *behind]
+    assert behind_the_script(parse_line(arguments), arguments) == flag

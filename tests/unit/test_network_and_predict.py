@@ -8,9 +8,13 @@ import shlex
 from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from evenstep.bench import network
 from evenstep.bench.cost import Hosts, Link, Network, collective_s
 from evenstep.bench.memory import add_estimate_arguments
 from evenstep.bench.modes import MODES, parser_of
@@ -30,6 +34,7 @@ from evenstep.bench.published import by_cycle, by_size, cases, published_table, 
 from evenstep.bench.simulate import Bucket, Profile
 from evenstep.cli import main
 from evenstep.errors import ConfigurationError
+from evenstep.transport.local import LocalTransport
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -91,6 +96,41 @@ def test_a_report_survives_a_file_and_has_a_line_per_figure() -> None:
     assert noisy.endswith("The fit is poor: measure again when hosts and network are quiet, with more --repeats.")
 
 
+class Done:
+    def wait(self) -> None:
+        """At once."""
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Shaped:
+    """A wire of 1,000 bytes a second that lets 500 through at once after a pause, and its clock."""
+
+    def __init__(self) -> None:
+        self.now, self.free_bytes = 0.0, 0
+
+    def barrier(self) -> Done:
+        self.free_bytes = 500
+        return Done()
+
+    def send(self, num_bytes: int) -> Done:
+        self.now += max(0, num_bytes - self.free_bytes) / 1000
+        self.free_bytes = max(0, self.free_bytes - num_bytes)
+        return Done()
+
+
+@pytest.mark.parametrize(("num_bytes", "count"), [(100, 5), (1000, 1)])
+def test_what_a_wire_takes_for_free_after_a_pause_is_not_measured(
+    num_bytes: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = Shaped()
+    world: Any = SimpleNamespace(transport=wire, control=LocalTransport(), device=torch.device("cpu"))
+    monkeypatch.setattr(network, "time", SimpleNamespace(perf_counter=lambda: wire.now))
+    took = network._time(world, lambda: wire.send(num_bytes), count)
+    assert took == pytest.approx(num_bytes / 1000)
+
+
 def test_sizes() -> None:
     assert [parse_size(text) for text in ("4096", "64K", "16M", "1G", "2MiB", "3kb")] == [
         4096, 65536, 1 << 24, 1 << 30, 2 << 20, 3072,
@@ -112,6 +152,14 @@ def test_sizes() -> None:
 def test_flags_that_make_no_sense(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
     assert main(["bench", "--network", *flags]) == 78
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "levels", [None, [], {"inside": 5}, {"inside": {"link": {"latency_s": 1.0}}}, {"inside": {"link": {"gbit": 1.0}}}]
+)
+def test_links_that_are_damaged(levels: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"links\.json is damaged"):
+        levels_from_json({"kind": "network", "version": 1, "levels": levels}, where="links.json")
 
 
 def test_nothing_measured() -> None:

@@ -11,13 +11,15 @@ import pytest
 from evenstep.bench.cost import (
     ALGORITHMS,
     COLLECTIVES,
+    Collective,
     Hosts,
     Link,
     Network,
+    Trip,
     bus_factor,
     collective_s,
     fit_link,
-    lanes_stages,
+    lanes_trips,
 )
 from evenstep.bench.profile import combine, profile_of_report, summarise
 from evenstep.bench.simulate import (
@@ -74,28 +76,78 @@ def test_halving_by_hand() -> None:
 
 
 def test_lanes_by_hand() -> None:
-    """A vector of one piece is added, exchanged and spread one after the other; of a long one the pieces overlap."""
+    """What is expected is added, exchanged in one message and spread; of a long vector the pieces overlap."""
     inside = 1.5 * (1e-6 + MIB / 100e9)
-    between = 2 * 10e-6 + MIB / 10e9
+    between = 10e-6 + 2 * (128 + MIB / 2) / 10e9
     assert collective_s("all_reduce", MIB, Hosts(2, 2), network("lanes")) == pytest.approx(inside + between)
-    long = 64 * MIB
-    inside, between = 1.5 * (1e-6 + long / 100e9), 2 * 10e-6 + long / 10e9
-    assert collective_s("all_reduce", long, Hosts(2, 2), network("lanes")) == pytest.approx(between + inside / 16)
+    long = 64 * MIB  # 16 pieces, of which the first is added while hosts compare what they call
+    added, between = 16 * 1e-6 + long / 100e9, 10e-6 + long / 10e9
+    assert collective_s("all_reduce", long, Hosts(2, 2), network("lanes")) == pytest.approx(between + 1.5 * added / 16)
+
+
+def test_hosts_that_compare_for_longer_than_a_piece_is_added() -> None:
+    """Two pieces of 1 MiB: compare, swap both, spread the second one."""
+    links = Network(Link(1e-6, 100e9), Link(5e-3, 10e9), "lanes")
+    comparing, between = 5e-3 + 2 * 4096 / 10e9, 5e-3 + 2 * MIB / 10e9
+    added = 1e-6 + MIB / 100e9  # one of them
+    expected = comparing + between + added / 2
+    assert collective_s("all_reduce", 2 * MIB, Hosts(2, 2), links) == pytest.approx(expected)
+
+
+def test_short_vectors_and_halves_of_an_all_reduce_by_hand() -> None:
+    links = network("lanes")
+    comparing = 3 * 10e-6 + 3 * 2 * 4096 / 10e9  # of 4 hosts of 2 ranks
+    added = 1e-6 + 1024 / 100e9
+    assert collective_s("all_reduce", 1024, Hosts(4, 2), links) == pytest.approx(added + comparing)
+    half = 1e-6 + MIB / 2 / 100e9
+    sent_at_once = 10e-6 + 3 / 4 * MIB / 10e9
+    scattered = collective_s("reduce_scatter", MIB, Hosts(4, 2), links)
+    assert scattered == pytest.approx(max(half, comparing) + sent_at_once)
+    in_a_ring = 3 * 10e-6 + 3 / 4 * MIB / 10e9
+    assert collective_s("all_gather", MIB, Hosts(4, 2), links) == pytest.approx(half + comparing + in_a_ring)
 
 
 def test_lanes_of_lonely_ranks_are_gloos_ring() -> None:
-    for name in COLLECTIVES:
+    """Except for its reduce-scatter, in which everybody sends to everybody at once."""
+    for name in ("all_reduce", "all_gather", "broadcast"):
         lonely = collective_s(name, MIB, Hosts(4, 1), network("lanes"))
         assert lonely == collective_s(name, MIB, Hosts(4, 1), network("ring"))
+    lonely = collective_s("reduce_scatter", MIB, Hosts(4, 1), network("lanes"))
+    assert lonely == pytest.approx(10e-6 + 3 / 4 * MIB / 10e9)
 
 
-def test_messages_between_hosts() -> None:
-    assert [lanes_stages("all_reduce", h, MIB) for h in (1, 2, 4)] == [0, 2, 9]
-    assert [lanes_stages("all_reduce", h, 64) for h in (1, 2, 4)] == [0, 1, 3]
+@pytest.mark.parametrize(
+    ("collective", "num_bytes", "hosts", "comparing", "rest"),
+    [
+        ("all_reduce", 64, (2, 2), (1, 2 * 4096), (0, 0)),
+        ("all_reduce", 64, (4, 8), (3, 3 * 8 * 4096), (0, 0)),
+        ("all_reduce", MIB, (2, 2), (1, 2 * 128 + MIB), (0, 0)),
+        ("all_reduce", 5000, (2, 8), (1, 8 * 4096), (0, 0)),  # a slice of it is shorter than the message is anyway
+        ("all_reduce", MIB + 1, (2, 2), (1, 2 * 4096), (1, MIB + 1)),
+        ("all_reduce", 128 << 10, (3, 4), (2, 2 * (4 * 128 + (128 << 10))), (0, 0)),
+        ("all_reduce", 128 << 10, (4, 4), (3, 3 * 4 * 4096), (4, 1.5 * (128 << 10))),  # 96 KiB a rank: too much
+        ("all_reduce", MIB, (4, 2), (3, 3 * 2 * 4096), (4, 1.5 * MIB)),
+        ("reduce_scatter", 64, (4, 2), (3, 3 * 2 * 4096), (1, 48)),
+        ("reduce_scatter", MIB, (2, 2), (1, 2 * 4096), (1, MIB / 2)),
+        ("all_gather", 8 * 3968, (4, 2), (3, 3 * 2 * 4096), (0, 0)),
+        ("all_gather", 8 * 3969, (4, 2), (3, 3 * 2 * 4096), (3, 6 * 3969)),
+        ("broadcast", 64, (5, 2), (4, 4 * 2 * 4096), (3, 3 * 64)),
+    ],
+)
+def test_what_lanes_send(
+    collective: Collective, num_bytes: int, hosts: tuple[int, int], comparing: tuple[int, int], rest: tuple[int, float]
+) -> None:
+    """By hand; tests/procs/test_several_hosts.py holds it against what they really send."""
+    assert lanes_trips(collective, num_bytes, Hosts(*hosts)) == (Trip(*comparing), Trip(*rest))
 
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:
     assert [bus_factor(name, 4) for name in COLLECTIVES] == [1.5, 0.75, 0.75, 1.0]
+
+
+def is_sent_at_once(name: Collective, size: float, hosts: Hosts) -> bool:
+    """Whether lanes send it with their first message: to more than two hosts more bytes, in fewer messages."""
+    return lanes_trips(name, size, hosts)[1].num_messages == 0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -103,8 +155,8 @@ def test_costs_grow_with_everything(algorithm: str, fresh_seed: int) -> None:
     """More bytes, more hosts or a slower link never cost less; alone nothing costs anything."""
     draw = random.Random(fresh_seed)
     for _ in range(200):
-        name = draw.choice(COLLECTIVES)
-        size, h, k = draw.uniform(1, 1e9), 2 ** draw.randint(0, 7), 2 ** draw.randint(0, 3)
+        name: Collective = draw.choice(COLLECTIVES)
+        size, h, k = 10 ** draw.uniform(0, 9), 2 ** draw.randint(0, 7), 2 ** draw.randint(0, 3)
         links = Network(
             Link(draw.uniform(0, 1e-4), draw.uniform(1e8, 1e12)),
             Link(draw.uniform(0, 1e-3), draw.uniform(1e8, 1e11)),
@@ -114,8 +166,10 @@ def test_costs_grow_with_everything(algorithm: str, fresh_seed: int) -> None:
         assert math.isfinite(costs)
         assert costs >= 0
         assert collective_s(name, size, Hosts(1, 1), links) == 0.0
-        assert collective_s(name, 2 * size, Hosts(h, k), links) >= costs
-        if h > 1:
+        is_short = [is_sent_at_once(name, each, Hosts(by * h, k)) for each, by in ((size, 1), (2 * size, 1), (size, 2))]
+        if is_short[0] == is_short[1]:
+            assert collective_s(name, 2 * size, Hosts(h, k), links) >= costs
+        if h > 1 and is_short[0] == is_short[2]:
             assert collective_s(name, size, Hosts(2 * h, k), links) >= costs
         slower = Network(
             Link(2 * links.inside.latency_s, links.inside.bytes_per_s / 2),
@@ -134,6 +188,24 @@ def test_a_fit_finds_the_link_that_made_the_times(fresh_seed: int) -> None:
         assert found.latency_s == pytest.approx(link.latency_s, rel=1e-3)
         assert found.bytes_per_s == pytest.approx(link.bytes_per_s, rel=1e-3)
         assert error < 1e-3
+
+
+def test_a_fit_is_right_for_short_and_for_long_vectors() -> None:
+    """A call over a wire of 25 MB/s that takes 2 ms at least, as one over namespaces does: no sum of the two."""
+    sizes = [1 << number for number in range(10, 26, 2)]
+    points = [(float(size), max(2e-3, size / 25e6)) for size in sizes]
+    link, _ = fit_link(points, stages=2)
+    assert link.bytes_per_s == pytest.approx(25e6, rel=0.01)
+    assert link.latency_s == pytest.approx(1e-3, rel=0.3)
+
+
+def test_a_fit_of_calls_that_take_about_as_long() -> None:
+    link, _ = fit_link([(1000.0, 1.0e-3), (2000.0, 1.1e-3), (3000.0, 1.2e-3)])
+    assert link.bytes_per_s == pytest.approx(1e7)
+    assert link.latency_s == pytest.approx(0.9e-3)
+    link, error = fit_link([(1.0, 1.0), (2.0, 0.01), (3.0, 1.0)])  # figures that make no sense
+    assert link.latency_s == pytest.approx(1.0)
+    assert error == pytest.approx(0.0)
 
 
 def test_a_fit_has_no_negative_latency() -> None:

@@ -29,6 +29,7 @@ def add_bench(commands: Any) -> None:
         description=_DESCRIPTION,
         epilog="besides, each with its own --help:\n  " + "\n  ".join(help_lines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # argparse would look for them behind the script, too
     )
     parser.add_argument("--replicas", type=_numbers, metavar="1,2,4", help="default: up to the number of GPUs or cores")
     parser.add_argument(

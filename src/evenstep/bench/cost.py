@@ -10,15 +10,15 @@ A message of n bytes over a link takes `latency_s + n / bytes_per_s` (Hockney, "
     tree           NCCL                   2 (k - 1) inside, 2 log2 h between               2 S
     halving        Goyal et al.           2 (k - 1) inside, 2 log2 h between               inside 2 (k - 1) / k  S,
                                                                                            between 2 (h - 1) / h  S
-    lanes          evenstep over Gloo     1 inside, 2 between two hosts, 3 (h - 1) else    inside k / 2 S,
-                                                                                           between 2 (h - 1) / h  S
+    lanes          evenstep over Gloo     1 inside; between two hosts 2, between more      inside k / 2 S,
+                                          2 h - 1; h - 1 where it is short, or expected    between `lanes_trips`
     nccl           NCCL                   ring or tree, whichever is faster
 
 with n = h k ranks. Stages and traffic of the ring and of the halving are those of Thakur, Rabenseifner and Gropp
 ("Optimization of Collective Communication Operations in MPICH", 2005); of the tree and of which stages of a ring cross
-hosts, those by which NCCL itself chooses (`tuning.cc`). Lanes are drawn in `transport/several_hosts.py`: a vector goes
-in pieces, and one is added inside the host while another is on the wire. Memory that k ranks share is read and written
-by all of them: that traffic is counted in what two ranks take.
+hosts, those by which NCCL itself chooses (`tuning.cc`). Lanes are drawn in `transport/several_hosts.py`: hosts compare
+what they call, and a vector goes in pieces, of which one is added inside the host while another is on the wire. Memory
+that k ranks share is read and written by all of them: that traffic is counted in what two ranks take.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from evenstep.errors import ConfigurationError
+from evenstep.transport.host_meetings import MESSAGE_BYTES, PAYLOAD_AT, SMALL_BYTES
+from evenstep.transport.several_hosts import may_be_foreseen, plan_piece_bytes
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 Algorithm = Literal["ring", "tree", "nccl", "halving", "lanes"]
@@ -44,9 +46,7 @@ ALGORITHM_OF: dict[str, Algorithm] = {
     "gloo": "ring",
     "nccl": "nccl",
 }
-
-_SMALL_BYTES = 3 << 10  # travels with the first message between hosts
-_PIECE_BYTES = 4 << 20
+_ALIKE = 2.0  # times that differ by less tell the same
 
 
 @dataclass(frozen=True)
@@ -201,19 +201,51 @@ def _halving_s(collective: Collective, num_bytes: float, hosts: Hosts, network: 
     return turns * (inside + between)
 
 
-def lanes_stages(collective: Collective, num_hosts: int, num_bytes: float) -> int:
-    """Messages one after the other between hosts, as `transport/several_hosts.py` sends them over Gloo.
+@dataclass(frozen=True)
+class Trip:
+    """What has to be sent between hosts before anything else can happen.
 
-    Every call begins with a message in which hosts compare what they call; a short vector travels in it.
+    Attributes:
+        num_messages: One after the other.
+        num_bytes: That leave each host, all its ranks together.
     """
-    if num_hosts == 1:
-        return 0
-    ring = num_hosts - 1  # Gloo's all-gather, and what its all-to-all takes
-    if num_bytes <= _SMALL_BYTES and collective != "broadcast":
-        return ring
-    if collective == "all_reduce":
-        return 2 if num_hosts == 2 else 3 * ring
-    return 2 * ring
+
+    num_messages: int
+    num_bytes: float
+
+    def seconds(self, link: Link) -> float:
+        """How long it takes when nothing else is on the wire."""
+        return self.num_messages * link.latency_s + self.num_bytes / link.bytes_per_s
+
+
+def lanes_trips(collective: Collective, num_bytes: float, hosts: Hosts) -> tuple[Trip, Trip]:
+    """What hosts of several ranks send, as `transport/several_hosts.py` does over Gloo: (to compare calls, the rest).
+
+    A short vector travels with the first, and so does an all-reduce that is expected: calls of a training step are, as
+    they come again and again. Every rank of a host talks to those that have its place on the other hosts. Gloo's
+    all-gather is a ring, its all-to-all sends everything at once, its broadcast doubles those who know.
+
+    Args:
+        collective: Which.
+        num_bytes: Of the whole vector.
+        hosts: More than one, of more than one rank.
+    """
+    h, k = hosts.num_hosts, hosts.ranks_per_host
+    ring = h - 1
+    of_a_rank = num_bytes if collective == "all_reduce" else num_bytes / hosts.num_ranks
+    if collective in ("all_reduce", "all_gather") and of_a_rank <= SMALL_BYTES:
+        return Trip(ring, ring * k * MESSAGE_BYTES), Trip(0, 0.0)
+    if collective == "all_reduce" and may_be_foreseen(num_bytes, num_bytes / k, h):
+        message_bytes = max(MESSAGE_BYTES, PAYLOAD_AT + num_bytes / k)
+        return Trip(ring, ring * k * message_bytes), Trip(0, 0.0)
+    compared = Trip(ring, ring * k * MESSAGE_BYTES)
+    traffic = bus_factor(collective, h) * num_bytes
+    if collective == "all_reduce":  # two hosts swap their sums; more share them out and gather them
+        return compared, Trip(1 if h == 2 else 1 + ring, traffic)
+    if collective == "broadcast":
+        doublings = math.ceil(math.log2(h))
+        return compared, Trip(doublings, doublings * num_bytes)
+    return compared, Trip(1 if collective == "reduce_scatter" else ring, traffic)
 
 
 def memory_factor(collective: Collective, num_ranks: int) -> float:
@@ -224,22 +256,34 @@ def memory_factor(collective: Collective, num_ranks: int) -> float:
 
 def _lanes_s(collective: Collective, num_bytes: float, hosts: Hosts, network: Network) -> float:
     h, k = hosts.num_hosts, hosts.ranks_per_host
-    if k == 1:  # nobody to share memory with
+    if k == 1:  # nobody to share memory with: Gloo alone
+        if collective == "reduce_scatter":
+            return Trip(1, bus_factor(collective, h) * num_bytes).seconds(network.between)  # an all-to-all
         return _cost(collective, num_bytes, hosts, network, "ring")
     inside = network.inside.latency_s + memory_factor(collective, k) * num_bytes / network.inside.bytes_per_s
     if h == 1:
         return inside
-    stages = lanes_stages(collective, h, num_bytes) * network.between.latency_s
-    between = stages + bus_factor(collective, h) * num_bytes / network.between.bytes_per_s
+    comparing, rest = (trip.seconds(network.between) for trip in lanes_trips(collective, num_bytes, hosts))
+    if collective == "reduce_scatter":  # hosts compare while their ranks add
+        return max(inside, comparing) + rest
     if collective != "all_reduce":
-        return inside + between
-    inside *= 1.5  # what has been added is spread
-    num_pieces = max(1, math.ceil(num_bytes / _PIECE_BYTES))
-    return max(inside, between) + min(inside, between) / num_pieces
+        return inside + comparing + rest
+    if num_bytes <= SMALL_BYTES:  # every rank carries all of it
+        return inside + comparing
+    if rest == 0.0:
+        return inside * 1.5 + comparing  # what has been added is spread
+    # Piece by piece, and hosts compare while the first one is added.
+    num_pieces = math.ceil(num_bytes / plan_piece_bytes(math.ceil(num_bytes)))
+    inside += (num_pieces - 1) * network.inside.latency_s
+    first, inside = inside / num_pieces, inside * 1.5
+    return max(first, comparing) - first + max(inside, rest) + min(inside, rest) / num_pieces
 
 
 def fit_link(points: Sequence[tuple[float, float]], *, stages: float = 1.0, traffic: float = 1.0) -> tuple[Link, float]:
-    """The link that explains measured times best, by the least squares of relative errors.
+    """The link that explains measured times: what the shortest vectors take, and what the longest do.
+
+    Between them a call takes less than the sum of both: what a short one waits for, ranks that have to wake up, goes on
+    while a longer one is on the wire. A line through all sizes would make up for that with a wire that is too fast.
 
     Args:
         points: (bytes of the vector, seconds), of at least two sizes.
@@ -254,20 +298,25 @@ def fit_link(points: Sequence[tuple[float, float]], *, stages: float = 1.0, traf
     """
     if len({num_bytes for num_bytes, _ in points}) < 2:
         raise ConfigurationError(f"a latency and a bandwidth can't be told from {len(points)} size; measure two.")
-    # seconds = a + b * bytes, each equation divided by its seconds.
-    weights = [1 / max(seconds, 1e-12) ** 2 for _, seconds in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    covariance = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
-    variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    slope = covariance / variance
-    constant = mean_y - slope * mean_x
+    shortest_s, longest_s = (way(max(seconds, 1e-12) for _, seconds in points) for way in (min, max))
+    short = [point for point in points if point[1] <= _ALIKE * shortest_s]
+    long = [point for point in points if point[1] >= longest_s / (2 * _ALIKE)]
+    if max(short)[0] >= min(long)[0]:  # all take about as long, or are in disorder
+        short, long = [min(points)], [max(points)]
+    (short_bytes, short_s), (long_bytes, long_s) = _middle(short), _middle(long)
+    slope = max((long_s - short_s) / (long_bytes - short_bytes), 1e-15)
+    constant = short_s - slope * short_bytes
     if constant < 0:  # a line through the origin then
-        slope = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / sum(
-            w * x * x for w, (x, _) in zip(weights, points, strict=True)
-        )
-        constant = 0.0
-    slope = max(slope, 1e-15)
+        constant, slope = 0.0, long_s / long_bytes
     errors = sorted(abs(constant + slope * x - y) / max(y, 1e-12) for x, y in points)
     return Link(constant / stages, traffic / slope), errors[len(errors) // 2]
+
+
+def _middle(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The mean of sizes and of times, in which each time counts as much as any other."""
+    weights = [1 / max(seconds, 1e-12) ** 2 for _, seconds in points]
+    total = sum(weights)
+    return (
+        sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total,
+        sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total,
+    )

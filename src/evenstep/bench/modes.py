@@ -19,7 +19,9 @@ MODES = tuple(_MODES)
 def parser_of(flag: str) -> ArgumentParser:
     """The parser of what comes after one of `MODES`."""
     module, text = _MODES[flag]
-    parser = ArgumentParser(prog=f"evenstep bench {flag}", description=text[0].upper() + text[1:] + ".")
+    # Without abbreviations: argparse would look for them among a script's own arguments, too.
+    description = text[0].upper() + text[1:] + "."
+    parser = ArgumentParser(prog=f"evenstep bench {flag}", description=description, allow_abbrev=False)
     _mode(module).add_arguments(parser)
     return parser
 

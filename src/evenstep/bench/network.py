@@ -168,9 +168,15 @@ def levels_from_json(read: Any, *, where: str) -> dict[str, Level]:
         raise ConfigurationError(f"{where} is no report of `evenstep bench --network --json`.")
     if read.get("version") != REPORT_VERSION:
         raise ConfigurationError(f"{where} has version {read.get('version')}; this program reads {REPORT_VERSION}.")
-    return {
-        name: Level(Link(**level["link"]), level["algorithm"], level["error"]) for name, level in read["levels"].items()
-    }
+    try:
+        return {
+            name: Level(Link(**level["link"]), level["algorithm"], level["error"])
+            for name, level in read["levels"].items()
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{where} is damaged: of its levels not everything can be read ({error!r})."
+        ) from error
 
 
 def join_levels(levels: dict[str, Level], *, prefers: Algorithm | None = None) -> Network:
@@ -240,8 +246,7 @@ def _sweep(world: World, sweep: Sweep, level: str) -> list[Figure]:
             calls[name, numel * 4] = _call(transport, name, whole[:numel], part[: numel // n])
     counts = {}
     for key, call in calls.items():
-        _time(world, call, 1)  # first calls of a size map memory
-        took = _time(world, call, 3)
+        took = _time(world, call, 3)  # the first call of a size maps memory
         counts[key] = max(1, min(_MAX_CALLS, int(_BLOCK_S / max(took, 1e-7))))
     seconds: dict[tuple[Collective, int], list[float]] = {key: [] for key in calls}
     for repeat in range(sweep.repeats):
@@ -261,8 +266,14 @@ def _call(transport: Transport, name: Collective, whole: Tensor, part: Tensor) -
 
 
 def _time(world: World, call: Callable[[], Work], count: int) -> float:
-    """Seconds of one call, on the slowest rank. The vector holds zeros, so sums stay what they are."""
+    """Seconds of one call, on the slowest rank. The vector holds zeros, so sums stay what they are.
+
+    As many calls go before those that count: what a wire takes for free after a pause (the tokens that one of limited
+    rate has saved) has been used up then.
+    """
     world.transport.barrier().wait()
+    for _ in range(count):
+        call().wait()
     _settle(world.device)
     started = time.perf_counter()
     for _ in range(count):

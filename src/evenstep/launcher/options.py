@@ -166,24 +166,37 @@ def parse(arguments: Sequence[str]) -> Namespace:
     Raises:
         ConfigurationError: It can't be understood.
     """
-    parser = make_parser()
     if "--check" in arguments:
-        args = parser.parse_args([*arguments, _CHECK])
+        args = _parse([*arguments, _CHECK])
         if args.check and (args.training_script != _CHECK or args.training_script_args):
             raise ConfigurationError(f"--check runs no script, but {args.training_script} was given. Leave one out.")
         if args.check:
             return validated(Namespace(**{**vars(args), "module": True}))
-    return validated(parser.parse_args(list(arguments)))
+    return validated(_parse(list(arguments)))
 
 
-def behind_the_script(args: Namespace) -> str | None:
+def _parse(arguments: list[str]) -> Namespace:
+    """Abbreviated flags are torchrun's, too, but argparse looks for them among the script's own arguments as well, and
+    finds `--n 5` ambiguous: they are taken only where there is something that can't be understood without."""
+    parser = make_parser()
+    parser.allow_abbrev = False
+    try:
+        return parser.parse_args(arguments)
+    except ConfigurationError:
+        parser.allow_abbrev = True
+        return parser.parse_args(arguments)
+
+
+def behind_the_script(args: Namespace, arguments: Sequence[str]) -> str | None:
     """The first flag of the launcher's that stands behind the script, which gets it instead; None if there is none.
 
-    Of those that a script is unlikely to have; `--` says that what follows is meant for it. Pure.
+    Of those that a script is unlikely to have. Pure.
+
+    Args:
+        args: What `parse` made.
+        arguments: Of what. Where there is a `--`, somebody has told apart what is whose.
     """
-    for given in args.training_script_args:
-        if given == "--":
-            return None
+    for given in () if "--" in arguments else args.training_script_args:
         if given.startswith("--") and given.partition("=")[0].replace("_", "-") in _LAUNCHERS_ALONE:
             return str(given)
     return None

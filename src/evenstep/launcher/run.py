@@ -62,7 +62,7 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
     """
     args = parse(arguments)
     _check_target(args)
-    flag = behind_the_script(args)
+    flag = behind_the_script(args, arguments)
     if flag is not None:
         script = args.training_script
         told = f"{flag} stands behind {script} and is the script's. For evenstep run, write it before the script."

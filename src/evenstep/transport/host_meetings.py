@@ -24,9 +24,9 @@ from evenstep.transport.codec import to_bytes, to_tensor
 from evenstep.transport.header import explain_mismatch
 from evenstep.transport.segment import round_up
 
-_MESSAGE_BYTES = 4096  # where nothing is expected
-_PAYLOAD_AT = 128  # behind the fingerprint
-SMALL_BYTES = _MESSAGE_BYTES - _PAYLOAD_AT  # so much travels with every message
+MESSAGE_BYTES = 4096  # where nothing is expected
+PAYLOAD_AT = 128  # behind the fingerprint
+SMALL_BYTES = MESSAGE_BYTES - PAYLOAD_AT  # so much travels with every message
 _ALIGN_BYTES = 64
 _CONTEXT = 8
 _MAX_CONTEXTS = 4096
@@ -100,17 +100,17 @@ class HostMeetings:
         """`meet`, in two: what this returns waits for the other hosts. It is called before another meeting starts."""
         if self._lane is None:
             return list
-        num_hosts, last = max(self._host_of) + 1, _PAYLOAD_AT
+        num_hosts, last = max(self._host_of) + 1, PAYLOAD_AT
         self.num_foreseen += payload is not None and later > 0
         expected = self._foresight.expected
-        length = _MESSAGE_BYTES
+        length = MESSAGE_BYTES
         if expected is not None:
-            length = max(length, round_up(_PAYLOAD_AT + expected[1], _ALIGN_BYTES))
+            length = max(length, round_up(PAYLOAD_AT + expected[1], _ALIGN_BYTES))
         message = torch.zeros(length, dtype=torch.uint8)
         message[: len(packed)] = to_tensor(packed)
         if payload is not None:
             last += payload.numel()
-            message[_PAYLOAD_AT:last] = payload
+            message[PAYLOAD_AT:last] = payload
         messages = torch.empty(num_hosts * length, dtype=torch.uint8)
         work = self._lane.all_gather(messages, message)
 
@@ -123,6 +123,6 @@ class HostMeetings:
             if problem is not None:
                 raise MismatchError(problem)
             self._foresight.happened(packed, later)
-            return [row[_PAYLOAD_AT:last] for row in rows]
+            return [row[PAYLOAD_AT:last] for row in rows]
 
         return finish

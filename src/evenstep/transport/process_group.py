@@ -1,7 +1,8 @@
 """torch's process groups (Gloo on CPU, NCCL on CUDA) behind evenstep's seam.
 
 Gloo's own reduce-scatter is an all-reduce of which each rank keeps a part, twice the bytes that must travel. Here every
-rank sends every other its part, and each adds what it has received: in a tree over ranks, 16 bits in 32.
+rank sends every other its part, and each adds what it has received: in a tree over ranks, 16 bits in 32. Where ranks
+have something for each other, Gloo's collectives use a connection in one direction at a time; `both_ways` uses both.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from evenstep.health import page
 from evenstep.health.blame import is_consequence
 from evenstep.transport.arguments import Arguments, flat_view
 from evenstep.transport.base import Op, Transport, Work
+from evenstep.transport.both_ways import BothWays
 from evenstep.transport.reduction import Scratch, plan_arithmetic, reduce_into
 
 # torch 2.13 renamed it, and warns of the old name that torch 2.11 knows.
@@ -49,7 +51,7 @@ class _GroupWork:
     __slots__ = ("_finish", "_transport", "_what", "_work")
 
     def __init__(
-        self, work: dist.Work, transport: ProcessGroupTransport, what: str, finish: Callable[[], object] | None
+        self, work: Work, transport: ProcessGroupTransport, what: str, finish: Callable[[], object] | None
     ) -> None:
         self._work = work
         self._transport = transport
@@ -122,13 +124,16 @@ class ProcessGroupTransport:
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """See `Transport.all_gather`."""
         what = self._next_call("all_gather", tensor)
+        if self.world_size == 2 and self._is_gloo(tensor):
+            mine = _as_bytes(tensor)
+            return self._send_both_ways(what, self._parts(out), [mine, mine])
         return self._start(what, _all_gather_single, _movable(out), _movable(tensor))
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`."""
         Arguments(self.name, self.rank, self.world_size).check_sizes("reduce_scatter", "tensor", tensor, "out", out)
         what = self._next_call("reduce_scatter", tensor)
-        if self.name == "gloo" and tensor.device.type == "cpu":
+        if self._is_gloo(tensor):
             return self._exchange_and_add(what, out, tensor, op)
         finish = self._division(out, op)
         return self._start(what, _reduce_scatter_single, out, tensor, op=_REDUCE_OPS[op], finish=finish)
@@ -160,6 +165,15 @@ class ProcessGroupTransport:
     ) -> Work:
         """See `Transport.all_to_all`."""
         what = self._next_call("all_to_all", tensor)
+        if self._is_gloo(tensor):
+            received, sent = _as_bytes(out), _as_bytes(tensor)
+            parts = [
+                list(flat.split_with_sizes([n * tensor.itemsize for n in each]))
+                if each is not None
+                else self._parts(flat)
+                for flat, each in ((received, out_splits), (sent, splits))
+            ]
+            return self._send_both_ways(what, parts[0], parts[1])
         sizes = [None if each is None else [n * tensor.itemsize for n in each] for each in (out_splits, splits)]
         return self._start(what, dist.all_to_all_single, _as_bytes(out), _as_bytes(tensor), *sizes)
 
@@ -224,7 +238,24 @@ class ProcessGroupTransport:
             parts = list(received.view(self.world_size, into.numel()).unbind())
             reduce_into([into], parts, arithmetic, self._scratch)
 
-        return self._start(what, dist.all_to_all_single, _as_bytes(received), _as_bytes(tensor), finish=add)
+        return self._send_both_ways(what, self._parts(received), self._parts(tensor), finish=add)
+
+    def _is_gloo(self, tensor: Tensor) -> bool:
+        return self.name == "gloo" and tensor.device.type == "cpu"
+
+    def _send_both_ways(
+        self,
+        what: str,
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        *,
+        finish: Callable[[], object] | None = None,
+    ) -> Work:
+        try:
+            work = BothWays(self._open_group(), received, sent, timeout_s=self._timeout_s)
+        except RuntimeError as error:
+            raise self._explained(error, what) from error
+        return _GroupWork(work, self, what, finish)
 
     def _division(self, total: Tensor, op: Op) -> Callable[[], object] | None:
         """What makes a mean of a sum."""

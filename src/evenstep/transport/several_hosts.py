@@ -48,10 +48,10 @@ from evenstep.transport.segment import PAGE_BYTES, round_up
 _MIN_PIECE_BYTES = 1 << 20  # a shorter one takes longer to start than to send
 _MAX_PIECE_BYTES = 4 << 20
 _PIECES_IN_FLIGHT = 4
-# What may travel with a call's first message: of two hosts each sends as much as otherwise, of more hosts more, in a
-# step less. Never more than a piece, so that all ranks of a host call the same inside, whichever way their lanes go.
+# What may travel with a call's first message: of two hosts each sends as much as otherwise, of more hosts more, in
+# fewer steps. Never more than a piece, so that all ranks of a host call the same inside, whichever way their lanes go.
 _MAX_FORESEEN_BYTES = _MIN_PIECE_BYTES
-_MAX_FORESEEN_SLICE_BYTES = 32 << 10  # of more than two hosts
+_MAX_FORESEEN_LANE_BYTES = 64 << 10  # of more than two hosts, what a rank sends: its slice, and those it passes on
 
 
 Steps = Callable[[], None]
@@ -327,8 +327,7 @@ class SeveralHostsTransport:
         begin, end = 0, 0
         if self._lane is not None:
             slices = plan_slices(flat.numel(), self._plan.num_lanes, flat.itemsize)
-            is_short = len(self._plan.hosts) == 2 or slices[0][1] * flat.itemsize <= _MAX_FORESEEN_SLICE_BYTES
-            if flat.nbytes <= _MAX_FORESEEN_BYTES and is_short:
+            if may_be_foreseen(flat.nbytes, slices[0][1] * flat.itemsize, len(self._plan.hosts)):
                 begin, end = slices[self._local_rank]
         return flat[begin:end]
 
@@ -401,6 +400,12 @@ class SeveralHostsTransport:
             for carrier, (begin, end) in enumerate(slices)
             if begin < end
         ]
+
+
+def may_be_foreseen(num_bytes: float, slice_bytes: float, num_hosts: int) -> bool:
+    """Whether a vector, of which each rank carries a slice, travels with the message of an expected call. Pure."""
+    is_short = num_hosts == 2 or (num_hosts - 1) * slice_bytes <= _MAX_FORESEEN_LANE_BYTES
+    return num_bytes <= _MAX_FORESEEN_BYTES and is_short
 
 
 def plan_piece_bytes(num_bytes: int) -> int:

@@ -1,0 +1,88 @@
+"""Gloo between ranks that have something for each other: both directions of a connection at once.
+
+[Note: who announces what]
+
+Gloo sends a vector when the other rank has said that it expects it, on the connection that carries everything else:
+
+    torch's all-to-all               A  expects ·····························  sends ▇▇▇▇▇▇▇
+                                     B  ·········  sends ▇▇▇▇▇▇▇ expects ····
+    here                             A  expects ·········  sends ▇▇▇▇▇▇▇
+                                     B  ········· expects  sends ▇▇▇▇▇▇▇
+
+torch's all-to-all, and its all-gather of two ranks, begin to send and then say what they expect. Who calls second knows
+already that the first expects something, and puts it on the wire; what he expects himself is said behind it. So the
+first sends when he has received all, and a wire that carries as much in either direction is used in one at a time. Here
+every rank first says what it expects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+_TAG = 0x65766E  # what else is sent over the group has another
+
+
+class BothWays:
+    """Parts that all ranks of a group send each other (see `transport.base.Work`).
+
+    Collective: every rank of the group makes one, in the same order.
+
+    Args:
+        group: Over Gloo.
+        received: By rank, what comes from it: one dimension, contiguous.
+        sent: By rank, what goes to it; as long as what it receives. Not written to before `wait` has returned.
+        timeout_s: Deadline of each part.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, received: Sequence[Tensor], sent: Sequence[Tensor], *, timeout_s: float
+    ) -> None:
+        me, size = group.rank(), group.size()
+        steps = range(1, size)
+        self._timeout = timedelta(seconds=timeout_s)
+        self._lock = threading.Lock()
+        self._waiter: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._works = [
+            group.recv([received[peer]], peer, _TAG) for peer in ((me - step) % size for step in steps)
+            if received[peer].numel()
+        ]  # fmt: skip
+        self._works += [
+            group.send([sent[peer]], peer, _TAG) for peer in ((me + step) % size for step in steps)
+            if sent[peer].numel()
+        ]  # fmt: skip
+        received[me].copy_(sent[me])
+
+    def wait(self) -> None:
+        """Return when all have arrived.
+
+        Raises:
+            RuntimeError: A part didn't come in time, or will never come.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            try:
+                while self._works:  # each is waited for once: Gloo would wait for another message
+                    self._works[0].wait(self._timeout)
+                    del self._works[0]
+            except RuntimeError as error:
+                self._error = error
+                raise
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once. Gloo can't tell: once somebody asks, a thread waits."""
+        if self._waiter is None and self._works:
+            self._waiter = threading.Thread(target=self._wait_quietly, name="evenstep both ways", daemon=True)
+            self._waiter.start()
+        return not self._works or self._error is not None
+
+    def _wait_quietly(self) -> None:
+        with contextlib.suppress(RuntimeError):  # kept for who waits
+            self.wait()

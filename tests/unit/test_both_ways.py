@@ -1,0 +1,109 @@
+"""Parts that ranks send each other: who announces what, and what is waited for. The group is played."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from evenstep.transport.both_ways import BothWays
+
+
+class Played:
+    """Rank 1 of three; keeps what it is asked for. The work with rank `fails` does."""
+
+    def __init__(self, *, fails: int = -1) -> None:
+        self.asked: list[tuple[str, int, int]] = []
+        self.waited: list[tuple[str, int, timedelta]] = []
+        self.may_arrive = threading.Event()
+        self.may_arrive.set()
+        self._fails = fails
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 3
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._work("recv", tensors, peer)
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._work("send", tensors, peer)
+
+    def _work(self, what: str, tensors: list[torch.Tensor], peer: int) -> Any:
+        played = self
+        self.asked.append((what, peer, tensors[0].numel()))
+
+        class Work:
+            def wait(self, timeout: timedelta) -> None:
+                assert played.may_arrive.wait(20)
+                played.waited.append((what, peer, timeout))
+                if peer == played._fails:
+                    raise RuntimeError(f"no word of rank {peer}")
+
+        return Work()
+
+
+def parts(*sizes: int, value: float = 0.0) -> list[torch.Tensor]:
+    return [torch.full((size,), value) for size in sizes]
+
+
+def both_ways(group: Any, received: list[torch.Tensor], sent: list[torch.Tensor]) -> BothWays:
+    return BothWays(group, received, sent, timeout_s=7)
+
+
+def test_what_is_expected_is_said_before_anything_is_sent() -> None:
+    group = Played()
+    both_ways(group, parts(4, 3, 2), parts(5, 3, 6))
+    assert [what for what, _, _ in group.asked] == ["recv", "recv", "send", "send"]
+    assert sorted(group.asked) == [("recv", 0, 4), ("recv", 2, 2), ("send", 0, 5), ("send", 2, 6)]
+
+
+def test_a_ranks_own_part_is_copied_and_nothing_of_no_length_travels() -> None:
+    group, received = Played(), parts(0, 3, 2)
+    both_ways(group, received, parts(5, 3, 0, value=1.5))
+    assert group.asked == [("recv", 2, 2), ("send", 0, 5)]
+    assert received[1].tolist() == [1.5] * 3
+
+
+def test_every_part_is_waited_for_once_with_the_deadline() -> None:
+    group = Played()
+    work = both_ways(group, parts(1, 1, 1), parts(1, 1, 1))
+    work.wait()
+    work.wait()  # Gloo would wait for messages that nobody sends
+    assert work.is_completed()
+    assert len(group.waited) == 4
+    assert {timeout for _, _, timeout in group.waited} == {timedelta(seconds=7)}
+
+
+def test_a_failure_is_told_to_everybody_who_waits() -> None:
+    work = both_ways(Played(fails=2), parts(1, 1, 1), parts(1, 1, 1))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no word of rank 2"):
+            work.wait()
+    assert work.is_completed()
+
+
+def test_who_only_asks_learns_that_it_has_arrived() -> None:
+    """As programs do that poll: nobody calls `wait`."""
+    group = Played()
+    group.may_arrive.clear()
+    work = both_ways(group, parts(1, 1, 1), parts(1, 1, 1))
+    assert not work.is_completed()
+    group.may_arrive.set()
+    (waiter,) = [thread for thread in threading.enumerate() if thread.name == "evenstep both ways"]
+    waiter.join(20)
+    assert work.is_completed()
+    assert len(group.waited) == 4
+
+
+def test_a_failure_ends_the_asking_too() -> None:
+    work = both_ways(Played(fails=0), parts(1, 1, 1), parts(1, 1, 1))
+    while not work.is_completed():
+        threading.Event().wait(0.001)
+    with pytest.raises(RuntimeError, match="no word of rank 0"):
+        work.wait()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
@@ -57,6 +57,11 @@ class ShardedOptimizer(DividedOptimizer):
         share_parameters: Have one physical copy of the parameters for all CPU ranks of a host, which need shared
             memory for it. What a program changes in place is then changed once per rank: see docs/optimizers.md.
             Replacing a parameter's memory is a UsageError of the next step, on all ranks.
+        overlap_gather: Let new values arrive while the next forward pass begins; whoever reads one waits for it. None:
+            for models on a GPU. Over shared memory it changes nothing. It begins with the third step or so, when reading of all
+            parameters of a bucket has been noticed; and never where something has been compiled with torch.compile.
+            False where a parameter is read on a CUDA stream that waits for an earlier moment than the first reading
+            after a step: see docs/optimizers.md.
         defaults: Arguments of `kind`. Where it has a fused step, and `fused` and `foreach` aren't given, that is used.
 
     Raises:
@@ -79,6 +84,7 @@ class ShardedOptimizer(DividedOptimizer):
         master_weights: bool = False,
         reduce_dtype: torch.dtype | None = None,
         share_parameters: bool = False,
+        overlap_gather: bool | None = None,
         **defaults: Any,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -102,9 +108,9 @@ class ShardedOptimizer(DividedOptimizer):
         def validate() -> dict[str, Any]:
             nonlocal by_elements
             validate_kind(kind)
-            arguments.validate_switches(elementwise=elementwise, **switches)
+            arguments.validate_switches(elementwise=elementwise, overlap_gather=overlap_gather, **switches)
             by_elements = is_elementwise(kind) if elementwise is None else bool(elementwise)
-            _validate_options(kind, by_elements, switches, reduce_dtype)
+            _validate_options(kind, by_elements, {**switches, "overlap_gather": overlap_gather}, reduce_dtype)
             groups[:] = arguments.listed(model.engine.parameters if params is None else params)
             tried = arguments.try_out(kind, groups, defaults)
             chosen = [parameter for group in tried for parameter in group["params"]]
@@ -122,6 +128,7 @@ class ShardedOptimizer(DividedOptimizer):
                 "the optimizer": kind.__name__,
                 "elementwise": by_elements,
                 "reduce_dtype": str(reduce_dtype),
+                "overlap_gather": str(overlap_gather),
                 **{name: bool(value) for name, value in switches.items()},
             }
             return options | arguments.facts_of(tried, lambda parameter: self._index_of[id(parameter)])
@@ -135,7 +142,10 @@ class ShardedOptimizer(DividedOptimizer):
                 frees_gradients=bool(shard_gradients),
                 reduce_dtype=reduce_dtype,
                 shares_parameters=bool(share_parameters),
+                overlaps_gather=model.device.type == "cuda" if overlap_gather is None else bool(overlap_gather),
             )
+            if self._sharding.overlaps_gather:
+                model.register_forward_pre_hook(_before_forward)
             exchange = self._shard()
             self._division = ElementDivision(
                 exchange,
@@ -236,6 +246,12 @@ def _validate_options(
             f"one dtype: {', '.join(switches)} and reduce_dtype are for element-wise optimizers. If it is one, say "
             f"elementwise=True."
         )
+
+
+def _before_forward(model: nn.Module, _: Any) -> None:
+    exchange = model.engine.exchange
+    if isinstance(exchange, ShardedExchange):
+        exchange.before_forward()
 
 
 def _shardings_of_others(model: DistributedDataParallel, owner: int) -> dict[int, tuple[Sharding, int]]:

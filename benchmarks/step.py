@@ -15,8 +15,8 @@ Four sides of the same training take turns within one run, in blocks of equally 
 
 In a world of one there are only bare and evenstep. What a side adds is the difference of neighbouring blocks to bare.
 A block is timed from barrier to barrier, on the slowest rank; the tables have medians over blocks, with quartiles.
-On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first, and have Gloo. A barrier there is one
-behind all that was queued.
+On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first, and have Gloo. A barrier there waits
+for all that was queued.
 """
 
 from __future__ import annotations

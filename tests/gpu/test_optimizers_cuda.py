@@ -74,7 +74,7 @@ def overlapped(transport: str, device: str, other_stream: bool) -> tuple[int, fl
     """(in how many steps values were on their way, the largest difference from parameters that never are)."""
     world = evenstep.init(device=device, transport=transport, quiet=True)
     models, optimizers = [], []
-    for overlap in (None, False):
+    for overlap in (True, False):
         model = evenstep.DistributedDataParallel(make_model(), bucket_cap_mb=1e-3, world=world)
         models.append(model)
         optimizers.append(evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, overlap_gather=overlap))

@@ -17,7 +17,7 @@ from evenstep.optim.divided import defaults_of
 Groups = list[Any]
 
 
-def validate_switches(*, elementwise: Any, overlap_gather: Any, **switches: Any) -> None:
+def validate_switches(*, elementwise: Any, **switches: Any) -> None:
     """Raise for a switch that is none.
 
     Raises:
@@ -25,7 +25,6 @@ def validate_switches(*, elementwise: Any, overlap_gather: Any, **switches: Any)
     """
     checks.switches("", **switches)
     checks.switches("", otherwise="None where it is one of torch's", elementwise=elementwise)
-    checks.switches("", otherwise="None for models on a GPU", overlap_gather=overlap_gather)
 
 
 def listed(params: Any) -> Groups:

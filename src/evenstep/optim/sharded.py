@@ -57,11 +57,11 @@ class ShardedOptimizer(DividedOptimizer):
         share_parameters: Have one physical copy of the parameters for all CPU ranks of a host, which need shared
             memory for it. What a program changes in place is then changed once per rank: see docs/optimizers.md.
             Replacing a parameter's memory is a UsageError of the next step, on all ranks.
-        overlap_gather: Let new values arrive while the next forward pass begins; whoever reads one waits for it. None:
-            for models on a GPU. Over shared memory it changes nothing. It begins with the third step or so, when reading of all
-            parameters of a bucket has been noticed; and never where something has been compiled with torch.compile.
-            False where a parameter is read on a CUDA stream that waits for an earlier moment than the first reading
-            after a step: see docs/optimizers.md.
+        overlap_gather: Let new values arrive while the next forward pass begins; whoever reads one waits for it. From
+            the second or third step on, for parameters of which reading was noticed, and not where something was compiled.
+            Over shared memory it changes nothing. Not for a program that reads parameters on a CUDA stream of its own
+            which waits for a moment before the first reading behind a step, nor for one that hands them to TorchScript
+            or functorch outside of the model's forward pass, where they read as NaN: see docs/optimizers.md.
         defaults: Arguments of `kind`. Where it has a fused step, and `fused` and `foreach` aren't given, that is used.
 
     Raises:
@@ -84,7 +84,7 @@ class ShardedOptimizer(DividedOptimizer):
         master_weights: bool = False,
         reduce_dtype: torch.dtype | None = None,
         share_parameters: bool = False,
-        overlap_gather: bool | None = None,
+        overlap_gather: bool = False,
         **defaults: Any,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -103,14 +103,15 @@ class ShardedOptimizer(DividedOptimizer):
             "shard_gradients": shard_gradients,
             "master_weights": master_weights,
             "share_parameters": share_parameters,
+            "overlap_gather": overlap_gather,
         }
 
         def validate() -> dict[str, Any]:
             nonlocal by_elements
             validate_kind(kind)
-            arguments.validate_switches(elementwise=elementwise, overlap_gather=overlap_gather, **switches)
+            arguments.validate_switches(elementwise=elementwise, **switches)
             by_elements = is_elementwise(kind) if elementwise is None else bool(elementwise)
-            _validate_options(kind, by_elements, {**switches, "overlap_gather": overlap_gather}, reduce_dtype)
+            _validate_options(kind, by_elements, switches, reduce_dtype)
             groups[:] = arguments.listed(model.engine.parameters if params is None else params)
             tried = arguments.try_out(kind, groups, defaults)
             chosen = [parameter for group in tried for parameter in group["params"]]
@@ -128,7 +129,6 @@ class ShardedOptimizer(DividedOptimizer):
                 "the optimizer": kind.__name__,
                 "elementwise": by_elements,
                 "reduce_dtype": str(reduce_dtype),
-                "overlap_gather": str(overlap_gather),
                 **{name: bool(value) for name, value in switches.items()},
             }
             return options | arguments.facts_of(tried, lambda parameter: self._index_of[id(parameter)])
@@ -142,7 +142,7 @@ class ShardedOptimizer(DividedOptimizer):
                 frees_gradients=bool(shard_gradients),
                 reduce_dtype=reduce_dtype,
                 shares_parameters=bool(share_parameters),
-                overlaps_gather=model.device.type == "cuda" if overlap_gather is None else bool(overlap_gather),
+                overlaps_gather=bool(overlap_gather),
             )
             if self._sharding.overlaps_gather:
                 model.register_forward_pre_hook(_before_forward)

@@ -58,7 +58,7 @@ class ShardedOptimizer(DividedOptimizer):
             memory for it. What a program changes in place is then changed once per rank: see docs/optimizers.md.
             Replacing a parameter's memory is a UsageError of the next step, on all ranks.
         overlap_gather: Let new values arrive while the next forward pass begins; whoever reads one waits for it. From
-            the second or third step on, for parameters of which reading was noticed, and not where something was compiled.
+            the second or third step on, for parameters of which reading was noticed; not where something was compiled.
             Over shared memory it changes nothing. Not for a program that reads parameters on a CUDA stream of its own
             which waits for a moment before the first reading behind a step, nor for one that hands them to TorchScript
             or functorch outside of the model's forward pass, where they read as NaN: see docs/optimizers.md.

@@ -249,6 +249,7 @@ def _validate_options(
 
 
 def _before_forward(model: nn.Module, _: Any) -> None:
+    assert isinstance(model, DistributedDataParallel)
     exchange = model.engine.exchange
     if isinstance(exchange, ShardedExchange):
         exchange.before_forward()

@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from evenstep.transport.base import Work
 
 # What of an arriving parameter may be asked without waiting for its values.
-_WITHOUT_VALUES = frozenset(
-    (Tensor.grad.__get__, Tensor.grad.__set__, Tensor.grad.__delete__, Tensor.requires_grad.__get__)  # type: ignore[attr-defined]
-)
+_GRAD: Any = Tensor.grad
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+_WITHOUT_VALUES = frozenset((_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__))
 _under_way: set[Arrival] = set()  # keeps alive what parameters refer to by their class
 
 
@@ -94,8 +94,8 @@ class Arrival:
             self._work = work
             _under_way.add(self)
             for parameter, stand_in in zip(self._parameters, self._stand_ins, strict=True):
-                parameter.data = stand_in
                 parameter.__class__ = self._class
+                _put(parameter, stand_in)
 
     def arrive(self) -> bool:
         """Wait, unless somebody has; afterwards parameters are what they were. Returns whether anybody still waited.
@@ -114,8 +114,8 @@ class Arrival:
             self._work = None
             _under_way.discard(self)
             for parameter, home in zip(self._parameters, self._homes, strict=True):
+                _put(parameter, home)  # first: another thread may read what is an ordinary parameter again
                 parameter.__class__ = nn.Parameter
-                parameter.data = home
             return True
 
     # ------------------------------------------------------------------ listening
@@ -153,6 +153,11 @@ class Arrival:
         return f"<Arrival {state}, {len(self._parameters)} parameters>"
 
 
+def _put(parameter: nn.Parameter, tensor: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = tensor
+
+
 def _class_of(arrival: weakref.ref[Arrival]) -> type[nn.Parameter]:
     """A class for arriving parameters of one bucket."""
 
@@ -161,7 +166,7 @@ def _class_of(arrival: weakref.ref[Arrival]) -> type[nn.Parameter]:
         if there is None:  # a bucket that listened and has gone
             for each in _tensors_in(given):
                 if type(each) is Arriving:
-                    each.__class__ = nn.Parameter
+                    each.__class__ = nn.Parameter  # type: ignore[assignment]
         else:
             there.noticed(given)
 
@@ -188,7 +193,7 @@ def _class_of(arrival: weakref.ref[Arrival]) -> type[nn.Parameter]:
             noticed(self)
             return self.__reduce_ex__(protocol)
 
-        def __repr__(self, **options: Any) -> str:
+        def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
             noticed(self)
             return repr(self)
 
@@ -211,12 +216,12 @@ def _tensors_in(given: Any) -> Iterator[Tensor]:
 def _own_count() -> int:
     """What asking adds to the number of owners of a memory."""
     alone = torch.zeros(1)
-    return int(torch._C._storage_Use_Count(alone.untyped_storage()._cdata)) - 1  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(alone.untyped_storage()._cdata)) - 1
 
 
 def num_tensors_on(tensor: Tensor) -> int:
     """How many tensors there are on a tensor's memory, itself counted."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - _own_count()  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - _own_count()
 
 
 def _unreadable(homes: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -128,7 +128,7 @@ def test_several_threads_wait_for_the_same():
     bucket = Bucket()
     parameter = bucket.begin()
     sums: list[float] = []
-    threads = [threading.Thread(target=lambda: sums.append(float(parameter.sum()))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: sums.append(float(parameter.detach().sum()))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -9,12 +9,62 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from evenstep.testing.namespaces import Namespaces
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the ranks of a benchmark compute, and what carries their gradients.
+
+    Attributes:
+        name: As `evenstep.init(device=)` takes it.
+        transport: As `evenstep.init(transport=)` takes it; None: the one that is chosen.
+        told: For people.
+    """
+
+    name: str
+    transport: str | None
+    told: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether work is queued, and has to be awaited before a clock is read."""
+        return self.name.startswith("cuda")
+
+
+def choose_devices(asked: Sequence[str] | None, num_ranks: int, num_gpus: int) -> list[Device]:
+    """Where so many ranks are measured. Pure.
+
+    Args:
+        asked: "cpu" and "cuda", or None for all that there are.
+        num_ranks: Ranks, on this host.
+        num_gpus: GPUs that torch can use.
+
+    Raises:
+        SystemExit: A GPU was asked for, and there is none.
+    """
+    cpu = Device("cpu", None, "on the CPU, one thread each")
+    if num_gpus == 0:
+        if asked is not None and "cuda" in asked:
+            raise SystemExit("--device cuda: this host has no GPU that torch can use.")
+        return [cpu]
+    if num_ranks <= num_gpus:
+        cuda = Device("cuda", None if num_ranks == 1 else "nccl", "one GPU each, over NCCL" if num_ranks > 1 else "GPU")
+    else:
+        cuda = Device("cuda:0", "gloo", "which share a GPU, over Gloo")
+    return [each for each, name in ((cpu, "cpu"), (cuda, "cuda")) if asked is None or name in asked]
+
+
+def synchronise(device: torch.device) -> None:
+    """Return when all that was queued on a device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -47,6 +97,7 @@ def describe_machine() -> dict[str, object]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "load_1_min": os.getloadavg()[0],
     }
 

@@ -2,12 +2,14 @@
 
     python benchmarks/memory.py                      # a GPT of 25 million parameters on two ranks
     python benchmarks/memory.py --ranks 4 --width 768 --json result.json
+    python benchmarks/memory.py --device cuda        # on GPUs alone; else on the CPU, and on GPUs where there are some
 
 Each side trains in processes of its own. Tensors are counted by their storages; a storage that two kinds share counts
 for the first. torch's own buckets can't be reached from Python. `peak` is the largest resident size while training,
 above that before the model was made: what ranks share counts for each of them. `host` is what all ranks together have
 between a backward pass and the step, pages that they share counted once (PSS), above that before the models were made;
-`host's parameters` is that of the parameters alone, by their storages.
+`host's parameters` is that of the parameters alone, by their storages. On a GPU `peak` is the most that torch has had
+allocated there while training, and there is nothing that ranks of a host have in common.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import describe_machine
+from measuring import Device, choose_devices, describe_machine
 from models import GPT
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -69,16 +71,19 @@ def proportional_bytes() -> int:
     raise OSError("/proc/self/smaps_rollup has no Pss")
 
 
-def measure(side: str, width: int, steps: int) -> dict[str, int]:
+def measure(side: str, width: int, steps: int, device: Device) -> dict[str, int]:
     """On a rank: bytes by kind after some steps, counted between a backward pass and the step."""
-    world = evenstep.init(quiet=True)
+    world = evenstep.init(quiet=True, device=device.name, transport=device.transport)
     gc.collect()
     before = resident_bytes()
     world.barrier()
     host_before = proportional_bytes()
     world.barrier()
     torch.manual_seed(0)
-    module = GPT(width=width)
+    if device.is_cuda:
+        torch.cuda.reset_peak_memory_stats(world.device)
+        before = torch.cuda.memory_allocated(world.device)
+    module = GPT(width=width).to(world.device)
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     if side.startswith("torch"):
@@ -93,7 +98,7 @@ def measure(side: str, width: int, steps: int) -> dict[str, int]:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         else:
             optimizer = evenstep.ShardedOptimizer(replicated, torch.optim.AdamW, lr=1e-4, **SIDES[side])
-    symbols = torch.randint(512, (2, 64))
+    symbols = torch.randint(512, (2, 64)).to(world.device)
     for step in range(steps):
         model(symbols).square().mean().backward()
         if step < steps - 1:
@@ -119,27 +124,31 @@ def measure(side: str, width: int, steps: int) -> dict[str, int]:
     # One of the ranks stands for all where they have the same memory.
     is_counted = world.is_main or not SIDES[side].get("share_parameters")
     optimizer.step()
+    if device.is_cuda:
+        torch.cuda.synchronize(world.device)
+        peak = torch.cuda.max_memory_allocated(world.device) - before
+        return dict(zip(COLUMNS, [parameters, gradients, state, buckets, peak], strict=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     sizes = [parameters, gradients, state, buckets, peak, parameters if is_counted else 0, host]
     return dict(zip([*COLUMNS, *OF_HOST], sizes, strict=True))
 
 
-def on_rank(side: str, width: int, steps: int) -> dict[str, int]:
+def on_rank(side: str, width: int, steps: int, device: Device) -> dict[str, int]:
     """On a rank: the largest of all ranks, by kind, and of a host the sum."""
     try:
-        mine = measure(side, width, steps)
-        world = evenstep.init(quiet=True)
+        mine = measure(side, width, steps, device)
+        world = evenstep.init(quiet=True, device=device.name, transport=device.transport)
         everybodys = world.gather(torch.tensor([list(mine.values())]))
         largest, sums = everybodys.amax(0).tolist(), everybodys.sum(0).tolist()
         return {name: (sums if name in OF_HOST else largest)[i] for i, name in enumerate(mine)}
     finally:
         if dist.is_initialized():
-            evenstep.init(quiet=True).close()
+            evenstep.init(quiet=True, device=device.name, transport=device.transport).close()
 
 
 def table(results: dict[str, dict[str, int]]) -> str:
     """For people, and for the documentation. Pure."""
-    columns = [*COLUMNS, *OF_HOST]
+    columns = list(next(iter(results.values())))
     lines = ["| MiB on the largest rank | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
     for side, sizes in results.items():
         lines.append(f"| {side} | " + " | ".join(f"{sizes[name] / 2**20:,.1f}" for name in columns) + " |")
@@ -150,24 +159,27 @@ def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, default=2, help="world size")
+    parser.add_argument("--device", nargs="+", choices=["cpu", "cuda"], help="where; without it, on all that there is")
     parser.add_argument("--width", type=int, default=576, help="of the GPT; 576 are 25 million parameters")
     parser.add_argument("--steps", type=int, default=4, help="of training")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
     machine = describe_machine()
     print(machine)
-    results = {}
-    for side in SIDES:
-        results[side] = evenstep.launch(
-            on_rank, arguments.ranks, (side, arguments.width, arguments.steps), device="cpu"
-        )
-        print(side, results[side], flush=True)
-    print(f"\n{arguments.ranks} ranks\n\n{table(results)}")
+    whole: dict[str, object] = {"machine": machine, "ranks": arguments.ranks}
+    for device in choose_devices(arguments.device, arguments.ranks, torch.cuda.device_count()):
+        results = {}
+        for side, options in SIDES.items():
+            if device.is_cuda and "share_parameters" in options:
+                continue  # for CPU ranks
+            given = (side, arguments.width, arguments.steps, device)
+            results[side] = evenstep.launch(on_rank, arguments.ranks, given, device=device.name)
+            print(side, results[side], flush=True)
+        print(f"\n{arguments.ranks} ranks {device.told}\n\n{table(results)}", flush=True)
+        whole["bytes on GPUs" if device.is_cuda else "bytes"] = results
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(
-            json.dumps({"machine": machine, "ranks": arguments.ranks, "bytes": results}, indent=1)
-        )
+        arguments.json.write_text(json.dumps(whole, indent=1))
 
 
 if __name__ == "__main__":

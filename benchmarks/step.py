@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                    # the five models, one and two ranks
     python benchmarks/step.py --ranks 2 --models "wide MLP" GPT --json result.json
+    python benchmarks/step.py --device cuda          # on GPUs alone; else on the CPU, and on GPUs where there are some
 
 Four sides of the same training take turns within one run, in blocks of equally many steps:
 
@@ -15,6 +16,8 @@ Four sides of the same training take turns within one run, in blocks of equally 
 In a world of one there are only bare, evenstep and sharded. While others run, torch's global optimizer hooks are taken
 off, through which evenstep sees optimizers. What a side adds is the difference of neighbouring blocks to bare. A block
 is timed from barrier to barrier, on the slowest rank; the tables have medians over blocks, with quartiles.
+On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first, and have Gloo. A barrier there waits
+for all that was queued.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import describe_machine, quartiles, ratios, spread
+from measuring import Device, choose_devices, describe_machine, quartiles, ratios, spread, synchronise
 from models import CASES, Case
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import optimizer as torch_optimizer
@@ -43,8 +46,8 @@ Step = Callable[[], None]
 def build_step(case: Case, side: str, world: evenstep.World) -> Step:
     """One side's training step, on a model of its own."""
     torch.manual_seed(0)
-    module = case.build()
-    x, y = case.draw()
+    module = case.build().to(world.device)
+    x, y = (each.to(world.device) for each in case.draw())
     if side == "evenstep":
         model: torch.nn.Module = evenstep.DistributedDataParallel(module, world=world)
     elif side == "sharded":
@@ -86,10 +89,10 @@ def only_torchs_own() -> Iterator[None]:
             each.update(before)
 
 
-def measure(name: str, blocks: int, block_s: float) -> dict[str, list[float]]:
+def measure(name: str, blocks: int, block_s: float, device: Device) -> dict[str, list[float]]:
     """On a rank: seconds per step of each side, block by block."""
     case = CASES[name]
-    world = evenstep.init(quiet=True)
+    world = evenstep.init(quiet=True, device=device.name, transport=device.transport)
     sides = ["bare", "tutorial", "best", "ZeRO", "evenstep", "sharded"]
     if world.world_size == 1:
         sides = ["bare", "evenstep", "sharded"]
@@ -97,18 +100,22 @@ def measure(name: str, blocks: int, block_s: float) -> dict[str, list[float]]:
     for step in steps.values():
         for _ in range(5):
             step()
+    synchronise(world.device)
     started = time.perf_counter()
     for _ in range(5):
         steps["bare"]()
+    synchronise(world.device)
     num_steps = int(world.broadcast_object(max(3, round(block_s / ((time.perf_counter() - started) / 5)))))
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for block in range(blocks + 1):
         for side in sides if block % 2 else sides[::-1]:
             with contextlib.nullcontext() if side in ("evenstep", "sharded") else only_torchs_own():
+                synchronise(world.device)
                 world.barrier()
                 started = time.perf_counter()
                 for _ in range(num_steps):
                     steps[side]()
+                synchronise(world.device)
                 world.barrier()
                 took = (time.perf_counter() - started) / num_steps
             if block > 0:  # the first one warms up
@@ -117,13 +124,13 @@ def measure(name: str, blocks: int, block_s: float) -> dict[str, list[float]]:
     return {side: world.gather(torch.tensor([each])).amax(0).tolist() for side, each in seconds.items()}
 
 
-def on_ranks(names: list[str], blocks: int, block_s: float) -> dict[str, dict[str, list[float]]]:
+def on_ranks(names: list[str], blocks: int, block_s: float, device: Device) -> dict[str, dict[str, list[float]]]:
     """On a rank: all models, one after the other."""
     try:
-        return {name: measure(name, blocks, block_s) for name in names}
+        return {name: measure(name, blocks, block_s, device) for name in names}
     finally:
         if dist.is_initialized():
-            evenstep.init(quiet=True).close()
+            evenstep.init(quiet=True, device=device.name, transport=device.transport).close()
 
 
 def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, list[float]]]:
@@ -139,10 +146,10 @@ def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, list[float
     }
 
 
-def table(num_ranks: int, results: dict[str, dict[str, dict[str, list[float]]]]) -> str:
+def table(num_ranks: int, where: str, results: dict[str, dict[str, dict[str, list[float]]]]) -> str:
     """For people, and for the documentation. Pure."""
     lines = [
-        f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, one thread each",
+        f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {where}",
         "",
         "| model | side | step, us | added, us | times bare |",
         "| --- | --- | ---: | ---: | ---: |",
@@ -177,6 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes")
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES), help="which of the five")
+    parser.add_argument("--device", nargs="+", choices=["cpu", "cuda"], help="where; without it, on all that there is")
     parser.add_argument("--blocks", type=int, default=21, help="of each side")
     parser.add_argument("--block-s", type=float, default=0.25, help="about how long a block of bare steps takes")
     parser.add_argument("--json", type=Path, help="where to write the result")
@@ -184,12 +192,13 @@ def main() -> None:
     whole: dict[str, object] = {"machine": describe_machine()}
     print(whole["machine"])
     for num_ranks in arguments.ranks:
-        measured = evenstep.launch(
-            on_ranks, num_ranks, (arguments.models, arguments.blocks, arguments.block_s), device="cpu"
-        )
-        results = {name: summarise(seconds) for name, seconds in measured.items()}
-        print(f"\n{table(num_ranks, results)}", flush=True)
-        whole[f"{num_ranks} ranks"] = {"sides": results, "share_of_best": share_of_best(results)}
+        for device in choose_devices(arguments.device, num_ranks, torch.cuda.device_count()):
+            given = (arguments.models, arguments.blocks, arguments.block_s, device)
+            measured = evenstep.launch(on_ranks, num_ranks, given, device=device.name)
+            results = {name: summarise(seconds) for name, seconds in measured.items()}
+            print(f"\n{table(num_ranks, device.told, results)}", flush=True)
+            key = f"{num_ranks} ranks" + (f" {device.told}" if device.is_cuda else "")
+            whole[key] = {"sides": results, "share_of_best": share_of_best(results)}
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(whole, indent=1))

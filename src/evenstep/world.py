@@ -77,6 +77,7 @@ class World:
         self.why_gloo = transports.why_gloo
         self._store = store
         self._on_close = list(on_close)
+        self.before_close: list[Callable[[], object]] = []  # while peers can still be reached
         self._num_main_first = 0
         self._closed = False
         self._adopted_group: dist.ProcessGroup | None = None
@@ -345,9 +346,7 @@ class World:
         self._closed = True
         if _current is self:
             _current = None
-        self.transport.close()
-        self.control.close()
-        for step in self._on_close:
+        for step in (*self.before_close, self.transport.close, self.control.close, *self._on_close):
             step()
         atexit.unregister(self.close)
 
@@ -365,6 +364,7 @@ class World:
             # The sockets stay open until this process has said why it ends: peers see the connection break only
             # after that, and so nobody takes a witness for the culprit. Closed at exit, or by the next `init`.
             _current = None
+            self.before_close.clear()  # nothing that this rank has promised is kept
             _abandoned.append(self)
         while self._at_end:
             self._at_end.pop(0)(error)

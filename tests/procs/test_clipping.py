@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
@@ -153,3 +155,57 @@ def flat_training(seed: int, kind_name: str) -> None:
 def test_a_flat_step_of_a_replicated_model_has_the_same_bits(ranks, fresh_seed, kind):
     for nproc in (1, 3):
         ranks.run(flat_training, nproc, fresh_seed, kind)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "unique", "masked_select"):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def reads_of_clipping(seed: int) -> dict[str, list[str]]:
+    """By the way gradients are there: what was read on the host."""
+    world = evenstep.init(quiet=True)
+    found = {}
+    for way in ("plain", "flat", "stage 1", "stage 2", "parameters"):
+        model = evenstep.DistributedDataParallel(build(seed), bucket_cap_mb=5e-4)
+        if way in ("plain", "parameters"):
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(groups_of(model), lr=0.1)
+        elif way == "flat":
+            optimizer = evenstep.fuse(torch.optim.SGD(groups_of(model), lr=0.1), model)
+        else:
+            optimizer = evenstep.ShardedOptimizer(
+                model, torch.optim.SGD, groups_of(model), lr=0.1, shard_gradients=way == "stage 2"
+            )
+        x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + world.rank))
+        model.backward(model(x).square().mean(), weight=3)
+        with Reads() as reads:
+            if way == "parameters":
+                evenstep.clip_grad_norm_(model.parameters(), torch.tensor(0.5).expand(()).clone().to(torch.float64))
+            else:
+                for norm_type in (2.0, 1.0, math.inf):
+                    evenstep.clip_grad_norm_(optimizer, 0.5, norm_type)
+                    evenstep.clip_grad_norm_(optimizer, [0.5, 0.1], norm_type, by_group=True)
+            evenstep.clip_grad_value_(model, 0.1)
+        found[way] = reads.found
+    with Reads() as reads:
+        evenstep.clip_grad_norm_(model, 0.5, error_if_nonfinite=True)
+    found["asked to look"] = reads.found
+    return found
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_nothing_is_read_on_the_host(ranks, fresh_seed, nproc):
+    """On a GPU that would wait for it; `max_norm` as a tensor of the CPU is read, and costs nothing."""
+    for found in ranks.run(reads_of_clipping, nproc, fresh_seed):
+        assert found.pop("asked to look"), "the mode counts"
+        assert len(found.pop("parameters")) <= 1
+        assert found == {way: [] for way in ("plain", "flat", "stage 1", "stage 2")}

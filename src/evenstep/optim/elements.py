@@ -17,6 +17,7 @@ from evenstep.replica.host_copy import HostCopy
 from evenstep.replica.layout import Sharding
 from evenstep.replica.sharded_bucket import ShardedBucket
 from evenstep.replica.sharded_exchange import Follower
+from evenstep.replica.torch_interface import compilation_is_in_use
 from evenstep.world import World
 
 Groups = Sequence[dict[str, Any]]
@@ -95,6 +96,7 @@ class ElementDivision:
 
     def step(self, groups: Groups) -> None:
         """Collective: step this rank's shards, and give every rank the values of all."""
+        self._arrive()
         host_copy = self._host_copy
         if host_copy is None:
             for bucket in self._buckets:
@@ -111,12 +113,23 @@ class ElementDivision:
             for run in self._runs:
                 if run.has_master:
                     run.bucket.own[run.begin : run.end].copy_(run.values)
+        may_wait = not compilation_is_in_use()
+        # Asked before the gathers hold on to the buckets' memory.
+        later = [may_wait and bucket.can_arrive_later(self._num_views(bucket)) for bucket in self._buckets]
         works = [bucket.start_gather() for bucket in self._buckets]
-        for bucket, work in zip(self._buckets, works, strict=True):
-            work.wait()
-            bucket.finish_gather()
+        for bucket, work, is_later in zip(self._buckets, works, later, strict=True):
+            bucket.finish_gather(work, later=is_later)
         if host_copy is not None:
             host_copy.close()
+
+    def _num_views(self, bucket: ShardedBucket) -> int:
+        """How many of the inner optimizer's tensors lie in a bucket's values."""
+        return sum(run.bucket is bucket and not run.has_master for run in self._runs)
+
+    def _arrive(self) -> None:
+        """Wait for what the last step has sent."""
+        for bucket in self._buckets:
+            bucket.arrive()
 
     def _set_gradients(self) -> None:
         held = {bucket.layout.index: bucket.held() for bucket in self._buckets}
@@ -167,6 +180,7 @@ class ElementDivision:
 
     def let_go(self) -> dict[int, State]:
         """Collective: by index of the parameter its whole state, on every rank, on the parameter's device."""
+        self._arrive()
         told = self._tell_each_other()
         wholes: dict[int, State] = {index: dict(scalars) for index, (scalars, _) in told.items()}
         for bucket in self._buckets:
@@ -190,6 +204,7 @@ class ElementDivision:
             kept: By index of the parameter, with tensors of the parameter's shape.
         """
         self._buckets = [b for b in self._exchange.sharded_buckets if _owner_of(b) == self.owner]
+        self._arrive()
         self._host_copy = next((bucket.host_copy for bucket in self._buckets), None)
         self._are_set = False
         shardings = self._exchange.shardings

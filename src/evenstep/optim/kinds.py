@@ -64,6 +64,12 @@ def validate_kind(kind: type[optim.Optimizer]) -> None:
     Raises:
         ConfigurationError: No optimizer class, or one whose step looks at all parameters at once.
     """
+    if isinstance(kind, optim.Optimizer):
+        made = type(kind).__name__
+        raise ConfigurationError(
+            f"kind is an optimizer that has been made already ({made}). Pass the class and its arguments, and groups "
+            f"of parameters as params: ShardedOptimizer(model, {made}, lr=...)."
+        )
     if not (isinstance(kind, type) and issubclass(kind, optim.Optimizer)):
         raise checks.refuse("kind", kind, "a class of optimizers, such as torch.optim.AdamW, whose arguments follow it")
     if issubclass(kind, optim.LBFGS):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
@@ -57,6 +57,11 @@ class ShardedOptimizer(DividedOptimizer):
         share_parameters: Have one physical copy of the parameters for all CPU ranks of a host, which need shared
             memory for it. What a program changes in place is then changed once per rank: see docs/optimizers.md.
             Replacing a parameter's memory is a UsageError of the next step, on all ranks.
+        overlap_gather: Let new values arrive while the next forward pass begins; whoever reads one waits for it. From
+            the second or third step on, for parameters of which reading was noticed; not where something was compiled.
+            Over shared memory it changes nothing. Not for a program that reads parameters on a CUDA stream of its own
+            which waits for a moment before the first reading behind a step, nor for one that hands them to TorchScript
+            or functorch outside of the model's forward pass, where they read as NaN: see docs/optimizers.md.
         defaults: Arguments of `kind`. Where it has a fused step, and `fused` and `foreach` aren't given, that is used.
 
     Raises:
@@ -79,6 +84,7 @@ class ShardedOptimizer(DividedOptimizer):
         master_weights: bool = False,
         reduce_dtype: torch.dtype | None = None,
         share_parameters: bool = False,
+        overlap_gather: bool = False,
         **defaults: Any,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
@@ -97,6 +103,7 @@ class ShardedOptimizer(DividedOptimizer):
             "shard_gradients": shard_gradients,
             "master_weights": master_weights,
             "share_parameters": share_parameters,
+            "overlap_gather": overlap_gather,
         }
 
         def validate() -> dict[str, Any]:
@@ -135,7 +142,10 @@ class ShardedOptimizer(DividedOptimizer):
                 frees_gradients=bool(shard_gradients),
                 reduce_dtype=reduce_dtype,
                 shares_parameters=bool(share_parameters),
+                overlaps_gather=bool(overlap_gather),
             )
+            if self._sharding.overlaps_gather:
+                model.register_forward_pre_hook(_before_forward)
             exchange = self._shard()
             self._division = ElementDivision(
                 exchange,
@@ -236,6 +246,13 @@ def _validate_options(
             f"one dtype: {', '.join(switches)} and reduce_dtype are for element-wise optimizers. If it is one, say "
             f"elementwise=True."
         )
+
+
+def _before_forward(model: nn.Module, _: Any) -> None:
+    assert isinstance(model, DistributedDataParallel)
+    exchange = model.engine.exchange
+    if isinstance(exchange, ShardedExchange):
+        exchange.before_forward()
 
 
 def _shardings_of_others(model: DistributedDataParallel, owner: int) -> dict[int, tuple[Sharding, int]]:

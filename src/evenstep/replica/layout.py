@@ -25,6 +25,7 @@ class Sharding:
         frees_gradients: Buckets are memory that is lent for the time of the exchange; only the shard stays.
         reduce_dtype: The dtype in which gradients are added; None: the parameters' own.
         shares_parameters: The CPU ranks of a host have one copy of the parameters.
+        overlaps_gather: What has been stepped may arrive while the next forward pass runs.
     """
 
     owner: int
@@ -32,6 +33,7 @@ class Sharding:
     frees_gradients: bool = False
     reduce_dtype: torch.dtype | None = None
     shares_parameters: bool = False
+    overlaps_gather: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.errors import UsageError
+from evenstep.replica.arriving import Arrival
 from evenstep.replica.bucket import Bucket, late_gradient, view_like
 from evenstep.replica.comm_hook import HookQueue, HookWork
 from evenstep.replica.hidden_gradient import HiddenGradient
@@ -91,6 +92,7 @@ class ShardedBucket(Bucket):
         lent: [numel] or more: memory for `flat`, which this bucket has from `pack` to `wait` only.
         values: [numel], memory for `values` that ranks have in common; None: this rank's own.
         host_copy: Who has it in common.
+        seen: Numbers of parameters of which reading is noticed: see `arriving`. None: the gather isn't overlapped.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class ShardedBucket(Bucket):
         lent: Tensor | None = None,
         values: Tensor | None = None,
         host_copy: HostCopy | None = None,
+        seen: set[int] | None = None,
     ) -> None:
         self._lent = lent
         self.host_copy = host_copy
@@ -128,6 +131,10 @@ class ShardedBucket(Bucket):
                 home.copy_(parameter.detach())
             parameter.data = home
         self._addresses = [home.data_ptr() for home in self._homes]
+        self.arrival: Arrival | None = None
+        if seen is not None:
+            numbers = [slot.parameter for slot in layout.slots]
+            self.arrival = Arrival(self.parameters, self._homes, numbers, seen)
         # Where nothing is divided, gradients are there for everybody.
         self.hides = self.num_shards > 1 or self.values.dtype is not layout.dtype
         self._hidden = [HiddenGradient(self, i, p) if self.hides else None for i, p in enumerate(self.parameters)]
@@ -378,6 +385,28 @@ class ShardedBucket(Bucket):
             return self.host_copy.start_gather(self.values, self.own)
         return self.transport.all_gather(self.values, self.own)
 
-    def finish_gather(self) -> None:
-        """Behind the wait: tell autograd that the parameters have changed."""
+    def can_arrive_later(self, num_views: int) -> bool:
+        """Whether values may be put off until somebody reads them.
+
+        Args:
+            num_views: How many tensors there are on `own`, besides itself.
+        """
+        # Besides those: `values` and `own`.
+        return self.arrival is not None and self.arrival.can_begin(self.values, num_views + 2)
+
+    def finish_gather(self, work: Work, *, later: bool) -> None:
+        """Return when the values are there, or when whoever reads them will wait; tell autograd of the change.
+
+        Args:
+            work: What `start_gather` has returned.
+            later: Whether they are put off.
+        """
         torch.autograd.graph.increment_version(self.parameters)
+        if later and self.arrival is not None:
+            self.arrival.begin(work)
+        else:
+            work.wait()
+
+    def arrive(self) -> bool:
+        """Wait for values that are still on their way. Returns whether there were such."""
+        return self.arrival is not None and self.arrival.arrive()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from evenstep.errors import UsageError
+from evenstep.errors import EvenstepError, UsageError
 from evenstep.health.telemetry import Recorder
 from evenstep.heap import give_back_freed_memory
+from evenstep.replica.arriving import Arrival
 from evenstep.replica.bucket import Bucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.exchange import BucketExchange
@@ -20,6 +22,7 @@ from evenstep.replica.host_copy import HostCopy
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, Sharding, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.sharded_bucket import ShardedBucket
+from evenstep.replica.torch_interface import compilation_is_in_use
 from evenstep.replica.uneven import Uneven
 from evenstep.replica.weighting import Window
 from evenstep.transport.base import Transport
@@ -84,9 +87,13 @@ class ShardedExchange(BucketExchange):
         self._host_copy = HostCopy(world, transport)
         self._in_common: dict[int, Tensor] = {}
         self._reduced: list[Tensor | None] = [parameter.grad for parameter in parameters]  # what new buckets take
+        self._seen: set[int] = set()  # parameters of which reading is noticed
+        self._is_forward_seen = False  # whether the model has run since the last step
+        self._unread: list[nn.Parameter] = []  # whose values still were on their way when the backward pass began
         super().__init__(names, parameters, num_dense, world, policy, module_buffers, recorder, transport)
         if hook is not None:
             self.set_hook(hook)
+        world.before_close.append(_weak_call(self))
 
     @property
     def shardings(self) -> Mapping[int, tuple[Sharding, int]]:
@@ -167,6 +174,8 @@ class ShardedExchange(BucketExchange):
                 self._lent[key] = allocator.allocate(numel, dtype=layout.dtype, device=layout.device)
             lent = self._lent[key]
         values = self._in_common.get(layout.index)
+        # Shared memory is written by the owners themselves: a gather there is done when all have come to it.
+        is_overlapped = layout.sharding.overlaps_gather and values is None and self._transport.name != "shared memory"
         return ShardedBucket(
             layout,
             self._parameters,
@@ -176,6 +185,7 @@ class ShardedExchange(BucketExchange):
             lent=lent,
             values=values,
             host_copy=None if values is None else self._host_copy,
+            seen=self._seen if is_overlapped and self._world.world_size > 1 else None,
         )
 
     def _make_room(self, bucket: Bucket) -> None:
@@ -188,6 +198,7 @@ class ShardedExchange(BucketExchange):
         self._borrowers[key] = bucket
 
     def _lay_out_again(self, layout: Layout) -> None:
+        self.arrive()
         shared = [bucket for bucket in self.sharded_buckets if bucket.host_copy is not None]
         if shared:  # one rank moves them for all, and would miss what another has put elsewhere
             self._host_copy.open(next((name for each in shared if (name := each.replaced())), None))
@@ -211,10 +222,57 @@ class ShardedExchange(BucketExchange):
         for follower, state in kept:
             follower.take_up(state)
 
+    # ------------------------------------------------------------------ parameters on their way: see `arriving`
+
+    @property
+    def num_arriving(self) -> int:
+        """Buckets whose parameters' new values nobody has waited for."""
+        return sum(each.is_under_way for each in self._arrivals())
+
+    def _arrivals(self) -> list[Arrival]:
+        return [bucket.arrival for bucket in self.sharded_buckets if bucket.arrival is not None]
+
+    def arrive(self) -> None:
+        """Wait for all values that are still on their way."""
+        for arrival in self._arrivals():
+            arrival.stop_listening()
+            arrival.arrive()
+
+    def before_forward(self) -> None:
+        """The model is about to run."""
+        if not torch.is_grad_enabled() or compilation_is_in_use():
+            self.arrive()  # what isn't trained may take quicker ways where nobody asks for parameters
+            return
+        self._is_forward_seen, self._unread = True, []
+        for arrival in self._arrivals():
+            arrival.listen()
+
+    def _end_of_reading(self) -> None:
+        """A backward pass begins: what its forward pass hasn't read isn't read any more."""
+        self._unread = []
+        for bucket in self.sharded_buckets:
+            if bucket.arrival is not None:
+                bucket.arrival.stop_listening()
+                if bucket.arrive() and self._is_forward_seen:
+                    self._unread += [parameter for parameter in bucket.parameters if parameter.grad is None]
+        self._is_forward_seen = False
+
+    def _validate_unread(self) -> None:
+        unread, self._unread = self._unread, []
+        found = next((parameter for parameter in unread if parameter.grad is not None), None)
+        if found is not None:
+            name = self._names[next(i for i, parameter in enumerate(self._parameters) if parameter is found)]
+            raise UsageError(
+                f"rank {self._world.rank}: parameter {name!r} has a gradient, and nobody was seen to read it since the "
+                f"last step, whose result was still on its way: old values have been used. A CUDA graph reads so. Pass "
+                f"overlap_gather=False to ShardedOptimizer."
+            )
+
     # ------------------------------------------------------------------ the seam
 
     def open_window(self) -> None:
         """See `Exchange.open_window`."""
+        self._end_of_reading()
         for bucket in self.sharded_buckets:
             bucket.set_aside()
 
@@ -225,6 +283,8 @@ class ShardedExchange(BucketExchange):
 
     def finish(self, window: Window) -> None:
         """See `Exchange.finish`; of a divided gradient every rank has its shard of the mean."""
+        if self._unread:
+            self._validate_unread()
         super().finish(window)
         for bucket in self.sharded_buckets:
             bucket.put_back(add=True)
@@ -250,3 +310,17 @@ class ShardedExchange(BucketExchange):
                 "Use evenstep.DataLoader, whose ranks have equally many batches (some of them empty)."
             )
         super().set_uneven(uneven)
+
+
+def _weak_call(exchange: ShardedExchange) -> Callable[[], None]:
+    """Waits for what an exchange has under way, if that is still there: peers need this rank's part of it."""
+    reference = weakref.ref(exchange)
+
+    def arrive() -> None:
+        there = reference()
+        if there is not None:
+            # A peer that has gone is told of by who needs it; this rank only ends.
+            with contextlib.suppress(EvenstepError, RuntimeError):
+                there.arrive()
+
+    return arrive

@@ -1,0 +1,125 @@
+"""On a GPU: clipping without waiting, gathers behind the next forward pass, and the benchmarks' rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.replica.sharded_exchange import ShardedExchange
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),
+    pytest.mark.timeout(300),
+]
+ROOT = Path(__file__).parents[2]
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).double()
+
+
+@pytest.mark.parametrize("way", ["plain", "flat", "sharded"])
+def test_clipping_never_waits_for_the_device(way):
+    world = evenstep.World.alone(device="cuda:0")
+    model = evenstep.DistributedDataParallel(make_model().cuda(), world=world)
+    if way == "sharded":
+        optimizer: torch.optim.Optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = evenstep.fuse(optimizer, model) if way == "flat" else optimizer
+    model.backward(model(torch.randn(4, 8, dtype=torch.float64, device="cuda")).square().mean(), weight=4)
+    evenstep.clip_grad_norm_(optimizer, 0.1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norm = evenstep.clip_grad_norm_(optimizer, 0.1)
+        evenstep.clip_grad_norm_(optimizer, 0.1, float("inf"))
+        evenstep.clip_grad_norm_(optimizer, [0.1], by_group=True)
+        evenstep.clip_grad_value_(optimizer, 0.01)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert norm.is_cuda
+    assert float(norm) <= 0.1 + 1e-6
+
+
+def clip_over_nccl() -> None:
+    world = evenstep.init(device="cuda", transport="nccl", quiet=True)
+    model = evenstep.DistributedDataParallel(make_model(), world=world)
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+    model.backward(model(torch.randn(4, 8, dtype=torch.float64, device="cuda")).square().mean(), weight=4)
+    evenstep.clip_grad_norm_(optimizer, 0.1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        evenstep.clip_grad_norm_(optimizer, 0.1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    world.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_clipping_over_ranks_never_waits_for_the_device():
+    evenstep.launch(clip_over_nccl, nproc=2, device="cuda")
+
+
+def overlapped(transport: str, device: str, other_stream: bool) -> tuple[int, float]:
+    """(in how many steps values were on their way, the largest difference from parameters that never are)."""
+    world = evenstep.init(device=device, transport=transport, quiet=True)
+    models, optimizers = [], []
+    for overlap in (True, False):
+        model = evenstep.DistributedDataParallel(make_model(), bucket_cap_mb=1e-3, world=world)
+        models.append(model)
+        optimizers.append(evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, overlap_gather=overlap))
+    num_overlapped = 0
+    for step in range(8):
+        x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).to(world.device)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.backward(model(x).square().mean(), weight=4)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert isinstance(models[0].engine.exchange, ShardedExchange)
+        num_overlapped += models[0].engine.exchange.num_arriving > 0
+        if other_stream:  # the first who reads is on a stream of its own; the main one waits all the same
+            stream = torch.cuda.Stream(world.device)
+            stream.wait_stream(torch.cuda.current_stream(world.device))
+            with torch.cuda.stream(stream):
+                sums = [p.sum() for p in models[0].parameters()]
+            torch.cuda.current_stream(world.device).wait_stream(stream)
+            assert all(torch.isfinite(each) for each in sums)
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    difference = max(float((one - other).abs().max()) for one, other in pairs)
+    world.close()
+    return num_overlapped, difference
+
+
+@pytest.mark.parametrize("other_stream", [False, True])
+def test_gathers_behind_the_next_forward_pass(other_stream):
+    where = ("nccl", "cuda") if torch.cuda.device_count() > 1 else ("gloo", "cuda:0")
+    num_overlapped, difference = evenstep.launch(overlapped, nproc=2, args=(*where, other_stream), device=where[1])
+    assert num_overlapped > 2
+    assert difference == 0.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["step.py", "--models", "tiny MLP", "--blocks", "2", "--block-s", "0.01", "--ranks", "1", "2"],
+        ["memory.py", "--width", "64"],
+    ],
+    ids=["step", "memory"],
+)
+def test_the_benchmarks_have_rows_of_the_gpu(arguments, tmp_path):
+    out = tmp_path / "result.json"
+    script, *rest = arguments
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *rest, "--device", "cuda", "--json", str(out)]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "GPU" in told
+    assert any("GPU" in key for key in json.loads(out.read_text()))

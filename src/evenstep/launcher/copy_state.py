@@ -7,6 +7,7 @@ import importlib.machinery
 import io
 import mmap
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -36,6 +37,7 @@ def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
     environment.replace(variables)
+    _set_signals()
     tempfile.tempdir = None  # an import may have asked for it, and TMPDIR may be another one here
     sys.stdout = sys.__stdout__ = _unbuffered(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _unbuffered(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
@@ -45,6 +47,13 @@ def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
+
+
+def _set_signals() -> None:
+    """The launcher handles these, so what it executes has their defaults, also where nohup had them ignored."""
+    for which in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(which) is signal.SIG_IGN:
+            signal.signal(which, signal.default_int_handler if which == signal.SIGINT else signal.SIG_DFL)
 
 
 class _MemoryMap(ctypes.Structure):

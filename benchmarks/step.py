@@ -126,6 +126,7 @@ def measure(name: str, blocks: int, block_s: float, device: Device) -> dict[str,
 
 def on_ranks(names: list[str], blocks: int, block_s: float, device: Device) -> dict[str, dict[str, list[float]]]:
     """On a rank: all models, one after the other."""
+    torch.set_num_threads(1)  # a rank that is alone would have all cores
     try:
         return {name: measure(name, blocks, block_s, device) for name in names}
     finally:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from evenstep.health import page
+from evenstep.health import page, steps
 from evenstep.health.page import Phase, Seen, read_page
 from evenstep.launcher.watch import Observation, StopWatch, count_memory_kills, observe
 
@@ -124,3 +127,24 @@ def test_observing_this_process() -> None:
     assert own.resident_bytes > 1 << 20
     assert observe(1 << 22) == Observation(1 << 22, "", 0)
     assert count_memory_kills() is None or count_memory_kills() >= 0  # type: ignore[operator]
+
+
+def test_the_busiest_optimizer_that_is_left_counts(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
+        monkeypatch.setattr(torch.optim.optimizer, name, OrderedDict())
+    monkeypatch.setattr(steps, "_is_counting", False)
+    steps.count_optimizer_steps()
+    steps.count_optimizer_steps()
+    busy, idle = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    for _ in range(5):
+        busy.step()
+    idle.step()
+    seen = read_page(path)
+    assert seen is not None
+    assert (seen.phase, seen.step) == (Phase.BETWEEN_STEPS, 5)
+    del busy
+    gc.collect()
+    idle.step()
+    seen = read_page(path)
+    assert seen is not None
+    assert seen.step == 2

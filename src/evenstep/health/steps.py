@@ -26,17 +26,30 @@ def count_optimizer_steps() -> None:
     if _is_counting:
         return
     _is_counting = True
-    counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    # By id, because to ask a dictionary of weak keys for its largest value takes as long as all else here.
+    counts: dict[int, int] = {}
+    alive: dict[int, weakref.ref[Any]] = {}
+    most = 0
     watch = SlowWatch()
+
+    def forget(key: int) -> None:
+        nonlocal most
+        del counts[key], alive[key]
+        most = max(counts.values(), default=0)
 
     def before(*_: object) -> None:
         mark(Phase.OPTIMIZER)
 
     def after(optimizer: Any, *_: object) -> None:
-        counts[optimizer] = counts.get(optimizer, 0) + 1
-        step = max(counts.values())
-        mark(Phase.BETWEEN_STEPS, step=step)
-        if step % _LOOK_EVERY_STEPS == 0:
+        nonlocal most
+        key = id(optimizer)
+        count = counts.get(key, 0) + 1
+        if count == 1:
+            alive[key] = weakref.ref(optimizer, lambda _: forget(key))
+        counts[key] = count
+        most = max(most, count)
+        mark(Phase.BETWEEN_STEPS, step=most)
+        if most % _LOOK_EVERY_STEPS == 0:
             mark_compilations()
             watch.look(time.monotonic())
 

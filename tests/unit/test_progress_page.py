@@ -131,7 +131,7 @@ def test_observing_this_process() -> None:
 
 def test_the_busiest_optimizer_that_is_left_counts(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
-        monkeypatch.setattr(torch.optim.optimizer, name, OrderedDict())
+        monkeypatch.setattr(sys.modules["torch.optim.optimizer"], name, OrderedDict())
     monkeypatch.setattr(steps, "_is_counting", False)
     steps.count_optimizer_steps()
     steps.count_optimizer_steps()

@@ -141,6 +141,7 @@ class Page:
         self._map.close()
 
 
+is_open = False  # whether this process has a page
 _cells: memoryview | None = None
 _page: Page | None = None
 
@@ -152,10 +153,11 @@ def page_file(directory: Path, rank: int, attempt: int) -> Path:
 
 def open_page(path: Path) -> None:
     """From now on this process writes what it does to that page."""
-    global _page, _cells
+    global _page, _cells, is_open
     close_page()
     _page = Page(path)
     _cells = _page._cells
+    is_open = True
 
 
 def own_path() -> Path | None:
@@ -171,8 +173,8 @@ def write_site(text: str) -> None:
 
 def close_page() -> None:
     """Stop writing; harmless without a page."""
-    global _page, _cells
-    _cells = None
+    global _page, _cells, is_open
+    _cells, is_open = None, False
     if _page is not None:
         _page.close()
         _page = None
@@ -286,8 +288,9 @@ def parse_page(data: bytes | memoryview) -> Seen | None:
 
 def _forget() -> None:
     """A forked child writes nothing to its parent's page, and leaves the memory to it."""
-    global _page, _cells
+    global _page, _cells, is_open
     _page = _cells = None
+    is_open = False
 
 
 os.register_at_fork(after_in_child=_forget)

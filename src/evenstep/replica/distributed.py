@@ -205,7 +205,8 @@ class DistributedDataParallel(TorchInterface):
                 if engine.lanes is not None:
                     engine.lanes.validate_open("the model was called in training")
         began_ns = perf_counter_ns()
-        page.mark(page.Phase.FORWARD if with_grad else page.Phase.EVALUATING)
+        if page.is_open:
+            page.mark(page.Phase.FORWARD if with_grad else page.Phase.EVALUATING)
         if self.settings.inputs_to is not None:
             inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))
         # The usual case is told apart without flattening a nest: a call of 10 microseconds.

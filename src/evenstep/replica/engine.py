@@ -283,7 +283,8 @@ class Engine:
         self._ran = self._ran_stand_in = False
         self.num_reductions += 1
         self.recorder.whole_backward()
-        page.mark(page.Phase.BACKWARD)
+        if page.is_open:
+            page.mark(page.Phase.BACKWARD)
         return True
 
     def gradient_came(self) -> bool:

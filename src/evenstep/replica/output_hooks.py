@@ -32,7 +32,7 @@ class OutputHooks:
     def put_on(self, outputs: Any) -> None:
         """Have the function called once for each tensor of a nest that a backward pass reaches."""
         for leaf in (outputs,) if isinstance(outputs, Tensor) else pytree.tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and leaf.requires_grad and (node := leaf.grad_fn) is not None:
+            if isinstance(leaf, Tensor) and (node := leaf.grad_fn) is not None:
                 if leaf.output_nr == 0:
                     node._register_hook_dict(self._carrier)
                 else:

@@ -379,7 +379,7 @@ def two_scales(seed, own_first, first_dtype, second_dtype, has_idle):
         return first(x.to(next(first.parameters()).dtype)).double().abs().mean()
 
     order = [0, 2, 1] if has_idle else [1, 0, 2] if own_first else [0, 1, 2]
-    for step in range(2):
+    for step in range(1 if has_idle else 2):
         for number in order:
             x, weight = batches[number][world.rank], weights[number][world.rank]
             with contextlib.ExitStack() as stack:
@@ -395,7 +395,8 @@ def two_scales(seed, own_first, first_dtype, second_dtype, has_idle):
             for x, weight in zip(batches[number], weights[number], strict=True):
                 (loss_of[number](*modules, x) * weight).backward()
         totals = [sum(map(sum, weights)), sum(weights[0]) + sum(weights[2])]
-        for model, module, total in zip(models, modules, totals, strict=True):
+        ended = models[:1] if has_idle else models  # the last pass is then one of the first model alone
+        for model, module, total in zip(ended, modules, totals, strict=not has_idle):
             for p, q in zip(model.parameters(), module.parameters(), strict=True):
                 expected = q.grad / total
                 torch.testing.assert_close(p.grad.double(), expected, rtol=0.1, atol=0.03 * float(expected.abs().max()))

@@ -355,10 +355,10 @@ def test_join_in_a_world_of_one_does_nothing():
 # ---------------------------------------------------------------------- several models in one window
 
 
-def two_scales(seed, own_first, first_dtype, second_dtype):
+def two_scales(seed, own_first, first_dtype, second_dtype, has_idle):
     """16-bit models whose weights are divided by other numbers; a window of the first has passes of both kinds.
 
-    The second's weights are some hundreds, the first's own are a few.
+    The second's weights are some hundreds, the first's own are a few; with `has_idle` the last rank's is 0.
     """
     world = evenstep.init(quiet=True)
     models = [evenstep.DistributedDataParallel(square(s).to(d)) for s, d in ((1, first_dtype), (2, second_dtype))]
@@ -368,6 +368,8 @@ def two_scales(seed, own_first, first_dtype, second_dtype):
         [batch(seed + 10 * number + r, dtype=torch.float64) for r in range(world.world_size)] for number in range(3)
     ]
     weights = [[base + 3.0 * r for r in range(world.world_size)] for base in (200.0, 2.0, 300.0)]
+    if has_idle:
+        weights[1][-1] = 0.0
 
     def through_both(first, second, x):
         dtypes = [next(each.parameters()).dtype for each in (first, second)]
@@ -376,8 +378,8 @@ def two_scales(seed, own_first, first_dtype, second_dtype):
     def through_first(first, second, x):
         return first(x.to(next(first.parameters()).dtype)).double().abs().mean()
 
-    order = [1, 0, 2] if own_first else [0, 1, 2]
-    for step in range(2):
+    order = [0, 2, 1] if has_idle else [1, 0, 2] if own_first else [0, 1, 2]
+    for step in range(1 if has_idle else 2):
         for number in order:
             x, weight = batches[number][world.rank], weights[number][world.rank]
             with contextlib.ExitStack() as stack:
@@ -393,7 +395,8 @@ def two_scales(seed, own_first, first_dtype, second_dtype):
             for x, weight in zip(batches[number], weights[number], strict=True):
                 (loss_of[number](*modules, x) * weight).backward()
         totals = [sum(map(sum, weights)), sum(weights[0]) + sum(weights[2])]
-        for model, module, total in zip(models, modules, totals, strict=True):
+        ended = models[:1] if has_idle else models  # the last pass is then one of the first model alone
+        for model, module, total in zip(ended, modules, totals, strict=not has_idle):
             for p, q in zip(model.parameters(), module.parameters(), strict=True):
                 expected = q.grad / total
                 torch.testing.assert_close(p.grad.double(), expected, rtol=0.1, atol=0.03 * float(expected.abs().max()))
@@ -408,7 +411,12 @@ def two_scales(seed, own_first, first_dtype, second_dtype):
 @pytest.mark.parametrize("own_first", [False, True])
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_passes_with_other_scales_in_one_window(ranks, fresh_seed, nproc, own_first, first, second):
-    ranks.run(two_scales, nproc, fresh_seed, own_first, first, second)
+    ranks.run(two_scales, nproc, fresh_seed, own_first, first, second, False)
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_passes_with_other_scales_and_a_weight_of_zero_on_one_rank(ranks, fresh_seed, nproc):
+    ranks.run(two_scales, nproc, fresh_seed, False, torch.bfloat16, torch.bfloat16, True)
 
 
 def one_scaler(overflows):
@@ -918,6 +926,26 @@ def fused_optimizer(seed):
 @SIZES
 def test_optimizers_in_hooks_and_builtin_hooks(ranks, fresh_seed, nproc):
     ranks.run(fused_optimizer, nproc, fresh_seed)
+
+
+def as_many_as_another_had() -> list[float]:
+    """Hooks come to a wrapped model when those of another one have gone, as many as that had."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    world = evenstep.init(quiet=True)
+    other = nn.Linear(3, 2)
+    _apply_optimizer_in_backward(torch.optim.SGD, other.parameters(), {"lr": 1.0})
+    model = evenstep.DistributedDataParallel(nn.Linear(3, 2))
+    evenstep.DistributedDataParallel(other)  # takes its hooks away
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 1.0})
+    before = model.module.weight.detach().clone()
+    model(torch.full((2, 3), 1.0 + world.rank)).sum().backward()
+    return (before - model.module.weight)[0].tolist()
+
+
+def test_optimizers_in_backward_are_noticed_however_many_there_are(ranks):
+    for stepped in ranks.run(as_many_as_another_had, 2):
+        assert stepped == pytest.approx([3.0] * 3)
 
 
 def optimizers_in_backward(seed, when):

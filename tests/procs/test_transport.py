@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 import evenstep
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, EvenstepError
 from evenstep.testing import RankPool
 from evenstep.testing.transport import UNSIGNED, Coverage, check_transport, ops_of
 from evenstep.transport import host
 from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Op
+from evenstep.transport.gloo import open_gloo
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group import ProcessGroupTransport
@@ -162,6 +163,65 @@ def test_a_transport_that_cannot_be_had_is_an_error_on_every_rank(ranks: RankPoo
             "transport='nccl' can't carry gradients on cpu. Leave the argument out.",
             "evenstep.init: transport='pigeons'; 'shared memory', 'gloo' or 'nccl', or None to let evenstep choose.",
         ]
+
+
+def splits_that_do_not_meet() -> list[str]:
+    """Rank 1 sends what rank 0 doesn't expect. What each rank is told of the three calls."""
+    evenstep.init(quiet=True)
+    transport = open_gloo([0, 1], timeout_s=2)
+    told = []
+    for number in range(3):
+        out_splits = splits = [2, 2]
+        if number == 0:
+            out_splits, splits = ([2, 0], [2, 2]) if transport.rank == 0 else ([2, 2], [2, 2])
+        out = torch.full((sum(out_splits),), -1.0)
+        try:
+            given = torch.full((4,), 10.0 * number + transport.rank)
+            transport.all_to_all(out, given, out_splits, splits).wait()
+            told.append(str(out.tolist()))
+        except EvenstepError as error:
+            told.append(str(error))
+    transport.close()
+    return told
+
+
+def test_what_nobody_expected_is_never_taken_for_a_later_calls(ranks: RankPool) -> None:
+    first, second = ranks.run(splits_that_do_not_meet, 2)
+    assert first[0] == "[0.0, 0.0]"
+    assert all("lost a peer in all_to_all number" in each or "waited in vain" in each for each in first[1:])
+    assert "waited in vain in all_to_all number 1 (4 x float32) over gloo" in second[0]
+
+
+def shares_of_other_sizes() -> list[str]:
+    transport = new_gloo()
+    calls = (
+        lambda: transport.all_gather(torch.zeros(7), torch.zeros(4)),
+        lambda: transport.all_gather(torch.zeros(8), torch.zeros(4, dtype=torch.float64)),
+        lambda: transport.all_to_all(torch.zeros(4), torch.zeros(4), [1, 3], [1, 2]),
+        lambda: transport.all_to_all(torch.zeros(4), torch.zeros(4), [4], [4]),
+        lambda: transport.all_to_all(torch.zeros(3), torch.zeros(3)),
+    )
+    told = []
+    for call in calls:
+        with pytest.raises(ConfigurationError) as refused:
+            call()
+        told.append(str(refused.value))
+    everybodys = torch.zeros(2)
+    transport.all_gather(everybodys, torch.full((1,), float(transport.rank))).wait()  # nothing was sent
+    assert everybodys.tolist() == [0.0, 1.0]
+    transport.close()
+    return told
+
+
+def test_gloo_refuses_shares_that_do_not_add_up_before_anything_is_sent(ranks: RankPool) -> None:
+    for rank, told in enumerate(ranks.run(shares_of_other_sizes, 2)):
+        assert told[0] == (
+            f"all_gather on rank {rank}: out is float32 [7] and tensor float32 [4]; out has 2 times the elements of "
+            f"tensor, and its dtype."
+        )
+        assert "tensor float64 [4]" in told[1]
+        assert "out_splits=[1, 3] and splits=[1, 2]" in told[2]
+        assert all(each.startswith(f"all_to_all on rank {rank}: out is float32") for each in told[2:])
 
 
 def with_and_without_inference_mode(modes: list[bool]) -> None:

@@ -18,6 +18,7 @@ class Played:
     def __init__(self, *, fails: int = -1) -> None:
         self.asked: list[tuple[str, int, int]] = []
         self.waited: list[tuple[str, int, timedelta]] = []
+        self.tags: list[int] = []
         self.may_arrive = threading.Event()
         self.may_arrive.set()
         self._fails = fails
@@ -29,9 +30,11 @@ class Played:
         return 3
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.tags.append(tag)
         return self._work("recv", tensors, peer)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        self.tags.append(tag)
         return self._work("send", tensors, peer)
 
     def _work(self, what: str, tensors: list[torch.Tensor], peer: int) -> Any:
@@ -53,7 +56,7 @@ def parts(*sizes: int, value: float = 0.0) -> list[torch.Tensor]:
 
 
 def both_ways(group: Any, received: list[torch.Tensor], sent: list[torch.Tensor]) -> BothWays:
-    return BothWays(group, received, sent, timeout_s=7)
+    return BothWays(group, received, sent, number=418, timeout_s=7)
 
 
 def test_what_is_expected_is_said_before_anything_is_sent() -> None:
@@ -68,6 +71,17 @@ def test_a_ranks_own_part_is_copied_and_nothing_of_no_length_travels() -> None:
     both_ways(group, received, parts(5, 3, 0, value=1.5))
     assert group.asked == [("recv", 2, 2), ("send", 0, 5)]
     assert received[1].tolist() == [1.5] * 3
+
+
+def test_messages_of_a_call_have_a_tag_that_those_of_the_next_ones_have_not() -> None:
+    tags = []
+    for number in range(1000):
+        group = Played()
+        BothWays(group, parts(1, 1, 1), parts(1, 1, 1), number=number, timeout_s=7)
+        (tag,) = set(group.tags)
+        tags.append(tag)
+    assert len(set(tags)) == 1000
+    assert 0 < min(tags) < max(tags) < 1 << 31
 
 
 def test_every_part_is_waited_for_once_with_the_deadline() -> None:

@@ -209,8 +209,7 @@ class BucketExchange:
                 self._transport.all_reduce(total).wait()
                 self._half_scale = nearest_power_of_two(float(total))
             scale = self._half_scale
-        if self._unit is not None and not opens_window and isinstance(weight, float) and weight == 0.0:
-            return self._unit  # nothing is added
+        # Also of a weight of 0: what ranks add up has one unit on all of them.
         self._count_in(scale, opens_window=opens_window)
         return scale
 

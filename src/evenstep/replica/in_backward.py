@@ -28,17 +28,14 @@ class InBackward:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._stepped: list[Any] = [each for each in parameters if hasattr(each, "_in_backward_optimizers")]
-        self._num_hooked = 0  # in the whole process, when it was last looked
         self.take_over()
 
     def take_over(self) -> None:
-        """Take torch's hooks off the parameters. Parameters are looked at only where there are others than before."""
+        """Take torch's hooks off the parameters. They are looked at while any in the process have some."""
         torchs = sys.modules.get(_TORCHS)
-        if torchs is None:
+        if torchs is None or not len(torchs.param_to_optim_hook_handle_map):
             return
         hooked = torchs.param_to_optim_hook_handle_map
-        if len(hooked) == self._num_hooked:
-            return
         known = set(map(id, self._stepped))
         for parameter in self._parameters:
             handles = hooked.pop(parameter, ())
@@ -46,7 +43,6 @@ class InBackward:
                 handle.remove()
             if handles and id(parameter) not in known:
                 self._stepped.append(parameter)
-        self._num_hooked = len(hooked)
 
     def step(self) -> None:
         """Step their parameters with gradients that have been averaged, and make those None."""

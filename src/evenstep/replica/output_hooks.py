@@ -7,6 +7,7 @@ that has the same place among its outputs, so here one tensor has them for all: 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,9 @@ class OutputHooks:
     """
 
     def __init__(self, function: Hook) -> None:
-        self._function = function
+        self._function: Hook = functools.partial(function)
+        # Outputs that have the hook themselves can be saved without a warning.
+        setattr(self._function, "__torch_unserializable__", True)  # noqa: B010
         self._carrier = torch.empty(0)
         self._carrier._backward_hooks = {0: function}
 

@@ -13,6 +13,9 @@ torch's all-to-all, and its all-gather of two ranks, begin to send and then say 
 already that the first expects something, and puts it on the wire; what he expects himself is said behind it. So the
 first sends when he has received all, and a wire that carries as much in either direction is used in one at a time. Here
 every rank first says what it expects.
+
+A call's messages have a tag of their own. So one that nobody expects, because ranks call with different sizes, is never
+taken for a later call's: its sender waits until the deadline, and says in which call.
 """
 
 from __future__ import annotations
@@ -25,36 +28,46 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-_TAG = 0x65766E  # what else is sent over the group has another
+_FIRST_TAG = 0x65760000  # what else is sent over the group has another
+_NUM_TAGS = 1 << 16
 
 
 class BothWays:
     """Parts that all ranks of a group send each other (see `transport.base.Work`).
 
-    Collective: every rank of the group makes one, in the same order.
+    Collective: every rank of the group makes one, in the same order, and keeps it until `wait` has returned: Gloo
+    forgets what it was to receive when nobody has the work any longer.
 
     Args:
         group: Over Gloo.
         received: By rank, what comes from it: one dimension, contiguous.
         sent: By rank, what goes to it; as long as what it receives. Not written to before `wait` has returned.
+        number: Of the call; the same on all ranks.
         timeout_s: Deadline of each part.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, received: Sequence[Tensor], sent: Sequence[Tensor], *, timeout_s: float
+        self,
+        group: dist.ProcessGroup,
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        *,
+        number: int,
+        timeout_s: float,
     ) -> None:
         me, size = group.rank(), group.size()
         steps = range(1, size)
+        tag = _FIRST_TAG + number % _NUM_TAGS
         self._timeout = timedelta(seconds=timeout_s)
         self._lock = threading.Lock()
         self._waiter: threading.Thread | None = None
         self._error: BaseException | None = None
         self._works = [
-            group.recv([received[peer]], peer, _TAG) for peer in ((me - step) % size for step in steps)
+            group.recv([received[peer]], peer, tag) for peer in ((me - step) % size for step in steps)
             if received[peer].numel()
         ]  # fmt: skip
         self._works += [
-            group.send([sent[peer]], peer, _TAG) for peer in ((me + step) % size for step in steps)
+            group.send([sent[peer]], peer, tag) for peer in ((me + step) % size for step in steps)
             if sent[peer].numel()
         ]  # fmt: skip
         received[me].copy_(sent[me])

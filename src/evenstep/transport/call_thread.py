@@ -109,14 +109,16 @@ class CallThread:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    @torch.inference_mode()  # in no other mode may it write to tensors that a caller has made in this one
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
             run, work = item
             error = self.failure
             if error is None:
                 try:
-                    run()
+                    # In no other mode may it write to tensors that a caller has made in this one. What callers hang on
+                    # the end of a call (futures) runs outside: what it makes is to be trained with.
+                    with torch.inference_mode():
+                        run()
                 except EvenstepError as raised:
                     error = raised
                 except Exception as raised:  # whatever it is, whoever waits has to be told

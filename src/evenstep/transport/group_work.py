@@ -132,7 +132,7 @@ class GroupWork(dist.Work):
     def _conclude(self) -> None:
         if self._copies:
             # Whichever thread this is: what was made in torch's inference mode may be written in that mode only.
-            inference = torch.is_inference_mode_enabled() or self._copies[0][0].is_inference()
+            inference = torch.is_inference_mode_enabled() or any(to.is_inference() for to, _ in self._copies)
             with _copying, torch.inference_mode(inference):
                 for to, source in self._copies:
                     to.copy_(source)

@@ -105,6 +105,7 @@ class ProcessGroupTransport:
         self._split_by = split_by
         self._close_by = close_by
         self._num_calls = 0
+        self._arguments = Arguments(name, self.rank, self.world_size)
         self._scratch = Scratch()
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -123,6 +124,7 @@ class ProcessGroupTransport:
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """See `Transport.all_gather`."""
+        self._arguments.check_sizes("all_gather", "out", out, "tensor", tensor)
         what = self._next_call("all_gather", tensor)
         if self.world_size == 2 and self._is_gloo(tensor):
             mine = _as_bytes(tensor)
@@ -131,7 +133,7 @@ class ProcessGroupTransport:
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`."""
-        Arguments(self.name, self.rank, self.world_size).check_sizes("reduce_scatter", "tensor", tensor, "out", out)
+        self._arguments.check_sizes("reduce_scatter", "tensor", tensor, "out", out)
         what = self._next_call("reduce_scatter", tensor)
         if self._is_gloo(tensor):
             return self._exchange_and_add(what, out, tensor, op)
@@ -164,6 +166,7 @@ class ProcessGroupTransport:
         splits: Sequence[int] | None = None,
     ) -> Work:
         """See `Transport.all_to_all`."""
+        self._arguments.check_all_to_all(out, tensor, out_splits, splits)
         what = self._next_call("all_to_all", tensor)
         if self._is_gloo(tensor):
             received, sent = _as_bytes(out), _as_bytes(tensor)
@@ -252,7 +255,7 @@ class ProcessGroupTransport:
         finish: Callable[[], object] | None = None,
     ) -> Work:
         try:
-            work = BothWays(self._open_group(), received, sent, timeout_s=self._timeout_s)
+            work = BothWays(self._open_group(), received, sent, number=self._num_calls, timeout_s=self._timeout_s)
         except RuntimeError as error:
             raise self._explained(error, what) from error
         return _GroupWork(work, self, what, finish)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from datetime import timedelta
 from typing import Any
@@ -121,3 +122,17 @@ def test_a_failure_ends_the_asking_too() -> None:
         threading.Event().wait(0.001)
     with pytest.raises(RuntimeError, match="no word of rank 0"):
         work.wait()
+
+
+def test_what_nobody_waits_for_is_waited_for() -> None:
+    """Gloo would forget what it is to receive, and the next calls would time out."""
+    played = Played()
+    played.may_arrive.clear()
+    both_ways(played, parts(1, 1, 1), parts(1, 1, 1))
+    gc.collect()
+    threads = [each for each in threading.enumerate() if each.name == "evenstep both ways"]
+    assert len(threads) == 1
+    assert played.waited == []
+    played.may_arrive.set()
+    threads[0].join(20)
+    assert [(what, peer) for what, peer, _ in played.waited] == [(what, peer) for what, peer, _ in played.asked]

@@ -321,3 +321,8 @@ def test_outputs_can_be_saved_without_a_warning_of_hooks(alone):
     stream.seek(0)
     again = torch.load(stream)
     assert all(map(torch.equal, outputs, again))
+
+
+def test_wrapping_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(ConfigurationError, match=r"Wrap the model outside\.$"):
+        evenstep.DistributedDataParallel(torch.nn.Linear(1, 1), world=evenstep.World.alone())

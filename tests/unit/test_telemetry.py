@@ -10,6 +10,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 import evenstep
 from evenstep.health.telemetry import (
+    _MOST_PER_STEP,
     BACKWARD,
     END,
     FORWARD,
@@ -105,6 +106,19 @@ def test_an_evaluation_leaves_no_marks() -> None:
         for _ in range(5):
             model(torch.randn(3, 4))
     assert list(model.engine.recorder._marks) == before
+
+
+def test_a_model_that_nobody_trains_remembers_no_more_and_more() -> None:
+    world = evenstep.World.alone()
+    idle, busy = (evenstep.DistributedDataParallel(torch.nn.Linear(4, 2), world=world) for _ in range(2))
+    train(idle, 1)
+    for _ in range(_MOST_PER_STEP):
+        idle.engine.recorder.forward(0)
+    train(busy, 3)
+    assert len(idle.engine.recorder._marks) < _MOST_PER_STEP + 100
+    assert len(world.telemetry.steps(1)) == 3
+    train(idle, 3)
+    assert [step.optimizer_s > 0 for step in world.telemetry.steps(0)][-2:] == [True, True]
 
 
 def test_only_the_last_steps_are_kept() -> None:

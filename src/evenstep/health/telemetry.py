@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 FORWARD, FORWARD_END, BACKWARD, WAITING, REDUCED, END, OPTIMIZER, OPTIMIZER_END = range(-8, 0)
 
 NUM_STEPS_KEPT = 1000
+_MOST_PER_STEP = 20_000  # numbers: a model that nobody trains sees the steps of all optimizers there are
 
 _SPANS = ("forward", "backward", "wait", "finish", "optimizer")
 # What a mark ends, and what it begins. A backward pass that nobody ends lasts until something else begins.
@@ -117,7 +118,8 @@ class Recorder:
         """A forward pass ends now."""
         if self._is_over:
             self._begin_step()
-        self._marks.extend((FORWARD, began_ns, FORWARD_END, perf_counter_ns()))
+        if len(self._marks) - self._begins[-1] < _MOST_PER_STEP:
+            self._marks.extend((FORWARD, began_ns, FORWARD_END, perf_counter_ns()))
 
     def mark(self, what: int) -> None:
         """Something happens now."""
@@ -249,7 +251,7 @@ def _optimizer_marked(what: int, *_: object) -> None:
     now_ns = perf_counter_ns()
     for each in _marked_by_optimizers:
         recorder = each()
-        if recorder is not None and (marks := recorder._marks):
+        if recorder is not None and (marks := recorder._marks) and len(marks) - recorder._begins[-1] < _MOST_PER_STEP:
             marks.append(what)
             marks.append(now_ns)
             recorder._is_over = True

@@ -249,8 +249,14 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: 
     local parts, as torch's class does it.
 
     Raises:
-        ConfigurationError: Both are given, the group is none, or the mesh has more than one dimension.
+        ConfigurationError: Both are given, the group is none, the mesh has more than one dimension, or all that is made
+            now could never be written to.
     """
+    if torch.is_inference_mode_enabled():
+        raise ConfigurationError(
+            "DistributedDataParallel inside torch.inference_mode(): what is made there can't take part in training. "
+            "Wrap the model outside."
+        )
     validate_group("DistributedDataParallel: process_group", process_group)
     if device_mesh is None:
         return process_group

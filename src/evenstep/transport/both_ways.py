@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,8 +37,8 @@ _NUM_TAGS = 1 << 16
 class BothWays:
     """Parts that all ranks of a group send each other (see `transport.base.Work`).
 
-    Collective: every rank of the group makes one, in the same order, and keeps it until `wait` has returned: Gloo
-    forgets what it was to receive when nobody has the work any longer.
+    Collective: every rank of the group makes one, in the same order. Gloo forgets what it was to receive when nobody
+    has the work any longer; so where nobody waits for it, a thread does.
 
     Args:
         group: Over Gloo.
@@ -62,7 +64,7 @@ class BothWays:
         self._lock = threading.Lock()
         self._waiter: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._works = [
+        self._works: list[Any] = [
             group.recv([received[peer]], peer, tag) for peer in ((me - step) % size for step in steps)
             if received[peer].numel()
         ]  # fmt: skip
@@ -71,6 +73,7 @@ class BothWays:
             if sent[peer].numel()
         ]  # fmt: skip
         received[me].copy_(sent[me])
+        weakref.finalize(self, _wait_for_dropped, self._works, self._timeout).atexit = False
 
     def wait(self) -> None:
         """Return when all have arrived.
@@ -99,3 +102,14 @@ class BothWays:
     def _wait_quietly(self) -> None:
         with contextlib.suppress(RuntimeError):  # kept for who waits
             self.wait()
+
+
+def _wait_for_dropped(works: list[Any], timeout: timedelta) -> None:
+    if works:
+        threading.Thread(target=_wait_in_turn, args=(works, timeout), name="evenstep both ways", daemon=True).start()
+
+
+def _wait_in_turn(works: list[Any], timeout: timedelta) -> None:
+    with contextlib.suppress(RuntimeError):
+        for work in works:
+            work.wait(timeout)

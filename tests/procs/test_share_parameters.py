@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from evenstep.errors import ConfigurationError, MismatchError, UsageError
 from evenstep.replica.host_copy import HostCopy
 from evenstep.transport import common
 from evenstep.transport.common import is_in_common
+from evenstep.transport.segment import PAGE_BYTES
 
 from .test_several_hosts import on_hosts
 
@@ -163,8 +165,8 @@ def proportional_bytes() -> int:
     return sum(each["Pss"] for each in in_smaps(common.NAME))
 
 
-def measure_memory(seed: int) -> tuple[int, int, int, int]:
-    """(PSS, bytes mapped, bytes of parameters, pages of parameters that nobody else has)."""
+def measure_memory(seed: int) -> tuple[int, int, int, int, int]:
+    """(PSS, bytes mapped, bytes of parameters, pages of parameters that nobody else has, what buckets round up to)."""
     model = wrap(seed)
     gc.collect()
     before = {each["start"] for each in in_smaps(common.NAME)}  # of other tests on these ranks, not yet collected
@@ -181,18 +183,53 @@ def measure_memory(seed: int) -> tuple[int, int, int, int]:
     mapped = [each for each in in_smaps(common.NAME) if each["start"] not in before]
     parts = [sum(each[key] for each in mapped) for key in ("Pss", "Size", "Private_Dirty")]
     world.barrier()
-    return parts[0], parts[1], sum(p.nbytes for p in model.parameters()), parts[2]
+    rounding = PAGE_BYTES * len(model.engine.exchange.sharded_buckets)
+    return parts[0], parts[1], sum(p.nbytes for p in model.parameters()), parts[2], rounding
 
 
 @pytest.mark.parametrize("nproc", [2, 4])
 def test_a_host_has_one_copy(ranks, fresh_seed, nproc):
     told = ranks.run(measure_memory, nproc, fresh_seed)
-    parameters = told[0][2]
-    in_all = sum(pss for pss, _, _, _ in told)
-    assert all(parameters <= size <= 1.1 * parameters + 65536 for _, size, _, _ in told)
+    parameters, rounding = told[0][2], told[0][4]
+    in_all = sum(pss for pss, *_ in told)
+    assert all(parameters <= size <= 1.1 * parameters + rounding for _, size, *_ in told)
     assert parameters <= in_all + 4096 * nproc  # PSS is rounded down
-    assert in_all <= 1.1 * parameters + 65536
-    assert all(private == 0 for _, _, _, private in told)
+    assert in_all <= 1.1 * parameters + rounding
+    assert all(private == 0 for _, _, _, private, _ in told)
+
+
+def peaks_of_layouts(seed: int) -> tuple[int, int, int, int]:
+    """Bytes: (parameters, the largest bucket, the most that was mapped while buckets were laid out anew, behind it)."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    layers = [nn.Linear(256, 256, bias=False) for _ in range(12)]  # 0.25 MiB each
+    model = evenstep.DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.25, first_bucket_cap_mb=0.25)
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, **SHARED)
+    gc.collect()
+    before = sum(common._ranges.values())  # of this model and of those of earlier tests that are not gone yet
+    peaks: list[int] = []
+
+    def note(*args: Any, **options: Any) -> Any:
+        mapping = common.map_in_common(*args, **options)
+        peaks.append(sum(common._ranges.values()))
+        return mapping
+
+    with mock.patch("evenstep.replica.host_copy.map_in_common", note):
+        model.register_comm_hook(None, default_hooks.allreduce_hook)  # lays the buckets out anew
+    buckets = model.engine.exchange.sharded_buckets
+    assert len(peaks) == len(buckets) >= 6
+    largest = max(bucket.values.nbytes for bucket in buckets)
+    assert world.exchange(len(peaks)) == [len(peaks)] * world.world_size
+    del optimizer
+    return before, largest, max(peaks), sum(common._ranges.values())
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_host_never_has_two_copies(ranks, fresh_seed, nproc):
+    """Not even while buckets are laid out anew: each gets its memory when the one before has left its own."""
+    for before, largest, peak, after in ranks.run(peaks_of_layouts, nproc, fresh_seed):
+        assert peak <= before + 2 * (largest + 65536)
+        assert after == before
 
 
 def left_behind(seed: int) -> tuple[int, list[str]]:
@@ -378,20 +415,29 @@ def test_where_it_cannot_work_it_is_refused(ranks, fresh_seed):
     assert all("consecutive numbers" in text for text in ranks.run(on_uneven_hosts, 3, fresh_seed))
 
 
-def no_memory(seed: int, culprit: int) -> str:
-    """The system refuses on one rank: that of rank 0 to make it, that of another to map it."""
+def no_memory(seed: int, culprit: int, num_before: int) -> str:
+    """The system refuses on one rank: that of rank 0 to make it, that of another to map it; buckets before had some."""
     model = wrap(seed)
     world = model.world
     gc.collect()
     before = sum(each["Size"] for each in in_smaps(common.NAME))  # of models of earlier tests that are not gone yet
-    failing = mock.Mock(side_effect=OSError(12, "Cannot allocate memory"))
+    values = values_of(model)
     name = "os.memfd_create" if culprit == 0 else "evenstep.transport.common.Mapping"
+    really, calls = os.memfd_create if culprit == 0 else common.Mapping, itertools.count()
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if next(calls) < num_before:
+            return really(*args, **options)
+        raise OSError(12, "Cannot allocate memory")
+
     patched = mock.patch(name, failing) if world.rank == culprit else contextlib.nullcontext()
     with patched, pytest.raises(ConfigurationError) as caught:
         evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, **SHARED)
     told = str(caught.value)
     del caught  # whose traceback holds what was mapped
     gc.collect()
+    assert not any(is_in_common(p) for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True))
     assert sum(each["Size"] for each in in_smaps(common.NAME)) <= before
     assert (
         repr(HostCopy(world, world.transport)) == f"<HostCopy of ranks {', '.join(map(str, range(world.world_size)))}>"
@@ -401,9 +447,10 @@ def no_memory(seed: int, culprit: int) -> str:
     return told
 
 
+@pytest.mark.parametrize("num_before", [0, 1])
 @pytest.mark.parametrize("culprit", [0, 1])
-def test_memory_that_cannot_be_had_is_an_error_on_all(ranks, fresh_seed, culprit):
-    told = ranks.run(no_memory, 2, fresh_seed, culprit)
+def test_memory_that_cannot_be_had_is_an_error_on_all(ranks, fresh_seed, culprit, num_before):
+    told = ranks.run(no_memory, 2, fresh_seed, culprit, num_before)
     assert told[0] == told[1]
     assert f"on rank {culprit}: " in told[0]
     assert "Cannot allocate memory" in told[0]

@@ -151,3 +151,71 @@ def test_what_cant_be_fused_is_named():
     flat = evenstep.fuse(torch.optim.SGD(parameters, lr=0.1))
     with pytest.raises(ConfigurationError, match="plain optimizer"):
         flat.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_parameters_that_no_fused_step_takes_are_stepped_as_torchs(kind: str):
+    """Complex ones, beside real ones in one group."""
+    torch.manual_seed(3)
+    values = torch.randn(3, 4, dtype=torch.complex128), torch.randn(5, dtype=torch.float64)
+    for order in (1, -1):
+        pairs = []
+        for wrap in (False, True):
+            parameters = [nn.Parameter(value.clone()) for value in values[::order]]
+            plain = getattr(torch.optim, kind)(parameters, lr=0.1)
+            pairs.append((parameters, evenstep.fuse(plain) if wrap else plain))
+        for _ in range(3):
+            for parameters, optimizer in pairs:
+                sum((p * p.conj()).real.sum() for p in parameters).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for ours, theirs in zip(pairs[1][0], pairs[0][0], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_a_rate_that_is_a_tensor_is_rounded_as_torch_rounds_it(kind: str):
+    """torch's fused steps read it as a number, and differ from the others by what float32 has of it."""
+    (model, plain), (other, optimizer) = twins(kind, lr=torch.tensor(0.01))
+    flat = evenstep.fuse(optimizer)
+    for each in (plain, flat):  # a group has a tensor of its own after that
+        torch.optim.lr_scheduler.ExponentialLR(each, 0.9)
+    train(model, plain, 4)
+    train(other, flat, 4)
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_hooks_of_state_dicts_see_the_state_and_may_change_it():
+    (_, plain), (other, optimizer) = twins("SGD", momentum=0.9)
+    flat = evenstep.fuse(optimizer)
+    train(other, flat, 5)
+    before = flat.state_dict()
+    seen: list[int] = []
+    handle = flat.register_state_dict_post_hook(lambda _, state: seen.append(len(state["state"])))
+    flat.register_load_state_dict_pre_hook(
+        lambda _, given: {
+            **given,
+            "state": {n: {k: v * 2 for k, v in each.items()} for n, each in given["state"].items()},
+        }
+    )
+    flat.load_state_dict(before)
+    doubled = flat.state_dict()
+    assert seen == [len(before["state"])] == [len(list(other.parameters()))]
+    for number, state in before["state"].items():
+        assert torch.equal(doubled["state"][number]["momentum_buffer"], 2 * state["momentum_buffer"])
+    handle.remove()
+    with pytest.raises(UsageError, match="state_dict"):
+        flat.state[next(other.parameters())]
+    plain.load_state_dict(doubled)
+
+
+@pytest.mark.parametrize("given", [None, "x", [1], {}, {"state": {}}, {"state": {0: 5}, "param_groups": []}])
+def test_what_is_no_state_dict_is_named_and_changes_nothing(given: object):
+    _, (other, optimizer) = twins("AdamW")
+    flat = evenstep.fuse(optimizer)
+    train(other, flat, 6)
+    before = copy.deepcopy(flat.state_dict())
+    with pytest.raises(ConfigurationError, match="load_state_dict: "):
+        flat.load_state_dict(given)  # type: ignore[arg-type]
+    torch.testing.assert_close(flat.state_dict(), before, rtol=0, atol=0)

@@ -33,6 +33,21 @@ def test_rates_are_scaled_by_the_rule_and_what_was_decided_is_printed(rule, fact
         evenstep.scale_learning_rate(optimizer, base_batch_size=1, global_batch_size=1, world=world)
 
 
+def test_a_rate_that_groups_have_in_common_is_scaled_once_and_later_groups_get_it_too(capsys):
+    rate, parameters = torch.tensor(0.5), [nn.Parameter(torch.zeros(1)) for _ in range(4)]
+    optimizer = torch.optim.SGD([{"params": [each]} for each in parameters[:3]], lr=rate)
+    world = evenstep.World.alone(device="cpu")
+    assert evenstep.scale_learning_rate(optimizer, base_batch_size=8, global_batch_size=32, world=world) == 4.0
+    optimizer.add_param_group({"params": [parameters[3]]})
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [2.0] * 4
+    assert [float(group["unscaled_lr"]) for group in optimizer.param_groups[:3]] == [0.5] * 3
+    assert capsys.readouterr().out.startswith("learning rate: 0.5 to 2 (")
+    optimizer = optimizer_of(0.1)
+    evenstep.scale_learning_rate(optimizer, base_batch_size=8, global_batch_size=16, world=world)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 2.0]  # the second has the default, scaled
+
+
 def test_wrong_arguments_are_named():
     world = evenstep.World.alone(device="cpu")
     for wrong in ({"base_batch_size": 0}, {"global_batch_size": 2.5}, {"rule": "cubic"}, {"accumulation_steps": 0}):
@@ -104,3 +119,69 @@ def test_the_average_follows_its_formula_and_is_applied_for_a_while():
         evenstep.ExponentialAverage(nn.Sequential(nn.Linear(2, 2))).load_state_dict(
             {"num_steps": 1, "parameters": {"0.weight": torch.zeros(3, 3), "0.bias": torch.zeros(2)}, "buffers": {}}
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_average_of_16_bit_parameters_doesnt_stand_still(dtype):
+    model = nn.Linear(3, 2, bias=False).to(dtype)
+    nn.init.ones_(model.weight)
+    average = evenstep.ExponentialAverage(model, 0.999, ramp_up=False)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    for _ in range(2):
+        for _ in range(500):
+            average.update()
+        for _ in range(3):  # what is evaluated loses nothing
+            with average.applied():
+                inside = model.weight.detach().clone()
+                assert inside.dtype is dtype
+            assert torch.equal(model.weight, torch.full_like(model.weight, 2.0))
+    expected = 2.0 - 0.999**1000
+    assert float(inside[0, 0]) == pytest.approx(expected, rel=torch.finfo(dtype).eps)
+    assert float(average.state_dict()["parameters"]["weight"][0, 0]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_average_loads_into_one_of_the_plain_model():
+    world = evenstep.World.alone(device="cpu")
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    average = evenstep.ExponentialAverage(evenstep.DistributedDataParallel(model, world=world))
+    state = average.state_dict()
+    assert state["parameters"].keys() == dict(model.named_parameters()).keys()
+    nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).load_state_dict({**state["parameters"], **state["buffers"]})
+    other = evenstep.ExponentialAverage(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    wrapped = {kind: {f"module.{n}": t + 1 for n, t in state[kind].items()} for kind in ("parameters", "buffers")}
+    other.load_state_dict({"num_steps": 3, **wrapped})  # as they were saved before
+    assert torch.equal(other.state_dict()["parameters"]["0.weight"], state["parameters"]["0.weight"] + 1)
+    with pytest.raises(ConfigurationError, match="parameters="):
+        other.load_state_dict({"num_steps": 3, "parameters": {"0.weight": 5}, "buffers": {}})
+
+
+def _grow(model: nn.Sequential) -> None:
+    model.append(nn.Linear(3, 3))
+
+
+def _shrink(model: nn.Sequential) -> None:
+    del model[1]
+
+
+def _widen(model: nn.Sequential) -> None:
+    model[1] = nn.Linear(3, 5)
+
+
+def _buffer(model: nn.Sequential) -> None:
+    model[1].register_buffer("mask", torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [(_grow, "'2.bias'"), (_shrink, "'1.bias'"), (_widen, "'1.bias'"), (_buffer, "'1.mask'")]
+)
+def test_an_average_of_a_model_that_has_changed_is_an_error(change, told):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    average = evenstep.ExponentialAverage(model)
+    change(model)
+    with pytest.raises(UsageError, match=rf"update: {told}.*complete"):
+        average.update()
+    assert average.num_steps == 0
+    with pytest.raises(UsageError, match=rf"applied: {told}"), average.applied():
+        pass
+    average.load_state_dict(average.state_dict())  # it isn't left inside

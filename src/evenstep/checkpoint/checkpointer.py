@@ -245,7 +245,7 @@ class Checkpointer:
         if any(isinstance(o, DistributedDataParallel) and o.engine.is_accumulating for o in self._objects.values()):
             raise UsageError(
                 "checkpoint.save in the middle of an accumulation: its gradients would be lost. Call it after the "
-                "optimizer's step."
+                "optimizer's step; of LocalUpdates, behind an average."
             )
         self._open()
         if self._last_saved is None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica.bucket import HALF_PRECISION
+from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.transport.common import is_in_common
 
 _NUM_STEPS = "num_steps"
@@ -27,10 +29,12 @@ class ExponentialAverage:
         with average.applied():
             evaluate(model)
 
-    Replicas are equal, so every rank averages for itself and nothing travels; all averages are equal too.
+    Replicas are equal, so every rank averages for itself and nothing travels; all averages are equal too. Averages of
+    16-bit parameters have 32 bits, which a small share of a step would otherwise be lost in. Names are those of the
+    wrapped module, so that averages load into a plain model.
 
     Args:
-        model: Its parameters are averaged, and its floating-point module buffers copied.
+        model: Its parameters are averaged, and its module buffers copied.
         decay: At least 0 and less than 1.
         ramp_up: Begin with a smaller decay, min(decay, (1 + steps) / (10 + steps)): the start is soon forgotten.
 
@@ -45,24 +49,30 @@ class ExponentialAverage:
         self.ramp_up = checks.switch("ExponentialAverage: ramp_up", ramp_up)
         self.num_steps = 0
         self._is_applied = False
-        self._model = model
-        self._averages = {name: p.detach().clone() for name, p in model.named_parameters()}
-        self._buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._averages = {
+            name: p.detach().to(torch.float32 if p.dtype in HALF_PRECISION else p.dtype, copy=True)
+            for name, p in self._model.named_parameters()
+        }
+        self._buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
+        self._before: dict[str, Tensor] = {}  # inside `applied`: parameters of another dtype than their average
 
     @torch.no_grad()
     def update(self) -> None:
         """Take the parameters as they are now into the average. Call it once per optimizer step.
 
         Raises:
-            UsageError: Inside `applied`, where the parameters are the average.
+            UsageError: Inside `applied`, where the parameters are the average; or the model has other parameters now.
         """
         self._validate_not_applied("update")
+        parameters, buffers = self._current("update")
         decay = min(self.decay, (1 + self.num_steps) / (10 + self.num_steps)) if self.ramp_up else self.decay
         self.num_steps += 1
-        current = {name: p.detach() for name, p in self._model.named_parameters()}
         floating = [name for name, average in self._averages.items() if average.is_floating_point()]
-        torch._foreach_lerp_([self._averages[n] for n in floating], [current[n] for n in floating], 1 - decay)
-        for name, buffer in self._model.named_buffers():
+        averages = [self._averages[name] for name in floating]
+        current = [parameters[n].detach().to(a.dtype) for n, a in zip(floating, averages, strict=True)]
+        torch._foreach_lerp_(averages, current, 1 - decay)
+        for name, buffer in buffers.items():
             self._buffers[name].copy_(buffer)
 
     @contextlib.contextmanager
@@ -73,9 +83,10 @@ class ExponentialAverage:
         their memory instead, so that each rank may evaluate when it likes.
 
         Raises:
-            UsageError: Inside `applied`.
+            UsageError: Inside `applied`; or the model has other parameters than when the average was made.
         """
         self._validate_not_applied("applied")
+        self._current("applied")
         self._is_applied = True
         self._exchange()
         try:
@@ -88,16 +99,41 @@ class ExponentialAverage:
         if self._is_applied:
             raise UsageError(f"ExponentialAverage.{what} inside `with average.applied()`. Leave the block first.")
 
+    def _current(self, what: str) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
+        """The model's parameters and module buffers, if they are those that there were."""
+        parameters, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
+        for now, kept in ((parameters, self._averages), (buffers, self._buffers)):
+            found = {name: (each.shape, each.device) for name, each in now.items()}
+            before = {name: (each.shape, each.device) for name, each in kept.items()}
+            if found != before:
+                name = min(n for n in found.keys() | before.keys() if found.get(n) != before.get(n))
+                raise UsageError(
+                    f"ExponentialAverage.{what}: {name!r} was {_told(before.get(name))} when the average was made, and "
+                    f"is {_told(found.get(name))} now. Make the average when the model is complete and on its device."
+                )
+        return parameters, buffers
+
     @torch.no_grad()
     def _exchange(self) -> None:
-        pairs: list[tuple[Tensor, Tensor]] = []
+        pairs = [(buffer, self._buffers[name]) for name, buffer in self._model.named_buffers()]
         for name, parameter in self._model.named_parameters():
             average = self._averages[name]
-            if is_in_common(parameter) or is_in_common(average):
+            if name in self._before:
+                before = self._before.pop(name)
+                if is_in_common(before):
+                    parameter.data = before
+                else:
+                    parameter.copy_(before)
+            elif average.dtype is not parameter.dtype:  # exchanged, it would lose what the other dtype can't hold
+                if is_in_common(parameter):
+                    self._before[name], parameter.data = parameter.data, average.to(parameter.dtype)
+                else:
+                    self._before[name] = parameter.detach().clone()
+                    parameter.copy_(average)
+            elif is_in_common(parameter) or is_in_common(average):
                 parameter.data, self._averages[name] = average, parameter.data
             else:
                 pairs.append((parameter, average))
-        pairs += [(buffer, self._buffers[name]) for name, buffer in self._model.named_buffers()]
         for one, other in pairs:
             before = one.detach().clone()
             one.copy_(other)
@@ -119,16 +155,24 @@ class ExponentialAverage:
         if not isinstance(state, Mapping):
             raise checks.refuse(f"{where}: state", state, "what state_dict() returned")
         num_steps = checks.whole(f"{where}: {_NUM_STEPS}", state.get(_NUM_STEPS), least=0)
+        loaded: dict[str, dict[str, Tensor]] = {}
         for kind, own in (("parameters", self._averages), ("buffers", self._buffers)):
             given = state.get(kind)
-            if not isinstance(given, Mapping):
+            if not isinstance(given, Mapping) or not all(isinstance(each, Tensor) for each in given.values()):
                 raise checks.refuse(f"{where}: {kind}", given, "tensors by name, as state_dict() gives them")
+            if given.keys() != own.keys():  # saved of a wrapped model, by its names
+                given = {name.removeprefix("module."): tensor for name, tensor in given.items()}
             differing = sorted(own.keys() ^ given.keys()) or [n for n in own if own[n].shape != given[n].shape]
             if differing:
                 raise ConfigurationError(
                     f"{where}: {kind} differ, first in {differing[0]!r}; the average is of another model."
                 )
+            loaded[kind] = dict(given)
         self.num_steps = num_steps
         for kind, own in (("parameters", self._averages), ("buffers", self._buffers)):
             for name, tensor in own.items():
-                tensor.copy_(state[kind][name])
+                tensor.copy_(loaded[kind][name])
+
+
+def _told(what: tuple[torch.Size, torch.device] | None) -> str:
+    return "not there" if what is None else f"{list(what[0])} on {what[1]}"

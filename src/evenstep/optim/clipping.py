@@ -18,9 +18,8 @@ from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.optim import exact
-from evenstep.optim.divided import DividedOptimizer
-from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.hidden_gradient import HiddenGradient, local_parts
+from evenstep.replica.torch_interface import wrapped_models
 from evenstep.transport.base import Transport
 
 Parameters = optim.Optimizer | nn.Module | Tensor | Iterable[Tensor]
@@ -30,7 +29,7 @@ Parameters = optim.Optimizer | nn.Module | Tensor | Iterable[Tensor]
 def clip_grad_norm_(
     parameters: Parameters,
     max_norm: float | Sequence[float],
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     *,
     by_group: bool = False,
@@ -43,7 +42,7 @@ def clip_grad_norm_(
     Args:
         parameters: An optimizer, a module, or parameters.
         max_norm: The largest norm that stays as it is; with `by_group` also one per parameter group.
-        norm_type: Exponent of the norm, greater than 0; `math.inf` for the largest absolute value.
+        norm_type: Exponent of the norm, greater than 0; `math.inf` or "inf" for the largest absolute value.
         error_if_nonfinite: Raise if the norm is infinite or NaN (on a GPU this waits for the device).
         by_group: Take each parameter group of the optimizer by itself.
 
@@ -56,13 +55,14 @@ def clip_grad_norm_(
         NonFiniteError: See `error_if_nonfinite`; gradients are as they were.
     """
     who = "clip_grad_norm_"
-    _validate_averaged(parameters, who)
     checks.switches(f"{who}: ", error_if_nonfinite=error_if_nonfinite, by_group=by_group)
     groups = _groups(parameters, who, by_group=by_group)
+    _validate_averaged(groups, who)
     limits = _limits(max_norm, len(groups), by_group=by_group)
-    checks.number(f"{who}: norm_type", norm_type, above=0, finite=False)
+    norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type  # as torch takes it
+    exponent = checks.number(f"{who}: norm_type", norm_type, above=0, finite=False)
     gradients = [_Gradients(group) for group in groups]
-    norms = _norms(gradients, float(norm_type))
+    norms = _norms(gradients, exponent)
     if error_if_nonfinite and not bool(torch.isfinite(norms).all()):
         raise NonFiniteError(
             f"clip_grad_norm_: the gradient's norm is {norms.tolist()}. To clip anyway, leave error_if_nonfinite out."
@@ -86,9 +86,10 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
         ConfigurationError: The value makes no sense.
         UsageError: The gradients have not been averaged over ranks yet.
     """
-    _validate_averaged(parameters, "clip_grad_value_")
     clip_value = checks.number("clip_grad_value_: clip_value", clip_value, least=0, finite=False)
-    for group in _groups(parameters, "clip_grad_value_", by_group=False):
+    groups = _groups(parameters, "clip_grad_value_", by_group=False)
+    _validate_averaged(groups, "clip_grad_value_")
+    for group in groups:
         gradients = _Gradients(group)
         for same in _by_kind(gradients.parts + gradients.whole):
             torch._foreach_clamp_min_(same, -clip_value)
@@ -224,9 +225,13 @@ def _groups(parameters: Parameters, who: str, *, by_group: bool) -> list[list[Te
     raise checks.refuse(f"{who}: parameters", parameters, "an optimizer, a module, or parameters")
 
 
-def _validate_averaged(parameters: Parameters, what: str) -> None:
-    model = parameters.model if isinstance(parameters, DividedOptimizer) else parameters
-    if isinstance(model, DistributedDataParallel) and model.engine.is_in_window and model.world.world_size > 1:
+def _validate_averaged(groups: Sequence[Sequence[Tensor]], what: str) -> None:
+    models = [each for each in wrapped_models() if each.engine.is_in_window and each.world.world_size > 1]
+    if not models:
+        return
+    given = {id(parameter) for group in groups for parameter in group}
+    model = next((each for each in models if any(id(p) in given for p in each.engine.parameters)), None)
+    if model is not None:
         raise UsageError(
             f"{what} on rank {model.world.rank}: gradients have been added on this rank since they were last averaged "
             f"over ranks, so their norm would be this rank's alone. Clip behind the backward pass that ends the window."

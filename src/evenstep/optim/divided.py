@@ -8,6 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn, optim
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.optim.elements import ElementDivision
 from evenstep.optim.kinds import is_divided
@@ -69,7 +70,13 @@ class DividedOptimizer(optim.Optimizer):
 
         It loads into a plain optimizer of the same class, and into a divided one on any number of ranks.
         """
-        return self._packed(self._divided.let_go())
+        by_index = self._divided.let_go()
+        states = {parameter: by_index.get(self._index_of[id(parameter)]) for parameter in self._all_parameters()}
+        self.state = {parameter: state for parameter, state in states.items() if state}  # type: ignore[assignment]
+        try:
+            return super().state_dict()  # with what hooks of the program make of it
+        finally:
+            self.state = _DividedState()  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up a state dict, of a plain optimizer or of a divided one on any number of ranks.
@@ -77,15 +84,27 @@ class DividedOptimizer(optim.Optimizer):
         Every rank gives the same.
 
         Raises:
-            ConfigurationError: A tensor of it doesn't have its parameter's shape.
+            ConfigurationError: It is no state dict, or a tensor of it doesn't have its parameter's shape.
             ValueError: torch's own, where parameter groups don't match.
         """
-        self._validate_loaded(state_dict)
-        super().load_state_dict({**state_dict, "state": {}})
+        _validate_state_dict(state_dict)
+        heard: list[Mapping[str, Any]] = []
+
+        def take_state(_: optim.Optimizer, given: Any) -> dict[str, Any]:
+            self._validate_loaded(given)
+            heard.append(given)
+            return {**given, "state": {}}
+
+        # Behind the program's own hooks, which may give another state dict.
+        handle = self.register_load_state_dict_pre_hook(take_state)
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            handle.remove()
         self.state = _DividedState()  # type: ignore[assignment]
         by_index: dict[int, State] = {}
-        for number, parameter in self._numbered(state_dict):
-            state = state_dict["state"].get(number)
+        for number, parameter in self._numbered(heard[0]):
+            state = heard[0]["state"].get(number)
             if state:
                 by_index[self._index_of[id(parameter)]] = dict(state)
         self._divided.take_up(by_index)
@@ -114,6 +133,7 @@ class DividedOptimizer(optim.Optimizer):
         }
 
     def _packed(self, by_index: Mapping[int, State]) -> dict[str, Any]:
+        """A state dict of which a part is missing."""
         packed: dict[str, Any] = super().state_dict()
         states = {number: by_index.get(self._index_of[id(p)]) for number, p in enumerate(self._all_parameters())}
         packed["state"] = {number: state for number, state in states.items() if state}
@@ -135,6 +155,15 @@ class DividedOptimizer(optim.Optimizer):
                         f"load_state_dict on rank {self._rank}: {key!r} of parameter {name!r} has the shape "
                         f"{list(value.shape)}, and the parameter {list(parameter.shape)}."
                     )
+
+
+def _validate_state_dict(given: Any) -> None:
+    is_one = isinstance(given, Mapping) and isinstance(given.get("state"), Mapping)
+    if not is_one or not isinstance(given.get("param_groups"), Sequence):
+        raise checks.refuse("load_state_dict: state_dict", given, "what an optimizer's state_dict() gives")
+    wrong = [state for state in given["state"].values() if not isinstance(state, Mapping)]
+    if wrong:
+        raise checks.refuse("load_state_dict: the state of a parameter", wrong[0], "values by name")
 
 
 class _DividedState(dict[Any, Any]):

@@ -78,6 +78,7 @@ class ElementDivision:
         self._host_copy: HostCopy | None = None
         self._runs: list[Run] = []
         self._are_set = False  # whether every run's gradient is its part of the shard
+        self._versions: list[int] = []  # of parameters, if values are kept in another precision beside them
         self._inner: optim.Optimizer
         self.take_up({})
         exchange.follow(self)
@@ -98,6 +99,8 @@ class ElementDivision:
         """Collective: step this rank's shards, and give every rank the values of all."""
         self._arrive()
         host_copy = self._host_copy
+        if self._master:
+            self._take_over_changes()
         if host_copy is None:
             for bucket in self._buckets:
                 bucket.keep_hold()
@@ -121,6 +124,29 @@ class ElementDivision:
             bucket.finish_gather(work, later=is_later)
         if host_copy is not None:
             host_copy.close()
+        self._versions = self._count_changes()
+
+    def _take_over_changes(self) -> None:
+        """What a program has written into parameters since the last step counts, and not the values kept beside them.
+
+        Where it wrote nothing those are kept. Written by way of `p.data` it isn't noticed.
+        """
+        if self._host_copy is None:  # else another rank's writing isn't counted here
+            is_replaced = any(bucket.replaced() is not None for bucket in self._buckets)
+            for bucket in self._buckets:
+                bucket.keep_hold()
+            if not is_replaced and self._versions == self._count_changes():
+                return
+        for run in self._runs:
+            if run.has_master:
+                own = run.bucket.own[run.begin : run.end]
+                run.values.copy_(torch.where(run.values.to(own.dtype) == own, run.values, own.to(run.values.dtype)))
+
+    def _count_changes(self) -> list[int]:
+        if not self._master:
+            return []
+        with torch._C.DisableTorchFunctionSubclass():  # parameters that are on their way aren't waited for
+            return [parameter._version for bucket in self._buckets for parameter in bucket.parameters]
 
     def _num_views(self, bucket: ShardedBucket) -> int:
         """How many of the inner optimizer's tensors lie in a bucket's values."""
@@ -173,7 +199,7 @@ class ElementDivision:
         own.update((key, value) for key, value in group.items() if key not in ("params", "param_names"))
         world = worlds.initialised()
         in_lanes = world is not None and world.lanes is not None
-        if own["params"] and choose_fused(self._kind, group, own["params"][0].device, in_lanes=in_lanes):
+        if own["params"] and choose_fused(self._kind, group, own["params"], in_lanes=in_lanes):
             own["fused"], own["foreach"] = True, False
 
     # ------------------------------------------------------------------ state
@@ -220,6 +246,7 @@ class ElementDivision:
             self._copy_options(group, own)
             inner_groups.append(own)
         self._inner = self._kind(inner_groups, **self._defaults)
+        self._versions = self._count_changes()
         for run in self._runs:
             if run.state:
                 self._inner.state[run.values] = {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
 from torch import Tensor, optim
 
 from evenstep import checks
@@ -84,14 +83,14 @@ def validate_kind(kind: type[optim.Optimizer]) -> None:
 
 
 def choose_fused(
-    kind: type[optim.Optimizer], options: Mapping[str, Any], device: torch.device, *, in_lanes: bool
+    kind: type[optim.Optimizer], options: Mapping[str, Any], parameters: Sequence[Tensor], *, in_lanes: bool
 ) -> bool:
     """Whether a parameter group's step is to be the fused one: where there is one and the user hasn't chosen. Pure.
 
     Args:
         kind: Of the optimizer.
         options: Of the group.
-        device: Where its parameters are.
+        parameters: Of the group. torch's fused steps are for real numbers.
         in_lanes: In reproducible mode: no. torch's fused steps of a CPU (2.13) round the last elements of a tensor
             otherwise than those before them, and where a stretch ends depends on the number of ranks.
 
@@ -103,10 +102,12 @@ def choose_fused(
             "fused=True in reproducible mode: a fused step rounds the last elements of a stretch otherwise, and where "
             "stretches end depends on the number of ranks. Leave fused out, or use the plain torch optimizer."
         )
-    if in_lanes or kind not in _FUSED.get(device.type, ()):
+    if in_lanes or not all(kind in _FUSED.get(p.device.type, ()) and p.is_floating_point() for p in parameters):
         return False
     chosen = options.get("fused") is not None or options.get("foreach") is not None
-    return not (chosen or options.get("differentiable") or options.get("capturable"))
+    # A rate that is a tensor is rounded as a tensor by torch's other steps, and read as a number by the fused ones.
+    is_tensor = any(isinstance(value, Tensor) for value in (options.get("lr"), *options.get("betas", ())))
+    return not (chosen or is_tensor or options.get("differentiable") or options.get("capturable"))
 
 
 def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[[Any], object]:

@@ -71,14 +71,21 @@ def scale_learning_rate(
     ratio = global_batch_size / base_batch_size
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     told = []
+    scaled: list[Tensor] = []  # groups without a rate of their own have one tensor between them, and the defaults
     for group in optimizer.param_groups:
         before = group["lr"]
-        group["unscaled_lr"] = before.clone() if isinstance(before, Tensor) else before
-        if isinstance(before, Tensor):
-            before.mul_(factor)
+        if not isinstance(before, Tensor):
+            group["unscaled_lr"], group["lr"] = before, before * factor
+        elif any(before is other for other in scaled):
+            group["unscaled_lr"] = before / factor
         else:
-            group["lr"] = before * factor
+            scaled.append(before)
+            group["unscaled_lr"] = before.clone()
+            before.mul_(factor)
         told.append(f"{float(group['unscaled_lr']):.4g} to {float(group['lr']):.4g}")
+    default = optimizer.defaults.get("lr")
+    if isinstance(default, int | float):
+        optimizer.defaults["lr"] = default * factor  # of groups that are added later
     world.print(
         f"learning rate: {', '.join(dict.fromkeys(told))} ({rule} rule, times {factor:.4g}); global batch "
         f"{global_batch_size} (base {base_batch_size}), about {global_batch_size / world.world_size:.4g} per rank, "

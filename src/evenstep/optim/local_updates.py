@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, optim
 
 from evenstep import checks
-from evenstep.errors import UsageError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.optim.divided import DividedOptimizer
 from evenstep.optim.kinds import validate_optimizer
 from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.replica.weighting import drop_grads
 from evenstep.transport.agreement import validate_together
 
 
@@ -31,9 +32,10 @@ class LocalUpdates:
         local.average()
 
     Collective: every rank makes it and calls `step` equally often, so give every rank equally many batches, none of
-    them empty. From now on backward passes of the model don't exchange gradients, until `close`. Weights of
-    `model.backward` count within a rank; all ranks count the same in a mean. What the optimizer keeps (momenta) stays
-    each rank's own.
+    them empty. From now on backward passes of the model don't exchange gradients, until `close`: `p.grad` is this
+    rank's mean, which may be clipped. Weights of `model.backward` count within a rank; all ranks count the same in a
+    mean. What the optimizer keeps (momenta) stays each rank's own. A `Checkpointer` counts and saves the steps behind
+    which ranks have the same.
 
     Args:
         model: An `evenstep.DistributedDataParallel`.
@@ -42,8 +44,8 @@ class LocalUpdates:
         warmup_steps: Steps at the beginning after each of which parameters are averaged.
 
     Raises:
-        ConfigurationError: No such model, a divided optimizer, or a number out of its range.
-        UsageError: Gradients have been added since they were last averaged.
+        ConfigurationError: No such model, a divided optimizer, one of other parameters, or a number out of its range.
+        UsageError: Gradients have been added since they were last averaged, or ranks step on their own already.
         MismatchError: The ranks were given different numbers.
     """
 
@@ -59,6 +61,15 @@ class LocalUpdates:
             validate_optimizer("optimizer", optimizer)
             if isinstance(optimizer, DividedOptimizer):
                 raise checks.refuse("optimizer", optimizer, "a plain torch optimizer: every rank steps all parameters")
+            own = {id(parameter) for parameter in model.parameters()}
+            strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+            if strangers:
+                raise ConfigurationError(
+                    f"optimizer: its parameter of shape {list(strangers[0].shape)} is none of the model's, and would "
+                    f"never be averaged."
+                )
+            if model.engine.stays_local:
+                raise UsageError("the model has another LocalUpdates. Close that first.")
             if model.engine.is_in_window:
                 raise UsageError("gradients have been added and not averaged. Make it before the loop.")
             return {
@@ -72,8 +83,7 @@ class LocalUpdates:
         self.every = every
         self.warmup_steps = warmup_steps
         self.num_steps = 0
-        self._was_synchronised = model.engine.synchronise
-        model.engine.synchronise = False
+        model.engine.stays_local = True
         if model.engine.drift is not None:
             model.engine.drift.doubt()  # momenta stay each rank's own, also behind the last average
 
@@ -82,6 +92,7 @@ class LocalUpdates:
         self.model.engine.end_local_window()
         self.optimizer.step()
         self.num_steps += 1
+        self.model.engine.is_apart = True
         is_due = self.num_steps <= self.warmup_steps or (self.num_steps - self.warmup_steps) % self.every == 0
         if is_due:
             self.average()
@@ -91,6 +102,7 @@ class LocalUpdates:
     def average(self) -> None:
         """Collective: parameters and floating-point module buffers become their mean over ranks."""
         world = self.model.world
+        self.model.engine.is_apart = False
         if world.world_size == 1:
             return
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -105,9 +117,17 @@ class LocalUpdates:
                 tensor.copy_(part.view(tensor.shape))
 
     def close(self) -> None:
-        """Collective: average once more; from now on backward passes exchange gradients again."""
+        """Collective: average once more; from now on backward passes exchange gradients again.
+
+        Gradients that there are belong to this rank alone, and are dropped.
+        """
         self.average()
-        self.model.engine.synchronise = self._was_synchronised
+        engine = self.model.engine
+        if engine.stays_local:
+            engine.end_local_window()
+            engine.stays_local = False
+            if self.model.world.world_size > 1:
+                drop_grads(engine.parameters)
 
     def state_dict(self) -> dict[str, Any]:
         """How many steps have been made. Save parameters behind an average, where ranks have the same."""

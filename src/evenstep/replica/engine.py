@@ -99,6 +99,7 @@ class Engine:
         self.readiness = Readiness(self.parameters, self.exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
+        self.stays_local = self.is_apart = False  # local SGD: windows end on this rank; parameters differ between ranks
         self.num_reductions = 0
         self.has_learned_order = False
         self.world = world
@@ -226,8 +227,8 @@ class Engine:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether gradients are being accumulated, and no optimizer can step."""
-        return self._window is not None or not self.synchronise
+        """Whether gradients are being accumulated, or ranks step on their own: nothing that ranks have alike."""
+        return self._window is not None or not self.synchronise or self.is_apart
 
     def replace_exchange(self, made: Exchange) -> None:
         """Between two windows: gradients take another way from now on."""
@@ -331,6 +332,7 @@ class Engine:
         self.recorder.mark(BACKWARD)
         page.mark(page.Phase.BACKWARD)
         self._pass = opened
+        opened.synchronised = opened.synchronised and not self.stays_local
         self.in_backward.take_over()
         if self._window is None:
             self.exchange.open_window()
@@ -361,7 +363,7 @@ class Engine:
         assert current is not None
         self._put_back(current)
         self.readiness.end()
-        if current.synchronised:
+        if current.synchronised or (self.stays_local and self.synchronise):
             self._end_window()
         elif self.drift is not None:
             self.drift.kept_back()
@@ -385,15 +387,15 @@ class Engine:
 
     def _add_carried(self) -> None:
         for parameter, grad in self._carried:
-            if parameter.grad is None:
-                parameter.grad = grad
-            else:
-                parameter.grad.add_(grad)
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
         self._carried = []
 
     def _end_window(self) -> None:
-        """Collective: afterwards `p.grad` is the global mean on every rank."""
+        """Collective: afterwards `p.grad` is the global mean on every rank; this rank's own where it stays local."""
         assert self._window is not None
+        if self.stays_local:
+            self.end_local_window()
+            return
         if self.lanes is not None:
             self.lanes.close_window(self._window, self.buckets)
         if self.guard is not None:

@@ -26,8 +26,6 @@ from evenstep.transport.common import map_in_common, ranks_in_reach
 from evenstep.transport.local import LocalTransport
 from evenstep.world import World
 
-_ALIGNMENT_BYTES = 64
-
 
 class HostCopy:
     """The ranks of a host around the parameters that they have in common: see [Note: who may write].
@@ -47,22 +45,15 @@ class HostCopy:
         """Whether this rank puts the parameters there at the beginning, for all of its host."""
         return self._world.rank == self._ranks[0]
 
-    def allocate(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Collective: memory that the ranks of this host have in common, zeroed: [numel] each.
-
-        Args:
-            sizes: (numel, dtype) of each, the same on all ranks.
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Collective: [numel], memory that the ranks of this host have in common, zeroed.
 
         Raises:
-            ConfigurationError: There isn't enough memory. Raised on all ranks.
+            ConfigurationError: There isn't enough memory. Raised on all ranks, when all have done what came before.
         """
-        offsets, num_bytes = [], 0
-        for numel, dtype in sizes:
-            offsets.append(num_bytes)
-            num_bytes += -(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        rank, exchange = self._world.rank, self._world.exchange
+        rank, exchange, num_bytes = self._world.rank, self._world.exchange, numel * dtype.itemsize
         mapping = map_in_common(exchange, self._ranks, rank, num_bytes, what="parameters in common")
-        return [mapping.tensor(offset, dtype, numel) for offset, (numel, dtype) in zip(offsets, sizes, strict=True)]
+        return mapping.tensor(0, dtype, numel)
 
     def open(self, replaced: str | None) -> None:
         """Collective: from here on every rank may write its own shards, and none reads another's.

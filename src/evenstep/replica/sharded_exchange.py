@@ -26,6 +26,7 @@ from evenstep.replica.torch_interface import compilation_is_in_use
 from evenstep.replica.uneven import Uneven
 from evenstep.replica.weighting import Window
 from evenstep.transport.base import Transport
+from evenstep.transport.common import is_in_common
 from evenstep.world import World
 
 _NUM_LENT = 2  # buckets that may be under way at once where their memory is lent
@@ -85,7 +86,6 @@ class ShardedExchange(BucketExchange):
         self._borrowers: dict[tuple[object, ...], ShardedBucket] = {}
         self._order: Sequence[int] = ()
         self._host_copy = HostCopy(world, transport)
-        self._in_common: dict[int, Tensor] = {}
         self._reduced: list[Tensor | None] = [parameter.grad for parameter in parameters]  # what new buckets take
         self._seen: set[int] = set()  # parameters of which reading is noticed
         self._is_forward_seen = False  # whether the model has run since the last step
@@ -140,21 +140,27 @@ class ShardedExchange(BucketExchange):
                 key = (bucket.dtype, bucket.device)
                 sizes[key] = max(sizes.get(key, 0), bucket.numel)
         self._sizes_lent = sizes
-        self._in_common = self._allocate_in_common(layout)
-        super()._build(layout)
-        if self._in_common:
+        shares = any(self._is_shared(bucket) for bucket in layout.buckets)
+        try:
+            super()._build(layout)
+        except BaseException:
+            if shares:
+                self._leave_common_memory()
+            raise
+        if shares:
             self._host_copy.close()
-            self._in_common = {}
         give_back_freed_memory()  # the parameters', which have moved to their buckets
 
-    def _allocate_in_common(self, layout: Layout) -> dict[int, Tensor]:
-        """Collective: by number of the bucket, memory for parameters of which a host has one copy."""
-        sizes = {
-            bucket.index: (bucket.numel, self._parameters[bucket.slots[0].parameter].dtype)
-            for bucket in layout.buckets
-            if bucket.sharding is not None and bucket.sharding.shares_parameters and self._world.world_size > 1
-        }
-        return dict(zip(sizes, self._host_copy.allocate(list(sizes.values())), strict=True)) if sizes else {}
+    def _is_shared(self, layout: BucketLayout) -> bool:
+        """Whether a host has one copy of a bucket's parameters."""
+        return layout.sharding is not None and layout.sharding.shares_parameters and self._world.world_size > 1
+
+    def _leave_common_memory(self) -> None:
+        """There was none for some bucket: nobody steps these parameters for all, so each rank has its own again."""
+        for parameter in self._parameters:
+            parameter.grad = None  # it may lie in a bucket that has gone
+            if is_in_common(parameter):
+                parameter.data = parameter.detach().clone()
 
     def _build_bucket(self, layout: BucketLayout, allocator: Transport) -> Bucket:
         bucket = self._build_empty(layout, allocator)
@@ -173,7 +179,9 @@ class ShardedExchange(BucketExchange):
                 numel = self._sizes_lent[layout.dtype, layout.device]
                 self._lent[key] = allocator.allocate(numel, dtype=layout.dtype, device=layout.device)
             lent = self._lent[key]
-        values = self._in_common.get(layout.index)
+        values = None
+        if self._is_shared(layout):  # one by one: what parameters leave is free before the next has its memory
+            values = self._host_copy.allocate(layout.numel, self._parameters[layout.slots[0].parameter].dtype)
         # Shared memory is written by the owners themselves: a gather there is done when all have come to it.
         is_overlapped = layout.sharding.overlaps_gather and values is None and self._transport.name != "shared memory"
         return ShardedBucket(
@@ -202,6 +210,7 @@ class ShardedExchange(BucketExchange):
         shared = [bucket for bucket in self.sharded_buckets if bucket.host_copy is not None]
         if shared:  # one rank moves them for all, and would miss what another has put elsewhere
             self._host_copy.open(next((name for each in shared if (name := each.replaced())), None))
+            shared.clear()  # or they would all live until this ends
         followers = [follower for follower in (each() for each in self._followers) if follower is not None]
         kept = [(follower, follower.let_go()) for follower in followers]
         for follower in followers:

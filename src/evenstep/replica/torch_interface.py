@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,8 @@ from evenstep.world import World
 _MIN_COMPILED_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 _is_known_to_dynamo = False
 _has_compiled = False
+
+_wrapped: weakref.WeakSet[TorchInterface] = weakref.WeakSet()
 
 
 def compilation_is_in_use() -> bool:
@@ -67,6 +70,11 @@ _BUILTIN_HOOKS: dict[str, Hook] = {
 }
 
 
+def wrapped_models() -> list[TorchInterface]:
+    """The wrapped models of this process that are alive."""
+    return list(_wrapped)
+
+
 class TorchInterface(TorchDistributedDataParallel):
     """The part of torch's interface that isn't training itself.
 
@@ -91,6 +99,7 @@ class TorchInterface(TorchDistributedDataParallel):
         self.settings = settings
         self.process_group: dist.ProcessGroup | None = world.process_group  # type: ignore[assignment]
         self.engine = Engine(self.module, world, settings, transport)
+        _wrapped.add(self)
         self.sync_layers = SyncLayers(self.module, world, self.engine)
         self.engine.shares_statistics = bool(self.sync_layers)
         self._lane_buffers = LaneBuffers(self.module, settings.ignored)

@@ -1,0 +1,284 @@
+"""What programs do between a backward pass and a step, and around optimizers, on 1 to 3 ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import ConfigurationError, UsageError
+
+SIZES = pytest.mark.parametrize("nproc", [1, 2, 3])
+
+
+def build(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 5)).double()
+
+
+def wrap(seed: int, **options: Any) -> evenstep.DistributedDataParallel:
+    return evenstep.DistributedDataParallel(build(seed), bucket_cap_mb=5e-4, **options)
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(model: evenstep.DistributedDataParallel, seed: int) -> None:
+    world = model.world
+    x = batch(seed)[world.rank :: world.world_size]
+    dtype = next(model.parameters()).dtype
+    model.backward(model(x.to(dtype)).square().mean(), weight=len(x))
+
+
+# ---------------------------------------------------------------------- complex parameters, hooks of state dicts
+
+
+class Waves(nn.Module):
+    """Complex numbers and real ones."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.complex = nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
+        self.real = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex128) @ self.complex).abs() * self.real
+
+
+def complex_training(seed: int, kind: str) -> float:
+    """The largest difference from one process with torch's optimizer."""
+    evenstep.init(quiet=True)
+    model, single = evenstep.DistributedDataParallel(Waves(seed)), Waves(seed)
+    optimizer = evenstep.ShardedOptimizer(model, getattr(torch.optim, kind), lr=0.1)
+    plain = getattr(torch.optim, kind)(single.parameters(), lr=0.1)
+    for step in range(4):
+        x = batch(seed + step)
+        world = model.world
+        own = x[world.rank :: world.world_size]
+        model.backward(model(own).square().mean(), weight=len(own))
+        single(x).square().mean().backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    return max(float((a - b).abs().max()) for a, b in zip(model.parameters(), single.parameters(), strict=True))
+
+
+@SIZES
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_complex_parameters_are_stepped(ranks, fresh_seed, nproc, kind):
+    assert max(ranks.run(complex_training, nproc, fresh_seed, kind)) < 1e-11
+
+
+def hooked_states(seed: int) -> tuple[int, float]:
+    """(how many parameters' states a hook of `state_dict` saw, by what a hook of `load_state_dict` multiplied)."""
+    model = wrap(seed)
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+    backward(model, seed)
+    optimizer.step()
+    before = optimizer.state_dict()
+    seen: list[int] = []
+    optimizer.register_state_dict_post_hook(lambda _, state: seen.append(len(state["state"])))
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, given: {
+            **given,
+            "state": {n: {k: v * 3 for k, v in each.items()} for n, each in given["state"].items()},
+        }
+    )
+    optimizer.load_state_dict(before)
+    after = optimizer.state_dict()
+    ratio = after["state"][0]["momentum_buffer"] / before["state"][0]["momentum_buffer"]
+    return seen[0], float(ratio.mean())
+
+
+@SIZES
+def test_hooks_of_state_dicts_see_the_state_and_may_change_it(ranks, fresh_seed, nproc):
+    assert ranks.run(hooked_states, nproc, fresh_seed) == [(4, pytest.approx(3.0, rel=1e-12))] * nproc
+
+
+# ---------------------------------------------------------------------- values beside 16-bit parameters
+
+
+def written_between(seed: int, way: str, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """(parameters that were written to between steps, with values of full precision beside; what was written)."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed).bfloat16(), bucket_cap_mb=5e-4)
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=1e-6, master_weights=True, **options)
+    backward(model, seed)
+    optimizer.step()
+    optimizer.zero_grad()
+    other = build(seed + 1).bfloat16()
+    world.barrier()
+    if way == "load":
+        model.module.load_state_dict(other.state_dict())
+    elif way == "replace":
+        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.data = value.detach().clone()
+    elif world.is_main or not options.get("share_parameters"):  # in place
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+                parameter.copy_(value)
+    world.barrier()
+    backward(model, seed)
+    optimizer.step()
+    world.barrier()
+    return [torch.cat([p.detach().float().reshape(-1) for p in m.parameters()]).tolist() for m in (model, other)]
+
+
+@SIZES
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [("load", {}), ("replace", {}), ("in place", {}), ("in place", {"share_parameters": True}),
+     ("load", {"shard_gradients": True}), ("load", {"overlap_gather": True})],
+)  # fmt: skip
+def test_what_is_written_into_16_bit_parameters_counts(ranks, fresh_seed, nproc, way, options):
+    """And not the values that a step keeps beside them, which were those of before."""
+    for got, written in ranks.run(written_between, nproc, fresh_seed, way, options):
+        assert got == pytest.approx(written, rel=0.02, abs=0.002)
+
+
+# ---------------------------------------------------------------------- clipping
+
+
+def clipped_too_early() -> None:
+    world = evenstep.init(quiet=True)
+    model, other = wrap(0), wrap(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 6, dtype=torch.float64)
+    with model.accumulate():
+        model(x * (1 + world.rank)).sum().backward()
+    other(x).sum().backward()
+    targets = [optimizer, list(model.parameters()), (p for p in model.parameters()), model.module[0].weight, model]
+    for target in [*targets, (p for p in model.parameters()), model.module[2]]:
+        clip = evenstep.clip_grad_norm_ if target is not targets[-1] else evenstep.clip_grad_value_
+        with pytest.raises(UsageError, match="this rank's alone"):
+            clip(target, 1.0)
+    assert float(evenstep.clip_grad_norm_(other.parameters(), 1.0, "inf")) > 0  # those have been averaged
+    model(x).sum().backward()
+    norms = world.exchange(float(evenstep.clip_grad_norm_(optimizer, 1.0)))
+    assert norms[0] > 0
+    assert len(set(norms)) == 1
+
+
+def test_clipping_within_a_window_is_an_error_however_parameters_are_given(ranks):
+    ranks.run(clipped_too_early, 2)
+
+
+# ---------------------------------------------------------------------- LocalUpdates
+
+
+def clipped_alone(seed: int, way: str) -> tuple[float, float, float]:
+    """(norm, that of this rank's mean gradient by torch alone, length of the step in units of the rate)."""
+    world = evenstep.init(quiet=True)
+    model = wrap(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = evenstep.LocalUpdates(model, optimizer, every=3)
+    single = build(seed)
+    x = batch(seed)[world.rank :: world.world_size]
+    for model_of, call in ((model, None), (single, 1)):
+        if call is None:
+            with model_of.accumulate():
+                model_of.backward(model_of(x[:1]).square().mean(), weight=1)
+            model_of.backward(model_of(x[1:]).square().mean(), weight=len(x) - 1)
+        else:
+            model_of(x).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    if way == "torch":
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    elif way == "model":
+        norm = evenstep.clip_grad_norm_(model, 1e-3)
+    else:
+        norm = evenstep.clip_grad_norm_(optimizer, 1e-3, by_group=True)[0]
+    assert local.step() is False
+    moved = torch.cat([(a - b).reshape(-1) for a, b in zip(before, model.parameters(), strict=True)])
+    expected = nn.utils.clip_grad_norm_(single.parameters(), 1e-3)
+    local.close()
+    return float(norm), float(expected), float(moved.norm().detach() / 0.1)
+
+
+@SIZES
+@pytest.mark.parametrize("way", ["torch", "model", "optimizer"])
+def test_ranks_that_step_alone_clip_their_own_mean(ranks, fresh_seed, nproc, way):
+    for norm, expected, length in ranks.run(clipped_alone, nproc, fresh_seed, way):
+        assert norm == pytest.approx(expected, rel=1e-12)
+        assert length == pytest.approx(1e-3, rel=1e-4)
+
+
+def ended_alone(seed: int) -> list[float]:
+    """A local gradient that nobody has dropped is not added to those that are averaged again."""
+    world = evenstep.init(quiet=True)
+    model = wrap(seed)
+    local = evenstep.LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)
+    backward(model, seed)
+    local.step()
+    assert math.isfinite(float(model.module[0].weight.grad.sum()))
+    local.close()
+    backward(model, seed)
+    found = torch.cat([p.grad.reshape(-1) for p in model.parameters()])
+    assert len({float(each) for each in world.gather(found.norm().reshape(1))}) == 1
+    single = build(0)
+    single.load_state_dict(model.module.state_dict())
+    single(batch(seed)).square().mean().backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in single.parameters()])
+    assert world.world_size == 1 or torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
+    return found.tolist()
+
+
+@SIZES
+def test_closing_drops_what_is_this_ranks_alone(ranks, fresh_seed, nproc):
+    told = ranks.run(ended_alone, nproc, fresh_seed)
+    assert all(each == told[0] for each in told)
+
+
+def refused_alone() -> None:
+    evenstep.init(quiet=True)
+    model, other = wrap(0), nn.Linear(2, 7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mixed = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    with pytest.raises(ConfigurationError, match=r"\[7, 2\] is none of the model's"):
+        evenstep.LocalUpdates(model, mixed, every=2)
+    local = evenstep.LocalUpdates(model, optimizer, every=2)
+    with pytest.raises(UsageError, match="another LocalUpdates"):
+        evenstep.LocalUpdates(model, optimizer, every=2)
+    local.close()
+    local.close()
+    evenstep.LocalUpdates(model, optimizer, every=2).close()
+
+
+@SIZES
+def test_what_would_never_be_averaged_is_refused(ranks, nproc):
+    ranks.run(refused_alone, nproc)
+
+
+def saved_alone(seed: int, directory: str) -> tuple[list[bool], int]:
+    """(which steps were averaged, how many a checkpointer has counted)."""
+    evenstep.init(quiet=True)
+    model = wrap(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = evenstep.LocalUpdates(model, optimizer, every=3)
+    checkpoint = evenstep.Checkpointer(directory, model=model, optimizer=optimizer, every_steps=1)
+    averaged = []
+    for step in range(7):
+        backward(model, seed + step)
+        averaged.append(local.step())
+        optimizer.zero_grad()
+        checkpoint.step()
+    with pytest.raises(UsageError, match="behind an average"):
+        checkpoint.save()
+    local.average()
+    checkpoint.save()
+    count = checkpoint.num_steps
+    checkpoint.close()
+    return averaged, count
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_checkpointer_saves_where_ranks_have_the_same(ranks, fresh_seed, nproc, tmp_path):
+    for averaged, count in ranks.run(saved_alone, nproc, fresh_seed, str(tmp_path / "runs")):
+        assert averaged == [False, False, True, False, False, True, False]
+        assert count == 2

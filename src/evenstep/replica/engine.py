@@ -273,13 +273,9 @@ class Engine:
 
     def _begin_whole_window(self) -> bool:
         """Begin a pass that leaves its mean in `p.grad` by itself, if it is one: see `WHOLE_WINDOW`."""
-        if (
-            self._travels
-            or self._window is not None
-            or not self.synchronise
-            or self.guard is not None
-            or (self._ran_stand_in and not self._ran)
-        ):
+        if self._travels or self._window is not None or not self.synchronise or self.guard is not None:
+            return False
+        if self._ran_stand_in and not self._ran:
             return False
         self._ran = self._ran_stand_in = False
         self.num_reductions += 1

@@ -20,7 +20,8 @@ def measured(size: int, seed: int, num_workers: int) -> tuple[dict[str, Any], in
 
     evenstep.init(quiet=True)
     generator = torch.Generator().manual_seed(seed)
-    scores, classes = torch.randn(size, 3, generator=generator), torch.arange(size) % 3
+    # Probabilities: scores are taken for such update by update, and a small share may lie between 0 and 1 by chance.
+    scores, classes = torch.randn(size, 3, generator=generator).softmax(1), torch.arange(size) % 3
     context = "fork" if num_workers else None
     loader = DataLoader(TensorDataset(scores, classes), 8, num_workers=num_workers, multiprocessing_context=context)
     of_classes = {

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import modules
+
 
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
-    path = Path(__file__).parents[2] / "benchmarks" / "measuring.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_measuring", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return modules.load(modules.ROOT / "benchmarks" / "measuring.py", monkeypatch)
 
 
 @pytest.mark.parametrize(

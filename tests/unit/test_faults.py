@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -19,6 +18,7 @@ import torch
 from evenstep.cli import main
 from evenstep.errors import ConfigurationError
 from evenstep.testing.faults import KINDS, Fault, draw_fault, install, parse_faults
+from tests import modules
 
 
 def test_texts() -> None:
@@ -113,15 +113,9 @@ PLANTS = """
 
 
 def load_benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    benchmarks = modules.ROOT / "benchmarks"
     monkeypatch.syspath_prepend(benchmarks)
-    spec = importlib.util.spec_from_file_location("benchmark_of_faults", benchmarks / "faults.py")
-    assert spec is not None
-    assert spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, bench)  # dataclasses look there
-    spec.loader.exec_module(bench)
-    return bench
+    return modules.load(benchmarks / "faults.py", monkeypatch)
 
 
 def test_a_benchmark_of_faults_that_is_cut_off_leaves_what_it_has(

@@ -141,9 +141,8 @@ class Page:
         self._map.close()
 
 
-is_open = False  # whether this process has a page
 _cells: memoryview | None = None
-_page: Page | None = None
+current: Page | None = None  # this process's
 
 
 def page_file(directory: Path, rank: int, attempt: int) -> Path:
@@ -153,31 +152,30 @@ def page_file(directory: Path, rank: int, attempt: int) -> Path:
 
 def open_page(path: Path) -> None:
     """From now on this process writes what it does to that page."""
-    global _page, _cells, is_open
+    global current, _cells
     close_page()
-    _page = Page(path)
-    _cells = _page._cells
-    is_open = True
+    current = Page(path)
+    _cells = current._cells
 
 
 def own_path() -> Path | None:
     """Where this process's page lies; None if it has none."""
-    return None if _page is None else _page.path
+    return None if current is None else current.path
 
 
 def write_site(text: str) -> None:
     """See `Page.write_site`; nothing without a page."""
-    if _page is not None:
-        _page.write_site(text)
+    if current is not None:
+        current.write_site(text)
 
 
 def close_page() -> None:
     """Stop writing; harmless without a page."""
-    global _page, _cells, is_open
-    _cells, is_open = None, False
-    if _page is not None:
-        _page.close()
-        _page = None
+    global current, _cells
+    _cells = None
+    if current is not None:
+        current.close()
+        current = None
 
 
 def mark(phase: Phase, step: int | None = None) -> None:
@@ -288,9 +286,8 @@ def parse_page(data: bytes | memoryview) -> Seen | None:
 
 def _forget() -> None:
     """A forked child writes nothing to its parent's page, and leaves the memory to it."""
-    global _page, _cells, is_open
-    _page = _cells = None
-    is_open = False
+    global current, _cells
+    current = _cells = None
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -223,7 +223,7 @@ class Telemetry:
         return recorders[model].newest() if model < len(recorders) else None
 
     def __repr__(self) -> str:
-        told = ", ".join(str(len(recorder.steps())) for recorder in self.recorders)
+        told = ", ".join(str(len(recorder._ended())) for recorder in self.recorders)
         return f"<Telemetry of {len(self.recorders)} models, steps remembered: {told or 'none'}>"
 
 

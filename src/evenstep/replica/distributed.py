@@ -205,7 +205,7 @@ class DistributedDataParallel(TorchInterface):
                 if engine.lanes is not None:
                     engine.lanes.validate_open("the model was called in training")
         began_ns = perf_counter_ns()
-        if page.is_open:
+        if page.current is not None:
             page.mark(page.Phase.FORWARD if with_grad else page.Phase.EVALUATING)
         if self.settings.inputs_to is not None:
             inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))

@@ -262,7 +262,7 @@ class Engine:
                 weight = self.exchange.weight_from(by, scale, opens_window=self._window is None)
                 self._open_weighted_pass(weight, is_scaled=is_scaled)
             else:
-                self._open_pass(Pass(Kind.PLAIN, 0.0, self.synchronise, self.only_stand_ins))
+                self._open_pass(Pass(Kind.PLAIN, 0.0, self.only_stand_ins))
             at_end_of_backward(self._plain_pass_ended)
         if self._pass is not None and self._pass.fills_buckets:
             self.readiness.outputs_reached()
@@ -280,14 +280,14 @@ class Engine:
         self._ran = self._ran_stand_in = False
         self.num_reductions += 1
         self.recorder.whole_backward()
-        if page.is_open:
+        if page.current is not None:
             page.mark(page.Phase.BACKWARD)
         return True
 
     def gradient_came(self) -> bool:
         """See `readiness.Listener`."""
         if self._pass is None:  # the loss doesn't depend on the outputs that were watched
-            self._open_pass(Pass(Kind.PLAIN, 0.0, self.synchronise, discards=False))
+            self._open_pass(Pass(Kind.PLAIN, 0.0))
             at_end_of_backward(self._plain_pass_ended)
         current = self._pass
         assert current is not None
@@ -328,7 +328,7 @@ class Engine:
         self.recorder.mark(BACKWARD)
         page.mark(page.Phase.BACKWARD)
         self._pass = opened
-        opened.synchronised = opened.synchronised and not self.stays_local
+        opened.synchronised = self.synchronise and not self.stays_local
         self.in_backward.take_over()
         if self._window is None:
             self.exchange.open_window()
@@ -343,7 +343,7 @@ class Engine:
         is_zero: bool | Tensor = weight == 0.0
         mutes = is_zero if self.shares_statistics and not self.only_stand_ins else False
         discards = self.only_stand_ins or (is_zero is True and mutes is False)
-        self._open_pass(Pass(Kind.WEIGHTED, weight, self.synchronise, discards, mutes, is_scaled))
+        self._open_pass(Pass(Kind.WEIGHTED, weight, discards, mutes, is_scaled))
 
     def _confirm(self) -> None:
         """The pass is a real one: count it in the window."""

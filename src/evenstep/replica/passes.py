@@ -16,23 +16,23 @@ class Pass:
     Attributes:
         kind: What it means.
         weight: Its share in the window's sum.
-        synchronised: It ends the window: gradients travel.
         discards: What it produces is dropped.
         mutes: The gradient that reaches the module's outputs is replaced by zeros; where it is a tensor, if that is
             true.
         is_scaled: The loss was scaled by a GradScaler.
         confirmed: A parameter has received a gradient, so this is no `torch.autograd.grad`.
         set_aside: Gradients of the window so far, while a discarding pass runs.
+        synchronised: It ends the window, and gradients travel; known when it begins.
     """
 
     kind: Kind
     weight: float | Tensor
-    synchronised: bool
-    discards: bool
+    discards: bool = False
     mutes: bool | Tensor = False
     is_scaled: bool = False
     confirmed: bool = False
     set_aside: list[Tensor | None] | None = None
+    synchronised: bool = False
 
     @property
     def fills_buckets(self) -> bool:
@@ -42,4 +42,4 @@ class Pass:
 
 # A pass of `model.backward` over real samples that is a window of its own, where nothing travels and nothing is looked
 # at: its weight is what it is divided by, there is nothing to follow in it, and nobody writes to it.
-WHOLE_WINDOW = Pass(Kind.WEIGHTED, 1.0, synchronised=False, discards=False, confirmed=True)
+WHOLE_WINDOW = Pass(Kind.WEIGHTED, 1.0, confirmed=True)

@@ -168,17 +168,11 @@ class ProcessGroupTransport:
         """See `Transport.all_to_all`."""
         self._arguments.check_all_to_all(out, tensor, out_splits, splits)
         what = self._next_call("all_to_all", tensor)
-        if self._is_gloo(tensor):
-            received, sent = _as_bytes(out), _as_bytes(tensor)
-            parts = [
-                list(flat.split_with_sizes([n * tensor.itemsize for n in each]))
-                if each is not None
-                else self._parts(flat)
-                for flat, each in ((received, out_splits), (sent, splits))
-            ]
-            return self._send_both_ways(what, parts[0], parts[1])
+        received, sent = _as_bytes(out), _as_bytes(tensor)
         sizes = [None if each is None else [n * tensor.itemsize for n in each] for each in (out_splits, splits)]
-        return self._start(what, dist.all_to_all_single, _as_bytes(out), _as_bytes(tensor), *sizes)
+        if self._is_gloo(tensor):
+            return self._send_both_ways(what, self._parts(received, sizes[0]), self._parts(sent, sizes[1]))
+        return self._start(what, dist.all_to_all_single, received, sent, *sizes)
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
@@ -265,8 +259,10 @@ class ProcessGroupTransport:
         detached = total.detach()
         return (lambda: detached.div_(self.world_size)) if op == "mean" else None
 
-    def _parts(self, tensor: Tensor) -> list[Tensor]:
-        """A share per rank."""
+    def _parts(self, tensor: Tensor, num_bytes: Sequence[int] | None = None) -> list[Tensor]:
+        """A share per rank, as bytes: of so many, or all the same."""
+        if num_bytes is not None:
+            return list(_as_bytes(tensor).split_with_sizes(num_bytes))
         return list(_as_bytes(tensor).view(self.world_size, -1 if tensor.numel() else 0).unbind())
 
     def _next_call(self, collective: str, tensor: Tensor) -> str:

@@ -188,8 +188,10 @@ def splits_that_do_not_meet() -> list[str]:
 def test_what_nobody_expected_is_never_taken_for_a_later_calls(ranks: RankPool) -> None:
     first, second = ranks.run(splits_that_do_not_meet, 2)
     assert first[0] == "[0.0, 0.0]"
-    assert all("lost a peer in all_to_all number" in each or "waited in vain" in each for each in first[1:])
-    assert "waited in vain in all_to_all number 1 (4 x float32) over gloo" in second[0]
+    # Whose deadline passes first closes the connection, and the other has lost its peer.
+    unheard = ("lost a peer in all_to_all number", "waited in vain in all_to_all number")
+    assert all(any(words in each for words in unheard) for each in [*first[1:], *second])
+    assert "in all_to_all number 1 (4 x float32) over gloo" in second[0]
 
 
 def shares_of_other_sizes() -> list[str]:

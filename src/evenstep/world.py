@@ -242,7 +242,7 @@ class World:
 
     def barrier(self) -> None:
         """Collective: return when every rank has come here."""
-        self.control.all_reduce(torch.zeros(1)).wait()
+        self.control.all_reduce(torch.zeros(1, device="cpu")).wait()
 
     @overload
     def mean(self, value: float, weight: float | Tensor = 1.0) -> float: ...

@@ -1,4 +1,4 @@
-"""On a GPU: NCCL with one rank, Gloo with several that share it, and no waiting of the host."""
+"""One process on a GPU, `evenstep.launch` of several that share it, and no waiting of the host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import evenstep
 from evenstep.replica.reference import ReferenceReplica
+from tests.gpu.sharing import never_waiting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
@@ -17,9 +18,9 @@ def make_model():
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).double()
 
 
-def equal_to_reference(transport):
-    world = evenstep.init(device="cuda:0", transport=transport, quiet=True)
-    assert world.transport_name == ("local" if world.world_size == 1 else transport)
+def equal_to_reference():
+    world = evenstep.init(device="cuda:0", quiet=True)
+    assert world.transport_name == ("local" if world.world_size == 1 else "gloo")
     model = evenstep.DistributedDataParallel(make_model(), bucket_cap_mb=1e-3, world=world)
     module = make_model().cuda()
     for step in range(4):
@@ -37,11 +38,11 @@ def equal_to_reference(transport):
 
 
 def test_ranks_that_share_a_gpu_exchange_over_gloo():
-    evenstep.launch(equal_to_reference, nproc=2, args=("gloo",), device="cuda:0")
+    evenstep.launch(equal_to_reference, nproc=2, device="cuda:0")
 
 
 def test_one_rank_on_a_gpu():
-    evenstep.launch(equal_to_reference, nproc=1, args=(None,), device="cuda:0")
+    evenstep.launch(equal_to_reference, nproc=1, device="cuda:0")
 
 
 def test_a_step_in_a_world_of_one_never_waits_for_the_device():
@@ -50,13 +51,9 @@ def test_a_step_in_a_world_of_one_never_waits_for_the_device():
     x = torch.randn(4, 8, dtype=torch.float64, device="cuda")
     weight = torch.tensor(4.0, device="cuda")
     model.backward(model(x).square().mean(), weight=weight)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         model.backward(model(x).square().mean(), weight=weight)
         model(x).square().mean()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_batches_arrive_on_the_gpu():
@@ -66,31 +63,6 @@ def test_batches_arrive_on_the_gpu():
     batches = list(loader)
     assert all(x.is_cuda and y.is_cuda for x, y in batches)
     assert torch.cat([y for _, y in batches]).tolist() == list(range(10))
-
-
-def normalise_over_ranks(transport):
-    world = evenstep.init(device="cuda:0", transport=transport, quiet=True)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().cuda()
-    plain.load_state_dict(net.state_dict())
-    model = evenstep.DistributedDataParallel(evenstep.SyncBatchNorm.convert_sync_batchnorm(net), world=world)
-    whole = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).cuda()
-    for cuts in ([0, 2, 5], [0, 0, 5]):
-        mine = whole if world.world_size == 1 else whole[cuts[world.rank] : cuts[world.rank + 1]]
-        model.backward(model(mine).square().mean(), weight=len(mine))
-        plain(whole).square().mean().backward()
-        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
-        for a, b in zip(model.buffers(), plain.buffers(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-        model.zero_grad()
-        plain.zero_grad()
-    world.close()
-
-
-def test_ranks_that_share_a_gpu_normalise_together():
-    evenstep.launch(normalise_over_ranks, nproc=2, args=("gloo",), device="cuda:0")
 
 
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], [0], ["cuda:0"] * 3])

@@ -60,9 +60,9 @@ def assert_same_grads(got, expected, context=""):
 # ---------------------------------------------------------------------- random cases against the reference
 
 
-def random_windows(seed, num_models, num_windows):
+def random_windows(seed, num_models, num_windows, world=None):
     """Random models, buckets, unused layers, accumulation, weights and empty shares. Returns the number of windows."""
-    world = evenstep.init(quiet=True)
+    world = world or evenstep.init(quiet=True)
     shared, own = random.Random(seed), random.Random(seed * 1000 + world.rank)
     checked = 0
     for _ in range(num_models):
@@ -74,7 +74,7 @@ def random_windows(seed, num_models, num_windows):
             first_bucket_cap_mb=shared.choice([1e-5, 1]),
             world=world,
         )
-        oracle_module = Branches(num_layers, width, model_seed)
+        oracle_module = Branches(num_layers, width, model_seed).to(world.device)
         for window in range(num_windows):
             weighted, keep_views = shared.random() < 0.6, shared.random() < 0.3
             oracle = ReferenceReplica(oracle_module, world)
@@ -83,7 +83,7 @@ def random_windows(seed, num_models, num_windows):
                 use = [own.randrange(num_layers) for _ in range(own.randint(1, num_layers))]
                 rows = own.choice([0, 1, 2, 5])
                 weight = own.choice([float(rows), rows * 7.5]) if weighted else None
-                x = torch.randn(rows, width, dtype=torch.float64)
+                x = torch.randn(rows, width, dtype=torch.float64, device=world.device)
                 last = index == num_microbatches - 1
                 inside_at_forward = own.random() < 0.5  # must make no difference: the state at backward decides
                 with model.no_sync() if inside_at_forward else contextlib.nullcontext():

@@ -188,6 +188,21 @@ def test_only_one_room_touches_the_environment(module: Path):
         )
 
 
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
+FACTORIES |= {"scalar_tensor", "tensor", "zeros"}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_new_tensors_say_where_they_lie(module: Path):
+    """Else a script's `torch.set_default_device` would decide."""
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES:
+            is_torchs = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            assert not is_torchs or any(keyword.arg in ("device", None) for keyword in node.keywords), (
+                f"{module.relative_to(SOURCE)}:{node.lineno}: torch.{node.func.attr} without a device"
+            )
+
+
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(SOURCE).as_posix())
 def test_files_stay_readable(module: Path):
     """Short enough to be read in one sitting, and every public definition says what it is."""

@@ -69,7 +69,7 @@ def slow_pairs(seconds: dict[tuple[int, int], float], times: float = _SLOW) -> l
 def _check_sum(world: World) -> None:
     numbers = torch.arange(1000, dtype=torch.float64, device=world.device) * (world.rank + 1)
     world.transport.all_reduce(numbers).wait()
-    wanted = torch.arange(1000, dtype=torch.float64) * sum(range(1, world.world_size + 1))
+    wanted = torch.arange(1000, dtype=torch.float64, device="cpu") * sum(range(1, world.world_size + 1))
     if not torch.equal(numbers.cpu(), wanted):
         raise MismatchError(
             f"rank {world.rank}: a sum over {world.transport_name} is wrong: {numbers[:4].tolist()} ..."
@@ -78,7 +78,7 @@ def _check_sum(world: World) -> None:
 
 def _check_step(world: World) -> None:
     """A step of a small network on shares of a batch, and the same on the whole batch in this process alone."""
-    batch = torch.randn(8 * world.world_size, 16, generator=torch.Generator().manual_seed(1))
+    batch = torch.randn(8 * world.world_size, 16, generator=torch.Generator().manual_seed(1), device="cpu")
 
     def build() -> torch.nn.Module:
         with torch.random.fork_rng(devices=[]):

@@ -206,7 +206,9 @@ def _saved_by(model: nn.Module, inputs: Sequence[Any]) -> int:
     try:
         with counted:
             leaves = [leaf for leaf in pytree.tree_leaves(model(*inputs)) if isinstance(leaf, Tensor)]
-            loss = sum((leaf.float().square().mean() for leaf in leaves if leaf.requires_grad), torch.zeros(()))
+            loss = sum(
+                (leaf.float().square().mean() for leaf in leaves if leaf.requires_grad), torch.zeros((), device="cpu")
+            )
         del loss
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise UsageError(

@@ -173,7 +173,7 @@ class _Check:
             into[owner] = {
                 name: known[name]
                 if name in known
-                else torch.empty(tensor.shape, dtype=payload.torch_dtype(tensor.dtype))
+                else torch.empty(tensor.shape, dtype=payload.torch_dtype(tensor.dtype), device="cpu")
                 for name, tensor in item.tensors.items()
             }
         self._read_parts(objects, lambda owner, name: None if name in homes.get(owner, {}) else into[owner][name])

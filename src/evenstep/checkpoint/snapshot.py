@@ -153,7 +153,7 @@ class Staging:
         for name, layout, tensors in files:
             if name not in self._memory:
                 pin = any(tensor.device.type == "cuda" for tensor in tensors.values())
-                self._memory[name] = torch.empty(layout.payload_bytes, dtype=torch.uint8, pin_memory=pin)
+                self._memory[name] = torch.empty(layout.payload_bytes, dtype=torch.uint8, pin_memory=pin, device="cpu")
             payload = self._memory[name]
             for entry, offset in zip(layout.entries, layout.offsets, strict=True):
                 source = tensors[entry.key]

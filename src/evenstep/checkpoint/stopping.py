@@ -79,7 +79,7 @@ class Agreement:
             self._in_flight = None
 
     def _send(self, mine: Status) -> None:
-        values = torch.tensor(astuple(mine), dtype=torch.int32)
+        values = torch.tensor(astuple(mine), dtype=torch.int32, device="cpu")
         assert len(fields(mine)) == values.numel()
         self._in_flight = values, self._world.control.all_reduce(values, "max")
 

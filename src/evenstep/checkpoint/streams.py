@@ -21,7 +21,7 @@ def capture_streams(world: World) -> dict[str, Any]:
     state = randomness.capture()
     version, words, gauss = state.python
     streams: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
         "torch": state.torch_cpu,
         "cuda": list(state.torch_cuda),
         "numpy": None,
@@ -29,7 +29,7 @@ def capture_streams(world: World) -> dict[str, Any]:
     }
     if state.numpy is not None:
         name, keys, position, has_gauss, cached = state.numpy
-        words = torch.tensor([int(key) for key in keys], dtype=torch.int64)
+        words = torch.tensor([int(key) for key in keys], dtype=torch.int64, device="cpu")
         streams["numpy"] = {
             "name": str(name),
             "words": words,
@@ -70,6 +70,6 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
         )
     )
     if world.rank >= len(ranks) and ranks[0]["has_diverged"]:
-        drawn = int(torch.randint(1 << 62, ()).item())
+        drawn = int(torch.randint(1 << 62, (), device="cpu").item())
         torch.manual_seed(mix(drawn, world.rank) >> 1)
     world.has_diverged = bool(ranks[0]["has_diverged"])

@@ -52,7 +52,7 @@ class TokenBatches:
         self._shuffle, self._seed, self._epoch = shuffle, seed, epoch
         self._window = window_of(lengths, max_tokens)
         sizes: list[int] = []
-        self._samples: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64))
+        self._samples: tuple[int, Tensor] = (-1, torch.empty(0, dtype=torch.int64, device="cpu"))
         for number in range(-(-self.num_samples // self._window)):
             sizes += self._arrange(number)[1]
         self._bounds = list(accumulate(sizes, initial=0))
@@ -85,7 +85,7 @@ class TokenBatches:
     def _arrange(self, number: int) -> tuple[Tensor, list[int]]:
         """The samples of a window in their final order, and the sizes of its batches."""
         start = number * self._window
-        samples = self._order.at(torch.arange(start, min(start + self._window, self.num_samples)))
+        samples = self._order.at(torch.arange(start, min(start + self._window, self.num_samples), device="cpu"))
         lengths = self._lengths[samples]
         if self._shuffle:
             by_length = torch.argsort(lengths, stable=True)
@@ -117,7 +117,7 @@ def cut(lengths: Tensor, max_tokens: int) -> list[int]:
     while start < len(lengths):
         part = lengths[start : start + look]
         # Divided and not multiplied: products of the largest numbers would wrap around. Both sides are monotonic.
-        size = int((part.cummax(0).values <= max_tokens // torch.arange(1, len(part) + 1)).sum())
+        size = int((part.cummax(0).values <= max_tokens // torch.arange(1, len(part) + 1, device="cpu")).sum())
         if size == len(part) and start + size < len(lengths):
             look *= 2  # the batch may be longer than what was looked at
             continue
@@ -136,7 +136,7 @@ def validate_lengths(lengths: object, num_samples: int, max_tokens: int) -> Tens
     if lengths is None:
         raise ConfigurationError("max_tokens needs lengths=: the number of tokens of each sample.")
     try:
-        given = torch.as_tensor(lengths)
+        given = torch.as_tensor(lengths, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(f"lengths ({type(lengths).__name__}) are no numbers: {error}") from None
     if given.dim() != 1 or len(given) != num_samples or given.is_floating_point() or given.is_complex():

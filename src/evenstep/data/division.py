@@ -107,7 +107,7 @@ class Division:
 
 def digest(values: Tensor) -> int:
     """A number that tells tensors of int64 apart: products with odd multipliers, added up and wrapping. Pure."""
-    multipliers = torch.arange(1, 2 * len(values), 2)
+    multipliers = torch.arange(1, 2 * len(values), 2, device="cpu")
     return mix(int((values * multipliers * 0x2545F4914F6CDD1D).sum()), len(values)) >> 1
 
 

@@ -100,7 +100,7 @@ class Fetcher:
             return Loaded(self._nothing_like(request.epoch, request.example))
         if self.wants_tensors:
             try:
-                return Loaded(batch_of(self.dataset, torch.as_tensor(request.samples)))
+                return Loaded(batch_of(self.dataset, torch.as_tensor(request.samples, device="cpu")))
             except DataError:
                 if not self.skips:
                     raise

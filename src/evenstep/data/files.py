@@ -56,7 +56,7 @@ class MappedFile:
             self._content = (
                 torch.from_file(str(self.path), shared=False, size=self.size, dtype=torch.uint8)
                 if self.size
-                else torch.empty(0, dtype=torch.uint8)
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
             )
         return self._content
 
@@ -123,7 +123,7 @@ class FixedFile(MappedFile):
 
     def read(self, record: int) -> Tensor:
         """[record_bytes], uint8."""
-        return self.rows(torch.tensor([record]))[0]
+        return self.rows(torch.tensor([record], device="cpu"))[0]
 
     def rows(self, records: Tensor) -> Tensor:
         """[n, record_bytes], uint8, of [n] int64."""

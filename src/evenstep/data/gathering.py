@@ -27,8 +27,10 @@ def positions_by_rank(epoch: Epoch, start: int, stop: int, world_size: int, lane
     spans = [plan.global_batch(step) for step in range(first, plan.num_batches if last is None else last)]
     parts = []
     for rank in range(world_size):
-        shares = [torch.arange(*divide(*span, rank=rank, world_size=world_size, lanes=lanes)) for span in spans]
-        parts.append(torch.cat(shares) if shares else torch.empty(0, dtype=torch.int64))
+        shares = [
+            torch.arange(*divide(*span, rank=rank, world_size=world_size, lanes=lanes), device="cpu") for span in spans
+        ]
+        parts.append(torch.cat(shares) if shares else torch.empty(0, dtype=torch.int64, device="cpu"))
     return parts
 
 

@@ -120,7 +120,7 @@ class LocalOrder:
             key = mix(_WINDOW_TAG, self.seed, self.epoch, number)
             shuffled = sorted_by_key(min(span, self.num_samples - number * span), key & _MASK_32, key >> 32 & _MASK_32)
             firsts = self._firsts(number)
-            samples = firsts.unsqueeze(1) + torch.arange(self.block)
+            samples = firsts.unsqueeze(1) + torch.arange(self.block, device="cpu")
             if int(firsts.max()) + self.block > self.num_samples:
                 self._turned(samples)
             order = samples.view(-1)[shuffled]
@@ -147,7 +147,7 @@ class LocalOrder:
             first = group * num_windows * self._width
             stop = first + num_windows * self._width
             full = self._blocks.slice(min(first, num_full), min(stop, num_full))
-            rest = torch.full((stop - first - len(full),), num_full)
+            rest = torch.full((stop - first - len(full),), num_full, device="cpu")
             self._groups.clear()
             self._groups[group] = torch.cat([full, rest]).view(num_windows, self._width)
         return self._groups[group][place]

@@ -86,8 +86,8 @@ class EpochOrder:
             IndexError: A position outside of the epoch.
         """
         if stop <= start:
-            return torch.empty(0, dtype=torch.int64)
-        return self.at(torch.arange(start, stop))
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        return self.at(torch.arange(start, stop, device="cpu"))
 
     def at(self, positions: Tensor) -> Tensor:
         """Sample indices at `positions`, any shape, int64.
@@ -120,7 +120,7 @@ class EpochOrder:
     @cached_property
     def _sorted_by_key(self) -> Tensor:
         """[num_samples], int64; at most `_LARGEST_SORTED`."""
-        words = torch.arange(self.num_samples)
+        words = torch.arange(self.num_samples, device="cpu")
         high = scramble(scramble(words ^ self._keys[0]) ^ self._keys[1])
         low = scramble(scramble(words ^ self._keys[2]) ^ self._keys[3])
         return torch.argsort((high >> 1 << 32) | low, stable=True)
@@ -191,9 +191,9 @@ def sorted_by_key(size: int, first_key: int, second_key: int) -> Tensor:
     and however it is sorted.
     """
     if numpy is None:
-        words = torch.arange(size)
+        words = torch.arange(size, device="cpu")
         scramble(scramble(words.bitwise_xor_(first_key)).bitwise_xor_(second_key))
-        return torch.arange(size).add_(words << 31).sort().values & _MASK_31
+        return torch.arange(size, device="cpu").add_(words << 31).sort().values & _MASK_31
     narrow = numpy.arange(size, dtype=numpy.uint32)
     for key in (first_key, second_key):
         narrow ^= numpy.uint32(key)

@@ -40,7 +40,7 @@ class _Pickler(pickle.Pickler):
 
 def _rebuild(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not data:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 

@@ -105,7 +105,7 @@ class Records(Dataset[Any]):
         self._validate_bounds(indices)
         if len(self.files) == 1:
             return self._rows(0, indices)
-        numbers = torch.searchsorted(torch.tensor(self._ends), indices, right=True)
+        numbers = torch.searchsorted(torch.tensor(self._ends, device="cpu"), indices, right=True)
         out: Tensor | None = None
         for number in sorted(set(numbers.tolist())):
             inside = numbers == number

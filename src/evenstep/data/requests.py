@@ -66,8 +66,8 @@ def _equal_steps(plan: Any, step: int, share: Callable[[int, int], tuple[int, in
     if step >= num_full or first == last:
         return None
     stop = min(num_full, step + max(1, _BLOCK // (last - first)))
-    starts = torch.arange(step, stop).unsqueeze(1) * plan.global_batch_size
-    return starts + torch.arange(first, last)
+    starts = torch.arange(step, stop, device="cpu").unsqueeze(1) * plan.global_batch_size
+    return starts + torch.arange(first, last, device="cpu")
 
 
 def _one_by_one(
@@ -80,12 +80,12 @@ def _one_by_one(
         while step + len(spans) < plan.num_batches and num_positions < _BLOCK:
             spans.append(share(*plan.global_batch(step + len(spans))))
             num_positions += spans[-1][1] - spans[-1][0]
-        samples = order.at(torch.cat([torch.arange(*span) for span in spans]))
+        samples = order.at(torch.cat([torch.arange(*span, device="cpu") for span in spans]))
         for (start, stop), row in zip(
             spans, torch.split(samples, [stop - start for start, stop in spans]), strict=True
         ):
             if start == stop:
-                example = int(order.at(torch.tensor(plan.global_batch(step)[0])))
+                example = int(order.at(torch.tensor(plan.global_batch(step)[0], device="cpu")))
                 yield Request(epoch.number, step, [], example)
             else:
                 yield Request(epoch.number, step, row if as_tensors else row.tolist())

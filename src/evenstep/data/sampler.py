@@ -144,7 +144,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
     def _chunks(self, order: EpochOrder, start: int, iteration: int) -> Iterator[Iterator[int]]:
         num_left = self._num_left(start)
         for first in range(0, num_left, _CHUNK):
-            turns = torch.arange(first, min(first + _CHUNK, num_left))
+            turns = torch.arange(first, min(first + _CHUNK, num_left), device="cpu")
             # Positions behind the end are the padding: the epoch again from its beginning, as often as needed.
             positions = (start + turns * self.num_replicas + self.rank) % order.num_samples
             chunk = iter(to_list(order.at(positions)))

@@ -175,6 +175,6 @@ def until_all_end(batches: Iterator[Loaded], world: World) -> Iterator[Loaded]:
 def _any(world: World, own: bool) -> bool:
     if world.world_size == 1:
         return own
-    flag = torch.tensor([int(own)])
+    flag = torch.tensor([int(own)], device="cpu")
     world.control.all_reduce(flag, "max").wait()
     return bool(flag)

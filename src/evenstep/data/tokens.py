@@ -91,7 +91,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             )
         self._ends = documents.cumsum(0)
         windows = ((documents - 1).clamp_(min=0) + self.stride - 1) // self.stride
-        self._first_window = torch.cat([torch.zeros(1, dtype=torch.int64), windows.cumsum(0)])
+        self._first_window = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), windows.cumsum(0)])
         self._num_windows = int(self._first_window[-1])
         if self._num_windows == 0:
             raise ConfigurationError("TokenDataset: no document has two tokens, so there is nothing to predict.")
@@ -110,7 +110,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        x, y = self.batch_of(torch.tensor([index]))
+        x, y = self.batch_of(torch.tensor([index], device="cpu"))
         return x[0], y[0]
 
     def batch_of(self, indices: Tensor) -> list[Tensor]:
@@ -121,7 +121,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         if self._file is not None:
             self._file.validate_unchanged()
         first, end = self._spans(indices)
-        places = first.unsqueeze(1) + torch.arange(self.context + 1)
+        places = first.unsqueeze(1) + torch.arange(self.context + 1, device="cpu")
         if self._ends is None:
             found = self._at(places)
             return [found[:, :-1].contiguous(), found[:, 1:].contiguous()]
@@ -145,7 +145,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         if self._ends is None or self._first_window is None:
             return indices * self.stride, torch.full_like(indices, self.num_tokens)
         document = torch.searchsorted(self._first_window, indices, right=True) - 1
-        begins = torch.cat([torch.zeros(1, dtype=torch.int64), self._ends])[document]
+        begins = torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), self._ends])[document]
         return begins + (indices - self._first_window[document]) * self.stride, self._ends[document]
 
     def __repr__(self) -> str:
@@ -166,7 +166,7 @@ def _open(path: Path, dtype: torch.dtype) -> FixedFile:
 
 def _as_tensor(name: str, given: Any, wanted: str) -> Tensor:
     try:
-        return torch.as_tensor(given)
+        return torch.as_tensor(given, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise checks.refuse(f"TokenDataset: {name}", given, wanted) from None
 

@@ -55,7 +55,7 @@ class WeightedSampler(Sampler[int]):
         num_replicas, rank = validate_rank("WeightedSampler", num_replicas, rank)
         checks.switches("WeightedSampler: ", auto_epoch=auto_epoch)
         try:
-            given = torch.as_tensor(weights)
+            given = torch.as_tensor(weights, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise checks.refuse("WeightedSampler: weights", weights, "one number for each sample") from None
         try:
@@ -91,7 +91,7 @@ class WeightedSampler(Sampler[int]):
 
     def _chunks(self, order: WeightedOrder) -> Iterator[Tensor]:
         for first in range(0, len(self), _CHUNK):
-            turns = torch.arange(first, min(first + _CHUNK, len(self)))
+            turns = torch.arange(first, min(first + _CHUNK, len(self)), device="cpu")
             yield order.at(turns * self.num_replicas + self.rank)
 
     def __repr__(self) -> str:

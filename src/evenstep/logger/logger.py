@@ -217,7 +217,7 @@ class Logger:
         checksum = float(zlib.crc32(names.encode()) >> (32 - _CHECKSUM_BITS))
         # Who has no say in the means still has one in whether names are equal and values numbers.
         check = self.world.mean(
-            torch.tensor([checksum, checksum**2, float(problem is not None)], dtype=torch.float64)
+            torch.tensor([checksum, checksum**2, float(problem is not None)], dtype=torch.float64, device="cpu")
         ).tolist()
         if check[2] > 0:
             told = self.world.exchange(None if problem is None else str(problem))
@@ -232,7 +232,7 @@ class Logger:
             )
         if not numbers:
             return {}
-        means = self.world.mean(torch.tensor(list(numbers.values()), dtype=torch.float64), weight)
+        means = self.world.mean(torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu"), weight)
         return dict(zip(numbers, means.tolist(), strict=True))
 
     def _times(self) -> dict[str, float]:

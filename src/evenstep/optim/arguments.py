@@ -75,7 +75,7 @@ def facts_of(groups: Sequence[Mapping[str, Any]], index_of: Callable[[Tensor], i
     """What must be equal on all ranks of parameter groups, by what people call it; JSON types."""
     facts: dict[str, Any] = {"the number of parameter groups": len(groups)}
     for number, group in enumerate(groups):
-        indices = torch.tensor([index_of(parameter) for parameter in group["params"]], dtype=torch.int64)
+        indices = torch.tensor([index_of(parameter) for parameter in group["params"]], dtype=torch.int64, device="cpu")
         of = f" of parameter group {number}"
         facts[f"the number of parameters{of}"] = len(indices)
         facts[f"the checksum of the parameters{of}"] = zlib.crc32(repr(indices.tolist()).encode())

@@ -184,4 +184,4 @@ def without_state() -> dict[Any, Any]:
 
 def defaults_of(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What a class's arguments mean, as it says itself: asked with a parameter that is nobody's."""
-    return kind([nn.Parameter(torch.zeros(2, 2))], **arguments).defaults
+    return kind([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **arguments).defaults

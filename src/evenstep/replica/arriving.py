@@ -215,7 +215,7 @@ def _tensors_in(given: Any) -> Iterator[Tensor]:
 @cache
 def _own_count() -> int:
     """What asking adds to the number of owners of a memory."""
-    alone = torch.zeros(1)
+    alone = torch.zeros(1, device="cpu")
     return int(torch._C._storage_Use_Count(alone.untyped_storage()._cdata)) - 1
 
 

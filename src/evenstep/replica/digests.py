@@ -33,7 +33,7 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
         if num_bytes < raw.numel():
             part = part * _ODD + _weigh(raw[num_bytes:])
         total = part if total is None else total * _ODD + part.to(total.device)
-    return torch.zeros((), dtype=torch.int64) if total is None else total * _ODD
+    return torch.zeros((), dtype=torch.int64, device="cpu") if total is None else total * _ODD
 
 
 def _together(tensors: Sequence[Tensor]) -> list[Tensor]:

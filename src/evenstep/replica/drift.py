@@ -370,7 +370,7 @@ def _start_copy(sums: Tensor) -> tuple[Tensor, Any]:
     """A copy on the host, and the event after which it is there."""
     if sums.device.type != "cuda":
         return sums.cpu().clone(), None
-    host = torch.empty(NUM_TOLD, dtype=sums.dtype, pin_memory=True)
+    host = torch.empty(NUM_TOLD, dtype=sums.dtype, pin_memory=True, device="cpu")
     host.copy_(sums, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()

@@ -284,7 +284,7 @@ class BucketExchange:
         """See `Exchange.learn_order`."""
         seen = [index for index in ready_order if index < self._num_dense]
         order = [*seen, *sorted(set(range(self._num_dense)) - set(seen), reverse=True)]
-        agreed = torch.tensor(order)
+        agreed = torch.tensor(order, device="cpu")
         self._world.control.broadcast(agreed, 0).wait()
         layout = self._plan(agreed.tolist())
         if layout != self.layout:

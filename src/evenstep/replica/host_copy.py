@@ -64,7 +64,7 @@ class HostCopy:
         Raises:
             UsageError: There is one, on some rank. Raised on all of them; nothing was written.
         """
-        flag = torch.tensor([replaced is not None], dtype=torch.int32)
+        flag = torch.tensor([replaced is not None], dtype=torch.int32, device="cpu")
         self._transport.all_reduce(flag, "max").wait()
         if not flag.item():
             return

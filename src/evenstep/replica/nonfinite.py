@@ -148,7 +148,7 @@ class SumWatch:
         """Look at the sums of a bucket, as long as its memory lives."""
         is_lent = layout.sharding is not None and layout.sharding.frees_gradients  # memory of several buckets
         if layout.dtype.is_floating_point and not is_lent:
-            begins = torch.tensor([slot.offset_numel for slot in layout.slots])
+            begins = torch.tensor([slot.offset_numel for slot in layout.slots], device="cpu")
             look_at_sums(flat, functools.partial(self._look, begins, names))
 
     @property
@@ -193,7 +193,7 @@ class SumWatch:
             return  # a large total of finite numbers
         slots = torch.searchsorted(begins, places + begin, right=True) - 1
         own: int | None = None
-        others_are_small = torch.ones(len(places), dtype=torch.bool)
+        others_are_small = torch.ones(len(places), dtype=torch.bool, device="cpu")
         bad_of: dict[int, Tensor] = {}
         for rank, given in enumerate(inputs):
             if given.data_ptr() == result.data_ptr():

@@ -29,7 +29,7 @@ class OutputHooks:
         self._function: Hook = functools.partial(function)
         # Outputs that have the hook themselves can be saved without a warning.
         setattr(self._function, "__torch_unserializable__", True)  # noqa: B010
-        self._carrier = torch.empty(0)
+        self._carrier = torch.empty(0, device="cpu")
         self._carrier._backward_hooks = {0: function}
 
     def put_on(self, outputs: Any) -> None:

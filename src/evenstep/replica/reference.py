@@ -46,11 +46,13 @@ class ReferenceReplica:
         Args:
             over_ranks: Divide by the number of ranks (torch's meaning) and not by the sum of the weights.
         """
-        total = torch.tensor(float(self._world.world_size) if over_ranks else self._weight, dtype=torch.float64)
+        device = self._parameters[0].device
+        divisor = float(self._world.world_size) if over_ranks else self._weight
+        total = torch.tensor(divisor, dtype=torch.float64, device=device)
         if not over_ranks:
             self._world.transport.all_reduce(total).wait()
         for parameter, local in zip(self._parameters, self._sums, strict=True):
-            num_users = torch.tensor(0.0 if local is None else 1.0)
+            num_users = torch.tensor(0.0 if local is None else 1.0, device=device)
             self._world.transport.all_reduce(num_users).wait()
             summed = torch.zeros_like(parameter.detach()) if local is None else local.detach().clone()
             self._world.transport.all_reduce(summed).wait()

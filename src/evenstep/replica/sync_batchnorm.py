@@ -407,8 +407,9 @@ class _Normalise(torch.autograd.Function):
         has_rows = ctx.counts and x.numel() > 0
         if has_rows:
             values, dy = x.to(dtype), dy.to(dtype)
+            # Sums don't depend on the weight; but without one CUDA's kernel returns none of dy * xhat.
             _, own[1], own[0] = torch.ops.aten.native_batch_norm_backward(
-                dy, values, None, None, None, mean, invstd, True, layer.eps, [False, True, True]
+                dy, values, invstd, None, None, mean, invstd, True, layer.eps, [False, True, True]
             )
         dx = None
         if needs_x:

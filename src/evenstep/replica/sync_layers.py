@@ -154,7 +154,7 @@ class SyncLayers:
     def _most_parts(self, num_parts: int) -> int:
         device = _device_of(next(iter(self.layers.values())), self.world)
         carried = channel(self.world, "batch normalisation", device)
-        most = torch.tensor([num_parts], device=device if carried.name == "nccl" else None)
+        most = torch.tensor([num_parts], device=device if carried.name == "nccl" else "cpu")
         carried.all_reduce(most, "max").wait()
         return int(most)
 

@@ -102,7 +102,7 @@ class Uneven:
 
     def lowest_active(self, world: World) -> int:
         """Collective: the first rank that is still in its loop; its module buffers are everybody's."""
-        lowest = torch.tensor([world.world_size if self.has_joined else world.rank])
+        lowest = torch.tensor([world.world_size if self.has_joined else world.rank], device="cpu")
         world.control.all_reduce(lowest, "min").wait()
         return int(lowest)
 
@@ -195,7 +195,7 @@ class Turns:
     def _say(self, number: int, *, is_again: bool = False) -> int:
         """Collective: agree on whose window ends; ranks that have left pass -1."""
         last = len(self._models) - 1
-        said = torch.tensor([number, -1 if number < 0 else last - number, int(is_again)])
+        said = torch.tensor([number, -1 if number < 0 else last - number, int(is_again)], device="cpu")
         self._world.control.all_reduce(said, "max").wait()
         highest, lowest = int(said[0]), last - int(said[1])
         if highest != lowest:

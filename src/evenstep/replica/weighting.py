@@ -146,7 +146,9 @@ class Header:
             numbers[0], numbers[1:3] = float(window.weight) / unit, kinds
             numbers[self._behind :] = [*behind, float(found)]
         else:
-            made = torch.tensor([0.0, *kinds, *map(float, used), *behind, float(found)], dtype=torch.float64)
+            made = torch.tensor(
+                [0.0, *kinds, *map(float, used), *behind, float(found)], dtype=torch.float64, device="cpu"
+            )
             self.tensor.copy_(made, non_blocking=True)
             self.tensor[0] = window.weight / unit
         if isinstance(told, Tensor):

@@ -205,7 +205,7 @@ def _perform(fault: Fault, module: torch.nn.Module | None) -> None:
     elif fault.kind == "delay":
         time.sleep(fault.seconds)
     elif fault.kind == "allocate":
-        _held.append(torch.ones(fault.mib << 18))  # float32
+        _held.append(torch.ones(fault.mib << 18, device="cpu"))  # float32
     elif fault.kind == "close":
         _shut_connections()
     elif fault.kind == "shape":

@@ -114,7 +114,7 @@ def reference(values: Sequence[Tensor], op: Op) -> Tensor:
     if dtype is torch.uint64 and op in _ORDER:  # beyond what int64 can order
         pick = max if op == "max" else min
         flat = [pick(column) for column in zip(*(value.reshape(-1).tolist() for value in values), strict=True)]
-        return torch.tensor(flat, dtype=dtype).view(values[0].shape)
+        return torch.tensor(flat, dtype=dtype, device="cpu").view(values[0].shape)
     return _fold([value.to(torch.int64) for value in values], op).to(dtype)
 
 
@@ -187,7 +187,7 @@ class _Checker:
         t, told = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
         begin, end = t.rank * share, (t.rank + 1) * share
         src = self.num_checked % t.world_size
-        out = torch.zeros(share, dtype=values[0].dtype)
+        out = torch.zeros(share, dtype=values[0].dtype, device="cpu")
         t.scatter(out, self._mine(values) if t.rank == src else None, src).wait()
         self._same(out, values[src][begin:end], f"scatter {told} from {src}")
         out = torch.zeros_like(values[0])
@@ -238,7 +238,7 @@ class _Checker:
         t = self._transport
         share = values[0].numel() // t.world_size
         expected = reference(values, op)[t.rank * share : (t.rank + 1) * share]
-        out = torch.zeros(share, dtype=values[0].dtype)
+        out = torch.zeros(share, dtype=values[0].dtype, device="cpu")
         t.reduce_scatter(out, self._mine(values), op).wait()
         self._close(out, expected, f"reduce_scatter({op}) of {out.dtype} {share} per rank")
 
@@ -273,7 +273,7 @@ class _Checker:
         t = self._transport
         other = t.split()
         try:
-            ours, theirs = torch.ones(70_000), torch.ones(3)
+            ours, theirs = torch.ones(70_000, device="cpu"), torch.ones(3, device="cpu")
             works = [t.all_reduce(ours), other.all_reduce(theirs)]
             for work in works if t.rank % 2 else reversed(works):
                 work.wait()
@@ -290,9 +290,9 @@ class _Checker:
         for _ in range(self._transport.world_size):
             if dtype.is_floating_point or dtype.is_complex:
                 kind = torch.complex64 if dtype.is_complex else torch.float32
-                value = torch.randn(shape, dtype=kind, generator=self._generator)
+                value = torch.randn(shape, dtype=kind, generator=self._generator, device="cpu")
             else:
-                value = torch.randint(-(2**40), 2**40, shape, generator=self._generator)
+                value = torch.randint(-(2**40), 2**40, shape, generator=self._generator, device="cpu")
                 value = value > 0 if dtype is torch.bool else value
             values.append(value.to(dtype))
         return values

@@ -76,7 +76,7 @@ class Arguments:
             tensor = tensor.detach()
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             return flat_view(tensor), None
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
         return copy.view(-1), (tensor, copy)
 
     def check_written(self, what: str, tensor: Tensor) -> None:

@@ -51,7 +51,11 @@ def decode(data: bytes) -> Any:
 
 def to_tensor(data: bytes) -> Tensor:
     """[len(data)], uint8."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 def to_bytes(tensor: Tensor) -> bytes:

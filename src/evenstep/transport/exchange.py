@@ -25,12 +25,12 @@ def exchange(transport: Transport, value: Any) -> list[Any]:
         ConfigurationError: `encode` doesn't take some rank's value. Raised on all ranks.
     """
     data, is_problem = _encode_or_explain(value)
-    numbers = torch.empty(2 * transport.world_size, dtype=torch.int64)
-    transport.all_gather(numbers, torch.tensor([len(data), is_problem])).wait()
+    numbers = torch.empty(2 * transport.world_size, dtype=torch.int64, device="cpu")
+    transport.all_gather(numbers, torch.tensor([len(data), is_problem], device="cpu")).wait()
     lengths, problems = numbers.view(transport.world_size, 2).unbind(1)
     longest = int(lengths.max())
     padded = to_tensor(data.ljust(longest, b"\0"))
-    out = torch.empty(transport.world_size * longest, dtype=torch.uint8)
+    out = torch.empty(transport.world_size * longest, dtype=torch.uint8, device="cpu")
     transport.all_gather(out, padded).wait()
     told = [
         to_bytes(row[: int(length)])
@@ -56,9 +56,9 @@ def broadcast_value(transport: Transport, value: Any, src: int) -> Any:
         ConfigurationError: `encode` doesn't take the value. Raised on all ranks.
     """
     data, is_problem = _encode_or_explain(value) if transport.rank == src else (b"", False)
-    header = torch.tensor([len(data), is_problem])
+    header = torch.tensor([len(data), is_problem], device="cpu")
     transport.broadcast(header, src).wait()
-    payload = to_tensor(data) if transport.rank == src else torch.empty(int(header[0]), dtype=torch.uint8)
+    payload = to_tensor(data) if transport.rank == src else torch.empty(int(header[0]), dtype=torch.uint8, device="cpu")
     if payload.numel():
         transport.broadcast(payload, src).wait()
     if header[1]:
@@ -118,7 +118,7 @@ def check_mean(value: Any, weight: Any, *, rank: int) -> tuple[Tensor, float | T
     where = f"world.mean on rank {rank}"
     if not isinstance(value, Tensor):
         try:
-            value = torch.tensor(float(value), dtype=torch.float64)
+            value = torch.tensor(float(value), dtype=torch.float64, device="cpu")
         except (TypeError, ValueError):
             raise ConfigurationError(f"{where}: value={value!r} is neither a real number nor a tensor.") from None
     if value.is_complex():

@@ -43,7 +43,8 @@ def connect_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> Pro
     timeout = timedelta(seconds=timeout_s)
     group = ProcessGroup(store, rank, size)
     gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):  # ranks may share a GPU
+        group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, gloo)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     num_splits = 0
 

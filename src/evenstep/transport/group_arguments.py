@@ -64,6 +64,6 @@ def joined_input(tensors: Sequence[Tensor]) -> Tensor:
 
 def joined_outputs(outputs: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """One tensor for all outputs, and what has to be copied in the end."""
-    joined = torch.empty(sum(each.numel() for each in outputs), dtype=outputs[0].dtype)
+    joined = torch.empty(sum(each.numel() for each in outputs), dtype=outputs[0].dtype, device="cpu")
     parts = torch.split(joined, [each.numel() for each in outputs])
     return joined, [(out.detach(), part.view(out.shape)) for out, part in zip(outputs, parts, strict=True)]

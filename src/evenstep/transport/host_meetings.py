@@ -106,12 +106,12 @@ class HostMeetings:
         length = MESSAGE_BYTES
         if expected is not None:
             length = max(length, round_up(PAYLOAD_AT + expected[1], _ALIGN_BYTES))
-        message = torch.zeros(length, dtype=torch.uint8)
+        message = torch.zeros(length, dtype=torch.uint8, device="cpu")
         message[: len(packed)] = to_tensor(packed)
         if payload is not None:
             last += payload.numel()
             message[PAYLOAD_AT:last] = payload
-        messages = torch.empty(num_hosts * length, dtype=torch.uint8)
+        messages = torch.empty(num_hosts * length, dtype=torch.uint8, device="cpu")
         work = self._lane.all_gather(messages, message)
 
         def finish() -> list[Tensor]:

@@ -225,6 +225,11 @@ class ProcessGroupTransport:
             work = collective(*args, **kwargs, group=self._open_group(), async_op=True)
         except RuntimeError as error:
             raise self._explained(error, what) from error
+        except ValueError as error:  # torch 2.11 logs a failure, and fails at that for groups it doesn't know by name
+            failure = error.__context__
+            if not isinstance(failure, RuntimeError):
+                raise
+            raise self._explained(failure, what) from failure
         return _GroupWork(work, self, what, finish)
 
     def _exchange_and_add(self, what: str, out: Tensor, tensor: Tensor, op: Op) -> Work:

@@ -188,7 +188,7 @@ class Scratch:
         memory = self._memory.get(key)
         if memory is None or memory.numel() < numel:
             with torch.inference_mode(False):  # it outlasts the mode of the call that first needs it
-                memory = self._memory[key] = torch.empty(numel, dtype=dtype)
+                memory = self._memory[key] = torch.empty(numel, dtype=dtype, device="cpu")
         return memory if memory.numel() == numel else memory[:numel]
 
 

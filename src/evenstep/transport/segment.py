@@ -134,7 +134,7 @@ class Mapping:
     def tensor(self, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
         """[numel], `offset` bytes from the start; keeps the memory mapped."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         # Under torch's inference mode it would be a tensor that nobody may write to afterwards outside that mode.
         with torch.inference_mode(False):
             return torch.frombuffer(self.raw, dtype=dtype, count=numel, offset=offset)

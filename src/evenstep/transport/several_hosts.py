@@ -145,9 +145,9 @@ class SeveralHostsTransport:
 
         def steps(number: int, packed: bytes) -> None:
             raw, num_hosts, num_local = flat.view(torch.uint8), len(self._plan.hosts), self._plan.num_lanes
-            of_lane = torch.empty(num_hosts * raw.numel(), dtype=torch.uint8)
+            of_lane = torch.empty(num_hosts * raw.numel(), dtype=torch.uint8, device="cpu")
             self._gather_lane(number, packed, of_lane, raw)
-            of_all = torch.empty(num_local * of_lane.numel(), dtype=torch.uint8)
+            of_all = torch.empty(num_local * of_lane.numel(), dtype=torch.uint8, device="cpu")
             self._inside.all_gather(of_all, of_lane).wait()
             by_host = of_all.view(num_local, num_hosts, raw.numel()).transpose(0, 1)
             into.view(torch.uint8).view(num_hosts, num_local, raw.numel()).copy_(by_host)
@@ -187,7 +187,7 @@ class SeveralHostsTransport:
                 return
             assert self._lane is not None
             by_lane = flat.view(num_hosts, num_local, numel).transpose(0, 1).reshape(-1)
-            of_lane = torch.empty(num_hosts * numel, dtype=flat.dtype)
+            of_lane = torch.empty(num_hosts * numel, dtype=flat.dtype, device="cpu")
             self._inside.reduce_scatter(of_lane, by_lane, _undivided(op)).wait()
             met()
             parts = torch.empty_like(of_lane)
@@ -222,7 +222,7 @@ class SeveralHostsTransport:
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
-        nothing = torch.zeros(1, dtype=torch.uint8)
+        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
         return self._launch(
             "barrier", nothing, lambda number, packed: self._all_reduce_small(number, packed, nothing, "max")
         )
@@ -363,7 +363,7 @@ class SeveralHostsTransport:
 
     def _swap(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
         """Between two hosts: each sends its whole slice. The same bytes as in parts, in one step."""
-        both = torch.empty(2 * mine.numel(), dtype=mine.dtype)
+        both = torch.empty(2 * mine.numel(), dtype=mine.dtype, device="cpu")
         yield [self._lane.all_gather(both, mine)] if self._lane is not None and mine.numel() else []
         if mine.numel():
             self._add(mine, list(both.view(2, -1).unbind()), op)
@@ -373,15 +373,15 @@ class SeveralHostsTransport:
         parts = plan_slices(mine.numel(), len(self._plan.hosts), mine.itemsize)
         begin, end = parts[self._host]
         sizes = [stop - start for start, stop in parts]
-        received = torch.empty(len(parts) * (end - begin), dtype=mine.dtype)
+        received = torch.empty(len(parts) * (end - begin), dtype=mine.dtype, device="cpu")
         works: list[Work] = []
         if self._lane is not None and mine.numel():
             works.append(self._lane.all_to_all(received, mine, [end - begin] * len(parts), sizes))
         yield works
-        padded = torch.empty(parts[0][1], dtype=mine.dtype)
+        padded = torch.empty(parts[0][1], dtype=mine.dtype, device="cpu")
         if begin < end:
             self._add(padded[: end - begin], list(received.view(len(parts), -1).unbind()), op)
-        added = torch.empty(len(parts) * padded.numel(), dtype=mine.dtype)
+        added = torch.empty(len(parts) * padded.numel(), dtype=mine.dtype, device="cpu")
         works = []
         if self._lane is not None and mine.numel():
             works.append(self._lane.all_gather(added, padded))

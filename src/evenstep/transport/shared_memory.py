@@ -184,8 +184,8 @@ class SharedMemoryTransport:
         self._arguments.check_all_to_all(out, tensor, out_splits, splits)
         if out_splits is None or splits is None:
             return self._launch("all_to_all", tensor, flat, into, back=back)
-        mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64)
-        everybodys = torch.empty((self.world_size, *mine.shape), dtype=torch.int64)
+        mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64, device="cpu")
+        everybodys = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
         with self._lock:  # nothing comes between these two
             # Calls run one after the other: the second finds what the first has gathered.
             self._launch("all_gather", mine, mine.view(-1), everybodys.view(-1))
@@ -193,7 +193,7 @@ class SharedMemoryTransport:
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device="cpu")
         return self._launch("barrier", nothing, nothing, nothing)
 
     def split(self) -> Transport:

@@ -215,7 +215,7 @@ def _module_evidence(first: int, ours: list[str], second: int, theirs: list[str]
 
 def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen: Sequence[Seen]) -> list[Cause]:
     """Each pass has added the right gradient: only the weights are wrong, all of them or some."""
-    right, applied = torch.tensor(weights.right), torch.tensor(weights.applied)
+    right, applied = torch.tensor(weights.right, device="cpu"), torch.tensor(weights.applied, device="cpu")
     ratios = applied / right
     passes = max(len(each.lanes) for each in seen), max(len(each.lanes) for each in known)
     if not bool(ratios.isfinite().all()) or float(ratios.abs().max()) == 0:

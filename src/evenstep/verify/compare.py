@@ -216,7 +216,7 @@ def _first(
 def _apart(reference: Run, run: Run, step: int) -> dict[str, float]:
     """Of each tensor of a step, and of the loss, how far a run lies from the reference: the root of the mean square."""
     exact, values = reference.values(step), run.values(step)
-    losses = torch.tensor([loss_of(run.at(step)), loss_of(reference.at(step))], dtype=torch.float64)
+    losses = torch.tensor([loss_of(run.at(step)), loss_of(reference.at(step))], dtype=torch.float64, device="cpu")
     apart = {"loss/": _size(_gap(losses[:1], losses[1:]))}
     for name in [*exact, *(name for name in values if name not in exact)]:
         ours, theirs = values.get(name), exact.get(name)

@@ -103,7 +103,9 @@ def init(
             f"evenstep.init was called before with other arguments: now {told}. Call it once, and pass the world on, "
             f"or close the first world before making another."
         )
-    worlds.close_abandoned()
+    if worlds.abandoned:
+        _give_up_nccl()
+        worlds.close_abandoned()
     if dist.is_initialized():
         world = World.from_process_group(device=device, seed=seed, transport=transport)
     else:
@@ -118,6 +120,8 @@ def init(
         make_reproducible(world, num_lanes=lanes or DEFAULT_LANES, threads=threads or 1, timeout_s=timeout_s)
     _announce(world, quiet=quiet)
     atexit.register(world.close)
+    if world.transport_name == "nccl":
+        atexit.register(_give_up_after_failure)  # before the world is closed
     worlds.set_current(world)
     if page.own_path() is not None:
         count_optimizer_steps()
@@ -271,6 +275,17 @@ def _announce(world: World, *, quiet: bool) -> None:
             line = f"evenstep: reproducible: {mode}, {threads} per rank in this mode, {world.transport_name}"
     if line != placement.announced:
         print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _give_up_after_failure() -> None:
+    if worlds.abandoned or getattr(sys, "last_value", None) is not None:
+        _give_up_nccl()
+
+
+def _give_up_nccl() -> None:
+    """End the groups of a failed run. To destroy those of NCCL would wait for ranks that may be gone."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        dist.distributed_c10d._abort_process_group()
 
 
 def _destroy_default_group() -> None:

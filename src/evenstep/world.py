@@ -365,12 +365,12 @@ class World:
             # after that, and so nobody takes a witness for the culprit. Closed at exit, or by the next `init`.
             _current = None
             self.before_close.clear()  # nothing that this rank has promised is kept
-            _abandoned.append(self)
+            abandoned.append(self)
         while self._at_end:
             self._at_end.pop(0)(error)
 
 
-_abandoned: list[World] = []
+abandoned: list[World] = []  # that an exception has left open
 
 
 def current() -> World:
@@ -437,8 +437,8 @@ def initialised() -> World | None:
 
 def close_abandoned() -> None:
     """Close worlds that an exception has left open."""
-    while _abandoned:
-        _abandoned.pop().close()
+    while abandoned:
+        abandoned.pop().close()
 
 
 def _is_stale(world: World) -> bool:

@@ -83,8 +83,8 @@ class Bucket:
 
     @property
     def is_zero(self) -> bool:
-        """Whether all that the views show is zero."""
-        return not self.flat.any()
+        """Whether all that the views show is zero, as far as that is known without waiting for a GPU."""
+        return self.flat.device.type == "cpu" and not self.flat.any()
 
     def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
         """Make the flat tensor hold this rank's gradients, and the gradients views of it.
@@ -242,7 +242,7 @@ class CastBucket(Bucket):
     @property
     def is_zero(self) -> bool:
         """See `Bucket.is_zero`."""
-        return not self._own.any()
+        return self._own.device.type == "cpu" and not self._own.any()
 
     def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
         """See `Bucket.pack`; divided in the dtype in which it is added. What is finite before may not be in that."""

@@ -44,6 +44,7 @@ class Surroundings:
         with contextlib.ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
+                torch.cuda.current_stream(device).query()  # a new thread has no context, of which cuBLAS would warn
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, enabled, dtype in self.autocast:

@@ -298,7 +298,7 @@ class Engine:
     def bucket_complete(self, bucket: int) -> None:
         """See `readiness.Listener`."""
         assert self._window is not None
-        self.exchange.complete(bucket, self._window.kind)
+        self.exchange.complete(bucket, self._window)
 
     def gradient_late(self, parameter: int) -> None:
         """See `readiness.Listener`."""

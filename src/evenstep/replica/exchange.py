@@ -64,7 +64,7 @@ class Exchange(Protocol):
     def is_clear(self, bucket: Bucket) -> bool:
         """Whether a bucket's gradients are its views and all zero, as far as that can be seen without waiting."""
 
-    def complete(self, bucket: int, kind: Kind | None) -> None:
+    def complete(self, bucket: int, window: Window) -> None:
         """A bucket has all its gradients: send it when its turn comes."""
 
     def finish(self, window: Window) -> None:
@@ -230,18 +230,17 @@ class BucketExchange:
     def is_clear(self, bucket: Bucket) -> bool:
         """See `Exchange.is_clear`."""
         all_views = all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
-        return all_views and bucket.flat.device.type == "cpu" and bucket.is_zero
+        return all_views and bucket.is_zero
 
-    def complete(self, bucket: int, kind: Kind | None) -> None:
+    def complete(self, bucket: int, window: Window) -> None:
         """See `Exchange.complete`."""
-        self._execute(self.reducer.complete(bucket), kind)
+        self._execute(self.reducer.complete(bucket), window)
 
     def finish(self, window: Window) -> None:
         """See `Exchange.finish`."""
-        if isinstance(window.weight, Tensor):
-            # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
-            zero_where(window.weight == 0, [p.grad for p in self._parameters if p.grad is not None])
-        self._execute(self.reducer.finish(), window.kind)
+        self._execute(self.reducer.finish(), window)
+        if isinstance(window.weight, Tensor):  # see `_execute`; what is in no bucket
+            zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
         self._recorder.mark(WAITING)
         self.announce()
         self._used = [parameter.grad is not None for parameter in self._parameters]
@@ -324,16 +323,19 @@ class BucketExchange:
         if self._uneven is not None:
             self._uneven.announce()
 
-    def _execute(self, actions: Iterable[LaunchReduce], kind: Kind | None) -> None:
+    def _execute(self, actions: Iterable[LaunchReduce], window: Window) -> None:
         for action in actions:
             if self._uneven is not None:
                 self._uneven.announce_bucket()
             bucket = self.buckets[action.bucket]
             self._recorder.mark(action.bucket)
             self._make_room(bucket)
-            divides_first = self._divides_first(bucket, is_weighted=kind is Kind.WEIGHTED)
+            divides_first = self._divides_first(bucket, is_weighted=window.kind is Kind.WEIGHTED)
             totals = None if self.looker is None or self.lanes is not None else self.looker.room_for_totals(bucket)
             bucket.pack(self._world.world_size if divides_first else 1.0, totals)
+            if isinstance(window.weight_held, Tensor):
+                # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
+                zero_where(window.weight_held == 0, [bucket.flat])
             if self.lanes is not None:
                 self.lanes.add_to(bucket)
             if self.looker is not None:

@@ -14,7 +14,7 @@ from evenstep.replica.comm_hook import CommHook
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.layout import Layout
 from evenstep.replica.uneven import Uneven
-from evenstep.replica.weighting import Kind, Window, divide_by_weight
+from evenstep.replica.weighting import Window, divide_by_weight
 
 
 class NoExchange:
@@ -53,7 +53,7 @@ class NoExchange:
         """See `exchange.Exchange.is_clear`; there are no buckets."""
         return False
 
-    def complete(self, bucket: int, kind: Kind | None) -> None:
+    def complete(self, bucket: int, window: Window) -> None:
         """See `exchange.Exchange.complete`; there are no buckets."""
 
     def finish(self, window: Window) -> None:

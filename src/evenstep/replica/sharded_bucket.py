@@ -140,6 +140,7 @@ class ShardedBucket(Bucket):
         self._hidden = [HiddenGradient(self, i, p) if self.hides else None for i, p in enumerate(self.parameters)]
         self._gaps = list(self._find_gaps())
         self._carried: tuple[Tensor, list[bool]] | None = None
+        self._zeroed: list[int | None] = []  # versions of the views since which they show zeros
 
     def _allocate(self, allocator: Transport) -> Tensor:
         return super()._allocate(allocator) if self._lent is None else self._lent[: self.layout.numel]
@@ -165,6 +166,7 @@ class ShardedBucket(Bucket):
         """As `Bucket.pack`; what is in `flat` is hidden in `p.grad`, so that the original's memory is free."""
         # Shards are clipped and stepped with the gaps between gradients, so nothing may be left there: neither somebody
         # else's gradients in lent memory, nor a NaN that a clip by a norm of NaN has made of a zero.
+        self._zeroed = []
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         self._pack(self._hidden if self.hides else self.views, divide_by, totals)
@@ -240,6 +242,8 @@ class ShardedBucket(Bucket):
         self.shard[piece.begin : piece.end].zero_()
         if self._lent is None and view.dtype is parameter.dtype:
             parameter.grad = view.zero_()
+            self._zeroed = self._zeroed or [None] * len(self.views)
+            self._zeroed[index] = view._version
         else:
             parameter.grad = torch.zeros_like(parameter)
 
@@ -250,11 +254,17 @@ class ShardedBucket(Bucket):
             self.flat.zero_()
             if not self._is_in_place:
                 self.shard.zero_()
+            self._zeroed = [view._version for view in self.views]
             for index in held:
                 self.parameters[index].grad = self.views[index]
         else:
             for index in held:
                 self.show_zeros(index)
+
+    @property
+    def is_zero(self) -> bool:
+        """As `Bucket.is_zero`, also of zeros that have been put there on a GPU."""
+        return self._zeroed == [view._version for view in self.views] or super().is_zero
 
     def is_held(self, index: int) -> bool:
         """Whether there is a reduced gradient of a parameter, by number of its slot, where gradients are hidden.
@@ -318,7 +328,7 @@ class ShardedBucket(Bucket):
         grads = [parameter.grad for parameter in self.parameters]
         held = [grad is not None for grad in grads]
         all_views = all(grad is view for grad, view in zip(grads, self.views, strict=True))
-        if not self.hides or not any(held) or (all_views and not self.flat.any()):
+        if not self.hides or not any(held) or (all_views and self.is_zero):
             return
         kept = self.shard.clone()
         for piece, grad in zip(self.pieces, grads, strict=True):

@@ -36,12 +36,14 @@ class Window:
     Attributes:
         kind: What the passes meant; None before the first, and for a rank whose share was empty.
         weight: Sum of the weights so far; a 0-dim tensor as soon as one of them was.
+        weight_held: That of the gradients in `p.grad`; the same, but for lanes, of which these hold the last alone.
         is_scaled: The loss of a pass was scaled by a GradScaler, so gradients may overflow.
     """
 
     def __init__(self) -> None:
         self.kind: Kind | None = None
         self.weight: float | Tensor = 0.0
+        self.weight_held: float | Tensor = 0.0
         self.is_scaled = False
 
     def add(self, kind: Kind, weight: float | Tensor, *, is_scaled: bool = False) -> None:
@@ -56,7 +58,7 @@ class Window:
                 f"number of ranks, the other by the sum of the weights. Use one of them until the optimizer's step."
             )
         self.kind = kind
-        self.weight = self.weight + weight
+        self.weight = self.weight_held = self.weight + weight
         self.is_scaled |= is_scaled
 
 

@@ -1,0 +1,98 @@
+"""What isn't read on a GPU, for that would wait for it: weights, and whether gradients are zero. Here on CPUs.
+
+Here they are tensors on a CPU, and nobody reads them either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.replica import distributed
+from evenstep.replica.bucket import Bucket
+from evenstep.replica.weighting import validate_weight
+from evenstep.testing import RankPool
+from tests import reproducible_runs as runs
+from tests.procs.test_engine import random_windows
+from tests.procs.test_sharded_optimizer import random_training
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            distributed,
+            "validate_weight",
+            lambda weight, *, rank: torch.tensor(validate_weight(weight, rank=rank), dtype=torch.float64),
+        )
+        patch.setattr(Bucket, "is_zero", property(lambda self: False))
+        yield
+
+
+def windows(seed: int) -> int:
+    with as_on_a_gpu():
+        return random_windows(seed, 10, 6)
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_random_windows_equal_the_reference(ranks: RankPool, fresh_seed: int, nproc: int) -> None:
+    assert ranks.run(windows, nproc, fresh_seed) == [60] * nproc
+
+
+def trained(seed: int) -> int:
+    with as_on_a_gpu():
+        return random_training(seed, 8, 5)
+
+
+def test_random_training_equals_the_plain_optimizers(ranks: RankPool, fresh_seed: int) -> None:
+    assert ranks.run(trained, 2, fresh_seed) == [40] * 2
+
+
+def reproduced(seed: int, sharded: bool, as_gpu: bool) -> dict[str, str]:
+    with as_on_a_gpu() if as_gpu else contextlib.nullcontext():
+        return runs.digits(9, seed, sharded)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_reproducible_bits(ranks: RankPool, fresh_seed: int, sharded: bool) -> None:
+    expected = ranks.run(reproduced, 2, fresh_seed, sharded, False)
+    found = ranks.run(reproduced, 2, fresh_seed, sharded, True)
+    assert found == expected
+
+
+def dropped(sharded: bool) -> list[list[float]]:
+    """Gradients where rank 1 counts for nothing and its loss is not a number."""
+    with as_on_a_gpu():
+        world = evenstep.init(quiet=True)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+        model = evenstep.DistributedDataParallel(net, bucket_cap_mb=1e-5, world=world, on_nonfinite=None)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if sharded:
+            optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        for _ in range(3):
+            x = torch.full((2, 4), torch.nan if world.rank else 1.0, dtype=torch.float64)
+            model.backward(model(x).square().mean(), weight=0 if world.rank else 2)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.flatten().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_weight_of_zero_drops_what_is_not_a_number(ranks: RankPool, sharded: bool) -> None:
+    first, second = ranks.run(dropped, 2, sharded)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        net(torch.ones(2, 4, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert first == second
+    for got, wanted in zip(first, net.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), wanted.detach().flatten())

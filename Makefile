@@ -5,7 +5,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
+.PHONY: help install demo test test-slow test-gpu test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
 .PHONY: bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
 .PHONY: bench-predict bench-compression
@@ -20,10 +20,13 @@ demo: install ## train on handwritten digits with two replicas, and compare with
 	$(RUN) evenstep run --nproc-per-node 2 examples/digits.py
 
 test: lint ## lint, types and all tests but the slow ones, a file at a time in each of two processes
-	$(RUN) pytest --numprocesses 2 --dist loadfile
+	CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
+
+test-gpu: install ## what needs a GPU: one is enough, over NCCL too; some minutes
+	$(RUN) pytest tests/gpu
 
 test-slow: install ## what `make test` leaves out: whole programs once more; some minutes
-	$(RUN) pytest -m slow --numprocesses 2 --dist loadfile
+	CUDA_VISIBLE_DEVICES= $(RUN) pytest -m slow --numprocesses 2 --dist loadfile
 
 test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root on Debian it installs them first
 	@sh requirements/launchers.sh

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import evenstep
 from evenstep.errors import EvenstepError, NonFiniteError
@@ -174,6 +175,52 @@ def uneven(transport: str) -> None:
 @TRANSPORTS
 def test_ranks_that_run_out_of_data(gpu_ranks: RankPool, transport: str) -> None:
     gpu_ranks.run(uneven, 2, transport)
+
+
+def compiled(transport: str, backend: str) -> None:
+    with world_over(transport) as world:
+        torch._dynamo.reset()
+        model = evenstep.DistributedDataParallel(double_net(), bucket_cap_mb=1e-3, world=world)
+        run: Any = torch.compile(model, backend=backend)
+        one = double_net().to(world.device)
+        for step in range(3):
+            xs = [
+                torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(9 * step + r))
+                for r in range(2)
+            ]
+            model.backward(run(xs[world.rank].to(world.device)).square().mean(), weight=4)
+            one(torch.cat(xs).to(world.device)).square().mean().backward()
+            for a, b in zip(model.parameters(), one.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+            model.zero_grad()
+            one.zero_grad()
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_compiled_model(gpu_ranks: RankPool, transport: str, backend: str) -> None:
+    gpu_ranks.run(compiled, 2, transport, backend, timeout_s=150)
+
+
+def low_precision(transport: str, config: dict[str, torch.dtype]) -> None:
+    """As torch's class over NCCL."""
+    with world_over(transport) as world:
+        pairs = []
+        for make in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
+            model = make(double_net().float().to(world.device), mixed_precision=_MixedPrecision(**config))
+            out = model(batch_of(world, 0, 4, 8, dtype=torch.float32))
+            assert out.dtype == config["param_dtype"]
+            out.float().square().mean().backward()
+            pairs.append([p.grad.clone() for p in model.parameters()])
+            del model, out
+        for a, b in zip(*pairs, strict=True):
+            assert a.dtype == b.dtype == torch.float32
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.float16])
+def test_mixed_precision_is_that_of_torch(gpu_ranks: RankPool, reduce_dtype: torch.dtype) -> None:
+    gpu_ranks.run(low_precision, 2, "nccl", {"param_dtype": torch.float16, "reduce_dtype": reduce_dtype})
 
 
 def sparse(transport: str) -> None:

@@ -38,6 +38,7 @@ from evenstep.bench.cost import (
     memory_factor,
     ring_stages,
 )
+from evenstep.device import parse_device
 from evenstep.environment import current_placement
 from evenstep.errors import ConfigurationError
 from evenstep.joining import init
@@ -376,6 +377,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--nproc-per-node", "--nproc_per_node", type=int, default=2, metavar="N", help="ranks, if nobody starts them; 2"
     )
+    parser.add_argument(
+        "--device", help="where these are: cpu, cuda, or cuda:0 for all; default: GPUs if there are any"
+    )
 
 
 def main(args: Namespace) -> int:
@@ -394,7 +398,9 @@ def main(args: Namespace) -> int:
         return 0
     if args.nproc_per_node < 2:
         raise ConfigurationError(f"--nproc-per-node {args.nproc_per_node}: a network has at least two ranks.")
-    launch(on_rank, args.nproc_per_node, (sweep, args.json))
+    if args.device is not None:
+        parse_device(args.device)
+    launch(on_rank, args.nproc_per_node, (sweep, args.json), device=args.device)
     return 0
 
 

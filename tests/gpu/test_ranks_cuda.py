@@ -128,11 +128,13 @@ def test_torchs_hooks_for_nccl(gpu_ranks: RankPool, hook: str, at_most: float) -
     assert max(gpu_ranks.run(trained_as_torchs, 2, "nccl", hook, False, timeout_s=120)) < at_most
 
 
-def steps_without_waiting() -> None:
+def steps_without_waiting(is_sharded: bool, is_tensor: bool) -> None:
     with world_over("nccl") as world:
         model = evenstep.DistributedDataParallel(double_net(), bucket_cap_mb=1e-3, world=world)
-        optimizer = evenstep.fuse(torch.optim.AdamW(model.parameters(), lr=0.01), model)
-        weight = torch.tensor(4.0, device=world.device)
+        optimizer: Any = evenstep.fuse(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+        if is_sharded:
+            optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+        weight = torch.tensor(4.0, device=world.device) if is_tensor else 4
         x = batch_of(world, 0, 4, 8)
         for step in range(6):
             with never_waiting() if step >= 3 else contextlib.nullcontext():
@@ -142,8 +144,10 @@ def steps_without_waiting() -> None:
                 optimizer.zero_grad()
 
 
-def test_a_step_over_nccl_never_waits_for_the_device(gpu_ranks: RankPool) -> None:
-    gpu_ranks.run(steps_without_waiting, 2)
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_step_over_nccl_never_waits_for_the_device(gpu_ranks: RankPool, is_sharded: bool, is_tensor: bool) -> None:
+    gpu_ranks.run(steps_without_waiting, 2, is_sharded, is_tensor)
 
 
 def uneven(transport: str) -> None:

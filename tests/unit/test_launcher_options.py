@@ -4,6 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import config_from_args
 
 from evenstep.errors import ConfigurationError
 from evenstep.launcher.options import behind_the_script, fixed_port, for_workers, make_parser, num_nodes, on_one_host
@@ -26,6 +27,19 @@ def test_variables_of_torchrun_beat_our_defaults(monkeypatch: pytest.MonkeyPatch
     args = parse("train.py")
     assert (args.nproc_per_node, args.shutdown_timeout) == ("3", 9)
     assert parse("--nproc-per-node", "1", "train.py").nproc_per_node == "1"
+    assert parse("train.py").master_port is None
+    monkeypatch.setenv("PET_MASTER_PORT", "29411")
+    assert fixed_port(parse("train.py")) == 29411
+    assert fixed_port(parse("--master-port", "29412", "train.py")) == 29412
+
+
+def test_torchelastics_variable_says_how_long_ranks_may_take_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.13 reads it with the configuration; where torch doesn't know it, the parser does."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "9")
+    for flags, expected in ((["--standalone"], 9), (["--standalone", "--shutdown-timeout", "7"], 7)):
+        args = parse("--nproc-per-node", "1", *flags, "train.py")
+        config, _, _ = config_from_args(args)
+        assert getattr(config, "shutdown_timeout", args.shutdown_timeout) == expected
 
 
 def test_a_scripts_own_flags_may_look_like_abbreviations_of_ours() -> None:

@@ -70,6 +70,16 @@ def test_a_huge_set_costs_nothing() -> None:
     assert 0 <= int(samples.min()) <= int(samples.max()) < 10**12
 
 
+@pytest.mark.timeout(30)
+def test_windows_between_those_asked_for_cost_nothing() -> None:
+    """A look at each of these sixty million would take minutes."""
+    order = LocalOrder(10**12, 1024, 16, seed=2)
+    far_apart = [10**12 - 1, 3, 5 * 10**11, 4, 10**12 - 2]
+    one_by_one = [int(order.at(torch.tensor(position))) for position in far_apart]
+    assert order.at(torch.tensor(far_apart)).tolist() == one_by_one
+    assert len(set(one_by_one)) == 5
+
+
 def _assert_uniform(counts: torch.Tensor) -> None:
     """Chi-square; its mean is df and its variance 2 * df. Seeds are fixed; the bound is five standard deviations."""
     expected = float(counts.sum()) / counts.numel()

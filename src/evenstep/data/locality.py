@@ -77,11 +77,11 @@ class LocalOrder:
         if first == last:
             return self._samples(first, flat - first * span).reshape(positions.shape)
         samples = torch.empty_like(flat)
-        numbers = torch.div(flat, span, rounding_mode="floor")
-        for number in range(first, last + 1):
-            inside = torch.nonzero(numbers == number).squeeze(1)
-            if inside.numel():
-                samples[inside] = self._samples(number, flat[inside] - number * span)
+        numbers, places = torch.div(flat, span, rounding_mode="floor").sort()
+        # Only the windows that are asked for, each with its own positions: there may be any number of others between.
+        windows, sizes = torch.unique_consecutive(numbers, return_counts=True)
+        for number, inside in zip(windows.tolist(), torch.split(places, sizes.tolist()), strict=True):
+            samples[inside] = self._samples(number, flat[inside] - number * span)
         return samples.reshape(positions.shape)
 
     @property

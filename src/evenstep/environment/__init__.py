@@ -174,6 +174,11 @@ def openmp_threads() -> int | None:
     return int(text) if text.isdigit() and int(text) > 0 else None
 
 
+def elastic_shutdown_timeout() -> str | None:
+    """What torchelastic's variable says of how long ranks may take to end, as it was written; None when unset."""
+    return os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or None
+
+
 def rehearsal_file() -> Path | None:
     """The file that says how this run rehearses a resume; None, as in every other run."""
     text = os.environ.get("EVENSTEP_REHEARSAL")

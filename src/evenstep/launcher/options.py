@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from torch.distributed.argparse_util import env
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
 from evenstep import checks
-from evenstep.environment import is_set
+from evenstep.environment import elastic_shutdown_timeout, is_set
 from evenstep.errors import ConfigurationError
 
 _DESCRIPTION = """\
@@ -84,7 +85,7 @@ _LAUNCHERS_ALONE = (
 
 def make_parser() -> ArgumentParser:
     """torchrun's parser, extended."""
-    parser: ArgumentParser = get_args_parser()
+    parser = _torchruns_parser()
     parser.prog = "evenstep run"
     parser.usage = "evenstep run [options] script.py [arguments of the script]"
     parser.description = _DESCRIPTION
@@ -142,8 +143,6 @@ def make_parser() -> ArgumentParser:
         action="store_true",
         help="Run no script: add up, take a step, and measure latency and bandwidth of every pair of ranks.",
     )
-    if not any(action.dest == "shutdown_timeout" for action in parser._actions):  # older torch
-        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int)
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)
         if action.dest == "training_script":
@@ -157,6 +156,22 @@ def make_parser() -> ArgumentParser:
         parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     if not (is_set("PET_SHUTDOWN_TIMEOUT") or is_set("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
         parser.set_defaults(shutdown_timeout=_DEFAULT_SHUTDOWN_TIMEOUT_S)
+    return parser
+
+
+def _torchruns_parser() -> ArgumentParser:
+    """torchrun's parser as torch 2.13 makes it, whatever torch this is.
+
+    torch 2.11's takes port 29500 where none was asked for, which a second run on the host would find taken, and has no
+    shutdown timeout.
+    """
+    parser: ArgumentParser = get_args_parser()
+    if not is_set("PET_MASTER_PORT"):
+        parser.set_defaults(master_port=None)
+    if not any(action.dest == "shutdown_timeout" for action in parser._actions):
+        parser.add_argument(
+            "--shutdown-timeout", "--shutdown_timeout", action=env, type=int, default=elastic_shutdown_timeout()
+        )
     return parser
 
 

@@ -190,7 +190,7 @@ class _Run:
         config.monitor_interval = 1e-4  # the interval is spent in our own look, which ends when a rank does
         if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # lines of other ranks appear when they are written
-        timeout_s = getattr(config, "shutdown_timeout", args.shutdown_timeout)  # older torch: ours alone
+        timeout_s = getattr(config, "shutdown_timeout", args.shutdown_timeout)  # torch 2.11: ours alone
         agent = functools.partial(
             RankAgent,
             run_directory=self._run_directory,

@@ -94,7 +94,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         process_group: The ranks that normalise together, a `torch.distributed` group; None: all of the current world.
         device: As in torch.
         dtype: As in torch.
-        bias: As in torch.
+        bias: As in torch; 2.11 knows no such argument.
 
     Raises:
         ConfigurationError: An argument is wrong.

@@ -130,6 +130,16 @@ class TorchInterface(TorchDistributedDataParallel):
         self.engine.synchronise = bool(value)
 
     @property
+    def broadcast_buffers(self) -> bool:
+        """What `forward_sync_buffers` is called in torch 2.11, where nothing has the newer name."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        """Torch's own class takes it too."""
+        self.forward_sync_buffers = value
+
+    @property
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
         return self.engine.has_learned_order
 
@@ -168,7 +178,7 @@ class TorchInterface(TorchDistributedDataParallel):
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "bucket_sizes": ", ".join(map(str, sizes)),
             "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
-            "broadcast_buffers": int(self.broadcast_buffers),
+            "broadcast_buffers": int(self.forward_sync_buffers),
             "comm_hook": "" if self._hook is None else getattr(self._hook.function, "__qualname__", "hook"),
         }
 

@@ -37,6 +37,7 @@ from evenstep.transport.deadline import TellingGloo, set_timeout
 from evenstep.transport.fall_through import fall_through
 from evenstep.transport.gloo import connect_gloo
 from evenstep.transport.group_arguments import (
+    flat_list,
     inner_list,
     joined_input,
     joined_outputs,
@@ -45,10 +46,19 @@ from evenstep.transport.group_arguments import (
     root_of,
     unless_none,
 )
-from evenstep.transport.group_work import GroupWork, merge
+from evenstep.transport.group_work import GloosWork, GroupWork, merge
 from evenstep.transport.hosts import connect_ranks
 from evenstep.transport.local import LocalTransport
+from evenstep.transport.method_names import (
+    ALL_GATHER_COALESCED,
+    ALL_GATHER_SINGLE,
+    ALL_TO_ALL_SINGLE,
+    COMPARED,
+    REDUCE_SCATTER_COALESCED,
+    REDUCE_SCATTER_SINGLE,
+)
 from evenstep.transport.process_group import ProcessGroupTransport
+from evenstep.transport.shared_memory import SharedMemoryTransport
 
 # torch's stub has overloads that differ between its versions.
 _ProcessGroup: Any = ProcessGroup
@@ -254,13 +264,13 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Put every rank's tensor one after the other into one."""
         if not self._carries(output, input):
-            return self._fall(_ALL_GATHER_SINGLE, [input], output, input, *unless_none(opts))
+            return self._fall(ALL_GATHER_SINGLE, [input], output, input, *unless_none(opts))
         return self._made([self._shared.all_gather(output, input)], [output], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several times `all_gather_single`, in one work."""
         if not self._carries(*outputs, *inputs):
-            return self._fall(_ALL_GATHER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
+            return self._fall(ALL_GATHER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
         works = [self._shared.all_gather(out, each) for out, each in zip(outputs, inputs, strict=True)]
         return self._made(works, outputs, opts)
 
@@ -277,14 +287,14 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         """Combine tensors that hold a part per rank; each rank gets its own."""
         how = op_of(opts, None)
         if how is None or not self._carries(output, input):
-            return self._fall(_REDUCE_SCATTER_SINGLE, [input], output, input, *unless_none(opts))
+            return self._fall(REDUCE_SCATTER_SINGLE, [input], output, input, *unless_none(opts))
         return self._made([self._shared.reduce_scatter(output, input, how)], [output], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several times `reduce_scatter_single`, in one work."""
         how = op_of(opts, None)
         if how is None or not self._carries(*outputs, *inputs):
-            return self._fall(_REDUCE_SCATTER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
+            return self._fall(REDUCE_SCATTER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
         works = [self._shared.reduce_scatter(out, each, how) for out, each in zip(outputs, inputs, strict=True)]
         return self._made(works, outputs, opts)
 
@@ -314,7 +324,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         """Send a part of a tensor to every rank; splits count rows, and empty ones mean equal parts."""
         if not self._carries(output, input):
             given = (output, input, output_splits, input_splits)
-            return self._fall(_ALL_TO_ALL_SINGLE, [input], *given, *unless_none(opts))
+            return self._fall(ALL_TO_ALL_SINGLE, [input], *given, *unless_none(opts))
         splits: tuple[list[int] | None, list[int] | None] = (None, None)
         if output_splits or input_splits:
             splits = self._elements(output, output_splits), self._elements(input, input_splits)
@@ -363,7 +373,17 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
     def _fall(self, method: str, tensors: Sequence[Tensor], *args: Any) -> Any:
         if not self._has_nccl or any(each.device.type != "cuda" for each in tensors):
             fall_through.count(method)
-        return getattr(self._inner, method)(*args)
+        launch = getattr(self._inner, method)
+        collective = COMPARED.get(method)
+        if collective is None or not isinstance(self._shared, SharedMemoryTransport) or not _all_on_cpu(tensors):
+            return launch(*args)
+        try:
+            carried = launch(*args)
+        except Exception as error:  # whatever it is: the other ranks may be at a call that can be made
+            self._shared.refuse(str(error).partition("\n")[0])
+            raise
+        work = GloosWork(self._shared.announce(collective), carried)
+        return self._made([work], flat_list(args[0]), None)
 
     # ------------------------------------------------------------------ coalescing
 
@@ -421,13 +441,5 @@ def _make_nccl(
     return nccl
 
 
-def _first_name(*names: str) -> str:
-    """What this torch calls a method."""
-    return next(name for name in names if hasattr(ProcessGroup, name))
-
-
-_ALL_GATHER_SINGLE = _first_name("all_gather_single", "_allgather_base")
-_ALL_GATHER_COALESCED = _first_name("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-_REDUCE_SCATTER_SINGLE = _first_name("reduce_scatter_single", "_reduce_scatter_base")
-_REDUCE_SCATTER_COALESCED = _first_name("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-_ALL_TO_ALL_SINGLE = _first_name("all_to_all_single", "alltoall_base")
+def _all_on_cpu(tensors: Sequence[Any]) -> bool:
+    return all(each.device.type == "cpu" for each in flat_list(tensors))

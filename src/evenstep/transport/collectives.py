@@ -35,6 +35,8 @@ from evenstep.transport.arena import Arena, Views
 from evenstep.transport.arrivals import Arrivals, Phase
 from evenstep.transport.base import Op
 from evenstep.transport.header import (
+    COLLECTIVES,
+    OVER_GLOO,
     REASON_BYTES,
     REFUSED,
     Fingerprint,
@@ -405,5 +407,5 @@ PROGRAMS: Programs = {
     "reduce_scatter": (_small_reduce_scatter, _reduce_scatter),
     "barrier": (_small_barrier, _barrier),
     "gather": (_small_all_gather, _all_gather),
-    REFUSED: (_small_barrier, _barrier),
+    **{name: (_small_barrier, _barrier) for name in COLLECTIVES if name == REFUSED or name.endswith(OVER_GLOO)},
 }

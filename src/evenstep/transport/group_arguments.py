@@ -36,6 +36,11 @@ def inner_list(tensors: Any) -> list[Tensor]:
     return list(tensors)
 
 
+def flat_list(tensors: Any) -> list[Tensor]:
+    """The tensors in lists of lists, or the one."""
+    return [tensors] if isinstance(tensors, Tensor) else [each for inner in tensors for each in flat_list(inner)]
+
+
 def op_of(opts: Any, op: Any) -> Op | None:
     """How to combine; None: not over shared memory."""
     if op is None and isinstance(opts, _OPTIONS):

@@ -28,6 +28,9 @@ _MAX_DIMS = 8
 REFUSED = "refused"
 REASON_BYTES = 1024
 
+# What Gloo carries for the backend "evenstep", announced all the same: another rank may make it over shared memory.
+OVER_GLOO = "over gloo"
+
 # The position in these is what travels: append, never insert.
 COLLECTIVES = (
     "all_reduce",
@@ -40,6 +43,19 @@ COLLECTIVES = (
     "scatter",
     "all_to_all",
     REFUSED,
+    *(
+        f"{collective} {OVER_GLOO}"
+        for collective in (
+            "all_reduce",
+            "broadcast",
+            "all_gather",
+            "reduce_scatter",
+            "reduce",
+            "gather",
+            "scatter",
+            "all_to_all",
+        )
+    ),
 )
 OPS: tuple[Op, ...] = ("sum", "max", "min", "mean", "product", "band", "bor", "bxor")
 DTYPES: tuple[torch.dtype, ...] = (
@@ -114,6 +130,8 @@ class Fingerprint:
     def __str__(self) -> str:
         if self.collective == REFUSED:
             return "no call, for its arguments were refused"
+        if self.collective.endswith(OVER_GLOO):
+            return f"{self.collective}, of what shared memory doesn't carry"
         how = f"({self.op})" if self.op is not None else ""
         way = "to" if self.collective in ("reduce", "gather") else "from"
         root = f" {way} rank {self.root}" if self.root >= 0 else ""

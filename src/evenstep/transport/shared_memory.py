@@ -191,8 +191,12 @@ class SharedMemoryTransport:
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
+        return self.announce("barrier")
+
+    def announce(self, collective: str) -> SharedWork:
+        """Have the ranks compare a call that something else carries. The work is done when all make the same one."""
         nothing = torch.empty(0)
-        return self._launch("barrier", nothing, nothing, nothing)
+        return self._launch(collective, nothing, nothing, nothing)
 
     def refuse(self, reason: str) -> None:
         """Tell the others that this rank doesn't make its next call; they'd wait for it. Nothing, where all refuse."""

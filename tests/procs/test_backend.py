@@ -347,6 +347,38 @@ def test_what_all_ranks_leave_to_gloo_works_as_ever(ranks: RankPool) -> None:
     assert ranks.run(sparse_on_all_ranks, 2) == [[([[3.0, 0.0], [0.0, 3.0]], 2.0)] * 3] * 2
 
 
+def expanded_outputs() -> list[str]:
+    """What a rank is told of outputs whose elements share memory; and whether calls still work."""
+    evenstep.init(quiet=True)
+    group = dist.new_group(backend="evenstep")
+    told = []
+    for call in (
+        lambda outs: dist.all_gather(outs, torch.ones(3), group=group),
+        lambda outs: dist.all_to_all(outs, [torch.ones(3), torch.ones(3)], group=group),
+        lambda outs: dist.gather(torch.ones(3), outs if group.rank() == 0 else None, group_dst=0, group=group),
+    ):
+        try:
+            call([torch.empty(3), torch.empty(1).expand(3)])
+            told.append("nothing")
+        except (ConfigurationError, MismatchError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        tensor = torch.ones(1)
+        if len(told) < 3:
+            dist.all_reduce(tensor, group=group)
+            assert float(tensor) == 2
+    dist.destroy_process_group(group)
+    return told
+
+
+def test_outputs_that_share_memory_are_refused_before_anything_is_sent(ranks: RankPool) -> None:
+    first, second = ranks.run(expanded_outputs, 2)
+    for name, told in zip(("all_gather", "all_to_all", "gather"), first, strict=True):
+        assert told.startswith(f"ConfigurationError: {name} on rank 0: float32 [3] with strides [0] has elements that")
+    assert [each.replace("on rank 1", "on rank 0") for each in second[:2]] == first[:2]
+    assert second[2].startswith("MismatchError: ")
+    assert first[2].removeprefix("ConfigurationError: ") in second[2]
+
+
 def told_another_deadline() -> tuple[float, str]:
     """Rank 1 comes late. What rank 0 says, and after how many seconds."""
     world = evenstep.init(quiet=True)

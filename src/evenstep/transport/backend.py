@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
-from evenstep.transport.arguments import is_carried
+from evenstep.transport.arguments import Arguments, is_carried
 from evenstep.transport.base import Transport
 from evenstep.transport.deadline import TellingGloo, set_timeout
 from evenstep.transport.fall_through import fall_through
@@ -134,6 +134,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         for group in (self._inner, self):
             group._set_default_backend(ProcessGroup.BackendType.GLOO)
         self.why_gloo: str | None = None
+        self._arguments = Arguments(NAME, rank, size, refused=weakref.WeakMethod(self._refuse))
         self._shared: Any = None  # a LocalTransport, SharedMemoryTransport or SeveralHostsTransport
         self._connect(is_default=not global_ranks)
         hears = weakref.WeakMethod(self._set_timeout)
@@ -258,7 +259,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         given, outs = listed(inputs), inner_list(outputs)
         if len(given) != 1 or not self._carries(*given, *outs):
             return self._fall("allgather", given, outputs, inputs, *unless_none(opts, timeout))
-        joined, copies = joined_outputs(outs)
+        joined, copies = joined_outputs("all_gather", outs, self._arguments)
         return self._made([self._shared.all_gather(joined, given[0])], outs, opts, copies, timeout)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -305,7 +306,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         given, outs, dst = listed(inputs), inner_list(outputs), root_of(opts, root)
         if len(given) != 1 or not self._carries(*given, *outs):
             return self._fall("gather", given, outputs, inputs, *unless_none(opts if root is None else root, timeout))
-        joined, copies = joined_outputs(outs) if outs else (None, [])
+        joined, copies = joined_outputs("gather", outs, self._arguments) if outs else (None, [])
         return self._made([self._shared.gather(joined, given[0], dst)], outs, opts, copies, timeout)
 
     def scatter(
@@ -334,7 +335,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         """Send a tensor to every rank."""
         if not self._carries(*outputs, *inputs):
             return self._fall("alltoall", inputs, outputs, inputs, *unless_none(opts))
-        joined, copies = joined_outputs(outputs)
+        joined, copies = joined_outputs("all_to_all", outputs, self._arguments)
         sizes = [each.numel() for each in outputs], [each.numel() for each in inputs]
         return self._made([self._shared.all_to_all(joined, joined_input(inputs), *sizes)], outputs, opts, copies)
 
@@ -370,6 +371,10 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         """Gloo's."""
         return self._fall("recv_anysource", tensors, tensors, *args)
 
+    def _refuse(self, reason: str) -> None:
+        if isinstance(self._shared, SharedMemoryTransport):
+            self._shared.refuse(reason)
+
     def _fall(self, method: str, tensors: Sequence[Tensor], *args: Any) -> Any:
         if not self._has_nccl or any(each.device.type != "cuda" for each in tensors):
             fall_through.count(method)
@@ -380,7 +385,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         try:
             carried = launch(*args)
         except Exception as error:  # whatever it is: the other ranks may be at a call that can be made
-            self._shared.refuse(str(error).partition("\n")[0])
+            self._refuse(str(error).partition("\n")[0])
             raise
         work = GloosWork(self._shared.announce(collective), carried)
         return self._made([work], flat_list(args[0]), None)

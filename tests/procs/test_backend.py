@@ -313,8 +313,7 @@ def sparse_on_one_rank() -> list[str]:
 
 def test_what_one_rank_leaves_to_gloo_is_a_mismatch_at_once(ranks: RankPool) -> None:
     first, second = ranks.run(sparse_on_one_rank, 2, timeout_s=150)
-    assert first[:2] == second[:2]
-    for each in first[:2]:
+    for each in (*first[:2], *second[:2]):
         assert "rank 0: all_reduce(sum) of float32 [3, 3]; rank 1: all_reduce over gloo, of what shared memory" in each
     assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, for its arguments were" in first[2]
     assert f" Rank 1: {second[2][:200]}" in first[2]

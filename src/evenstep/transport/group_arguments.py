@@ -75,6 +75,6 @@ def joined_outputs(
     for out in outputs:
         if not out.is_contiguous():
             arguments.check_written(what, out)
-    joined = torch.empty(sum(each.numel() for each in outputs), dtype=outputs[0].dtype)
+    joined = torch.empty(sum(each.numel() for each in outputs), dtype=outputs[0].dtype, device="cpu")
     parts = torch.split(joined, [each.numel() for each in outputs])
     return joined, [(out.detach(), part.view(out.shape)) for out, part in zip(outputs, parts, strict=True)]

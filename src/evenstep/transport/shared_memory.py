@@ -195,7 +195,7 @@ class SharedMemoryTransport:
 
     def announce(self, collective: str) -> SharedWork:
         """Have the ranks compare a call that something else carries. The work is done when all make the same one."""
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device="cpu")
         return self._launch(collective, nothing, nothing, nothing)
 
     def refuse(self, reason: str) -> None:

@@ -19,7 +19,14 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.errors import CollectiveTimeoutError, EvenstepError, MismatchError, PeerLostError, RankFailedError
+from evenstep.errors import (
+    CollectiveTimeoutError,
+    ConfigurationError,
+    EvenstepError,
+    MismatchError,
+    PeerLostError,
+    RankFailedError,
+)
 from evenstep.testing import RankPool
 from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.host import connect_shared_memory
@@ -105,6 +112,63 @@ def test_a_mismatch_is_the_same_error_on_all_ranks(ranks: RankPool) -> None:
     assert "[2, 3]" in shape
     assert "int32 [6]" in dtype
     assert "ranks 0, 2: all_reduce(max) of float32 [6]; rank 1: broadcast from rank 0 of float32 [6]" in collective
+
+
+def refused_on_one_rank() -> list[tuple[str, str]]:
+    """What a rank is told of calls whose arguments rank 1 may not make."""
+    told = []
+    for case in range(6):
+        transport = connect()
+        odd = transport.rank == 1
+        calls: list[Any] = [
+            lambda t=transport, o=odd: t.all_reduce(torch.eye(3).to_sparse() if o else torch.eye(3)),
+            lambda t=transport, o=odd: t.all_reduce(torch.ones(3, dtype=torch.int64), "mean" if o else "sum"),
+            lambda t=transport, o=odd: t.broadcast(torch.ones(3), 7 if o else 0),
+            lambda t=transport, o=odd: t.all_gather(torch.empty(8 if o else 9), torch.ones(3)),
+            lambda t=transport, o=odd: t.all_reduce(torch.ones(1).expand(100_000) if o else torch.ones(100_000)),
+            lambda t=transport, o=odd: t.gather(None, torch.ones(3), 1),
+        ]
+        started = time.monotonic()
+        with pytest.raises(ConfigurationError if odd else MismatchError) as caught:
+            calls[case]().wait()
+        assert time.monotonic() - started < 2
+        with pytest.raises(MismatchError) as again:
+            transport.all_reduce(torch.zeros(1)).wait()
+        told.append((str(caught.value), str(again.value)))
+        transport.close()
+    return told
+
+
+def test_what_one_rank_refuses_is_an_error_on_all_at_once(ranks: RankPool) -> None:
+    """Nobody waits for the call that isn't made, and all learn whose arguments were wrong, and why."""
+    first, second, third = ranks.run(refused_on_one_rank, 3)
+    assert first == third
+    for (told, again), (reason, then) in zip(first, second, strict=True):
+        assert told == again == then
+        assert "rank 1: no call, for its arguments were refused. Rank 1: " in told
+        assert told.endswith(reason)
+    assert "ranks 0, 2: all_reduce(sum) of float32 [3, 3]; rank 1" in first[0][0]
+    reasons = [reason for reason, _ in second]
+    words = ("sparse", "mean of integers", "src=7", "3 times the elements", "share memory", "has to give out")
+    assert all(word in reason for word, reason in zip(words, reasons, strict=True)), reasons
+
+
+def refused_on_all_ranks() -> list[float]:
+    transport = connect()
+    sums = []
+    for number in range(20):
+        with pytest.raises(ConfigurationError):
+            transport.broadcast(torch.ones(3), 7 + transport.rank)
+        if number % 2:
+            tensor = torch.ones(1)
+            transport.all_reduce(tensor).wait()
+            sums.append(float(tensor))
+    transport.close()
+    return sums
+
+
+def test_what_all_ranks_refuse_is_no_call(ranks: RankPool) -> None:
+    assert ranks.run(refused_on_all_ranks, 3) == [[3.0] * 10] * 3
 
 
 def come_late() -> str:

@@ -282,6 +282,102 @@ def test_mismatches_are_the_transports_own_errors(ranks: RankPool) -> None:
     assert "bitwise operations are for integers and bool" in told[0][4]
 
 
+def sparse_on_one_rank() -> list[str]:
+    """What a rank is told by `wait` and by a future where rank 1 alone has a tensor that goes over Gloo."""
+    evenstep.init(quiet=True)
+    told = []
+    for by_future in (False, True):
+        group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
+        tensor = torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3)
+        started = time.monotonic()
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        try:
+            if by_future:
+                work.get_future().wait()
+            else:
+                work.wait()
+        except (MismatchError, RuntimeError) as error:
+            told.append(str(error).partition("\n")[0])
+        assert time.monotonic() - started < 5
+        assert isinstance(work.exception(), MismatchError)
+        dist.destroy_process_group(group)
+    group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
+    try:
+        # Gloo refuses it, on this rank.
+        dist.broadcast(torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3), group_src=0, group=group)
+    except (MismatchError, RuntimeError) as error:
+        told.append(str(error))
+    dist.destroy_process_group(group)
+    return told
+
+
+def test_what_one_rank_leaves_to_gloo_is_a_mismatch_at_once(ranks: RankPool) -> None:
+    first, second = ranks.run(sparse_on_one_rank, 2, timeout_s=150)
+    for each in (*first[:2], *second[:2]):
+        assert "rank 0: all_reduce(sum) of float32 [3, 3]; rank 1: all_reduce over gloo, of what shared memory" in each
+    assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, for its arguments were" in first[2]
+    assert f" Rank 1: {second[2][:200]}" in first[2]
+
+
+def sparse_on_all_ranks() -> list[Any]:
+    """By `wait`, by a future, coalesced, and by a call that shared memory carries in between."""
+    evenstep.init(quiet=True)
+    group = dist.new_group(backend="evenstep")
+    sums = []
+    for way in ("wait", "future", "look"):
+        tensor = (torch.eye(2) * (1 + group.rank())).to_sparse()
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        dense = torch.ones(1)
+        dist.all_reduce(dense, group=group)
+        if way == "wait":
+            work.wait()
+        elif way == "future":
+            (tensor,) = work.get_future().wait()
+        else:
+            while not work.is_completed():
+                time.sleep(0.001)
+            assert work.is_success()
+        sums.append((tensor.to_dense().tolist(), float(dense)))
+    dist.destroy_process_group(group)
+    return sums
+
+
+def test_what_all_ranks_leave_to_gloo_works_as_ever(ranks: RankPool) -> None:
+    assert ranks.run(sparse_on_all_ranks, 2) == [[([[3.0, 0.0], [0.0, 3.0]], 2.0)] * 3] * 2
+
+
+def expanded_outputs() -> list[str]:
+    """What a rank is told of outputs whose elements share memory; and whether calls still work."""
+    evenstep.init(quiet=True)
+    group = dist.new_group(backend="evenstep")
+    told = []
+    for call in (
+        lambda outs: dist.all_gather(outs, torch.ones(3), group=group),
+        lambda outs: dist.all_to_all(outs, [torch.ones(3), torch.ones(3)], group=group),
+        lambda outs: dist.gather(torch.ones(3), outs if group.rank() == 0 else None, group_dst=0, group=group),
+    ):
+        try:
+            call([torch.empty(3), torch.empty(1).expand(3)])
+            told.append("nothing")
+        except (ConfigurationError, MismatchError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        tensor = torch.ones(1)
+        if len(told) < 3:
+            dist.all_reduce(tensor, group=group)
+            assert float(tensor) == 2
+    dist.destroy_process_group(group)
+    return told
+
+
+def test_outputs_that_share_memory_are_refused_before_anything_is_sent(ranks: RankPool) -> None:
+    first, second = ranks.run(expanded_outputs, 2)
+    for name, told in zip(("all_gather", "all_to_all", "gather"), first, strict=True):
+        assert told.startswith(f"ConfigurationError: {name} on rank 0: float32 [3] with strides [0] has elements that")
+    assert [each.replace("on rank 1", "on rank 0") for each in second[:2]] == first[:2]
+    assert second[2].startswith("MismatchError: ")
+    assert first[2].removeprefix("ConfigurationError: ") in second[2]
+
+
 def told_another_deadline() -> tuple[float, str]:
     """Rank 1 comes late. What rank 0 says, and after how many seconds."""
     world = evenstep.init(quiet=True)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
+import errno
 import gc
 import io
 import os
+import platform
+import struct
 import threading
 from typing import Any
 from unittest import mock
@@ -26,6 +30,7 @@ from evenstep.transport.gloo import open_gloo
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group import ProcessGroupTransport
+from evenstep.transport.segment import plan_segment
 from evenstep.transport.shared_memory import SharedMemoryTransport
 
 TIMEOUT_S = 60.0
@@ -113,6 +118,59 @@ def test_where_memory_cannot_be_shared_all_ranks_know_why(ranks: RankPool) -> No
     assert told[0][0] == "ranks 0 and 1 are on different hosts"
     assert told[0][1] == "rank 0 could not make it: 5 bytes are needed, 4 are available"
     assert told[0][2] == "rank 1 could not join: [Errno 13] Permission denied"
+
+
+# By machine: how the kernel numbers what a segment is made with.
+SYSTEM_CALLS = {
+    "x86_64": {"memfd_create": 319, "fchmod": 91, "ftruncate": 77, "fallocate": 285},
+    "aarch64": {"memfd_create": 279, "fchmod": 52, "ftruncate": 46, "fallocate": 47},
+}
+NO_NEW_PRIVILEGES, SET_SECCOMP, FILTER = 38, 22, 2  # of prctl
+
+
+def refuse_system_call(number: int) -> bool:
+    """As a sandbox does, for the rest of this process; whether that was possible."""
+    load_number, compare, give = 0x20, 0x15, 0x06
+    steps = (
+        (load_number, 0, 0, 0),
+        (compare, 0, 1, number),
+        (give, 0, 0, 0x50000 | errno.EPERM),
+        (give, 0, 0, 0x7FFF0000),
+    )
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    prctl = ctypes.CDLL(None).prctl
+    if prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0:
+        return False
+    return prctl(SET_SECCOMP, FILTER, struct.pack("HxxxxxxP", len(steps), ctypes.addressof(program)), 0, 0) == 0
+
+
+def made_in_a_sandbox() -> dict[str, str]:
+    """By call that is refused: why rank 0 could not make the segment."""
+    told = {}
+    for name, number in SYSTEM_CALLS[platform.machine()].items():
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            said = "no seccomp"
+            try:
+                if refuse_system_call(number):
+                    said = str(host._create(plan_segment(2, memory_bytes=1 << 20), bytes(16))[1])
+            finally:
+                os.write(writer, said.encode())
+                os._exit(0)
+        os.waitpid(pid, 0)
+        os.close(writer)
+        told[name] = os.read(reader, 1000).decode()
+        os.close(reader)
+    return told
+
+
+@pytest.mark.skipif(platform.machine() not in SYSTEM_CALLS, reason="system calls have other numbers on this machine")
+def test_what_a_sandbox_refuses_is_named(ranks: RankPool) -> None:
+    (told,) = ranks.run(made_in_a_sandbox, 1)
+    if "no seccomp" in told.values():
+        pytest.skip("a process may not restrict itself here")
+    assert told == {name: f"[Errno 1] {name}: Operation not permitted" for name in told}
 
 
 def close_world() -> None:

@@ -10,17 +10,22 @@ import re
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import evenstep
 from evenstep import world as worlds
 from evenstep.cli import main
 from evenstep.testing import RankPool
+from evenstep.verify.double import compute_in_double
+from evenstep.verify.patching import Patches
 from evenstep.verify.ranks import verify_ranks
 from evenstep.verify.report import Report
 from tests.procs.test_readme import environment
@@ -114,6 +119,37 @@ def test_mistakes_are_named(name: str, numbers: tuple[int, ...], verified: Verif
     assert [(verdict.causes[0].kind, verdict.is_fine) for verdict in report.verdicts] == [
         (kind, False) for _ in report.verdicts
     ]
+
+
+def gloos_threads() -> int:
+    return sum("gloo" in each.read_text() for each in Path("/proc/self/task").glob("*/comm"))
+
+
+def threads_as_a_reducer_ends(directory: str) -> list[tuple[int, ...]]:
+    """Of each of two process groups: when the reducer of torch's wrapper has just ended, and after that."""
+    _forget_groups()
+    patches = Patches()
+    compute_in_double(patches)
+    told: list[tuple[int, ...]] = []
+    for number in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{directory}/{number}", rank=0, world_size=1)
+        replica = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+        replica(torch.zeros(1, 2)).sum().backward()
+        before, ended = gloos_threads(), []
+        weakref.finalize(replica.reducer, lambda ended=ended: ended.append(gloos_threads()))
+        dist.destroy_process_group()
+        del replica
+        told.append((before, *ended, gloos_threads()))
+    patches.put_back()
+    return told
+
+
+def test_in_float64_gloo_outlives_the_reducer_of_torchs_wrapper(ranks: RankPool, tmp_path: Path):
+    """The reducer would wait for a thread of Gloo's, and keep the interpreter's lock for which that thread waits."""
+    # Of the first group of a process something in torch stays.
+    _, (before, as_it_ended, after) = ranks.run(threads_as_a_reducer_ends, 1, str(tmp_path))[0]
+    assert as_it_ended == before
+    assert after < before
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.transport.base import Op
 from evenstep.transport.header import DTYPES
+from evenstep.transport.reduction import plan_arithmetic
 
 _CARRIED = frozenset(DTYPES)
 
@@ -58,16 +60,18 @@ class Arguments:
         name: Of the transport.
         rank: This rank.
         world_size: Number of ranks.
+        refused: Gives what is called with the reason when something is refused, before that is raised.
     """
 
     name: str
     rank: int
     world_size: int
+    refused: Callable[[], Callable[[str], object] | None] = lambda: None
 
     def flatten(self, tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """[numel], and where a result has to be copied in the end, if that isn't the tensor itself."""
         if not is_carried(tensor):
-            raise ConfigurationError(
+            raise self._refusal(
                 f"rank {self.rank}: the {self.name} transport carries dense CPU tensors, and this is a "
                 f"{str(tensor.layout)[6:]} {str(tensor.dtype)[6:]} tensor on {tensor.device}. Move or convert it, or "
                 f"use transport='gloo'."
@@ -79,10 +83,17 @@ class Arguments:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
         return copy.view(-1), (tensor, copy)
 
+    def check_op(self, op: Op, dtype: torch.dtype) -> None:
+        """The op has a meaning for the dtype."""
+        try:
+            plan_arithmetic(op, dtype)
+        except ConfigurationError as error:
+            raise self._refusal(str(error)) from None
+
     def check_written(self, what: str, tensor: Tensor) -> None:
         """A tensor that gets a result has memory for each of its elements. torch notices when it is too late."""
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise ConfigurationError(
+            raise self._refusal(
                 f"{what} on rank {self.rank}: {_told(tensor)} with strides {list(tensor.stride())} has elements that "
                 f"share memory, so there is no place for a result. Pass a clone of it."
             )
@@ -90,7 +101,7 @@ class Arguments:
     def check_sizes(self, what: str, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
         """One tensor holds a share per rank."""
         if long.numel() != self.world_size * short.numel() or long.dtype is not short.dtype:
-            raise ConfigurationError(
+            raise self._refusal(
                 f"{what} on rank {self.rank}: {long_name} is {_told(long)} and {short_name} {_told(short)}; "
                 f"{long_name} has {self.world_size} times the elements of {short_name}, and its dtype."
             )
@@ -98,14 +109,12 @@ class Arguments:
     def check_rank(self, what: str, name: str, rank: int) -> None:
         """There is such a rank."""
         if not 0 <= rank < self.world_size:
-            raise ConfigurationError(
-                f"{what}: {name}={rank} on rank {self.rank}; ranks are 0 to {self.world_size - 1}."
-            )
+            raise self._refusal(f"{what}: {name}={rank} on rank {self.rank}; ranks are 0 to {self.world_size - 1}.")
 
     def require(self, what: str, name: str, tensor: Tensor | None) -> Tensor:
         """This rank has given what only one rank has to give."""
         if tensor is None:
-            raise ConfigurationError(f"{what}: rank {self.rank} has to give {name}.")
+            raise self._refusal(f"{what}: rank {self.rank} has to give {name}.")
         return tensor
 
     def check_all_to_all(
@@ -121,10 +130,16 @@ class Arguments:
             fits = fits and sum(splits) == tensor.numel() and sum(out_splits) == out.numel()
             need = f"the elements that out_splits={list(out_splits)} and splits={list(splits)} add up to"
         if not fits:
-            raise ConfigurationError(
+            raise self._refusal(
                 f"all_to_all on rank {self.rank}: out is {_told(out)} and tensor {_told(tensor)}; they have one dtype, "
                 f"and {need}."
             )
+
+    def _refusal(self, reason: str) -> ConfigurationError:
+        tell = self.refused()
+        if tell is not None:
+            tell(reason)
+        return ConfigurationError(reason)
 
 
 def _told(tensor: Tensor) -> str:

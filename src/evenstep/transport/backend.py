@@ -31,12 +31,13 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
-from evenstep.transport.arguments import is_carried
+from evenstep.transport.arguments import Arguments, is_carried
 from evenstep.transport.base import Transport
 from evenstep.transport.deadline import TellingGloo, set_timeout
 from evenstep.transport.fall_through import fall_through
 from evenstep.transport.gloo import connect_gloo
 from evenstep.transport.group_arguments import (
+    flat_list,
     inner_list,
     joined_input,
     joined_outputs,
@@ -45,10 +46,19 @@ from evenstep.transport.group_arguments import (
     root_of,
     unless_none,
 )
-from evenstep.transport.group_work import GroupWork, merge
+from evenstep.transport.group_work import GloosWork, GroupWork, merge
 from evenstep.transport.hosts import connect_ranks
 from evenstep.transport.local import LocalTransport
+from evenstep.transport.method_names import (
+    ALL_GATHER_COALESCED,
+    ALL_GATHER_SINGLE,
+    ALL_TO_ALL_SINGLE,
+    COMPARED,
+    REDUCE_SCATTER_COALESCED,
+    REDUCE_SCATTER_SINGLE,
+)
 from evenstep.transport.process_group import ProcessGroupTransport
+from evenstep.transport.shared_memory import SharedMemoryTransport
 
 # torch's stub has overloads that differ between its versions.
 _ProcessGroup: Any = ProcessGroup
@@ -124,6 +134,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         for group in (self._inner, self):
             group._set_default_backend(ProcessGroup.BackendType.GLOO)
         self.why_gloo: str | None = None
+        self._arguments = Arguments(NAME, rank, size, refused=weakref.WeakMethod(self._refuse))
         self._shared: Any = None  # a LocalTransport, SharedMemoryTransport or SeveralHostsTransport
         self._connect(is_default=not global_ranks)
         hears = weakref.WeakMethod(self._set_timeout)
@@ -248,19 +259,19 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         given, outs = listed(inputs), inner_list(outputs)
         if len(given) != 1 or not self._carries(*given, *outs):
             return self._fall("allgather", given, outputs, inputs, *unless_none(opts, timeout))
-        joined, copies = joined_outputs(outs)
+        joined, copies = joined_outputs("all_gather", outs, self._arguments)
         return self._made([self._shared.all_gather(joined, given[0])], outs, opts, copies, timeout)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Put every rank's tensor one after the other into one."""
         if not self._carries(output, input):
-            return self._fall(_ALL_GATHER_SINGLE, [input], output, input, *unless_none(opts))
+            return self._fall(ALL_GATHER_SINGLE, [input], output, input, *unless_none(opts))
         return self._made([self._shared.all_gather(output, input)], [output], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several times `all_gather_single`, in one work."""
         if not self._carries(*outputs, *inputs):
-            return self._fall(_ALL_GATHER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
+            return self._fall(ALL_GATHER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
         works = [self._shared.all_gather(out, each) for out, each in zip(outputs, inputs, strict=True)]
         return self._made(works, outputs, opts)
 
@@ -277,14 +288,14 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         """Combine tensors that hold a part per rank; each rank gets its own."""
         how = op_of(opts, None)
         if how is None or not self._carries(output, input):
-            return self._fall(_REDUCE_SCATTER_SINGLE, [input], output, input, *unless_none(opts))
+            return self._fall(REDUCE_SCATTER_SINGLE, [input], output, input, *unless_none(opts))
         return self._made([self._shared.reduce_scatter(output, input, how)], [output], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several times `reduce_scatter_single`, in one work."""
         how = op_of(opts, None)
         if how is None or not self._carries(*outputs, *inputs):
-            return self._fall(_REDUCE_SCATTER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
+            return self._fall(REDUCE_SCATTER_COALESCED, inputs, outputs, inputs, *unless_none(opts))
         works = [self._shared.reduce_scatter(out, each, how) for out, each in zip(outputs, inputs, strict=True)]
         return self._made(works, outputs, opts)
 
@@ -295,7 +306,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         given, outs, dst = listed(inputs), inner_list(outputs), root_of(opts, root)
         if len(given) != 1 or not self._carries(*given, *outs):
             return self._fall("gather", given, outputs, inputs, *unless_none(opts if root is None else root, timeout))
-        joined, copies = joined_outputs(outs) if outs else (None, [])
+        joined, copies = joined_outputs("gather", outs, self._arguments) if outs else (None, [])
         return self._made([self._shared.gather(joined, given[0], dst)], outs, opts, copies, timeout)
 
     def scatter(
@@ -314,7 +325,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         """Send a part of a tensor to every rank; splits count rows, and empty ones mean equal parts."""
         if not self._carries(output, input):
             given = (output, input, output_splits, input_splits)
-            return self._fall(_ALL_TO_ALL_SINGLE, [input], *given, *unless_none(opts))
+            return self._fall(ALL_TO_ALL_SINGLE, [input], *given, *unless_none(opts))
         splits: tuple[list[int] | None, list[int] | None] = (None, None)
         if output_splits or input_splits:
             splits = self._elements(output, output_splits), self._elements(input, input_splits)
@@ -324,7 +335,7 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         """Send a tensor to every rank."""
         if not self._carries(*outputs, *inputs):
             return self._fall("alltoall", inputs, outputs, inputs, *unless_none(opts))
-        joined, copies = joined_outputs(outputs)
+        joined, copies = joined_outputs("all_to_all", outputs, self._arguments)
         sizes = [each.numel() for each in outputs], [each.numel() for each in inputs]
         return self._made([self._shared.all_to_all(joined, joined_input(inputs), *sizes)], outputs, opts, copies)
 
@@ -360,10 +371,24 @@ class EvenstepGroup(_ProcessGroup):  # type: ignore[misc]
         """Gloo's."""
         return self._fall("recv_anysource", tensors, tensors, *args)
 
+    def _refuse(self, reason: str) -> None:
+        if isinstance(self._shared, SharedMemoryTransport):
+            self._shared.refuse(reason)
+
     def _fall(self, method: str, tensors: Sequence[Tensor], *args: Any) -> Any:
         if not self._has_nccl or any(each.device.type != "cuda" for each in tensors):
             fall_through.count(method)
-        return getattr(self._inner, method)(*args)
+        launch = getattr(self._inner, method)
+        collective = COMPARED.get(method)
+        if collective is None or not isinstance(self._shared, SharedMemoryTransport) or not _all_on_cpu(tensors):
+            return launch(*args)
+        try:
+            carried = launch(*args)
+        except Exception as error:  # whatever it is: the other ranks may be at a call that can be made
+            self._refuse(str(error).partition("\n")[0])
+            raise
+        work = GloosWork(self._shared.announce(collective), carried)
+        return self._made([work], flat_list(args[0]), None)
 
     # ------------------------------------------------------------------ coalescing
 
@@ -421,13 +446,5 @@ def _make_nccl(
     return nccl
 
 
-def _first_name(*names: str) -> str:
-    """What this torch calls a method."""
-    return next(name for name in names if hasattr(ProcessGroup, name))
-
-
-_ALL_GATHER_SINGLE = _first_name("all_gather_single", "_allgather_base")
-_ALL_GATHER_COALESCED = _first_name("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
-_REDUCE_SCATTER_SINGLE = _first_name("reduce_scatter_single", "_reduce_scatter_base")
-_REDUCE_SCATTER_COALESCED = _first_name("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
-_ALL_TO_ALL_SINGLE = _first_name("all_to_all_single", "alltoall_base")
+def _all_on_cpu(tensors: Sequence[Any]) -> bool:
+    return all(each.device.type == "cpu" for each in flat_list(tensors))

@@ -34,7 +34,18 @@ from evenstep.health import peer_pages
 from evenstep.transport.arena import Arena, Views
 from evenstep.transport.arrivals import Arrivals, Phase
 from evenstep.transport.base import Op
-from evenstep.transport.header import Fingerprint, explain_mismatch, pack_place, unpack_header
+from evenstep.transport.header import (
+    COLLECTIVES,
+    OVER_GLOO,
+    REASON_BYTES,
+    REFUSED,
+    Fingerprint,
+    explain_mismatch,
+    has_refused,
+    pack_place,
+    unpack_header,
+    unpack_reason,
+)
 from evenstep.transport.looking import look_for
 from evenstep.transport.reduction import Arithmetic, Scratch, plan_arithmetic, plan_slices, reduce_into
 from evenstep.transport.segment import NUM_PIECES, NUM_SLOTS, PIECE_BYTES, SMALL_BYTES, Segment
@@ -163,7 +174,15 @@ class Exchange:
             return
         headers = [unpack_header(head) for head in heads]
         call.places = [place for place, _ in headers]
-        problem = explain_mismatch(call.number + 1, self._name, [packed for _, packed in headers])
+        fingerprints = [packed for _, packed in headers]
+        reasons = {
+            r: unpack_reason(self.segment.read(layout.small_slot(r, slot), REASON_BYTES))
+            for r, packed in enumerate(fingerprints)
+            if has_refused(packed)
+        }
+        problem = explain_mismatch(call.number + 1, self._name, fingerprints, reasons)
+        if problem is not None and reasons:
+            raise MismatchError(problem)
         if problem is not None:
             pids = {rank: self.arrivals.pid(rank) for rank in self.ranks}
             raise MismatchError(problem + peer_pages.tell_sites(f"{self._name} {call.number + 1}", pids))
@@ -388,4 +407,5 @@ PROGRAMS: Programs = {
     "reduce_scatter": (_small_reduce_scatter, _reduce_scatter),
     "barrier": (_small_barrier, _barrier),
     "gather": (_small_all_gather, _all_gather),
+    **{name: (_small_barrier, _barrier) for name in COLLECTIVES if name == REFUSED or name.endswith(OVER_GLOO)},
 }

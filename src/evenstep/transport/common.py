@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evenstep.errors import ConfigurationError
 from evenstep.transport.base import Transport
-from evenstep.transport.segment import PAGE_BYTES, Mapping, allocate_range, round_up
+from evenstep.transport.segment import PAGE_BYTES, Mapping, allocate_range, make_file, open_file, round_up
 
 NAME = "evenstep common"  # as /proc/PID/smaps shows it, behind "/memfd:"
 
@@ -77,9 +77,7 @@ def is_in_common(tensor: Tensor) -> bool:
 def _make(length: int, what: str) -> tuple[int, str | None]:
     fd = -1
     try:
-        fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, length)
+        fd = make_file(NAME, length)
         allocate_range(fd, 0, length, what=what)
     except (OSError, ConfigurationError) as error:
         if fd >= 0:
@@ -91,7 +89,7 @@ def _make(length: int, what: str) -> tuple[int, str | None]:
 def _map(own_fd: int, offer: dict[str, Any], length: int) -> Mapping:
     if own_fd >= 0:
         return Mapping(own_fd, offset=0, num_bytes=length, populate=True)
-    fd = os.open(f"/proc/{offer['pid']}/fd/{offer['fd']}", os.O_RDWR | os.O_CLOEXEC)
+    fd = open_file(offer["pid"], offer["fd"])
     try:
         if os.fstat(fd).st_size != length:
             raise OSError(f"file {offer['fd']} of process {offer['pid']} is not it")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOp, ReduceOptions, ReduceScatterOptions
 
+from evenstep.transport.arguments import Arguments
 from evenstep.transport.base import Op
 
 _OPS: dict[Any, Op] = {
@@ -34,6 +35,11 @@ def inner_list(tensors: Any) -> list[Tensor]:
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
         return list(tensors[0])
     return list(tensors)
+
+
+def flat_list(tensors: Any) -> list[Tensor]:
+    """The tensors in lists of lists, or the one."""
+    return [tensors] if isinstance(tensors, Tensor) else [each for inner in tensors for each in flat_list(inner)]
 
 
 def op_of(opts: Any, op: Any) -> Op | None:
@@ -62,8 +68,13 @@ def joined_input(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.detach().reshape(-1) for each in tensors])
 
 
-def joined_outputs(outputs: Sequence[Tensor]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """One tensor for all outputs, and what has to be copied in the end."""
+def joined_outputs(
+    what: str, outputs: Sequence[Tensor], arguments: Arguments
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """One tensor for all outputs, and what has to be copied in the end; refused where there is no place for that."""
+    for out in outputs:
+        if not out.is_contiguous():
+            arguments.check_written(what, out)
     joined = torch.empty(sum(each.numel() for each in outputs), dtype=outputs[0].dtype, device="cpu")
     parts = torch.split(joined, [each.numel() for each in outputs])
     return joined, [(out.detach(), part.view(out.shape)) for out, part in zip(outputs, parts, strict=True)]

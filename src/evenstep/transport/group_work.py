@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from evenstep.errors import EvenstepError
+from evenstep.errors import EvenstepError, PeerLostError
 
 
 class ToldWork(Protocol):
@@ -26,6 +26,56 @@ class ToldWork(Protocol):
 
     def when_done(self, told: Callable[[EvenstepError | None], object]) -> None:
         """Call `told` once, with the error if there was one, from whichever thread."""
+
+
+class GloosWork:
+    """A call that Gloo carries, and that the ranks compare over shared memory meanwhile.
+
+    Args:
+        compared: Done when all ranks make this call.
+        carried: Gloo's.
+    """
+
+    def __init__(self, compared: ToldWork, carried: dist.Work) -> None:
+        self._compared = compared
+        self._carried = carried
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `ToldWork`. What Gloo raises is a RuntimeError."""
+        self._compared.wait(timeout_s)  # first: where ranks disagree, Gloo waits until somebody ends
+        if timeout_s is None:
+            self._carried.wait()
+        else:
+            self._carried.wait(timedelta(seconds=timeout_s))
+
+    def is_completed(self) -> bool:
+        """See `ToldWork`."""
+        if not self._compared.is_completed():
+            return False
+        try:
+            self._compared.wait()
+        except EvenstepError:
+            return True
+        return self._carried.is_completed()
+
+    def when_done(self, told: Callable[[EvenstepError | None], object]) -> None:
+        """See `ToldWork`."""
+
+        def carried(future: Future[Any]) -> None:
+            try:
+                future.value()
+            except RuntimeError as error:
+                told(PeerLostError(f"over gloo: {error}"))
+            else:
+                told(None)
+
+        def compared(error: EvenstepError | None) -> None:
+            if error is not None:
+                told(error)
+            else:
+                self._carried.get_future().add_done_callback(carried)
+
+        self._compared.when_done(compared)
 
 
 _copying = threading.Lock()  # one for all: making one costs as much as the rest of a work
@@ -59,7 +109,7 @@ class GroupWork(dist.Work):
         self._copies = copies
         self._timeout_s = timeout_s
         self._is_done = False
-        self._error: EvenstepError | None = None
+        self._error: Exception | None = None
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -82,7 +132,7 @@ class GroupWork(dist.Work):
         if not self._is_done and all(work.is_completed() for work in self._works):
             try:
                 self.wait()
-            except EvenstepError as error:
+            except (EvenstepError, RuntimeError) as error:  # the latter is Gloo's
                 self._error = error
                 return True
         return self._is_done
@@ -91,7 +141,7 @@ class GroupWork(dist.Work):
         """Whether it is completed, without an error."""
         return self.is_completed() and self._error is None
 
-    def exception(self) -> EvenstepError | None:
+    def exception(self) -> Exception | None:
         """What `wait` would raise; None as long as that isn't known."""
         self.is_completed()
         return self._error

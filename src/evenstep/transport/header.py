@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from evenstep.health.blame import printable
 from evenstep.transport.base import Op
 
 ELSEWHERE = (1 << 64) - 1
@@ -22,6 +23,13 @@ _FINGERPRINT = struct.Struct("<4BiQ9Q")
 _PLACE = struct.Struct("<Q")
 HEADER_USED_BYTES = _PLACE.size + _FINGERPRINT.size
 _MAX_DIMS = 8
+
+# What a rank announces that refuses its arguments, with the reason: else the others would wait for its call.
+REFUSED = "refused"
+REASON_BYTES = 1024
+
+# What Gloo carries for the backend "evenstep", announced all the same: another rank may make it over shared memory.
+OVER_GLOO = "over gloo"
 
 # The position in these is what travels: append, never insert.
 COLLECTIVES = (
@@ -34,6 +42,20 @@ COLLECTIVES = (
     "gather",
     "scatter",
     "all_to_all",
+    REFUSED,
+    *(
+        f"{collective} {OVER_GLOO}"
+        for collective in (
+            "all_reduce",
+            "broadcast",
+            "all_gather",
+            "reduce_scatter",
+            "reduce",
+            "gather",
+            "scatter",
+            "all_to_all",
+        )
+    ),
 )
 OPS: tuple[Op, ...] = ("sum", "max", "min", "mean", "product", "band", "bor", "bxor")
 DTYPES: tuple[torch.dtype, ...] = (
@@ -106,6 +128,10 @@ class Fingerprint:
         return cls(COLLECTIVES[collective], how, DTYPES[dtype], shape, root, num_dims - len(shape))
 
     def __str__(self) -> str:
+        if self.collective == REFUSED:
+            return "no call, for its arguments were refused"
+        if self.collective.endswith(OVER_GLOO):
+            return f"{self.collective}, of what shared memory doesn't carry"
         how = f"({self.op})" if self.op is not None else ""
         way = "to" if self.collective in ("reduce", "gather") else "from"
         root = f" {way} rank {self.root}" if self.root >= 0 else ""
@@ -124,13 +150,31 @@ def unpack_header(data: bytes) -> tuple[int | None, bytes]:
     return (None if place == ELSEWHERE else place), data[_PLACE.size : HEADER_USED_BYTES]
 
 
-def explain_mismatch(number: int, name: str, packed: Sequence[bytes]) -> str | None:
+def pack_reason(reason: str) -> bytes:
+    """Why arguments were refused, as it travels: always as long, so that ranks which all refuse announce the same."""
+    return reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+
+
+def unpack_reason(data: bytes) -> str:
+    """The inverse of `pack_reason`, but for what is too long."""
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
+def has_refused(packed: bytes) -> bool:
+    """Whether a rank announces that it doesn't make its call. Pure."""
+    return COLLECTIVES[packed[0]] == REFUSED
+
+
+def explain_mismatch(
+    number: int, name: str, packed: Sequence[bytes], reasons: Mapping[int, str] | None = None
+) -> str | None:
     """What to tell when ranks call different things; None if all call the same. Pure, and equal on all ranks.
 
     Args:
         number: Of the call, counted from 1.
         name: What the transport is called.
         packed: Every rank's fingerprint, in order of rank.
+        reasons: By rank, why it has refused its arguments, as far as that is known.
     """
     if all(each == packed[0] for each in packed):
         return None
@@ -141,6 +185,9 @@ def explain_mismatch(number: int, name: str, packed: Sequence[bytes]) -> str | N
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {Fingerprint.unpack(each)}"
         for each, ranks in groups.items()
     )
+    if reasons:
+        told += ". " + " ".join(f"Rank {rank}: {printable(reason)}" for rank, reason in reasons.items())
+        return f"the ranks disagree in collective number {number} over {name}. {told}"
     return (
         f"the ranks disagree in collective number {number} over {name}. {told}. Every rank makes the same calls, in "
         f"the same order, with equal shapes and dtypes: look for a branch that only some ranks take."

@@ -15,10 +15,12 @@ has a *zone*, a stretch of file that costs nothing until the rank allocates buck
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,10 +166,8 @@ class Segment:
             ConfigurationError: There isn't enough memory; the message has the bytes.
             OSError: The system refuses.
         """
-        fd = os.memfd_create("evenstep", os.MFD_CLOEXEC)
+        fd = make_file("evenstep", layout.total_bytes)
         try:
-            os.fchmod(fd, 0o600)
-            os.ftruncate(fd, layout.total_bytes)
             allocate_range(fd, 0, layout.common_bytes, what="exchange area")
         except BaseException:
             os.close(fd)
@@ -184,7 +184,7 @@ class Segment:
         Raises:
             OSError: It can't be reached: another namespace or user, or a process that hides its files.
         """
-        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        own = open_file(pid, fd)
         if os.fstat(own).st_size != layout.total_bytes:
             os.close(own)
             raise OSError(errno.ESTALE, f"file {fd} of process {pid} is not the segment")
@@ -227,6 +227,37 @@ class Segment:
         return bytes(self._bytes[offset : offset + num_bytes])
 
 
+@contextlib.contextmanager
+def naming(call: str) -> Iterator[None]:
+    """Have an error say which call the system has refused: in a sandbox (seccomp) that is what one has to allow."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{call}: {error.strerror}") from None
+
+
+def make_file(name: str, num_bytes: int) -> int:
+    """The descriptor of a new file without a name in any directory, mode 0600, all of it a hole."""
+    with naming("memfd_create"):
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        with naming("fchmod"):
+            os.fchmod(fd, 0o600)
+        with naming("ftruncate"):
+            os.ftruncate(fd, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_file(pid: int, fd: int) -> int:
+    """A descriptor of what another process of this host has open."""
+    path = f"/proc/{pid}/fd/{fd}"
+    with naming(f"open of {path}"):
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
 def allocate_range(fd: int, offset: int, num_bytes: int, *, what: str) -> None:
     """Back a stretch of a file with memory for real, zeroed.
 
@@ -238,7 +269,8 @@ def allocate_range(fd: int, offset: int, num_bytes: int, *, what: str) -> None:
     available = available_bytes()
     if num_bytes <= available:
         try:
-            os.posix_fallocate(fd, offset, num_bytes)
+            with naming("fallocate"):
+                os.posix_fallocate(fd, offset, num_bytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise

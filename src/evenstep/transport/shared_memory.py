@@ -17,6 +17,7 @@ import contextlib
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,13 +29,13 @@ from evenstep.health import page
 from evenstep.transport.arguments import Arguments
 from evenstep.transport.arrivals import Arrivals, Phase, WaitPolicy
 from evenstep.transport.base import Op, Transport, Work
+from evenstep.transport.codec import to_tensor
 from evenstep.transport.collectives import Call, Exchange
-from evenstep.transport.header import Fingerprint
+from evenstep.transport.header import REFUSED, Fingerprint, pack_reason
 from evenstep.transport.helper import helper
 from evenstep.transport.peers import PeerProcess, PeerWatch
 from evenstep.transport.personal import ALL_PROGRAMS
 from evenstep.transport.progress import LOOK_AGAIN, Progress
-from evenstep.transport.reduction import plan_arithmetic
 from evenstep.transport.segment import NUM_SLOTS, SMALL_BYTES, Segment
 from evenstep.transport.shared_work import SharedWork
 
@@ -70,7 +71,7 @@ class SharedMemoryTransport:
         self.world_size = len(processes)
         self._segment = segment
         self._split_by = split_by
-        self._arguments = Arguments(self.name, rank, self.world_size)
+        self._arguments = Arguments(self.name, rank, self.world_size, refused=weakref.WeakMethod(self.refuse))
         self._watch = PeerWatch([each for each in processes if each.rank != rank])
         self.arrivals = Arrivals(
             segment.common.address + segment.layout.semaphores,
@@ -115,7 +116,6 @@ class SharedMemoryTransport:
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.all_reduce`; also of tensors that aren't contiguous."""
-        plan_arithmetic(op, tensor.dtype)  # refuses what has no meaning, before anything is sent
         flat, back = self._arguments.flatten(tensor)
         return self._launch("all_reduce", tensor, flat, flat, op=op, back=back)
 
@@ -134,7 +134,6 @@ class SharedMemoryTransport:
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`."""
-        plan_arithmetic(op, tensor.dtype)
         self._arguments.check_sizes("reduce_scatter", "tensor", tensor, "out", out)
         flat, _ = self._arguments.flatten(tensor)
         into, back = self._arguments.flatten(out)
@@ -142,7 +141,6 @@ class SharedMemoryTransport:
 
     def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
         """See `Transport.reduce`; also of tensors that aren't contiguous."""
-        plan_arithmetic(op, tensor.dtype)
         self._arguments.check_rank("reduce", "dst", dst)
         flat, back = self._arguments.flatten(tensor)
         back = back if dst == self.rank else None
@@ -193,8 +191,18 @@ class SharedMemoryTransport:
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
+        return self.announce("barrier")
+
+    def announce(self, collective: str) -> SharedWork:
+        """Have the ranks compare a call that something else carries. The work is done when all make the same one."""
         nothing = torch.empty(0, device="cpu")
-        return self._launch("barrier", nothing, nothing, nothing)
+        return self._launch(collective, nothing, nothing, nothing)
+
+    def refuse(self, reason: str) -> None:
+        """Tell the others that this rank doesn't make its next call; they'd wait for it. Nothing, where all refuse."""
+        told = to_tensor(pack_reason(reason))
+        with contextlib.suppress(EvenstepError):  # of a transport that has failed, or been closed, they know
+            self._launch(REFUSED, told, told, told)
 
     def split(self) -> Transport:
         """See `Transport.split`: a segment of its own."""
@@ -244,6 +252,8 @@ class SharedMemoryTransport:
         key = (collective, op, tensor.dtype, tensor.shape, source, receiver)
         packed = self._fingerprints.get(key)
         if packed is None:
+            if op is not None:
+                self._arguments.check_op(op, tensor.dtype)
             packed = Fingerprint(collective, op, tensor.dtype, tuple(tensor.shape), max(source, receiver)).pack()
             if len(self._fingerprints) >= _MAX_FINGERPRINTS:
                 self._fingerprints.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,12 +36,29 @@ def compute_in_double(patches: Patches) -> None:
         @functools.wraps(original)
         def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(self, widen(module), *args, **kwargs)
+            _keep_group_longer(self)
 
         return init
 
     # Before it is wrapped: buckets are laid out by the dtype of the parameters.
     for kind in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
         patches.replace(kind, "__init__", wrapped)
+
+
+def _keep_group_longer(replica: Any) -> None:
+    """Have the process group of torch's wrapper outlive its reducer.
+
+    The reducer ends with the interpreter's lock. If it has the last reference to Gloo, it joins Gloo's threads there,
+    and such a thread waits for the same lock where it lets go of a call that was made under our `TorchFunctionMode`.
+    Python itself gives the lock up before it lets go of a group.
+    """
+    reducer = getattr(replica, "reducer", None)
+    if reducer is not None:
+        weakref.finalize(reducer, _let_go, replica.process_group).atexit = False
+
+
+def _let_go(group: object) -> None:
+    """The last that is done with a group."""
 
 
 def widen(module: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ def make_model() -> nn.Module:
 def trained(directory: str, is_on_meta: bool) -> list[torch.Tensor]:
     """Parameters after an epoch with most of what there is, and two batches for the first rank alone."""
     with torch.device("meta" if is_on_meta else "cpu"):
-        world = evenstep.init(quiet=True, seed=3)
+        world = evenstep.init(quiet=True)
         model = evenstep.DistributedDataParallel(
             evenstep.SyncBatchNorm.convert_sync_batchnorm(make_model()),
             world=world,
@@ -36,7 +36,7 @@ def trained(directory: str, is_on_meta: bool) -> list[torch.Tensor]:
         with torch.device("cpu"):
             rows = torch.arange(240.0, dtype=torch.float64).sin().view(30, 8)
         loader = evenstep.DataLoader(
-            torch.utils.data.TensorDataset(rows), global_batch_size=4, shuffle=True, world=world
+            torch.utils.data.TensorDataset(rows), global_batch_size=4, shuffle=True, seed=3, world=world
         )
         objects = {"model": model, "optimizer": optimizer, "loader": loader, "average": average}
         with evenstep.Checkpointer(directory, every_steps=3, world=world, **objects) as checkpointer:

@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import evenstep
+from evenstep.errors import MismatchError
+from evenstep.replica.options import OptionsWatch
 from evenstep.replica.sharded_exchange import ShardedExchange
 
 pytestmark = [
@@ -68,6 +71,51 @@ def clip_over_nccl() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_clipping_over_ranks_never_waits_for_the_device():
     evenstep.launch(clip_over_nccl, nproc=2, device="cuda")
+
+
+def test_comparing_options_never_waits_for_the_device():
+    rate = torch.tensor(0.1, device="cuda")
+    optimizer = torch.optim.AdamW(make_model().cuda().parameters(), lr=rate, capturable=True)
+    world = SimpleNamespace(world_size=2, control=None)
+    watch = OptionsWatch(world, None, rate.device)  # type: ignore[arg-type]
+    watch.add(optimizer)
+    torch.cuda.synchronize()
+    seen = set()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(50):
+            rate.mul_(0.99)
+            numbers = watch.tell()
+            seen.add(tuple(numbers))
+            watch.hear(torch.zeros(4, dtype=torch.float64, device="cuda").add_(1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert 3 <= len(seen) <= 5  # the rate is looked at now and then
+    assert watch._found
+
+
+def other_rate(device: str) -> str:
+    world = evenstep.init(device=device, transport="gloo", quiet=True)
+    model = evenstep.DistributedDataParallel(make_model(), world=world)
+    rate = torch.tensor(0.1, device=world.device, dtype=torch.float64)
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=rate, capturable=True)
+    try:
+        for step in range(60):
+            model(torch.randn(4, 8, dtype=torch.float64, device=world.device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 5 and world.rank == 1:
+                rate.mul_(2)
+    except MismatchError as error:
+        return str(error)
+    finally:
+        world.close()
+    return ""
+
+
+def test_a_rate_on_the_device_that_differs_is_named():
+    told = evenstep.launch(other_rate, nproc=2, args=("cuda:0",), device="cuda:0")
+    assert "lr of parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1" in told
 
 
 def overlapped(transport: str, device: str, other_stream: bool) -> tuple[int, float]:

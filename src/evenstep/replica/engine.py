@@ -56,6 +56,7 @@ from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.no_exchange import NoExchange
 from evenstep.replica.nonfinite import OwnWatch, build_guard, build_sum_watch
+from evenstep.replica.options import OptionsWatch
 from evenstep.replica.output_hooks import OutputHooks
 from evenstep.replica.passes import WHOLE_WINDOW, Pass
 from evenstep.replica.readiness import Readiness, at_end_of_backward
@@ -93,6 +94,7 @@ class Engine:
         self.guard = build_guard(settings.on_nonfinite, world, transport)
         self.sums = build_sum_watch(settings.on_nonfinite, world, transport)
         self.drift = build_watch(settings, self.names, self.parameters, world, transport)
+        self.options = OptionsWatch(world, transport, self.parameters[0].device)
         self.lanes = None if world.lanes is None else LaneSums(world.lanes, self.parameters)
         self._equip_exchange()
         self._travels = not isinstance(self.exchange, NoExchange) or self.lanes is not None
@@ -410,15 +412,14 @@ class Engine:
             self.readiness.watch(self.exchange.layout)
         if self.guard is not None and self.guard.is_fault(is_scaled=window.is_scaled):
             drop_grads(self.parameters)
-        if self.drift is not None:
-            self.drift.conclude()
+        self.exchange.conclude()
         self.in_backward.step()
 
     def _equip_exchange(self) -> None:
         self.exchange.lanes = self.lanes
         if isinstance(self.exchange, BucketExchange):
             self.exchange.looker = self.guard or (self.sums if isinstance(self.sums, OwnWatch) else None)
-            self.exchange.drift = self.drift
+            self.exchange.drift, self.exchange.options = self.drift, self.options
             if self.sums is not None:
                 self.exchange.watch_sums(self.sums)
 

@@ -102,6 +102,7 @@ class Engine:
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
         self.stays_local = self.is_apart = False  # local SGD: windows end on this rank; parameters differ between ranks
+        self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
         self.num_reductions = 0
         self.has_learned_order = False
         self.world = world
@@ -185,7 +186,7 @@ class Engine:
         multiplied.begin(weight, scale, is_scaled=is_scaled)
         try:
             if is_whole:
-                self._pass = WHOLE_WINDOW
+                self._pass, self.was_scaled = WHOLE_WINDOW, is_scaled
             else:
                 self._open_weighted_pass(weight, is_scaled=is_scaled)
                 self._confirm()
@@ -279,7 +280,7 @@ class Engine:
             return False
         if self._ran_stand_in and not self._ran:
             return False
-        self._ran = self._ran_stand_in = False
+        self._ran = self._ran_stand_in = self.was_scaled = False
         self.num_reductions += 1
         self.recorder.whole_backward()
         if page.current is not None:
@@ -429,7 +430,7 @@ class Engine:
             return
         divide_by_weight(self.parameters, self._window, self.exchange.weight_scale(0.0, opens_window=False))
         self._add_carried()
-        self._window = None
+        self.was_scaled, self._window = self._window.is_scaled, None
 
     # ------------------------------------------------------------------ errors
 

@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import evenstep
+from evenstep.errors import MismatchError
+from evenstep.replica.options import OptionsWatch
 from evenstep.replica.sharded_exchange import ShardedExchange
 from tests.gpu.sharing import never_waiting
 
@@ -45,6 +48,47 @@ def test_clipping_never_waits_for_the_device(way):
         evenstep.clip_grad_value_(optimizer, 0.01)
     assert norm.is_cuda
     assert float(norm) <= 0.1 + 1e-6
+
+
+def test_comparing_options_never_waits_for_the_device():
+    rate = torch.tensor(0.1, device="cuda")
+    optimizer = torch.optim.AdamW(make_model().cuda().parameters(), lr=rate, capturable=True)
+    world = SimpleNamespace(world_size=2, control=None)
+    watch = OptionsWatch(world, None, rate.device)  # type: ignore[arg-type]
+    watch.add(optimizer)
+    seen = set()
+    with never_waiting():
+        for _ in range(50):
+            rate.mul_(0.99)
+            numbers = watch.tell()
+            seen.add(tuple(numbers))
+            watch.hear(torch.zeros(4, dtype=torch.float64, device="cuda").add_(1))
+    assert 3 <= len(seen) <= 5  # the rate is looked at now and then
+    assert watch._found
+
+
+def other_rate(device: str) -> str:
+    world = evenstep.init(device=device, transport="gloo", quiet=True)
+    model = evenstep.DistributedDataParallel(make_model(), world=world)
+    rate = torch.tensor(0.1, device=world.device, dtype=torch.float64)
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=rate, capturable=True)
+    try:
+        for step in range(60):
+            model(torch.randn(4, 8, dtype=torch.float64, device=world.device)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 5 and world.rank == 1:
+                rate.mul_(2)
+    except MismatchError as error:
+        return str(error)
+    finally:
+        world.close()
+    return ""
+
+
+def test_a_rate_on_the_device_that_differs_is_named():
+    told = evenstep.launch(other_rate, nproc=2, args=("cuda:0",), device="cuda:0")
+    assert "lr of parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1" in told
 
 
 def overlapped(transport: str, device: str, other_stream: bool) -> tuple[int, float]:

@@ -314,6 +314,8 @@ class ElementDivision:
             for key, value in run.elements().items():
                 for piece in run.pieces:
                     parameter = run.bucket.parameters[piece.index]
+                    if not piece.numel and not run.bucket.is_first:
+                        continue  # of a parameter without elements, which every rank has
                     values = run.part(value, piece)
                     whole = permuted.get(piece.parameter)
                     if whole is not None:  # what lies together in memory is scattered in the flattened whole

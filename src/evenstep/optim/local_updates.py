@@ -6,6 +6,7 @@ between two averages replicas differ.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, optim
 
 from evenstep import checks
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.optim.divided import DividedOptimizer
 from evenstep.optim.kinds import validate_optimizer
 from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.replica.nonfinite import NonFiniteGuard, listed
 from evenstep.replica.weighting import drop_grads
 from evenstep.transport.agreement import validate_together
 
@@ -36,6 +38,10 @@ class LocalUpdates:
     rank's mean, which may be clipped. Weights of `model.backward` count within a rank; all ranks count the same in a
     mean. What the optimizer keeps (momenta) stays each rank's own. A `Checkpointer` counts and saves the steps behind
     which ranks have the same.
+
+    A gradient that isn't finite is this rank's alone until parameters are averaged; then all ranks know of it, and do
+    what the model's `on_nonfinite` says: "warn" says it once, with rank and parameter, on CPUs; "skip" has left out
+    that rank's step, and says so; "raise" has, too, and is a NonFiniteError of all ranks in place of the average.
 
     Args:
         model: An `evenstep.DistributedDataParallel`.
@@ -84,13 +90,45 @@ class LocalUpdates:
         self.warmup_steps = warmup_steps
         self.num_steps = 0
         model.engine.stays_local = True
+        policy = model.settings.on_nonfinite
+        self._policy = policy if policy in ("skip", "raise") or model.world.device.type == "cpu" else None
+        self._look = NonFiniteGuard("skip", model.world, model.engine.transport)
+        self._bad: dict[str, None] = {}  # parameters whose gradients weren't finite here since the last average
+        self._num_left_out = 0
+        self._has_warned = False
+        self._scaler: torch.amp.GradScaler | None = None
         if model.engine.drift is not None:
             model.engine.drift.doubt()  # momenta stay each rank's own, also behind the last average
 
-    def step(self) -> bool:
-        """Step on this rank's gradients. Collective if parameters are averaged now; returns whether they were."""
-        self.model.engine.end_local_window()
-        self.optimizer.step()
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> bool:
+        """Step on this rank's gradients. Collective if parameters are averaged now; returns whether they were.
+
+        Args:
+            scaler: The `torch.amp.GradScaler` by which losses were scaled: it steps the optimizer, and is updated.
+                Ranks overflow each by itself; with parameters its scale becomes the same everywhere, the smallest.
+
+        Raises:
+            ConfigurationError: The scaler is none.
+            UsageError: Gradients are scaled, and there is no scaler. Nothing was stepped.
+            NonFiniteError: See the class. Parameters are each rank's own.
+        """
+        engine = self.model.engine
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise checks.refuse("LocalUpdates.step: scaler", scaler, "a torch.amp.GradScaler, or None")
+        engine.end_local_window()
+        is_scaled = scaler is not None and scaler.is_enabled()
+        if engine.was_scaled and not is_scaled:
+            raise UsageError(
+                "LocalUpdates.step: the gradients were scaled by a GradScaler. Call local.step(scaler=scaler), in "
+                "place of scaler.step and scaler.update."
+            )
+        if is_scaled and scaler is not None:
+            self._scaler = scaler
+            scaler.step(self.optimizer)
+            scaler.update()
+        else:
+            self._look_at_gradients()
+            self.optimizer.step()
         self.num_steps += 1
         self.model.engine.is_apart = True
         is_due = self.num_steps <= self.warmup_steps or (self.num_steps - self.warmup_steps) % self.every == 0
@@ -100,21 +138,79 @@ class LocalUpdates:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Collective: parameters and floating-point module buffers become their mean over ranks."""
+        """Collective: parameters and floating-point module buffers become their mean over ranks.
+
+        Raises:
+            NonFiniteError: See the class. Parameters are each rank's own.
+        """
         world = self.model.world
-        self.model.engine.is_apart = False
         if world.world_size == 1:
+            if self._bad:
+                self._conclude()
+            self.model.engine.is_apart = False
             return
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for tensor in self.model._kept_tensors():
+            if tensor.is_complex():
+                tensor = torch.view_as_real(tensor)
             if tensor.is_floating_point():
                 kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        for tensors in kinds.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        for number, tensors in enumerate(kinds.values()):
+            # One number more: whether this rank has found something. Not in a message of its own.
+            has_flag = number == 0 and self._policy is not None
+            flag = [tensors[0].new_tensor([float(bool(self._bad))])] if has_flag else []
+            flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), *flag])
             world.transport.all_reduce(flat, "mean").wait()
-            parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors])
+            if has_flag and bool(flat[-1] > 0):
+                self._conclude()
+            parts = torch.split_with_sizes(flat[: len(flat) - len(flag)], [tensor.numel() for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
+        if self._scaler is not None:
+            self._agree_on_scale(self._scaler)
+        self.model.engine.is_apart = False
+
+    def _look_at_gradients(self) -> None:
+        """Of this step; where it is to be left out, the optimizer finds none."""
+        if self._policy is None or (self._policy == "warn" and (self._has_warned or self._bad)):
+            return
+        engine = self.model.engine
+        self._look.look_at_gradients(engine.names, engine.parameters)
+        found = self._look.own_findings()
+        self._bad |= dict.fromkeys(found)
+        if found and self._policy != "warn":
+            self._num_left_out += 1
+            drop_grads(engine.parameters)
+
+    def _conclude(self) -> None:
+        """Collective: say whose gradients were not finite."""
+        world, policy = self.model.world, self._policy
+        told = world.exchange({"names": list(self._bad), "left_out": self._num_left_out})
+        self._bad, self._num_left_out = {}, 0
+        num_left_out = sum(each["left_out"] for each in told)
+        text = "; ".join(f"rank {rank}: {listed(each['names'])}" for rank, each in enumerate(told) if each["names"])
+        message = f"a gradient was infinite or not a number since parameters were last averaged, on {text}."
+        if policy == "raise":
+            raise NonFiniteError(f"{message} That rank left out such steps; parameters were not averaged.")
+        if self.model.engine.guard is not None:
+            self.model.engine.guard.num_skipped += num_left_out
+        if policy == "skip":
+            end = f"Left out: {checks.counted(num_left_out, 'step')} of such ranks (in all {self.model.skipped_steps})."
+        else:
+            end = (
+                "It is now in all ranks' parameters. This is said once; on_nonfinite='skip' leaves such steps out, "
+                "'raise' ends the run, None looks at nothing."
+            )
+        if world.is_main and not (policy == "warn" and self._has_warned):
+            warnings.warn(f"{message} {end}", stacklevel=3)
+        self._has_warned = True
+
+    def _agree_on_scale(self, scaler: torch.amp.GradScaler) -> None:
+        """Collective: the smallest scale of all ranks, which have overflowed each by itself."""
+        state = scaler.state_dict()
+        told = self.model.world.exchange([state["scale"], state["_growth_tracker"]])
+        scale, tracker = (min(each[i] for each in told) for i in range(2))
+        scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": tracker})
 
     def close(self) -> None:
         """Collective: average once more; from now on backward passes exchange gradients again.

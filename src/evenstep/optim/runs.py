@@ -31,7 +31,7 @@ class Run:
 
     Attributes:
         bucket: Whose shard.
-        pieces: What lies in it, in order; none is empty.
+        pieces: What lies in it, in order; none is empty, but of parameters that are.
         group: Number of the parameter group.
         values: [numel], what the inner optimizer steps: a view of the shard, or its copy in full precision.
         state: What the inner optimizer keeps.
@@ -105,7 +105,9 @@ def build_runs(
         numbers = tuple(sorted((key, repr(_number(value))) for key, value in scalars.items()))
         return group_of(piece.parameter), numbers, tuple(sorted(state.keys() - scalars.keys()))
 
-    for _, same in groupby([piece for piece in bucket.pieces if piece.numel], kind):
+    # Of a parameter without elements every rank has the whole, and its state: torch's optimizers keep one.
+    here = [piece for piece in bucket.pieces if piece.numel or not bucket.parameters[piece.index].numel()]
+    for _, same in groupby(here, kind):
         pieces = tuple(same)
         group = group_of(pieces[0].parameter)
         values = bucket.own[pieces[0].begin : pieces[-1].end].detach()

@@ -68,7 +68,8 @@ class ShardedOptimizer(DividedOptimizer):
         ConfigurationError: No such model or optimizer, a parameter that isn't the model's, or one that belongs to
             another ShardedOptimizer. Raised on all ranks if it is so on one.
         UsageError: Made between a backward pass and the reduction of its gradients. The same.
-        MismatchError: The ranks were given different arguments. Raised on all of them.
+        MismatchError: The ranks were given different arguments. Raised on all of them. Later on, backward passes raise
+            it where options of the groups have come to differ between ranks.
     """
 
     model: DistributedDataParallel
@@ -160,6 +161,8 @@ class ShardedOptimizer(DividedOptimizer):
             self._division = WholeDivision(
                 model.engine.parameters, self._groups_by_index, kind, defaults, lambda: self.param_groups, model.world
             )
+
+        model.engine.options.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective: as in torch; parameters of the wrapped model.

@@ -36,6 +36,25 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device="cpu") if total is None else total * _ODD
 
 
+def half_bits(num_ranks: int) -> int:
+    """How many bits of a number may be squared and added over ranks in a float64 without rounding. Pure."""
+    return min(20, (53 - (num_ranks - 1).bit_length()) // 2)
+
+
+def halves(value: int, bits: int) -> list[float]:
+    """The lower bits of a number, their square, the next ones, and theirs: see `are_same`. Pure."""
+    low, high = value & ((1 << bits) - 1), value >> bits & ((1 << bits) - 1)
+    return [low, low * low, high, high * high]
+
+
+def are_same(sums: Sequence[float], num_ranks: int) -> bool:
+    """Whether all ranks had the same number, by what they had of `halves` added up. Pure.
+
+    `(sum of d)^2 = n * (sum of d^2)` if and only if all n numbers d are equal.
+    """
+    return all(int(sums[i]) ** 2 == num_ranks * int(sums[i + 1]) for i in (0, 2))
+
+
 def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Flat and contiguous; neighbours that are small become one."""
     flat: list[Tensor] = []

@@ -41,7 +41,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.errors import DriftError
-from evenstep.replica.digests import canonical, describe_machine, digest, distance
+from evenstep.replica.digests import are_same, canonical, describe_machine, digest, distance, half_bits, halves
+from evenstep.replica.options import find_difference, options_of, start_copy
 from evenstep.replica.settings import Settings
 from evenstep.transport.base import Transport
 from evenstep.transport.exchange import exchange
@@ -177,7 +178,7 @@ class DriftWatch:
         places = [(1 + number * every // len(portions)) % every for number in range(len(portions))]
         self._due = dict(zip(places, portions, strict=True))
         self._every = every
-        self._half_bits = min(20, (53 - (world.world_size - 1).bit_length()) // 2)
+        self._half_bits = half_bits(world.world_size)
         self._machine = describe_machine(self._device)
         self._doubts = 0.0
         self._is_off = False
@@ -189,6 +190,7 @@ class DriftWatch:
         self._suspect: Portion | None = None
         self._after_step: Tensor | None = None  # 0-dim, int64: digest of the suspect behind an optimizer's step
         self._step_hook: Any = None
+        self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the suspect, in that order
         self._found: Portion | None = None
 
     @property
@@ -248,7 +250,7 @@ class DriftWatch:
         if sent is None or self._is_off:
             return
         if self._is_late:
-            self._on_its_way = sent, *_start_copy(sums)
+            self._on_its_way = sent, *start_copy(sums)
         else:
             self._judge(*sent, sums.tolist())
 
@@ -265,8 +267,7 @@ class DriftWatch:
     # ------------------------------------------------------------------ parts
 
     def _judge(self, why: str, portion: Portion, sums: Sequence[float]) -> None:
-        num_ranks = self._world.world_size
-        differ = any(int(sums[i]) ** 2 != num_ranks * int(sums[i + 1]) for i in (1, 3))
+        differ = not are_same(sums[1:], self._world.world_size)
         if sums[0] or (why == "machine" and differ and not self._is_vouched):
             self._is_off = True
         if self._is_off or why == "again":
@@ -284,11 +285,14 @@ class DriftWatch:
             self._step_hook.remove()
             self._step_hook = None
         if portion is not None:
-            watch = weakref.ref(self)
+            watch, suspects = weakref.ref(self), {id(self._parameters[piece.parameter]) for piece in portion}
+            self._steppers = []
 
-            def stepped(*_: object) -> None:
+            def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
                 if (alive := watch()) is not None and alive._suspect is not None:
                     alive._after_step = alive._digest(alive._suspect)
+                    if any(id(p) in suspects for group in optimizer.param_groups for p in group["params"]):
+                        alive._steppers.append(weakref.ref(optimizer))
 
             self._step_hook = register_optimizer_step_post_hook(stepped)
 
@@ -306,12 +310,10 @@ class DriftWatch:
     def _numbers(self, whole: Tensor) -> Sequence[float] | Tensor:
         mask, bits = (1 << self._half_bits) - 1, self._half_bits
         if not self._is_late:
-            value = int(whole) >> 12
-            low, high = value & mask, value >> bits & mask
-            return [self._doubts, low, low * low, high, high * high]
-        value_ = whole >> 12
-        low_, high_ = value_ & mask, value_ >> bits & mask
-        told = torch.stack([low_, low_ * low_, high_, high_ * high_]).double()
+            return [self._doubts, *halves(int(whole) >> 12, bits)]
+        value = whole >> 12
+        low, high = value & mask, value >> bits & mask
+        told = torch.stack([low, low * low, high, high * high]).double()
         return torch.cat([told.new_full((1,), self._doubts), told])
 
     def _explain(self, portion: Portion) -> None:
@@ -325,6 +327,9 @@ class DriftWatch:
         by_rank: list[list[float]] = exchange(carrier, [self._distance(piece, typical) for piece in pieces])
         distances = [max(each) for each in zip(*by_rank, strict=True)]
         text = self._story(pieces, max(distances), minority)
+        steppers = exchange(carrier, [options_of(each) for ref in self._steppers if (each := ref()) is not None])
+        same_number = len({len(each) for each in steppers}) == 1
+        options = find_difference(steppers) if same_number else None
         limits = [_ROUNDING * torch.finfo(self._parameters[piece.parameter].dtype).eps for piece in pieces]
         if all(distance <= limit for distance, limit in zip(distances, limits, strict=True)):
             if self._world.is_main and not self._has_warned:
@@ -335,6 +340,12 @@ class DriftWatch:
                     stacklevel=2,
                 )
             return
+        if options is not None:
+            raise DriftError(
+                f"{text} The ranks step with different options: {options}. Set them alike, and resume from a "
+                f"checkpoint; a scheduler that is given a loss, such as ReduceLROnPlateau, wants everybody's: "
+                f"world.mean(loss). Where ranks are meant to differ, wrap the model with compare_every=0."
+            )
         raise DriftError(
             f"{text} Something has changed parameters on some ranks only: code that only one rank runs, a file that "
             f"only one has read, a random number in the optimizer's step, or faulty memory. Resume from a checkpoint. "
@@ -364,17 +375,6 @@ class DriftWatch:
         else:
             who = f"the ranks differ in {which}, {amount}; no majority agrees, so it is undecidable which are right"
         return f"the replicas have drifted apart: {who} ({when})."
-
-
-def _start_copy(sums: Tensor) -> tuple[Tensor, Any]:
-    """A copy on the host, and the event after which it is there."""
-    if sums.device.type != "cuda":
-        return sums.cpu().clone(), None
-    host = torch.empty(NUM_TOLD, dtype=sums.dtype, pin_memory=True, device="cpu")
-    host.copy_(sums, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return host, event
 
 
 def _rows(parameter: Tensor) -> tuple[int, int]:

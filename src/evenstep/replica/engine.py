@@ -56,6 +56,7 @@ from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.no_exchange import NoExchange
 from evenstep.replica.nonfinite import OwnWatch, build_guard, build_sum_watch
+from evenstep.replica.options import OptionsWatch
 from evenstep.replica.output_hooks import OutputHooks
 from evenstep.replica.passes import WHOLE_WINDOW, Pass
 from evenstep.replica.readiness import Readiness, at_end_of_backward
@@ -93,6 +94,7 @@ class Engine:
         self.guard = build_guard(settings.on_nonfinite, world, transport)
         self.sums = build_sum_watch(settings.on_nonfinite, world, transport)
         self.drift = build_watch(settings, self.names, self.parameters, world, transport)
+        self.options = OptionsWatch(world, transport, self.parameters[0].device)
         self.lanes = None if world.lanes is None else LaneSums(world.lanes, self.parameters)
         self._equip_exchange()
         self._travels = not isinstance(self.exchange, NoExchange) or self.lanes is not None
@@ -100,6 +102,7 @@ class Engine:
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
         self.stays_local = self.is_apart = False  # local SGD: windows end on this rank; parameters differ between ranks
+        self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
         self.num_reductions = 0
         self.has_learned_order = False
         self.world = world
@@ -183,7 +186,7 @@ class Engine:
         multiplied.begin(weight, scale, is_scaled=is_scaled)
         try:
             if is_whole:
-                self._pass = WHOLE_WINDOW
+                self._pass, self.was_scaled = WHOLE_WINDOW, is_scaled
             else:
                 self._open_weighted_pass(weight, is_scaled=is_scaled)
                 self._confirm()
@@ -277,7 +280,7 @@ class Engine:
             return False
         if self._ran_stand_in and not self._ran:
             return False
-        self._ran = self._ran_stand_in = False
+        self._ran = self._ran_stand_in = self.was_scaled = False
         self.num_reductions += 1
         self.recorder.whole_backward()
         if page.current is not None:
@@ -410,15 +413,14 @@ class Engine:
             self.readiness.watch(self.exchange.layout)
         if self.guard is not None and self.guard.is_fault(is_scaled=window.is_scaled):
             drop_grads(self.parameters)
-        if self.drift is not None:
-            self.drift.conclude()
+        self.exchange.conclude()
         self.in_backward.step()
 
     def _equip_exchange(self) -> None:
         self.exchange.lanes = self.lanes
         if isinstance(self.exchange, BucketExchange):
             self.exchange.looker = self.guard or (self.sums if isinstance(self.sums, OwnWatch) else None)
-            self.exchange.drift = self.drift
+            self.exchange.drift, self.exchange.options = self.drift, self.options
             if self.sums is not None:
                 self.exchange.watch_sums(self.sums)
 
@@ -428,7 +430,7 @@ class Engine:
             return
         divide_by_weight(self.parameters, self._window, self.exchange.weight_scale(0.0, opens_window=False))
         self._add_carried()
-        self._window = None
+        self.was_scaled, self._window = self._window.is_scaled, None
 
     # ------------------------------------------------------------------ errors
 

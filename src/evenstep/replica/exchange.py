@@ -21,6 +21,8 @@ from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, Paramete
 from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.no_exchange import NoExchange
 from evenstep.replica.nonfinite import NonFiniteGuard, OwnWatch, SumWatch
+from evenstep.replica.options import NOTHING as NO_OPTIONS
+from evenstep.replica.options import OptionsWatch
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.sparse import sum_over_ranks
 from evenstep.replica.uneven import Uneven
@@ -69,6 +71,9 @@ class Exchange(Protocol):
 
     def finish(self, window: Window) -> None:
         """Collective: end the window. Afterwards `p.grad` is the global mean on every rank."""
+
+    def conclude(self) -> None:
+        """Collective if ranks were found to differ, which all know: say in what."""
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """Collective, once: lay the buckets out again in the order in which rank 0's gradients were ready."""
@@ -149,6 +154,7 @@ class BucketExchange:
         self.hook: CommHook | None = None
         self.looker: NonFiniteGuard | OwnWatch | None = None
         self.drift: DriftWatch | None = None
+        self.options: OptionsWatch | None = None
         self.lanes: LaneSums | None = None
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
@@ -246,8 +252,9 @@ class BucketExchange:
         self._used = [parameter.grad is not None for parameter in self._parameters]
         # Within a join some have left, and are made equal when it ends.
         told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
+        options = NO_OPTIONS if self.options is None or self._uneven is not None else self.options.tell()
         found = self.sums is not None and self.sums.has_found
-        self._header.fill(window, self._used, told, found, unit=self._unit or 1.0)
+        self._header.fill(window, self._used, told, found, options=options, unit=self._unit or 1.0)
         self._unit = None
         header_work = self._transport.all_reduce(self._header.tensor)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
@@ -262,6 +269,8 @@ class BucketExchange:
             self._header.check_kinds()
         if self.drift is not None:
             self.drift.hear(self._header.told())
+        if self.options is not None:
+            self.options.hear(self._header.options())
         if self.sums is not None:
             self.sums.end_window(self._header.any_found())
         if not all(self._used) or self._num_dense < len(self._parameters):
@@ -278,6 +287,13 @@ class BucketExchange:
             self._module_buffers.finish(sent_buffers)
         if self._uneven is not None:
             self._uneven.end_window()
+
+    def conclude(self) -> None:
+        """See `Exchange.conclude`. Options first: where they differ parameters may, too."""
+        if self.options is not None:
+            self.options.conclude()
+        if self.drift is not None:
+            self.drift.conclude()
 
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """See `Exchange.learn_order`."""

@@ -14,6 +14,7 @@ from evenstep.errors import ConfigurationError, UsageError
 from evenstep.lanes import begin_of
 from evenstep.replica.batches import rows_of, split
 from evenstep.replica.engine import Engine
+from evenstep.replica.module_buffers import buffer_at, places_of
 from evenstep.replica.settings import Settings
 from evenstep.replica.sync_batchnorm import SyncBatchNorm
 from evenstep.replica.sync_layers import SyncLayers
@@ -126,12 +127,7 @@ class LaneBuffers:
     """
 
     def __init__(self, module: nn.Module, ignored: frozenset[str]) -> None:
-        self._places = [
-            (owner, name)
-            for prefix, owner in module.named_modules()
-            for name in owner._buffers
-            if (f"{prefix}.{name}" if prefix else name) not in ignored
-        ]
+        self._places = places_of(module, ignored)
         self._kept: list[Tensor | None] = []
         self._of_first: list[Tensor | None] | None = None
 
@@ -157,14 +153,14 @@ class LaneBuffers:
         self._kept, self._of_first = [], None
 
     def _copies(self) -> list[Tensor | None]:
-        buffers = [owner._buffers.get(name) for owner, name in self._places]
+        buffers = [buffer_at(owner, name) for owner, name in self._places]
         return [None if buffer is None else buffer.detach().clone() for buffer in buffers]
 
     def _write(self, values: Sequence[Tensor | None]) -> None:
         into: list[Tensor] = []
         what: list[Tensor] = []
         for (owner, name), value in zip(self._places, values, strict=True):
-            buffer = owner._buffers.get(name)
+            buffer = buffer_at(owner, name)
             if value is None or buffer is None or buffer.shape != value.shape or buffer.dtype is not value.dtype:
                 owner._buffers[name] = None if value is None else value.clone()  # it was replaced, not written to
             else:

@@ -35,6 +35,26 @@ def finish_broadcast(started: Sequence[tuple[Work, Tensor, Tensor]]) -> None:
             tensor.data.copy_(flat.view(tensor.shape))
 
 
+def places_of(module: nn.Module, ignored: Collection[str] = ()) -> list[tuple[nn.Module, str]]:
+    """(owner, name in it) of every module buffer, also of those that are None.
+
+    Args:
+        module: Whose, with those of its parts, some of which may be TorchScript's.
+        ignored: Names that are left out.
+    """
+    return [
+        (owner, name)
+        for prefix, owner in module.named_modules()
+        for name, _ in owner._buffers.items()  # a module of TorchScript's has no iterator and no `get` there
+        if (f"{prefix}.{name}" if prefix else name) not in ignored
+    ]
+
+
+def buffer_at(owner: nn.Module, name: str) -> Tensor | None:
+    """What is at a place now."""
+    return owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
+
+
 class BufferBroadcast:
     """Sends all buffers of a module at the end of a step, packed by device and dtype.
 
@@ -46,12 +66,7 @@ class BufferBroadcast:
 
     def __init__(self, module: nn.Module, transport: Transport, ignored: Collection[str] = ()) -> None:
         self._transport = transport
-        self._places = [
-            (owner, name)
-            for prefix, owner in module.named_modules()
-            for name in owner._buffers
-            if (f"{prefix}.{name}" if prefix else name) not in ignored
-        ]
+        self._places = places_of(module, ignored)
         self._src = 0
 
     def start(self, src: int = 0) -> list[tuple[Work, Tensor, list[Tensor]]]:
@@ -59,7 +74,7 @@ class BufferBroadcast:
         self._src = src
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for owner, name in self._places:
-            buffer = owner._buffers.get(name)
+            buffer = buffer_at(owner, name)
             if buffer is not None and buffer.numel():
                 groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
         started = []

@@ -63,6 +63,9 @@ class NoExchange:
         else:
             self.lanes.divide(window)
 
+    def conclude(self) -> None:
+        """See `exchange.Exchange.conclude`; there is nobody to differ from."""
+
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """See `exchange.Exchange.learn_order`; there are no buckets."""
 

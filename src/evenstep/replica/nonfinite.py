@@ -101,6 +101,11 @@ class NonFiniteGuard:
             self._sums.append(peaks.amax())
             self._peaks.append(([name for name, _ in filled], peaks))
 
+    def own_findings(self) -> list[str]:
+        """What was found since the last time, without asking other ranks."""
+        peaks, self._peaks, self._sums = self._peaks, [], []
+        return [name for names, values in peaks for name in _not_finite(names, values)]
+
     def is_fault(self, *, is_scaled: bool) -> bool:
         """Collective, at the end of a window: whether a gradient was not finite on some rank, and nobody scaled it.
 
@@ -113,12 +118,11 @@ class NonFiniteGuard:
             numbers[0] += (~torch.isfinite(total)).to(torch.float64)
         self._transport.all_reduce(numbers).wait()
         found, scaled = numbers.tolist()
-        peaks, self._peaks, self._sums = self._peaks, [], []
+        mine = self.own_findings()
         if not found or scaled:
             return False
-        mine = [name for names, values in peaks for name in _not_finite(names, values)]
         told = {str(rank): names for rank, names in enumerate(self._world.exchange(mine)) if names}
-        text = "; ".join(f"rank {rank}: {_listed(names)}" for rank, names in told.items())
+        text = "; ".join(f"rank {rank}: {listed(names)}" for rank, names in told.items())
         message = f"a gradient was infinite or not a number before gradients were averaged, on {text}."
         if self._policy == "raise":
             raise NonFiniteError(f"{message} The model is as before this step.")
@@ -175,7 +179,7 @@ class SumWatch:
         for rank, name in found:
             by_rank.setdefault(rank, []).append(name)
         text = "; ".join(
-            f"{'only in the sum over ranks' if rank < 0 else f'at least on rank {rank}'}: {_listed(names)}"
+            f"{'only in the sum over ranks' if rank < 0 else f'at least on rank {rank}'}: {listed(names)}"
             for rank, names in by_rank.items()
         )
         warnings.warn(
@@ -252,6 +256,7 @@ def _not_finite(names: Sequence[str], peaks: Tensor) -> list[str]:
     return [name for name, finite in zip(names, torch.isfinite(peaks).tolist(), strict=True) if not finite]
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first few names of parameters, for messages."""
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return ", ".join(map(repr, names[:_MAX_NAMED])) + more

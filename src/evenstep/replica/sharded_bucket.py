@@ -116,6 +116,7 @@ class ShardedBucket(Bucket):
         self.num_shards = 1 if self.is_replicated else transport.world_size
         rank = 0 if self.is_replicated else transport.rank
         self.pieces = plan_pieces(layout, rank, self.num_shards)
+        self.is_first = rank == 0  # of those who divide it
         length = layout.numel // self.num_shards
         own = slice(rank * length, (rank + 1) * length)
         self._is_in_place = lent is None and (self.num_shards == 1 or transport.name in _REDUCE_IN_PLACE)

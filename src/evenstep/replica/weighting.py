@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica import options as compared
 from evenstep.replica.drift import NOTHING, NUM_TOLD
 
 
@@ -104,13 +105,15 @@ class Header:
     [0]   sum of the weights, each over the unit in which its rank's gradients are
     [1]   number of ranks whose window was WEIGHTED
     [2]   number of ranks whose window was PLAIN
-    [3:]  for each parameter, on how many ranks it has a gradient; then what `drift` tells of parameters themselves, and
-          the number of ranks that have found something in the sums of the window before
+    [3:]  for each parameter, on how many ranks it has a gradient; then what `drift` tells of parameters themselves,
+          what `options` tells of optimizers, and the number of ranks that have found something in the sums of the
+          window before
     """
 
     def __init__(self, num_parameters: int, device: torch.device) -> None:
         self._behind = 3 + num_parameters
-        numel = self._behind + NUM_TOLD + 1
+        self._options = self._behind + NUM_TOLD
+        numel = self._options + compared.NUM_NUMBERS + 1
         self.tensor = torch.zeros(numel, dtype=torch.float64, device=device)
         # The same memory as numbers: to read or write an element of a tensor takes microseconds, and there are many. So
         # `tensor` is never replaced by another one.
@@ -127,6 +130,7 @@ class Header:
         told: Sequence[float] | Tensor = NOTHING,
         found: bool = False,
         *,
+        options: Sequence[float] = compared.NOTHING,
         unit: float = 1.0,
     ) -> None:
         """Write this rank's numbers.
@@ -136,25 +140,24 @@ class Header:
             used: For each parameter, whether it has a gradient.
             told: [NUM_TOLD], see `drift`.
             found: See `nonfinite.SumWatch`.
+            options: [4], see `options`.
             unit: What weights were divided by before they multiplied this rank's gradients.
         """
         kinds = [float(window.kind is Kind.WEIGHTED), float(window.kind is Kind.PLAIN)]
-        behind = NOTHING if isinstance(told, Tensor) else told
+        behind = [*(NOTHING if isinstance(told, Tensor) else told), *options, float(found)]
         if self._numbers is not None:
             numbers = self._numbers
             if used != self._flags or self._filled is None:
                 self._flags, self._filled = used, (ctypes.c_double * len(numbers))(0.0, 0.0, 0.0, *used)
             ctypes.memmove(numbers, self._filled, ctypes.sizeof(numbers))
             numbers[0], numbers[1:3] = float(window.weight) / unit, kinds
-            numbers[self._behind :] = [*behind, float(found)]
+            numbers[self._behind :] = behind
         else:
-            made = torch.tensor(
-                [0.0, *kinds, *map(float, used), *behind, float(found)], dtype=torch.float64, device="cpu"
-            )
+            made = torch.tensor([0.0, *kinds, *map(float, used), *behind], dtype=torch.float64, device="cpu")
             self.tensor.copy_(made, non_blocking=True)
             self.tensor[0] = window.weight / unit
         if isinstance(told, Tensor):
-            self.tensor[self._behind : -1] = told
+            self.tensor[self._behind : self._options] = told
 
     def check_kinds(self) -> None:
         """After the sum: did the ranks mean the same? Reads the tensor, so on CUDA it waits for the device.
@@ -175,7 +178,11 @@ class Header:
 
     def told(self) -> Tensor:
         """After the sum: [NUM_TOLD], see `drift`. A view."""
-        return self.tensor[self._behind : -1]
+        return self.tensor[self._behind : self._options]
+
+    def options(self) -> Tensor:
+        """After the sum: [4], see `options`. A view."""
+        return self.tensor[self._options : -1]
 
     def any_found(self) -> bool:
         """After the sum: whether a rank has found something. Reads the tensor."""

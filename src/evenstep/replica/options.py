@@ -1,0 +1,223 @@
+"""Do all ranks step with the same options? Where each steps its shard, one that differs makes a patchwork of the model.
+
+[Note: how options are compared]
+
+Of the options of all parameter groups of optimizers that are divided over ranks, every rank makes a checksum at the
+end of each window. The header, which travels in any case, carries four numbers of it, as it does of parameters: see
+`drift`. Where all have the same no more is said; else, and all know it, ranks tell each other their options, and all
+raise. The checksum is made anew only when an option is another object than in the window before.
+
+Nothing waits for a GPU. There, sums in the header are read in every `_LATE_EVERY`th window and judged in the next;
+and so is an option that is a tensor on the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from evenstep.errors import MismatchError
+from evenstep.replica.digests import are_same, half_bits, halves
+from evenstep.transport.base import Transport
+from evenstep.transport.exchange import exchange
+from evenstep.world import World
+
+NUM_NUMBERS = 4
+NOTHING = (0.0,) * NUM_NUMBERS
+
+_LATE_EVERY = 16
+_SIMPLE = (bool, int, float, str, type(None))
+_NOT_PLAIN = "(not compared)"
+_MAX_NUMEL = 16  # of a tensor that is an option; a larger one is told by its shape
+
+
+def options_of(optimizer: optim.Optimizer, *, reads_devices: bool = True) -> dict[str, str]:
+    """What an optimizer's step reads of its parameter groups, by what people call it, as texts that can be compared.
+
+    Args:
+        optimizer: Whose. Only options that its class has are in it, and only plain ones: numbers, texts, small tensors.
+        reads_devices: Read tensors on a GPU, too.
+    """
+    found = {"the number of parameter groups": str(len(optimizer.param_groups))}
+    for number, group in enumerate(optimizer.param_groups):
+        of = f" of parameter group {number}"
+        found[f"the number of parameters{of}"] = str(len(group["params"]))
+        for name in optimizer.defaults:
+            told = _plain(group.get(name), reads_devices=reads_devices)
+            if told is not _NOT_PLAIN:
+                found[f"{name}{of}"] = repr(told)
+    return found
+
+
+def find_difference(told: Sequence[Sequence[Mapping[str, str]]]) -> str | None:
+    """The first option that isn't the same everywhere. Pure.
+
+    Args:
+        told: By rank, what `options_of` says of each optimizer; the same optimizers on all ranks.
+
+    Returns:
+        None: there is none.
+    """
+    for number, first in enumerate(told[0]):
+        for rank, each in enumerate(told):
+            for name in (*first, *each[number]):
+                one, other = first.get(name), each[number].get(name)
+                if one != other:
+                    which = f" in optimizer {number + 1} of {len(told[0])}" if len(told[0]) > 1 else ""
+                    return f"{name}{which} is {one} on rank 0 and {other} on rank {rank}"
+    return None
+
+
+class OptionsWatch:
+    """Compares the options of optimizers that are divided over ranks.
+
+    Args:
+        world: Who takes part.
+        transport: Carries what belongs to the model's passes.
+        device: Of the model.
+    """
+
+    def __init__(self, world: World, transport: Transport, device: torch.device) -> None:
+        self._world = world
+        self._carrier = transport if device.type == "cpu" else world.control
+        self._is_late = device.type != "cpu"
+        self._bits = half_bits(world.world_size)
+        self._optimizers: dict[int, weakref.ref[optim.Optimizer]] = {}
+        self._num_windows = 0
+        self._before: list[Any] | None = None  # the options behind `_numbers`, if it is enough to look at who they are
+        self._numbers: Sequence[float] = NOTHING
+        self._values: list[float] = []  # of tensors on a GPU, as they were a few windows ago
+        self._values_coming: tuple[Tensor, Any] | None = None
+        self._sums_coming: tuple[Tensor, Any] | None = None
+        self._found = False
+
+    def add(self, optimizer: optim.Optimizer) -> None:
+        """Collective: from now on look at this one too, for as long as it lives."""
+        if self._world.world_size > 1:
+            self._optimizers[max(self._optimizers, default=-1) + 1] = weakref.ref(optimizer)
+
+    def tell(self) -> Sequence[float]:
+        """At the end of a window: what this rank's header says, [NUM_NUMBERS]."""
+        self._num_windows += 1
+        if not self._optimizers:
+            return NOTHING
+        alive = [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
+        groups = [group for optimizer in alive for group in optimizer.param_groups]
+        now = [each for group in groups for each in (len(group["params"]), *group.values())]
+        before = self._before
+        if before is not None and len(before) == len(now) and all(map(operator.is_, before, now)):
+            return self._numbers
+        values: list[Any] = [len(group["params"]) for group in groups]
+        is_simple = True
+        for optimizer in alive:
+            for group in optimizer.param_groups:
+                found = [*map(group.get, optimizer.defaults)]
+                if not _are_simple(found):
+                    found, is_simple = [_plain(each, reads_devices=False) for each in found], False
+                values.append(found)
+        self._before = now if is_simple else None
+        if self._is_late and not is_simple:
+            self._read_late(groups)
+        text = repr((values, self._values))
+        value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "little")
+        self._numbers = halves(value, self._bits)
+        return self._numbers
+
+    def hear(self, sums: Tensor) -> None:
+        """What all ranks have told, added up: [NUM_NUMBERS]."""
+        if not self._optimizers:
+            return
+        if not self._is_late:
+            self._judge(sums.tolist())
+            return
+        coming, self._sums_coming = self._sums_coming, None
+        if coming is not None:
+            self._judge(_arrived(coming))
+        if self._num_windows % _LATE_EVERY == 0:
+            self._sums_coming = start_copy(sums)
+
+    def conclude(self) -> None:
+        """Collective if options were found to differ, which all ranks know: say which.
+
+        Raises:
+            MismatchError: On every rank, with the same text.
+        """
+        if not self._found:
+            return
+        self._found = False
+        alive = {number: ref() for number, ref in self._optimizers.items()}
+        mine = {str(number): options_of(each) for number, each in alive.items() if each is not None}
+        told = exchange(self._carrier, mine)
+        # One that has been thrown away may live on for a while on some of the ranks.
+        numbers = [number for number in mine if all(number in each for each in told)]
+        self._optimizers = {int(number): self._optimizers[int(number)] for number in numbers}
+        self._before = None
+        difference = find_difference([[each[number] for number in numbers] for each in told])
+        if difference is not None:
+            raise MismatchError(
+                f"the ranks step with different options: {difference} (noticed in backward pass {self._num_windows}), "
+                f"and each steps its own part of the parameters. Set options alike on all ranks; a scheduler that is "
+                f"given a loss, such as ReduceLROnPlateau, wants everybody's: world.mean(loss)."
+            )
+
+    def _judge(self, sums: Sequence[float]) -> None:
+        self._found = self._found or not are_same(sums, self._world.world_size)
+
+    def _read_late(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Options that are tensors on a GPU: their values of the last time, and a copy for the next."""
+        if self._values_coming is not None:
+            self._values, self._values_coming = _arrived(self._values_coming), None
+        if self._num_windows % _LATE_EVERY == 1:
+            far = [value.detach().reshape(-1) for group in groups for value in group.values() if _is_far(value)]
+            if far:
+                self._values_coming = start_copy(torch.cat([each.to(far[0].device, torch.float64) for each in far]))
+
+
+def start_copy(values: Tensor) -> tuple[Tensor, Any]:
+    """A copy on the host, and the event after which it is there."""
+    if values.device.type != "cuda":
+        return values.cpu().clone(), None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+    host.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return host, event
+
+
+def _arrived(coming: tuple[Tensor, Any]) -> list[float]:
+    host, event = coming
+    if event is not None:
+        event.synchronize()  # a window ago: it has happened
+    values: list[float] = host.tolist()
+    return values
+
+
+def _is_far(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu" and value.numel() <= _MAX_NUMEL
+
+
+def _are_simple(values: Sequence[Any]) -> bool:
+    """Whether nothing in them can change without being another object, nor has to be asked what it is."""
+    return all(
+        type(each) in _SIMPLE or (type(each) is tuple and all(type(part) in _SIMPLE for part in each))
+        for each in values
+    )
+
+
+def _plain(value: Any, *, reads_devices: bool) -> Any:
+    """An option as a number, a text, or lists of them; `_NOT_PLAIN` for what is none."""
+    if isinstance(value, Tensor):
+        is_read = value.numel() <= _MAX_NUMEL and (reads_devices or value.device.type == "cpu")
+        return value.tolist() if is_read else f"a tensor {list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return tuple(_plain(each, reads_devices=reads_devices) for each in value)
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # numpy's numbers become python's
+    return None if value is None else _NOT_PLAIN

@@ -1,0 +1,214 @@
+"""Options of optimizers that come to differ between ranks: named on all of them, before another step is made."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import DriftError, MismatchError
+from evenstep.replica import options
+from evenstep.replica.drift import DEFAULT_EVERY
+
+BETAS = {"lr": 0.01, "betas": (0.9, 0.99)}
+
+
+def build(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 3)).double()
+
+
+def window(model: evenstep.DistributedDataParallel, *, weighted: bool = False) -> None:
+    loss = model(torch.randn(4, 6, dtype=torch.float64)).square().mean()
+    model.backward(loss, weight=4) if weighted else loss.backward()
+
+
+def step(model: evenstep.DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    window(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def other_rate(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.02
+
+
+def other_betas(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[1]["betas"] = (0.8, 0.99)
+
+
+def other_tensor(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"].mul_(2)  # type: ignore[union-attr]
+
+
+def other_flag(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[1]["maximize"] = True
+
+
+def fewer_groups(optimizer: torch.optim.Optimizer) -> None:
+    del optimizer.param_groups[1]
+
+
+def fewer_parameters(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+CHANGES: dict[str, tuple[Any, Any, str, str]] = {
+    "rate": (other_rate, torch.optim.AdamW, "lr of parameter group 0", "is 0.01 on rank 0 and 0.02 on rank 1"),
+    "betas": (other_betas, torch.optim.AdamW, "betas of parameter group 1", "(0.9, 0.99) on rank 0 and (0.8, 0.99)"),
+    "tensor": (other_tensor, torch.optim.AdamW, "lr of parameter group 0", "is 0.5 on rank 0 and 1.0 on rank 1"),
+    "flag": (other_flag, torch.optim.AdamW, "maximize of parameter group 1", "is False on rank 0 and True on rank 1"),
+    "groups": (fewer_groups, torch.optim.AdamW, "the number of parameter groups", "is 2 on rank 0 and 1 on rank 1"),
+    "parameters": (fewer_parameters, torch.optim.AdamW, "parameters of parameter group 0", "is 2 on rank 0 and 1 on"),
+    "whole": (other_rate, torch.optim.Adafactor, "lr of parameter group 0", "is 0.01 on rank 0 and 0.02 on rank 1"),
+}
+
+
+def changed(seed: int, what: str, odd: int, gloo: bool, weighted: bool) -> str:
+    """What the backward pass behind a change on one rank raises."""
+    world = evenstep.init(quiet=True)
+    if gloo:
+        world = evenstep.World.from_process_group(transport="gloo", device="cpu")
+    change, kind, _, _ = CHANGES[what]
+    try:
+        model = evenstep.DistributedDataParallel(build(seed), world=world)
+        first, last = list(model.module[0].parameters()), list(model.module[2].parameters())
+        given = BETAS if kind is torch.optim.AdamW else {"lr": 0.01}
+        if what == "tensor":
+            given = {"lr": torch.tensor(0.5), "foreach": False}
+        groups = [{"params": first}, {"params": last, "weight_decay": 0.1}]
+        optimizer = evenstep.ShardedOptimizer(model, kind, groups, **given)
+        for _ in range(2):
+            step(model, optimizer)
+        if world.rank == odd:
+            change(optimizer)
+        with pytest.raises(MismatchError) as raised:
+            window(model, weighted=weighted)
+        return str(raised.value)
+    finally:
+        if gloo:
+            world.close()
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_options_that_differ_are_named_before_the_next_step(ranks, fresh_seed, what):
+    for gloo, weighted in ((False, False), (what == "rate", True)):
+        told = ranks.run(changed, 2, fresh_seed, what, 1, gloo, weighted)
+        assert told[0] == told[1]
+        assert CHANGES[what][2] in told[0]
+        assert CHANGES[what][3] in told[0]
+        assert "(noticed in backward pass 3)" in told[0]
+    assert MismatchError.exit_code == 72
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_of_three_ranks_the_one_that_differs_from_rank_0_is_named(ranks, fresh_seed, odd):
+    told = ranks.run(changed, 3, fresh_seed, "rate", odd, False, False)
+    assert told[0] == told[1] == told[2]
+    assert ("0.02 on rank 0 and 0.01 on rank 1" if odd == 0 else "0.01 on rank 0 and 0.02 on rank 2") in told[0]
+
+
+def plateau(seed: int) -> str:
+    """Each rank's own loss decides about the rate: the mistake that people make."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed))
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    for epoch in range(8):
+        try:
+            step(model, optimizer)
+        except MismatchError as error:
+            return str(error)
+        scheduler.step(1.0 - 0.1 * epoch if world.rank else 1.0)
+    return ""
+
+
+def test_a_scheduler_that_follows_each_ranks_own_loss_is_found(ranks, fresh_seed):
+    told = ranks.run(plateau, 2, fresh_seed)
+    assert told[0] == told[1]
+    assert "lr of parameter group 0 is 0.001 on rank 0 and 0.01 on rank 1" in told[0]
+
+
+def alike(seed: int) -> int:
+    """Options that change alike, in all ways; what isn't the optimizer's; optimizers that go on some ranks first."""
+    world = evenstep.init(quiet=True)
+    asked = mock.Mock(wraps=options.exchange)
+    model = evenstep.DistributedDataParallel(build(seed))
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, list(model.module[0].parameters()), lr=0.01)
+    optimizer.param_groups[0]["log"] = f"rank {world.rank}"
+    other = evenstep.ShardedOptimizer(model, torch.optim.SGD, list(model.module[2].parameters()), lr=0.1)
+    schedulers = [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=40)]
+    schedulers.append(torch.optim.lr_scheduler.ExponentialLR(other, 0.9))
+    with mock.patch.object(options, "exchange", asked):
+        for _ in range(20):
+            window(model)
+            for each, scheduler in zip((optimizer, other), schedulers, strict=True):
+                each.step()
+                scheduler.step()
+            model.zero_grad()
+    other.load_state_dict(other.state_dict())
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+    step(model, optimizer)
+    kept = other if world.rank == 0 else None  # alive on this rank only
+    kept_groups = None if kept is None else kept.param_groups
+    del other, schedulers, scheduler, each, kept
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            step(model, optimizer)
+    assert kept_groups is None or len(kept_groups) == 1
+    return asked.call_count
+
+
+def test_options_that_change_alike_are_no_fault(ranks, fresh_seed):
+    assert ranks.run(alike, 2, fresh_seed) == [0, 0]
+
+
+def one_lives_longer(seed: int) -> int:
+    """An optimizer that is still there on one rank only is no difference, and isn't asked about twice."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed))
+    watch = model.engine.options
+    plain = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    for each in plain:
+        watch.add(each)
+    if world.rank == 1:
+        plain.clear()
+        each = None
+        gc.collect()
+    window(model)
+    return len(watch._optimizers)
+
+
+def test_an_optimizer_that_is_left_on_one_rank_is_forgotten(ranks, fresh_seed):
+    assert ranks.run(one_lives_longer, 2, fresh_seed) == [0, 0]
+
+
+def drifting(seed: int, way: str) -> str:
+    """Replicas drift apart because a plain optimizer has another rate on one rank."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed), compare_every=4)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + world.rank), weight_decay=0.1)
+    if way == "flat":
+        optimizer = evenstep.fuse(optimizer, model)
+    for _ in range(DEFAULT_EVERY):
+        try:
+            step(model, optimizer)
+        except DriftError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("way", ["plain", "flat"])
+def test_where_replicas_drift_by_another_rate_the_rate_is_named(ranks, fresh_seed, way):
+    told = ranks.run(drifting, 2, fresh_seed, way)
+    assert told[0] == told[1]
+    assert "drifted apart" in told[0]
+    assert "lr of parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1" in told[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import warnings
@@ -302,7 +303,8 @@ def _explain_rendezvous(placement: Placement, error: Exception) -> str:
 
 
 def _disown() -> None:
-    """A forked child that ends must not close its parent's world: its groups wait for threads that aren't here."""
+    """A forked child must not end its parent's world, nor throw its garbage away: groups wait for threads not here."""
+    gc.freeze()
     world = worlds.initialised()
     if world is not None:
         world._closed = True

@@ -346,9 +346,18 @@ def test_elements_that_share_memory_are_refused_where_a_result_goes(ranks: RankP
 
 
 def fork_and_go_on(num_numel: int) -> tuple[str, bool]:
-    """A child that has a garbage tensor of the segment, ends in the ordinary way, and may call no collective."""
+    """A child that has a garbage tensor of the segment, ends in the ordinary way, and may call no collective.
+
+    The garbage collector hasn't come yet to a group of the parent's, whose threads the child doesn't have.
+    """
     world = evenstep.init(quiet=True)
     reader, writer = os.pipe()
+    gc.disable()
+    transport = open_gloo([0, 1], timeout_s=20)
+    circle: list[Any] = [transport._group]
+    circle.append(circle)
+    transport.close()
+    del transport, circle
     bucket = world.transport.allocate(num_numel, dtype=torch.float32, device=torch.device("cpu"))
     pid = os.fork()
     if pid == 0:
@@ -363,6 +372,7 @@ def fork_and_go_on(num_numel: int) -> tuple[str, bool]:
             world.close()
             os.write(writer, said.encode())
             os._exit(0)
+    gc.enable()
     bucket.fill_(1.0 + world.rank)
     os.waitpid(pid, 0)
     os.close(writer)

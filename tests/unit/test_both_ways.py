@@ -103,14 +103,20 @@ def test_a_failure_is_told_to_everybody_who_waits() -> None:
     assert work.is_completed()
 
 
+def waiters() -> set[threading.Thread]:
+    """Of this test and of those before it, which may still be ending."""
+    return {thread for thread in threading.enumerate() if thread.name == "evenstep both ways"}
+
+
 def test_who_only_asks_learns_that_it_has_arrived() -> None:
     """As programs do that poll: nobody calls `wait`."""
+    before = waiters()
     group = Played()
     group.may_arrive.clear()
     work = both_ways(group, parts(1, 1, 1), parts(1, 1, 1))
     assert not work.is_completed()
+    (waiter,) = waiters() - before
     group.may_arrive.set()
-    (waiter,) = [thread for thread in threading.enumerate() if thread.name == "evenstep both ways"]
     waiter.join(20)
     assert work.is_completed()
     assert len(group.waited) == 4
@@ -126,11 +132,12 @@ def test_a_failure_ends_the_asking_too() -> None:
 
 def test_what_nobody_waits_for_is_waited_for() -> None:
     """Gloo would forget what it is to receive, and the next calls would time out."""
+    before = waiters()
     played = Played()
     played.may_arrive.clear()
     both_ways(played, parts(1, 1, 1), parts(1, 1, 1))
     gc.collect()
-    threads = [each for each in threading.enumerate() if each.name == "evenstep both ways"]
+    threads = waiters() - before
     assert len(threads) == 1
     assert played.waited == []
     played.may_arrive.set()

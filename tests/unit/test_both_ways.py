@@ -141,5 +141,5 @@ def test_what_nobody_waits_for_is_waited_for() -> None:
     assert len(threads) == 1
     assert played.waited == []
     played.may_arrive.set()
-    threads[0].join(20)
+    threads.pop().join(20)
     assert [(what, peer) for what, peer, _ in played.waited] == [(what, peer) for what, peer, _ in played.asked]

@@ -128,3 +128,29 @@ def rotating(seed: int) -> float:
 
 def test_complex_parameters_are_averaged(ranks, fresh_seed):
     assert ranks.run(rotating, 2, fresh_seed) == [0.0, 0.0]
+
+
+def sums_taken(seed: int) -> tuple[int, int]:
+    """How often a step adds up gradients to look at them; of a model of many small parameters."""
+    evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    module = nn.Sequential(*[nn.Linear(3, 3) for _ in range(40)], nn.Linear(3, 20_000))
+    model = evenstep.DistributedDataParallel(module)
+    local = evenstep.LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.0), every=5)
+    model(torch.randn(2, 3)).mean().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        local.step()
+    found = {each.key: each.count for each in profile.key_averages()}
+    model(torch.randn(2, 3)).mean().backward()
+    with torch.no_grad():
+        module[7].bias.grad[1] = -math.inf
+    local.step()
+    assert list(local._bad) == ["7.bias"]
+    local._bad.clear()
+    return found["aten::sum"], found.get("aten::isfinite", 0)
+
+
+def test_small_gradients_are_looked_at_together(ranks, fresh_seed):
+    for num_sums, num_looks in ranks.run(sums_taken, 2, fresh_seed):
+        assert num_looks == 1
+        assert num_sums == 4  # small ones together, two large ones, and these three

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from typing import Any
 from unittest import mock
@@ -171,6 +172,32 @@ def test_options_that_change_alike_are_no_fault(ranks, fresh_seed):
     assert ranks.run(alike, 2, fresh_seed) == [0, 0]
 
 
+def rounded_otherwise(seed: int, apart: float) -> tuple[str, int]:
+    """Rates as hosts compute them whose cosine differs in the last bit; or further apart."""
+    world = evenstep.init(quiet=True)
+    asked = mock.Mock(wraps=options.exchange)
+    model = evenstep.DistributedDataParallel(build(seed))
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    try:
+        with mock.patch.object(options, "exchange", asked):
+            for number in range(1, 12):
+                rate = 0.0123456785 if number == 11 else 0.005 * (1 + math.cos(0.3 * number))
+                optimizer.param_groups[0]["lr"] = rate * (1 + apart) if world.rank else rate
+                optimizer.param_groups[0]["betas"] = (0.9, rate * (1 + apart) if world.rank else rate)
+                step(model, optimizer)
+    except MismatchError as error:
+        return str(error), 0
+    return "", asked.call_count
+
+
+def test_options_that_hosts_round_otherwise_are_no_fault(ranks, fresh_seed):
+    told = ranks.run(rounded_otherwise, 2, fresh_seed, 4e-16)
+    assert [text for text, _ in told] == ["", ""]
+    assert max(count for _, count in told) <= 1  # where what is compared is rounded to another digit
+    told = ranks.run(rounded_otherwise, 2, fresh_seed, 1e-7)
+    assert all("lr of parameter group 0 is" in text for text, _ in told)
+
+
 def one_lives_longer(seed: int) -> int:
     """An optimizer that is still there on one rank only is no difference, and isn't asked about twice."""
     world = evenstep.init(quiet=True)
@@ -212,3 +239,16 @@ def test_where_replicas_drift_by_another_rate_the_rate_is_named(ranks, fresh_see
     assert told[0] == told[1]
     assert "drifted apart" in told[0]
     assert "lr of parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1" in told[0]
+
+
+def test_a_checksum_is_made_once_where_nothing_changes():
+    watch = options.OptionsWatch(mock.Mock(world_size=2), mock.Mock(), torch.device("cpu"))
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(300)]  # python makes such a number anew each time
+    optimizer = torch.optim.AdamW(parameters)
+    watch.add(optimizer)
+    with mock.patch.object(options, "halves", wraps=options.halves) as made:
+        first = watch.tell()
+        assert watch.tell() == first
+        assert made.call_count == 1
+        optimizer.param_groups[0]["params"].pop()
+        assert watch.tell() != first

@@ -31,6 +31,7 @@ from evenstep.world import World
 
 Policy = Literal["warn", "skip", "raise"]
 _MAX_NAMED = 5
+_SMALL_NUMEL = 1 << 14  # elements of a tensor that is looked at together with others
 
 
 def validate_policy(policy: str | None) -> None:
@@ -92,7 +93,7 @@ class NonFiniteGuard:
 
     def _look(self, tensors: Sequence[Tensor], parts: Callable[[], tuple[Sequence[str], Sequence[Tensor]]]) -> None:
         with torch.no_grad():
-            total = torch.stack([tensor.sum(dtype=sum_dtype(tensor)).abs().double() for tensor in tensors]).sum()
+            total = torch.stack([each.sum(dtype=sum_dtype(each)).abs().double() for each in _few(tensors)]).sum()
             if total.device.type == "cpu" and bool(torch.isfinite(total)):
                 return
             names, views = parts()
@@ -250,6 +251,14 @@ def _has_scaler() -> bool:
     gc.collect()  # one of a training that is over may wait in a circle of references
     kinds = torch.amp.GradScaler
     return any(issubclass(type(each), kinds) and each.is_enabled() for each in gc.get_objects())
+
+
+def _few(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """All elements in fewer tensors: to look at a small one costs many times what copying it does."""
+    small = [tensor.reshape(-1) for tensor in tensors if tensor.numel() <= _SMALL_NUMEL]
+    if len(small) < 2:
+        return list(tensors)
+    return [torch.cat(small), *(tensor for tensor in tensors if tensor.numel() > _SMALL_NUMEL)]
 
 
 def _not_finite(names: Sequence[str], peaks: Tensor) -> list[str]:

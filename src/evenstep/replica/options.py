@@ -5,7 +5,9 @@
 Of the options of all parameter groups of optimizers that are divided over ranks, every rank makes a checksum at the
 end of each window. The header, which travels in any case, carries four numbers of it, as it does of parameters: see
 `drift`. Where all have the same no more is said; else, and all know it, ranks tell each other their options, and all
-raise. The checksum is made anew only when an option is another object than in the window before.
+raise. The checksum is made anew only when an option is another object than in the window before. Hosts that round
+otherwise may have another last digit in a cosine: the checksum is of numbers rounded to `_DIGITS`, and those that lie
+within `_ROUNDING` of each other are the same.
 
 Nothing waits for a GPU. There, sums in the header are read in every `_LATE_EVERY`th window and judged in the next;
 and so is an option that is a tensor on the device.
@@ -13,7 +15,9 @@ and so is an option that is a tensor on the device.
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import math
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
@@ -34,6 +38,9 @@ NOTHING = (0.0,) * NUM_NUMBERS
 _LATE_EVERY = 16
 _SIMPLE = (bool, int, float, str, type(None))
 _NOT_PLAIN = "(not compared)"
+_DIGITS = 9
+_ROUNDING = 1e-8  # not less than the last of the digits
+_ROUNDING_OF_ZERO = 1e-15  # what is left of a cosine that has come to its end
 _MAX_NUMEL = 16  # of a tensor that is an option; a larger one is told by its shape
 
 
@@ -68,7 +75,7 @@ def find_difference(told: Sequence[Sequence[Mapping[str, str]]]) -> str | None:
         for rank, each in enumerate(told):
             for name in (*first, *each[number]):
                 one, other = first.get(name), each[number].get(name)
-                if one != other:
+                if not _are_alike(one, other):
                     which = f" in optimizer {number + 1} of {len(told[0])}" if len(told[0]) > 1 else ""
                     return f"{name}{which} is {one} on rank 0 and {other} on rank {rank}"
     return None
@@ -91,6 +98,7 @@ class OptionsWatch:
         self._optimizers: dict[int, weakref.ref[optim.Optimizer]] = {}
         self._num_windows = 0
         self._before: list[Any] | None = None  # the options behind `_numbers`, if it is enough to look at who they are
+        self._lengths: list[int] = []  # how many parameters each group had then
         self._numbers: Sequence[float] = NOTHING
         self._values: list[float] = []  # of tensors on a GPU, as they were a few windows ago
         self._values_coming: tuple[Tensor, Any] | None = None
@@ -109,11 +117,13 @@ class OptionsWatch:
             return NOTHING
         alive = [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
         groups = [group for optimizer in alive for group in optimizer.param_groups]
-        now = [each for group in groups for each in (len(group["params"]), *group.values())]
-        before = self._before
-        if before is not None and len(before) == len(now) and all(map(operator.is_, before, now)):
+        now = [each for group in groups for each in group.values()]
+        lengths = [len(group["params"]) for group in groups]
+        before, self._lengths, lengths_before = self._before, lengths, self._lengths
+        is_as_before = before is not None and len(before) == len(now) and lengths == lengths_before
+        if before is not None and is_as_before and all(map(operator.is_, before, now)):
             return self._numbers
-        values: list[Any] = [len(group["params"]) for group in groups]
+        values: list[Any] = [*lengths]
         is_simple = True
         for optimizer in alive:
             for group in optimizer.param_groups:
@@ -124,7 +134,7 @@ class OptionsWatch:
         self._before = now if is_simple else None
         if self._is_late and not is_simple:
             self._read_late(groups)
-        text = repr((values, self._values))
+        text = repr(_rounded((values, self._values)))
         value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "little")
         self._numbers = halves(value, self._bits)
         return self._numbers
@@ -221,3 +231,28 @@ def _plain(value: Any, *, reads_devices: bool) -> Any:
         if isinstance(value, kind):
             return kind(value)  # numpy's numbers become python's
     return None if value is None else _NOT_PLAIN
+
+
+def _rounded(value: Any) -> Any:
+    """What `_plain` has given, or a list of it, with numbers as the checksum has them."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    return tuple(map(_rounded, value)) if isinstance(value, tuple | list) else value
+
+
+def _are_alike(one: str | None, other: str | None) -> bool:
+    """Whether two texts of `options_of` mean the same, but for rounding."""
+    if one == other or one is None or other is None:
+        return one == other
+    try:
+        return _are_close(ast.literal_eval(one), ast.literal_eval(other))
+    except (ValueError, SyntaxError):  # "nan", "inf", or no text of numbers
+        return False
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(map(_are_close, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING_OF_ZERO)
+    return type(one) is type(other) and bool(one == other)

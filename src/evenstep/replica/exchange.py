@@ -252,9 +252,10 @@ class BucketExchange:
         self._used = [parameter.grad is not None for parameter in self._parameters]
         # Within a join some have left, and are made equal when it ends.
         told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
-        options = NO_OPTIONS if self.options is None or self._uneven is not None else self.options.tell()
+        options = None if self.options is None or not self.options.has_optimizers else self.options
+        numbers = NO_OPTIONS if options is None or self._uneven is not None else options.tell()
         found = self.sums is not None and self.sums.has_found
-        self._header.fill(window, self._used, told, found, options=options, unit=self._unit or 1.0)
+        self._header.fill(window, self._used, told, found, options=numbers, unit=self._unit or 1.0)
         self._unit = None
         header_work = self._transport.all_reduce(self._header.tensor)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
@@ -269,8 +270,8 @@ class BucketExchange:
             self._header.check_kinds()
         if self.drift is not None:
             self.drift.hear(self._header.told())
-        if self.options is not None:
-            self.options.hear(self._header.options())
+        if options is not None:
+            options.hear(self._header.options())
         if self.sums is not None:
             self.sums.end_window(self._header.any_found())
         if not all(self._used) or self._num_dense < len(self._parameters):

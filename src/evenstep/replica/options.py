@@ -110,11 +110,14 @@ class OptionsWatch:
         if self._world.world_size > 1:
             self._optimizers[max(self._optimizers, default=-1) + 1] = weakref.ref(optimizer)
 
+    @property
+    def has_optimizers(self) -> bool:
+        """Whether there is anything to compare."""
+        return bool(self._optimizers)
+
     def tell(self) -> Sequence[float]:
         """At the end of a window: what this rank's header says, [NUM_NUMBERS]."""
         self._num_windows += 1
-        if not self._optimizers:
-            return NOTHING
         alive = [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
         groups = [group for optimizer in alive for group in optimizer.param_groups]
         now = [each for group in groups for each in group.values()]
@@ -139,12 +142,10 @@ class OptionsWatch:
         self._numbers = halves(value, self._bits)
         return self._numbers
 
-    def hear(self, sums: Tensor) -> None:
-        """What all ranks have told, added up: [NUM_NUMBERS]."""
-        if not self._optimizers:
-            return
-        if not self._is_late:
-            self._judge(sums.tolist())
+    def hear(self, sums: Sequence[float] | Tensor) -> None:
+        """What all ranks have told, added up: [NUM_NUMBERS]; a tensor on a GPU."""
+        if not isinstance(sums, Tensor):
+            self._judge(sums)
             return
         coming, self._sums_coming = self._sums_coming, None
         if coming is not None:

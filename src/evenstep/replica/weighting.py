@@ -180,9 +180,10 @@ class Header:
         """After the sum: [NUM_TOLD], see `drift`. A view."""
         return self.tensor[self._behind : self._options]
 
-    def options(self) -> Tensor:
-        """After the sum: [4], see `options`. A view."""
-        return self.tensor[self._options : -1]
+    def options(self) -> Sequence[float] | Tensor:
+        """After the sum: [4], see `options`. On a GPU a view."""
+        numbers: Sequence[float] | None = None if self._numbers is None else self._numbers[self._options : -1]
+        return self.tensor[self._options : -1] if numbers is None else numbers
 
     def any_found(self) -> bool:
         """After the sum: whether a rank has found something. Reads the tensor."""

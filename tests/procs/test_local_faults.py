@@ -100,6 +100,8 @@ def scaled(seed: int) -> tuple[list[float], list[float], float, list[float]]:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     with pytest.raises(ConfigurationError, match="scaler=5"):
         local.step(scaler=5)
+    optimizer.zero_grad()
+    local.step()  # what was scaled is gone
     flat = [torch.cat([p.detach().reshape(-1) for p in each.parameters()]).tolist() for each in (model, oracle)]
     return flat[0], flat[1], max(told) - min(told), scales
 

@@ -117,7 +117,7 @@ class LocalUpdates:
             raise checks.refuse("LocalUpdates.step: scaler", scaler, "a torch.amp.GradScaler, or None")
         engine.end_local_window()
         is_scaled = scaler is not None and scaler.is_enabled()
-        if engine.was_scaled and not is_scaled:
+        if engine.was_scaled and not is_scaled and any(p.grad is not None for p in engine.parameters):
             raise UsageError(
                 "LocalUpdates.step: the gradients were scaled by a GradScaler. Call local.step(scaler=scaler), in "
                 "place of scaler.step and scaler.update."

@@ -104,9 +104,9 @@ def init(
             f"evenstep.init was called before with other arguments: now {told}. Call it once, and pass the world on, "
             f"or close the first world before making another."
         )
-    if worlds.abandoned:
+    if any(map(_has_own_nccl, worlds.abandoned)):
         _give_up_nccl()
-        worlds.close_abandoned()
+    worlds.close_abandoned()
     if dist.is_initialized():
         world = World.from_process_group(device=device, seed=seed, transport=transport)
     else:
@@ -121,7 +121,7 @@ def init(
         make_reproducible(world, num_lanes=lanes or DEFAULT_LANES, threads=threads or 1, timeout_s=timeout_s)
     _announce(world, quiet=quiet)
     atexit.register(world.close)
-    if world.transport_name == "nccl":
+    if _has_own_nccl(world):
         atexit.register(_give_up_after_failure)  # before the world is closed
     worlds.set_current(world)
     if page.own_path() is not None:
@@ -276,6 +276,11 @@ def _announce(world: World, *, quiet: bool) -> None:
             line = f"evenstep: reproducible: {mode}, {threads} per rank in this mode, {world.transport_name}"
     if line != placement.announced:
         print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _has_own_nccl(world: World) -> bool:
+    """Whether `init` has made NCCL's groups; those that a script has made are the script's to end."""
+    return world.transport_name == "nccl" and world._adopted_group is None
 
 
 def _give_up_after_failure() -> None:

@@ -222,6 +222,13 @@ def test_futures_threads_and_groups(ranks: RankPool) -> None:
     assert ranks.run(futures_and_threads, 2) == [[{}, {"send": 1}], [{}, {"recv": 1}]]
 
 
+def failure_of(work: Any, *, by_future: bool) -> Exception:
+    """What `wait` raises, the work's own or that of its future."""
+    with pytest.raises((MismatchError, RuntimeError)) as failed:
+        (work.get_future() if by_future else work).wait()
+    return failed.value
+
+
 def disagreements() -> list[str]:
     """What a rank is told when the ranks call different things, by `wait` and by a future."""
     evenstep.init(quiet=True)
@@ -229,13 +236,8 @@ def disagreements() -> list[str]:
     for by_future in (False, True):
         group = dist.new_group(backend="evenstep")
         work = dist.all_reduce(torch.ones(3 + group.rank()), group=group, async_op=True)
-        try:
-            if by_future:
-                work.get_future().wait()
-            else:
-                work.wait()
-        except (MismatchError, RuntimeError) as error:
-            told.append(f"{type(error).__name__}: {error}")
+        error = failure_of(work, by_future=by_future)
+        told.append(f"{type(error).__name__}: {error}")
         assert not work.is_success()
         assert isinstance(work.exception(), MismatchError)
         dist.destroy_process_group(group)
@@ -291,13 +293,7 @@ def sparse_on_one_rank() -> list[str]:
         tensor = torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3)
         started = time.monotonic()
         work = dist.all_reduce(tensor, group=group, async_op=True)
-        try:
-            if by_future:
-                work.get_future().wait()
-            else:
-                work.wait()
-        except (MismatchError, RuntimeError) as error:
-            told.append(str(error).partition("\n")[0])
+        told.append(str(failure_of(work, by_future=by_future)).partition("\n")[0])
         assert time.monotonic() - started < 5
         assert isinstance(work.exception(), MismatchError)
         dist.destroy_process_group(group)

@@ -8,9 +8,12 @@ import platform
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Whole = TypeVar("Whole", int, Tensor)
 
 _SMALL_BYTES = 64 << 10  # copied together to be read at once
 # Prime, so that rows of a matrix don't begin in the same columns, and exchanging two of them is seen.
@@ -41,7 +44,7 @@ def half_bits(num_ranks: int) -> int:
     return min(20, (53 - (num_ranks - 1).bit_length()) // 2)
 
 
-def halves(value: int, bits: int) -> list[float]:
+def halves(value: Whole, bits: int) -> list[Whole]:
     """The lower bits of a number, their square, the next ones, and theirs: see `are_same`. Pure."""
     low, high = value & ((1 << bits) - 1), value >> bits & ((1 << bits) - 1)
     return [low, low * low, high, high * high]

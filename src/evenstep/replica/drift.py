@@ -42,7 +42,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.errors import DriftError
 from evenstep.replica.digests import are_same, canonical, describe_machine, digest, distance, half_bits, halves
-from evenstep.replica.options import find_difference, options_of, start_copy
+from evenstep.replica.late import Coming, arrived, start_copy
+from evenstep.replica.options import ABOUT_SCHEDULERS, find_difference, options_of
 from evenstep.replica.settings import Settings
 from evenstep.transport.base import Transport
 from evenstep.transport.exchange import exchange
@@ -186,7 +187,7 @@ class DriftWatch:
         self._num_windows = 0
         self._versions: int | None = None
         self._sent: _Sent | None = None
-        self._on_its_way: tuple[_Sent, Tensor, Any] | None = None
+        self._on_its_way: tuple[_Sent, Coming] | None = None
         self._suspect: Portion | None = None
         self._after_step: Tensor | None = None  # 0-dim, int64: digest of the suspect behind an optimizer's step
         self._step_hook: Any = None
@@ -241,16 +242,13 @@ class DriftWatch:
     def hear(self, sums: Tensor) -> None:
         """What all ranks have told, added up: [5]. On a GPU what they told a window ago is judged now."""
         if self._on_its_way is not None:
-            before, host, event = self._on_its_way
-            self._on_its_way = None
-            if event is not None:
-                event.synchronize()  # a window ago: it has happened
-            self._judge(*before, host.tolist())
+            (before, coming), self._on_its_way = self._on_its_way, None
+            self._judge(*before, arrived(coming))
         sent, self._sent = self._sent, None
         if sent is None or self._is_off:
             return
         if self._is_late:
-            self._on_its_way = sent, *start_copy(sums)
+            self._on_its_way = sent, start_copy(sums)
         else:
             self._judge(*sent, sums.tolist())
 
@@ -308,12 +306,9 @@ class DriftWatch:
         return digest([self._rows_of(piece) for piece in portion]).to(self._device)
 
     def _numbers(self, whole: Tensor) -> Sequence[float] | Tensor:
-        mask, bits = (1 << self._half_bits) - 1, self._half_bits
         if not self._is_late:
-            return [self._doubts, *halves(int(whole) >> 12, bits)]
-        value = whole >> 12
-        low, high = value & mask, value >> bits & mask
-        told = torch.stack([low, low * low, high, high * high]).double()
+            return [self._doubts, *halves(int(whole) >> 12, self._half_bits)]
+        told = torch.stack(halves(whole >> 12, self._half_bits)).double()
         return torch.cat([told.new_full((1,), self._doubts), told])
 
     def _explain(self, portion: Portion) -> None:
@@ -343,8 +338,7 @@ class DriftWatch:
         if options is not None:
             raise DriftError(
                 f"{text} The ranks step with different options: {options}. Set them alike, and resume from a "
-                f"checkpoint; a scheduler that is given a loss, such as ReduceLROnPlateau, wants everybody's: "
-                f"world.mean(loss). Where ranks are meant to differ, wrap the model with compare_every=0."
+                f"checkpoint; {ABOUT_SCHEDULERS} Where ranks are meant to differ, wrap the model with compare_every=0."
             )
         raise DriftError(
             f"{text} Something has changed parameters on some ranks only: code that only one rank runs, a file that "

@@ -28,12 +28,14 @@ from torch import Tensor, optim
 
 from evenstep.errors import MismatchError
 from evenstep.replica.digests import are_same, half_bits, halves
+from evenstep.replica.late import Coming, arrived, start_copy
 from evenstep.transport.base import Transport
 from evenstep.transport.exchange import exchange
 from evenstep.world import World
 
 NUM_NUMBERS = 4
 NOTHING = (0.0,) * NUM_NUMBERS
+ABOUT_SCHEDULERS = "a scheduler that is given a loss, such as ReduceLROnPlateau, wants everybody's: world.mean(loss)."
 
 _LATE_EVERY = 16
 _SIMPLE = (bool, int, float, str, type(None))
@@ -101,8 +103,8 @@ class OptionsWatch:
         self._lengths: list[int] = []  # how many parameters each group had then
         self._numbers: Sequence[float] = NOTHING
         self._values: list[float] = []  # of tensors on a GPU, as they were a few windows ago
-        self._values_coming: tuple[Tensor, Any] | None = None
-        self._sums_coming: tuple[Tensor, Any] | None = None
+        self._values_coming: Coming | None = None
+        self._sums_coming: Coming | None = None
         self._found = False
 
     def add(self, optimizer: optim.Optimizer) -> None:
@@ -149,7 +151,7 @@ class OptionsWatch:
             return
         coming, self._sums_coming = self._sums_coming, None
         if coming is not None:
-            self._judge(_arrived(coming))
+            self._judge(arrived(coming))
         if self._num_windows % _LATE_EVERY == 0:
             self._sums_coming = start_copy(sums)
 
@@ -173,8 +175,8 @@ class OptionsWatch:
         if difference is not None:
             raise MismatchError(
                 f"the ranks step with different options: {difference} (noticed in backward pass {self._num_windows}), "
-                f"and each steps its own part of the parameters. Set options alike on all ranks; a scheduler that is "
-                f"given a loss, such as ReduceLROnPlateau, wants everybody's: world.mean(loss)."
+                f"and each steps its own part of the parameters. Set options alike on all ranks; "
+                f"{ABOUT_SCHEDULERS}"
             )
 
     def _judge(self, sums: Sequence[float]) -> None:
@@ -183,30 +185,11 @@ class OptionsWatch:
     def _read_late(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Options that are tensors on a GPU: their values of the last time, and a copy for the next."""
         if self._values_coming is not None:
-            self._values, self._values_coming = _arrived(self._values_coming), None
+            self._values, self._values_coming = arrived(self._values_coming), None
         if self._num_windows % _LATE_EVERY == 1:
             far = [value.detach().reshape(-1) for group in groups for value in group.values() if _is_far(value)]
             if far:
                 self._values_coming = start_copy(torch.cat([each.to(far[0].device, torch.float64) for each in far]))
-
-
-def start_copy(values: Tensor) -> tuple[Tensor, Any]:
-    """A copy on the host, and the event after which it is there."""
-    if values.device.type != "cuda":
-        return values.cpu().clone(), None
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
-    host.copy_(values, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return host, event
-
-
-def _arrived(coming: tuple[Tensor, Any]) -> list[float]:
-    host, event = coming
-    if event is not None:
-        event.synchronize()  # a window ago: it has happened
-    values: list[float] = host.tolist()
-    return values
 
 
 def _is_far(value: Any) -> bool:

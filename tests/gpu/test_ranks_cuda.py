@@ -131,9 +131,11 @@ def test_torchs_hooks_for_nccl(gpu_ranks: RankPool, hook: str, at_most: float) -
 def steps_without_waiting(is_sharded: bool, is_tensor: bool) -> None:
     with world_over("nccl") as world:
         model = evenstep.DistributedDataParallel(double_net(), bucket_cap_mb=1e-3, world=world)
-        optimizer: Any = evenstep.fuse(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+        optimizer: Any
         if is_sharded:
             optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+        else:
+            optimizer = evenstep.fuse(torch.optim.AdamW(model.parameters(), lr=0.01), model)
         weight = torch.tensor(4.0, device=world.device) if is_tensor else 4
         x = batch_of(world, 0, 4, 8)
         for step in range(6):
@@ -207,23 +209,27 @@ def test_a_compiled_model(gpu_ranks: RankPool, transport: str, backend: str) -> 
 
 
 def low_precision(transport: str, config: dict[str, torch.dtype]) -> None:
-    """As torch's class over NCCL."""
+    """Not as torch's class: where ranks share a GPU that one's gradients were others than of a step in float32."""
     with world_over(transport) as world:
-        pairs = []
-        for make in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
-            model = make(double_net().float().to(world.device), mixed_precision=_MixedPrecision(**config))
-            out = model(batch_of(world, 0, 4, 8, dtype=torch.float32))
-            assert out.dtype == config["param_dtype"]
-            out.float().square().mean().backward()
-            pairs.append([p.grad.clone() for p in model.parameters()])
-            del model, out
-        for a, b in zip(*pairs, strict=True):
-            assert a.dtype == b.dtype == torch.float32
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+        model = evenstep.DistributedDataParallel(
+            double_net().float().to(world.device), mixed_precision=_MixedPrecision(**config), world=world
+        )
+        x = batch_of(world, 0, 4, 8, dtype=torch.float32)
+        out = model(x)
+        assert out.dtype == config["param_dtype"]
+        out.float().square().mean().backward()
+        one = double_net().float().to(world.device)
+        one(x).square().mean().backward()
+        for a, b in zip(model.parameters(), one.parameters(), strict=True):
+            assert a.grad is not None
+            assert b.grad is not None
+            assert a.grad.dtype == torch.float32
+            expected = world.mean(b.grad)
+            torch.testing.assert_close(a.grad, expected, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.float16])
-def test_mixed_precision_is_that_of_torch(gpu_ranks: RankPool, reduce_dtype: torch.dtype) -> None:
+def test_mixed_precision_keeps_gradients(gpu_ranks: RankPool, reduce_dtype: torch.dtype) -> None:
     gpu_ranks.run(low_precision, 2, "nccl", {"param_dtype": torch.float16, "reduce_dtype": reduce_dtype})
 
 

@@ -50,7 +50,8 @@ MAKES_NAMESPACES = """
 
     with Namespaces(1) as hosts:
         print(hosts._prefix, flush=True)
-        time.sleep(60)
+        for _ in range(600):  # a signal that comes just before a sleep is handled after it
+            time.sleep(0.1)
 """
 
 

@@ -1059,6 +1059,7 @@ class Deep(nn.Module):
 def compiled(seed):
     """Number of graphs for each class and way of compiling; the gradients are compared here."""
     from torch._dynamo.testing import CompileCounterWithBackend
+    from torch._dynamo.utils import counters
 
     world = evenstep.init(quiet=True)
     batches = [
@@ -1080,6 +1081,8 @@ def compiled(seed):
                 run(batches[world.rank]).square().mean().backward()
                 assert_same(grads(model), expected, rtol=0, atol=1e-12)
             num_graphs.append(counter.frame_count)
+            if wrap is evenstep.DistributedDataParallel:
+                assert not [why for why in counters["graph_break"] if "does not know how to trace" in why], "it warns"
     return num_graphs
 
 

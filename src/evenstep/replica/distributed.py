@@ -193,6 +193,7 @@ class DistributedDataParallel(TorchInterface):
             UsageError: The replicas are no longer in step (an earlier backward pass failed), or a parameter that was
                 frozen when the model was wrapped is trained now.
         """
+        is_compiled = compilation_is_in_use()  # first: torch.compile is not to trace what follows
         engine = self.engine
         with_grad = torch.is_grad_enabled()
         if with_grad:
@@ -215,17 +216,17 @@ class DistributedDataParallel(TorchInterface):
         is_empty = not has_rows and batch_length((inputs, kwargs), self.dim) == 0
         if not (is_empty or self._stand_in.has_sample):
             self._stand_in.remember((inputs, kwargs))
-        if is_empty or self.sync_layers.layers or self._low_precision is not None or compilation_is_in_use():
-            outputs = self._run_with_care(inputs, kwargs, is_empty=is_empty)
+        if is_empty or self.sync_layers.layers or self._low_precision is not None or is_compiled:
+            outputs = self._run_with_care(inputs, kwargs, is_empty=is_empty, is_compiled=is_compiled)
         else:
             outputs = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # not by way of `__getattr__`
         if with_grad:  # passes of an evaluation are no part of a step
             engine.end_forward(outputs, began_ns, over_stand_in=is_empty)
         return outputs
 
-    def _run_with_care(self, inputs: Any, kwargs: Any, *, is_empty: bool) -> Any:
+    def _run_with_care(self, inputs: Any, kwargs: Any, *, is_empty: bool, is_compiled: bool) -> Any:
         run = self._forward_stand_in if is_empty else self._run_module
-        if not compilation_is_in_use():
+        if not is_compiled:
             return run(inputs, kwargs)
         with self._seen_by_dynamo():
             return run(inputs, kwargs)

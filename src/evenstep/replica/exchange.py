@@ -211,7 +211,7 @@ class BucketExchange:
             if self._half_scale is None:
                 self.announce()
                 total = torch.zeros(1, dtype=torch.float64, device=self._header.tensor.device)
-                total[0] = weight
+                total += weight
                 self._transport.all_reduce(total).wait()
                 self._half_scale = nearest_power_of_two(float(total))
             scale = self._half_scale

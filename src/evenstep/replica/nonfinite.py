@@ -114,7 +114,7 @@ class NonFiniteGuard:
             is_scaled: The loss was scaled, so that an overflow is the scaler's business.
         """
         numbers = torch.zeros(2, dtype=torch.float64, device=self._sums[0].device if self._sums else self._world.device)
-        numbers[1] = float(is_scaled)
+        numbers[1:].fill_(is_scaled)
         for total in self._sums:
             numbers[0] += (~torch.isfinite(total)).to(torch.float64)
         self._transport.all_reduce(numbers).wait()

@@ -351,7 +351,7 @@ def local_statistics(x: Tensor) -> Tensor:
     mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
     count = x.numel() // x.shape[1]
     own = torch.empty(1 + 2 * x.shape[1], dtype=torch.float64, device=x.device)
-    own[0] = count
+    own[:1].fill_(count)  # `own[0] = count` waits for a GPU
     own[1 : 1 + x.shape[1]] = mean
     own[1 + x.shape[1] :] = var
     own[1 + x.shape[1] :] *= count

@@ -62,6 +62,8 @@ def compilation_is_in_use() -> bool:
     return _has_compiled
 
 
+compilation_is_in_use._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable imports dynamo
+
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 _BUILTIN_HOOKS: dict[str, Hook] = {

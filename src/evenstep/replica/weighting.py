@@ -153,9 +153,13 @@ class Header:
             numbers[0], numbers[1:3] = float(window.weight) / unit, kinds
             numbers[self._behind :] = behind
         else:
-            made = torch.tensor([0.0, *kinds, *map(float, used), *behind], dtype=torch.float64, device="cpu")
-            self.tensor.copy_(made, non_blocking=True)
-            self.tensor[0] = window.weight / unit
+            # Not `tensor[0] = number`: that waits for a GPU.
+            weight = window.weight / unit
+            is_number = not isinstance(weight, Tensor)
+            sent = [weight if is_number else 0.0, *kinds, *map(float, used), *behind]
+            self.tensor.copy_(torch.tensor(sent, dtype=torch.float64, device="cpu"), non_blocking=True)
+            if not is_number:
+                self.tensor[0] = weight
         if isinstance(told, Tensor):
             self.tensor[self._behind : self._options] = told
 

@@ -4,7 +4,7 @@
     python benchmarks/step.py --ranks 2 --models "wide MLP" GPT --json result.json
     python benchmarks/step.py --device cuda          # on GPUs alone; else on the CPU, and on GPUs where there are some
 
-Four sides of the same training take turns within one run, in blocks of equally many steps:
+Six sides of the same training take turns within one run, in blocks of equally many steps:
 
     bare       the module itself: nothing is exchanged
     tutorial   torch's DistributedDataParallel as its tutorials write it, with their optimizer
@@ -13,11 +13,11 @@ Four sides of the same training take turns within one run, in blocks of equally 
     evenstep   evenstep.DistributedDataParallel with a fused optimizer
     sharded    the same with evenstep.ShardedOptimizer
 
-In a world of one there are only bare, evenstep and sharded. While others run, torch's global optimizer hooks are taken
-off, through which evenstep sees optimizers. What a side adds is the difference of neighbouring blocks to bare. A block
-is timed from barrier to barrier, on the slowest rank; the tables have medians over blocks, with quartiles.
-On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first, and have Gloo. A barrier there waits
-for all that was queued.
+In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. While others run, torch's
+global optimizer hooks are taken off, through which evenstep sees optimizers. What a side adds is the difference of
+neighbouring blocks to bare. A block is timed from barrier to barrier, on the slowest rank; the tables have medians over
+blocks, with quartiles. On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first, and have
+Gloo. A barrier there waits for all that was queued.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from torch.optim import optimizer as torch_optimizer
 import evenstep
 
 Step = Callable[[], None]
+SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "sharded"]
 
 
 def build_step(case: Case, side: str, world: evenstep.World) -> Step:
@@ -89,13 +90,10 @@ def only_torchs_own() -> Iterator[None]:
             each.update(before)
 
 
-def measure(name: str, blocks: int, block_s: float, device: Device) -> dict[str, list[float]]:
+def measure(name: str, sides: list[str], blocks: int, block_s: float, device: Device) -> dict[str, list[float]]:
     """On a rank: seconds per step of each side, block by block."""
     case = CASES[name]
     world = evenstep.init(quiet=True, device=device.name, transport=device.transport)
-    sides = ["bare", "tutorial", "best", "ZeRO", "evenstep", "sharded"]
-    if world.world_size == 1:
-        sides = ["bare", "evenstep", "sharded"]
     steps = {side: build_step(case, side, world) for side in sides}
     for step in steps.values():
         for _ in range(5):
@@ -124,11 +122,13 @@ def measure(name: str, blocks: int, block_s: float, device: Device) -> dict[str,
     return {side: world.gather(torch.tensor([each])).amax(0).tolist() for side, each in seconds.items()}
 
 
-def on_ranks(names: list[str], blocks: int, block_s: float, device: Device) -> dict[str, dict[str, list[float]]]:
+def on_ranks(
+    names: list[str], sides: list[str], blocks: int, block_s: float, device: Device
+) -> dict[str, dict[str, list[float]]]:
     """On a rank: all models, one after the other."""
     torch.set_num_threads(1)  # a rank that is alone would have all cores
     try:
-        return {name: measure(name, blocks, block_s, device) for name in names}
+        return {name: measure(name, sides, blocks, block_s, device) for name in names}
     finally:
         if dist.is_initialized():
             evenstep.init(quiet=True, device=device.name, transport=device.transport).close()
@@ -174,7 +174,7 @@ def share_of_best(results: dict[str, dict[str, dict[str, list[float]]]]) -> floa
     """
     shares = []
     for sides in results.values():
-        if "best" in sides:
+        if "best" in sides and "evenstep" in sides:
             least = 0.02 * sides["bare"]["step_us"][1]
             shares.append(max(least, sides["evenstep"]["added_us"][1]) / max(least, sides["best"]["added_us"][1]))
     return math.exp(statistics.fmean(map(math.log, shares))) if shares else None
@@ -185,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes")
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES), help="which of the five")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="which, bare always; without it see above")
     parser.add_argument("--device", nargs="+", choices=["cpu", "cuda"], help="where; without it, on all that there is")
     parser.add_argument("--blocks", type=int, default=21, help="of each side")
     parser.add_argument("--block-s", type=float, default=0.25, help="about how long a block of bare steps takes")
@@ -194,7 +195,9 @@ def main() -> None:
     print(whole["machine"])
     for num_ranks in arguments.ranks:
         for device in choose_devices(arguments.device, num_ranks, torch.cuda.device_count()):
-            given = (arguments.models, arguments.blocks, arguments.block_s, device)
+            asked = arguments.sides or (["evenstep"] if num_ranks == 1 else SIDES)
+            sides = [side for side in SIDES if side in asked or side == "bare"]
+            given = (arguments.models, sides, arguments.blocks, arguments.block_s, device)
             measured = evenstep.launch(on_ranks, num_ranks, given, device=device.name)
             results = {name: summarise(seconds) for name, seconds in measured.items()}
             print(f"\n{table(num_ranks, device.told, results)}", flush=True)

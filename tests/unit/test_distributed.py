@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import random
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,10 +14,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
+from evenstep import world as worlds
 from evenstep.errors import ConfigurationError
+from evenstep.replica import torch_interface
 
 
 @pytest.fixture
@@ -326,3 +330,98 @@ def test_outputs_can_be_saved_without_a_warning_of_hooks(alone):
 def test_wrapping_in_inference_mode_is_refused() -> None:
     with torch.inference_mode(), pytest.raises(ConfigurationError, match=r"Wrap the model outside\.$"):
         evenstep.DistributedDataParallel(torch.nn.Linear(1, 1), world=evenstep.World.alone())
+
+
+@pytest.fixture
+def careful(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Grows with every forward pass that looks at everything."""
+    seen: list[bool] = []
+    with_care = evenstep.DistributedDataParallel._forward_with_care
+
+    def noted(self, inputs, kwargs):
+        seen.append(True)
+        return with_care(self, inputs, kwargs)
+
+    monkeypatch.setattr(evenstep.DistributedDataParallel, "_forward_with_care", noted)
+    torch._dynamo.reset()  # of what an earlier test has compiled
+    monkeypatch.setattr(torch_interface, "_has_compiled", False)
+    return seen
+
+
+@pytest.fixture
+def world(alone):
+    """As one that `evenstep.init` has made, after a first forward pass in training."""
+    alone.has_diverged = True
+    return alone
+
+
+def settled(world, module=None, **arguments):
+    model = evenstep.DistributedDataParallel(module or nn.Linear(3, 2), world=world, **arguments)
+    torch.optim.SGD(model.parameters())  # imports dynamo when it is made
+    for _ in range(2):
+        model(torch.ones(2, 3))
+    return model
+
+
+def test_usual_calls_look_at_little(careful, world):
+    model = settled(world)
+    del careful[:]
+    for _ in range(3):
+        model(torch.randn(2, 3)).sum().backward()
+    assert careful == []
+    assert model.engine.num_reductions == 3
+
+
+UNUSUAL = {
+    "an empty share": lambda model, world: model(torch.ones(0, 3)),
+    "no positional input": lambda model, world: model(input=torch.ones(2, 3)),
+    "streams that are restored": lambda model, world: setattr(world, "has_diverged", False),
+    "another module that is imported": lambda model, world: sys.modules.update({"imported by a test": sys}),
+    "a parameter that is registered": lambda model, world: nn.Linear(1, 1),
+    "torch.compile": lambda model, world: torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_what_is_unusual_is_looked_at(careful, world, monkeypatch, what):
+    model = settled(world)
+    monkeypatch.setitem(sys.modules, "known before", sys)
+    model(torch.ones(2, 3))
+    del careful[:]
+    UNUSUAL[what](model, world)
+    with contextlib.ExitStack() as stack:
+        stack.callback(sys.modules.pop, "imported by a test", None)
+        model(torch.ones(2, 3))
+    assert careful
+
+
+def test_an_evaluation_is_looked_at(careful, world):
+    model = settled(world)
+    del careful[:]
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+    assert careful == [True]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)},
+        {"module": nn.Sequential(nn.Linear(3, 2), evenstep.SyncBatchNorm(2))},
+        {"module": nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 2))},
+    ],
+    ids=["mixed precision", "SyncBatchNorm", "frozen"],
+)
+def test_models_that_ask_for_care_have_it_always(careful, world, arguments):
+    model = settled(world, **arguments)
+    del careful[:]
+    model(torch.ones(2, 3))
+    assert careful == [True]
+
+
+def test_a_copy_looks_for_itself(careful, world, monkeypatch):
+    monkeypatch.setattr(worlds, "_current", world)
+    model = copy.deepcopy(settled(world))
+    del careful[:]
+    model(torch.ones(2, 3))
+    assert careful == [True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from sys import modules
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
@@ -11,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils import _pytree as pytree
 
@@ -28,7 +28,7 @@ from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, u
 from evenstep.replica.nonfinite import Policy
 from evenstep.replica.settings import group_of, settle
 from evenstep.replica.sync_batchnorm import replace_torchs
-from evenstep.replica.torch_interface import TorchInterface, compilation_is_in_use
+from evenstep.replica.torch_interface import TorchInterface, compilation_is_in_use, compiled_backends
 from evenstep.replica.weighting import validate_weight
 from evenstep.world import World
 
@@ -193,21 +193,44 @@ class DistributedDataParallel(TorchInterface):
             UsageError: The replicas are no longer in step (an earlier backward pass failed), or a parameter that was
                 frozen when the model was wrapped is trained now.
         """
-        is_compiled = compilation_is_in_use()  # first: torch.compile is not to trace what follows
+        # Has anything been imported or compiled? First, because torch.compile is not to trace what follows.
+        if len(modules) != self._num_modules or len(self._backends) != self._num_backends:
+            return self._forward_with_care(inputs, kwargs)
+        first = inputs[0] if inputs else None
+        if not (
+            isinstance(first, Tensor)
+            and first.numel() > 0
+            and first.dim() > self.dim >= 0
+            and torch.is_grad_enabled()
+            and registrations.counted == self._num_registrations
+            and self.world.has_diverged
+        ):
+            return self._forward_with_care(inputs, kwargs)
+        # The usual case: whatever it asks for costs a small model more than it computes meanwhile, because torch's work
+        # has driven it out of the processor's caches. See `_settle`.
+        engine = self.engine
+        engine.begin_forward()
+        began_ns = perf_counter_ns()
+        if page.current is not None:
+            page.mark(page.Phase.FORWARD)
+        outputs = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # not by way of `__getattr__`
+        engine.end_forward(outputs, began_ns, over_stand_in=False)
+        return outputs
+
+    def _forward_with_care(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_compiled = compilation_is_in_use()
         engine = self.engine
         with_grad = torch.is_grad_enabled()
         if with_grad:
             engine.begin_forward()
-            if self._frozen or registrations.counted != self._num_registrations:
-                self._validate_parameters()
+            self._validate_parameters()
             if self.training:
                 if not self.world.has_diverged:
                     self.world.diverge_random_streams()
                 if engine.lanes is not None:
                     engine.lanes.validate_open("the model was called in training")
         began_ns = perf_counter_ns()
-        if page.current is not None:
-            page.mark(page.Phase.FORWARD if with_grad else page.Phase.EVALUATING)
+        page.mark(page.Phase.FORWARD if with_grad else page.Phase.EVALUATING)
         if self.settings.inputs_to is not None:
             inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))
         # The usual case is told apart without flattening a nest: a call of 10 microseconds.
@@ -217,29 +240,29 @@ class DistributedDataParallel(TorchInterface):
         if not (is_empty or self._stand_in.has_sample):
             self._stand_in.remember((inputs, kwargs))
         if is_empty or self.sync_layers.layers or self._low_precision is not None or is_compiled:
-            outputs = self._run_with_care(inputs, kwargs, is_empty=is_empty, is_compiled=is_compiled)
+            run = self._forward_stand_in if is_empty else self._run_module
+            with self._seen_by_dynamo() if is_compiled else contextlib.nullcontext():
+                outputs = run(inputs, kwargs)
         else:
-            outputs = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # not by way of `__getattr__`
+            outputs = self.module(*inputs, **kwargs)
         if with_grad:  # passes of an evaluation are no part of a step
             engine.end_forward(outputs, began_ns, over_stand_in=is_empty)
+        self._settle()
         return outputs
 
-    def _run_with_care(self, inputs: Any, kwargs: Any, *, is_empty: bool, is_compiled: bool) -> Any:
-        run = self._forward_stand_in if is_empty else self._run_module
-        if not is_compiled:
-            return run(inputs, kwargs)
-        with self._seen_by_dynamo():
-            return run(inputs, kwargs)
-
-    @contextlib.contextmanager
-    def _seen_by_dynamo(self) -> Iterator[None]:
-        """torch.compile asks which module runs, to split its graph at buckets."""
-        running = TorchDistributedDataParallel._active_ddp_module
-        TorchDistributedDataParallel._active_ddp_module = self
-        try:
-            yield
-        finally:
-            TorchDistributedDataParallel._active_ddp_module = running
+    def _settle(self) -> None:
+        """Note that calls may take the short way from now on, if nothing asks for more; see `_num_modules`."""
+        asks_for_care = (
+            self._frozen
+            or self.sync_layers.layers
+            or self._low_precision is not None
+            or self.settings.inputs_to is not None
+            or self.engine.lanes is not None
+            or not self._stand_in.has_sample
+        )
+        if not (asks_for_care or compilation_is_in_use()):
+            self._backends = compiled_backends()
+            self._num_modules, self._num_backends = len(modules), len(self._backends)
 
     def _run_module(self, inputs: Any, kwargs: Any, *, over_stand_in: bool = False) -> Any:
         exchanging = self.sync_layers.forward_pass(over_stand_in=over_stand_in)
@@ -256,23 +279,6 @@ class DistributedDataParallel(TorchInterface):
 
     def _moved(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.settings.inputs_to, non_blocking=True)
-
-    def _validate_parameters(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"parameter {name!r} was frozen when the model was wrapped and is trained now; its gradient would "
-                    f"not be averaged. Unfreeze it before wrapping, or wrap the module again."
-                )
-        if registrations.counted != self._num_registrations:
-            self._num_registrations = registrations.counted
-            known = set(self._names)
-            new = [name for name, p in self.module.named_parameters() if name not in known and p.requires_grad]
-            if new:
-                raise UsageError(
-                    f"parameter {new[0]!r} was added after the model was wrapped; its gradient would not be averaged. "
-                    f"Wrap the module again."
-                )
 
     # ------------------------------------------------------------------ backward
 

@@ -34,9 +34,16 @@ class OutputHooks:
 
     def put_on(self, outputs: Any) -> None:
         """Have the function called once for each tensor of a nest that a backward pass reaches."""
-        for leaf in (outputs,) if isinstance(outputs, Tensor) else pytree.tree_leaves(outputs):
-            if isinstance(leaf, Tensor) and (node := leaf.grad_fn) is not None:
-                if leaf.output_nr == 0:
-                    node._register_hook_dict(self._carrier)
-                else:
-                    leaf.register_hook(self._function)  # type: ignore[no-untyped-call]
+        if isinstance(outputs, Tensor):
+            self._put_on_one(outputs)
+        else:
+            for leaf in pytree.tree_leaves(outputs):
+                if isinstance(leaf, Tensor):
+                    self._put_on_one(leaf)
+
+    def _put_on_one(self, output: Tensor) -> None:
+        if (node := output.grad_fn) is not None:
+            if output.output_nr == 0:
+                node._register_hook_dict(self._carrier)
+            else:
+                output.register_hook(self._function)  # type: ignore[no-untyped-call]

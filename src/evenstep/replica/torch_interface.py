@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,13 @@ _has_compiled = False
 _wrapped: weakref.WeakSet[TorchInterface] = weakref.WeakSet()
 
 
+def compiled_backends() -> Mapping[int, object]:
+    """What torch.compile compiles with, in use or not; grows when another one is asked for."""
+    compiling = sys.modules.get("torch._dynamo.eval_frame")
+    backends: Mapping[int, object] = {} if compiling is None else compiling.cached_backends
+    return backends
+
+
 def compilation_is_in_use() -> bool:
     """Whether anything has been compiled, or is to be: then torch.compile has to be told of the module that runs.
 
@@ -49,16 +56,13 @@ def compilation_is_in_use() -> bool:
     As soon as torch.compile has been imported, by whomever, it is told to trace the wrapped module and not evenstep.
     """
     global _is_known_to_dynamo, _has_compiled
-    compiling = sys.modules.get("torch._dynamo.eval_frame")
-    if compiling is None:
-        return False
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is not None and not _is_known_to_dynamo:
         _is_known_to_dynamo = True
         mark_compilations()
         rules.add("evenstep")
     if not _has_compiled:
-        _has_compiled = any(compiling.cached_backends.values())
+        _has_compiled = any(compiled_backends().values())
     return _has_compiled
 
 
@@ -117,6 +121,9 @@ class TorchInterface(TorchDistributedDataParallel):
         self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1
         self.use_side_stream_for_tensor_copies = True
         self._num_registrations = registrations.watch()
+        # How much was imported and compiled when nothing asked for care in `forward`; until that changes, nothing does.
+        self._num_modules, self._num_backends = -1, 0
+        self._backends: Mapping[int, object] = {}
         self._names = [name for name, _ in self.module.named_parameters()]
 
     # ------------------------------------------------------------------ what torch calls it
@@ -282,6 +289,35 @@ class TorchInterface(TorchDistributedDataParallel):
         buffers = [buffer for _, buffer in self.settings.kept_buffers(self.module)]
         return [*(parameter.data for parameter in self._module_parameters), *buffers]
 
+    # ------------------------------------------------------------------ around a forward pass
+
+    @contextlib.contextmanager
+    def _seen_by_dynamo(self) -> Iterator[None]:
+        """torch.compile asks which module runs, to split its graph at buckets."""
+        running = TorchDistributedDataParallel._active_ddp_module
+        TorchDistributedDataParallel._active_ddp_module = self
+        try:
+            yield
+        finally:
+            TorchDistributedDataParallel._active_ddp_module = running
+
+    def _validate_parameters(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name!r} was frozen when the model was wrapped and is trained now; its gradient would "
+                    f"not be averaged. Unfreeze it before wrapping, or wrap the module again."
+                )
+        if registrations.counted != self._num_registrations:
+            self._num_registrations = registrations.counted
+            known = set(self._names)
+            new = [name for name, p in self.module.named_parameters() if name not in known and p.requires_grad]
+            if new:
+                raise UsageError(
+                    f"parameter {new[0]!r} was added after the model was wrapped; its gradient would not be averaged. "
+                    f"Wrap the module again."
+                )
+
     # ------------------------------------------------------------------ pickling
 
     def __getstate__(self) -> dict[str, Any]:
@@ -300,6 +336,7 @@ class TorchInterface(TorchDistributedDataParallel):
             "_hook",
             "_frozen",
             "_join_config",
+            "_backends",
         }
         return {name: value for name, value in self.__dict__.items() if name not in without}
 

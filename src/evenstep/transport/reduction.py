@@ -27,7 +27,7 @@ from evenstep.transport.segment import round_up
 
 # A block of every rank's vector and of the result fit a core's cache together, so that what was read for the sum is
 # still there when the sum is written back.
-_BLOCK_BYTES = 128 << 10
+_BLOCK_BYTES = 512 << 10
 _ALIGN_BYTES = 64
 _SHORT_NUMEL = 4096  # of two such vectors to one the result is made without further ado
 

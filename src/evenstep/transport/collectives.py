@@ -23,8 +23,8 @@ t % 3 any more. With two slots a fast rank would overwrite what a slow one still
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ Programs = Mapping[str, tuple[Callable[["Exchange", "Call"], None], Callable[["E
 
 _memmove = ctypes.memmove
 _MAX_SMALL_VIEWS = 1024
+_MAX_AGREED = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +90,7 @@ class Call:
     place: int | None
     receiver: int = -1
     splits: Tensor | None = None
-    places: list[int | None] = field(default_factory=list)
+    places: Sequence[int | None] = ()
     head: bytes = b""
 
     @property
@@ -132,6 +133,7 @@ class Exchange:
         self._views = Views(segment)
         self._scratch = Scratch()
         self._small_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+        self._agreed: dict[tuple[bytes, ...], Sequence[int | None]] = {}  # by what all announced: their places
         self._num_pieces = 0
 
     # ------------------------------------------------------------------ the beginning of a call
@@ -168,12 +170,15 @@ class Exchange:
 
     def _read_headers(self, call: Call) -> None:
         layout, slot, own = self.segment.layout, call.slot, call.head
-        heads = [own if r == self.rank else self.segment.read(layout.header(r, slot), len(own)) for r in self.ranks]
-        if call.place is None and all(head == own for head in heads):
-            call.places = [None] * self.world_size
+        heads = tuple(
+            own if r == self.rank else self.segment.read(layout.header(r, slot), len(own)) for r in self.ranks
+        )
+        places = self._agreed.get(heads)  # a bucket is announced alike step after step
+        if places is not None:
+            call.places = places
             return
         headers = [unpack_header(head) for head in heads]
-        call.places = [place for place, _ in headers]
+        call.places = tuple(place for place, _ in headers)
         fingerprints = [packed for _, packed in headers]
         reasons = {
             r: unpack_reason(self.segment.read(layout.small_slot(r, slot), REASON_BYTES))
@@ -186,6 +191,9 @@ class Exchange:
         if problem is not None:
             pids = {rank: self.arrivals.pid(rank) for rank in self.ranks}
             raise MismatchError(problem + peer_pages.tell_sites(f"{self._name} {call.number + 1}", pids))
+        if len(self._agreed) >= _MAX_AGREED:
+            self._agreed.clear()
+        self._agreed[heads] = call.places
 
     # ------------------------------------------------------------------ what programs are made of
 
@@ -200,6 +208,17 @@ class Exchange:
                 self._small_views.clear()
             self._small_views[key] = views
         return views
+
+    def homes(self, call: Call, begin: int, end: int) -> list[Tensor]:
+        """[end - begin] of every rank's tensor, where all lie in their zones."""
+        dtype = call.flat.dtype
+        offset = begin * dtype.itemsize
+        return [
+            call.flat[begin:end]
+            if place is None or rank == self.rank
+            else self._views.zone(rank, place + offset, dtype, end - begin)
+            for rank, place in enumerate(call.places)
+        ]
 
     def home(self, call: Call, rank: int, piece: int, begin: int, end: int) -> Tensor:
         """[end - begin], elements of a rank's tensor, where the ranks meet over it.
@@ -297,11 +316,20 @@ def _small_barrier(at: Exchange, call: Call) -> None:
 
 def all_reduce_program(at: Exchange, call: Call) -> Program:
     """Each rank reduces its slice, in place or piece by piece."""
-    num_pieces = at.count_pieces(call)
+    if None in call.places:
+        yield from _all_reduce_in_pieces(at, call)
+        return
     # In place, the meeting at the beginning has shown that everything is there.
-    is_copied = None in call.places
-    if is_copied:
-        yield Phase.FILLED, at.put(call, 0)
+    begin, end = plan_slices(call.flat.numel(), at.world_size, call.flat.dtype.itemsize)[at.rank]
+    if begin < end:
+        homes = at.homes(call, begin, end)
+        at.reduce(call, [homes[at.rank], *homes[: at.rank], *homes[at.rank + 1 :]], homes, begin)
+    yield Phase.REDUCED, at.arrivals.announce(Phase.REDUCED)
+
+
+def _all_reduce_in_pieces(at: Exchange, call: Call) -> Program:
+    num_pieces = at.count_pieces(call)
+    yield Phase.FILLED, at.put(call, 0)
     for piece in range(num_pieces):
         first, last = at.piece_bounds(call, piece)
         slices = plan_slices(last - first, at.world_size, call.flat.dtype.itemsize)
@@ -320,10 +348,9 @@ def all_reduce_program(at: Exchange, call: Call) -> Program:
                     call.out[first + begin : first + end].copy_(at.home(call, owner, piece, begin, end))
         if has_next:
             yield Phase.FILLED, filled
-    if is_copied:
-        at.pieces_done(num_pieces)
-        if any(place is not None for place in call.places):
-            yield from at.meet()  # whose result lies in place may not change it before those who copy have read it
+    at.pieces_done(num_pieces)
+    if any(place is not None for place in call.places):
+        yield from at.meet()  # whose result lies in place may not change it before those who copy have read it
 
 
 def _broadcast(at: Exchange, call: Call) -> Program:
@@ -369,10 +396,10 @@ def _reduce_scatter(at: Exchange, call: Call) -> Program:
     numel = call.out.numel()
     if None not in call.places:
         begin, end = at.rank * numel, (at.rank + 1) * numel
-        at.reduce(call, [call.out], [at.home(call, rank, 0, begin, end) for rank in at.ranks], begin)
+        at.reduce(call, [call.out], at.homes(call, begin, end), begin)
         yield from at.meet()
         return
-    call.places = [None] * at.world_size  # a piece holds a part of every rank's share, so all are copied
+    call.places = (None,) * at.world_size  # a piece holds a part of every rank's share, so all are copied
     length = PIECE_BYTES // call.flat.dtype.itemsize // at.world_size
     num_pieces = -(-numel // length)
 

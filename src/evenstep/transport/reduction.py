@@ -29,7 +29,6 @@ from evenstep.transport.segment import round_up
 # still there when the sum is written back.
 _BLOCK_BYTES = 512 << 10
 _ALIGN_BYTES = 64
-_SHORT_NUMEL = 4096  # of two such vectors to one the result is made without further ado
 
 _HALF = (torch.float16, torch.bfloat16)
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -46,14 +45,15 @@ _FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
 _BOOL_OPS: dict[Op, Op] = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}
 
 
-def plan_slices(numel: int, num_slices: int, itemsize: int) -> list[tuple[int, int]]:
+@functools.lru_cache(maxsize=1024)
+def plan_slices(numel: int, num_slices: int, itemsize: int) -> tuple[tuple[int, int], ...]:
     """Which elements each rank reduces: (begin, end) in order of rank, covering each element once. Pure.
 
     Slices begin at multiples of a cache line, so that no two ranks write to one. Late ones may be empty.
     """
     align = max(1, _ALIGN_BYTES // itemsize)
     length = round_up(round_up(numel, num_slices) // num_slices, align)
-    return [(min(numel, i * length), min(numel, (i + 1) * length)) for i in range(num_slices)]
+    return tuple((min(numel, i * length), min(numel, (i + 1) * length)) for i in range(num_slices))
 
 
 @functools.cache
@@ -149,16 +149,18 @@ def reduce_into(
         begin: What it calls the first element.
     """
     numel = inputs[0].numel()
-    is_short = 0 < numel <= _SHORT_NUMEL and len(inputs) == 2 and len(outputs) == 1
-    if is_short and arithmetic.is_plain and inputs[0].dtype is arithmetic.carrier:
+    block = _BLOCK_BYTES // (arithmetic.accumulator or arithmetic.carrier).itemsize
+    if len(inputs) == 2 and 0 < numel <= block and arithmetic.is_plain and inputs[0].dtype is arithmetic.carrier:
+        # What follows comes to the same, later.
         arithmetic.function(inputs[0], inputs[1], out=outputs[0])
         if look is not None:
             check_sum(look, begin, outputs[0], inputs)
+        for other in outputs[1:]:
+            other.copy_(outputs[0])
         return
     if inputs[0].dtype is not arithmetic.carrier:
         outputs = [each.view(arithmetic.carrier) for each in outputs]
         inputs = [each.view(arithmetic.carrier) for each in inputs]
-    block = _BLOCK_BYTES // (arithmetic.accumulator or arithmetic.carrier).itemsize
     # One sum of two 16-bit numbers is rounded once either way: torch computes it in 32 bits.
     is_direct = arithmetic.is_direct or (arithmetic.function is torch.add and len(inputs) == 2 and _is_half(arithmetic))
     combine = _combine_direct if is_direct else _combine_converted

@@ -30,6 +30,8 @@ from evenstep.transport.reduction import Scratch, plan_arithmetic, plan_slices, 
 from evenstep.transport.segment import HEADER_BYTES, Segment, host_memory_bytes, plan_segment
 from evenstep.transport.semaphores import make_semaphores, sem_post, sem_trywait, take
 
+NUMEL = 300_001  # more than a block of sums
+
 
 @given(st.integers(0, 100_000), st.integers(1, 70), st.sampled_from([1, 2, 4, 8, 16]))
 def test_slices_cover_each_element_once_and_share_no_cache_line(numel, num_slices, itemsize):
@@ -58,8 +60,8 @@ def test_the_tree_adds_every_rank_once_and_is_shallow(num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_sums_are_rounded_once(dtype, num_ranks):
-    inputs = [torch.randn(100_000).to(dtype) for _ in range(num_ranks)]
-    outputs = [torch.empty(100_000, dtype=dtype) for _ in range(2)]
+    inputs = [torch.randn(NUMEL).to(dtype) for _ in range(num_ranks)]
+    outputs = [torch.empty(NUMEL, dtype=dtype) for _ in range(2)]
     reduce_into(outputs, inputs, plan_arithmetic("sum", dtype), Scratch())
     partial = [each.float() for each in inputs]
     for a, b in plan_tree(num_ranks):
@@ -70,8 +72,8 @@ def test_16_bit_sums_are_rounded_once(dtype, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_outputs_may_be_the_inputs(num_ranks):
-    inputs = [torch.randn(70_000) for _ in range(num_ranks)]
-    expected = [torch.empty(70_000)]
+    inputs = [torch.randn(NUMEL) for _ in range(num_ranks)]
+    expected = [torch.empty(NUMEL)]
     reduce_into(expected, [each.clone() for each in inputs], plan_arithmetic("sum", torch.float32), Scratch())
     reduce_into(inputs[::-1], inputs, plan_arithmetic("sum", torch.float32), Scratch())
     assert all(torch.equal(each, expected[0]) for each in inputs)

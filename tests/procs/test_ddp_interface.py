@@ -637,12 +637,42 @@ def many_uses(seed):
     assert_same(grads(model), [2 * g for g in once], rtol=0, atol=1e-12)
     model.zero_grad()
 
+    for _ in range(2):
+        model(x).square().mean().backward(inputs=[model.module[0].weight])
+        assert_same(grads(model)[:1], once[:1], rtol=0, atol=1e-12)
+        assert grads(model)[1:] == [None] * 3
+        model.zero_grad()
+
     seen = []
     handle = model.module[0].weight.register_hook(lambda grad: seen.append(grad.clone()) or grad * 3)
     model(x).square().mean().backward()
     assert len(seen) == 1
     assert_same([model.module[0].weight.grad], [3 * once[0]], rtol=0, atol=1e-12)
     handle.remove()
+
+
+def hooked_later(seed):
+    """A hook that the script puts on accumulated gradients after wrapping comes before they are sent, as in torch."""
+    world = evenstep.init(quiet=True)
+    x = batch(seed + world.rank)
+    found = []
+    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
+        model = wrap(make(), bucket_cap_mb=1e-4)
+        for step in range(4):
+            model.zero_grad()
+            if step == 1:
+                next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(world.rank + 2).add_(1.0))
+            model(x).square().mean().backward()
+            found.append(grads(model))
+    for ours, torchs in zip(found[:4], found[4:], strict=True):
+        assert_same(ours, torchs, rtol=0, atol=1e-12)
+
+
+@SIZES
+def test_a_hook_that_comes_after_wrapping_changes_what_is_sent(ranks, fresh_seed, nproc):
+    ranks.run(hooked_later, nproc, fresh_seed)
 
 
 @SIZES
@@ -668,7 +698,7 @@ def wrapped_inside(seed, weighted):
         assert_same(grads(model), grads(reference), rtol=0, atol=1e-12)
         model.zero_grad()
         reference.zero_grad()
-    with pytest.raises(ConfigurationError, match="no parameter that requires a gradient"):
+    with pytest.raises(ConfigurationError, match="the module is wrapped already"):
         evenstep.DistributedDataParallel(model)
 
 
@@ -867,9 +897,40 @@ def test_arguments_about_buffers_mean_what_torch_means(ranks, nproc):
     assert all(theirs in (None, own) for own, theirs in zip(ours, torchs, strict=True))
 
 
+def switched_buffers():
+    """For ours and torch's: are module buffers equal after a step with the switch as it stands?"""
+    world = evenstep.init(quiet=True)
+    outcomes = []
+    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
+        model = wrap(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
+        name = "forward_sync_buffers" if hasattr(model, "forward_sync_buffers") else "broadcast_buffers"  # torch 2.11
+        found = []
+        for step, switch in enumerate((None, False, None, True)):
+            if switch is not None:
+                setattr(model, "broadcast_buffers" if step == 1 else name, switch)
+            model(batch(10 * step + world.rank, dtype=torch.float32)).sum().backward()
+            told = (model.broadcast_buffers, model.will_sync_module_buffers())
+            with torch.no_grad():
+                model(batch(0, dtype=torch.float32))  # torch's class makes buffers equal at forward
+            means = world.gather(model.module[1].running_mean[None])
+            found.append((*told, bool((means == means[0]).all())))
+            assert model.require_forward_param_sync
+            assert [len(each) for each in model.modules_buffers[:2]] == [3, 3]
+            assert next(iter(model.named_module_buffers)) == "1.running_mean"
+        outcomes.append(found)
+    return outcomes
+
+
+@SIZES
+def test_buffers_may_be_switched_on_and_off_between_steps(ranks, nproc):
+    ours, torchs = ranks.run(switched_buffers, nproc)[0]
+    assert ours == torchs == [(True,) * 3, (False,) * 3, (False,) * 3, (True,) * 3]
+
+
 def copies(seed):
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(make(), bucket_cap_mb=1e-4)
+    model.broadcast_buffers = False
     batches = [batch(seed + r) for r in range(world.world_size)]
     model(batches[world.rank]).square().mean().backward()
     expected = averaged(make(), batches)
@@ -879,6 +940,7 @@ def copies(seed):
         twin(batches[world.rank]).square().mean().backward()
         assert_same(grads(twin), expected, rtol=0, atol=1e-12)
         assert twin.engine.num_reductions == 1
+        assert twin.forward_sync_buffers is twin.engine.module_buffers.is_on is False
     assert set(get_model_state_dict(model)) == set(make().state_dict())
     model.load_state_dict({f"module.{name}": torch.zeros_like(value) for name, value in make().state_dict().items()})
     assert not model.module[0].weight.any()

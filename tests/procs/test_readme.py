@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -186,6 +188,21 @@ def test_a_second_call_installs_nothing_also_in_a_folder_with_a_space(tmp_path: 
     assert make_demo(checkout.rename(checkout.with_name("moved"))) == install + demo
     (checkout.with_name("moved") / ".venv" / "installed").unlink()  # as after an install that was interrupted
     assert make_demo(checkout.with_name("moved")) == install + demo
+
+
+def test_what_is_installed_with_it_is_enough():
+    """torch works without numpy, but safetensors moves torch's tensors through it: `broadcast_object`, `verify`."""
+    listed = re.search(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert listed is not None
+    installed = {name_of(requirement) for requirement in json.loads(listed[1])}
+    wanted = importlib.metadata.requires("safetensors") or []
+    needed = {name_of(each) for each in wanted if re.search("extra == ['\"](torch|numpy)['\"]", each)}
+    assert "torch" in needed
+    assert needed <= installed
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement)[0]
 
 
 def test_pip_install_gives_a_working_command(tmp_path: Path):

@@ -41,6 +41,15 @@ def test_a_batch_that_cannot_be_divided_is_refused(batch):
         split(batch, 2)
 
 
+def test_a_batch_without_samples_is_told_what_one_is():
+    with pytest.raises(ConfigurationError) as refused:
+        split(torch.tensor(1.0), 2)
+    assert str(refused.value) == (
+        "microbatches: the batch has no tensor with a first dimension. It is divided along the first dimension, which "
+        "counts its samples: pass a tensor, or a list, tuple or dictionary of tensors with as many."
+    )
+
+
 def test_the_length_of_a_batch_is_that_of_its_first_tensor():
     assert batch_length(("a", torch.tensor(1), {"x": torch.ones(5, 2)}, torch.ones(3))) == 5
     assert batch_length(("a", 3)) is None

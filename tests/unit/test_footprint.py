@@ -243,6 +243,7 @@ def test_estimate_without_inputs(built: str, capsys: pytest.CaptureFixture[str])
         (["{}"], "write FILE.py:FUNCTION", 78),
         (["no_such.py:build"], "no_such.py: no such file", 78),
         (["no_such_module:build"], "no_such_module can't be imported", 1),
+        (["/proc/self/status:build"], "/proc/self/status is no python file. Write FILE.py:FUNCTION.", 78),
         (["{}:nothing"], "has no function 'nothing'", 78),
         (["{}:build_nothing"], "returns int, and no torch.nn.Module", 78),
         (["{}:fail"], "RuntimeError: no such data set", 1),
@@ -260,6 +261,13 @@ def test_estimates_that_make_no_sense(
     err = capsys.readouterr().err
     assert message in err
     assert err.startswith("evenstep: ")
+
+
+def test_a_script_that_trains_when_it_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\ntorch.ones(2).sum().item()\n")
+    assert main(["estimate", f"{script}:build"]) == 1
+    assert "put what trains under `if __name__ ==" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_run_on_meta() -> None:

@@ -229,12 +229,18 @@ def _find(where: str, name: str, target: str) -> Callable[[], Any]:
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
+        elif Path(where).exists():
+            raise ConfigurationError(f"{target}: {where} is no python file. Write FILE.py:FUNCTION.")
         else:
             module = importlib.import_module(where)
     except ConfigurationError:
         raise
     except Exception as error:
-        raise UsageError(f"{where} can't be imported: {type(error).__name__}: {error}") from error
+        # Imported is all that stands at the top level of a file, on the device "meta": a script would train there.
+        raise UsageError(
+            f"{where} can't be imported: {type(error).__name__}: {error}\nWhat stands at its top level is run, without "
+            f'data: put what trains under `if __name__ == "__main__":`, or the function into a file of its own.'
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigurationError(f"{target}: {where} has no function {name!r}.")

@@ -57,7 +57,10 @@ def rows_of(batch: Any, dim: int) -> tuple[list[tuple[Any, bool]], Any, int]:
     if len(lengths) != 1:
         which = "first dimension" if dim == 0 else f"dimension {dim}"
         found = f"tensors of lengths {sorted(lengths)}" if lengths else f"no tensor with a {which}"
-        raise ConfigurationError(f"microbatches: the batch has {found}; it is divided along its one {which}.")
+        raise ConfigurationError(
+            f"microbatches: the batch has {found}. It is divided along the {which}, which counts its samples: pass a "
+            f"tensor, or a list, tuple or dictionary of tensors with as many."
+        )
     return [(leaf, _has_rows(leaf, dim)) for leaf in leaves], structure, lengths.pop()
 
 

@@ -82,7 +82,8 @@ class Engine:
         trained = [*dense, *(named for named in trained if named[0] in settings.sparse)]
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
-        buffers = BufferBroadcast(module, transport, settings.ignored) if settings.sync_buffers else None
+        buffers = BufferBroadcast(module, transport, settings.ignored)
+        buffers.is_on = settings.sync_buffers
         self.recorder = world.telemetry.open()
         self.num_dense = len(dense)
         self.policy = settings.policy

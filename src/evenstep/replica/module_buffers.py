@@ -62,16 +62,22 @@ class BufferBroadcast:
         module: Whose buffers; they may be replaced later, not added.
         transport: Carries them, in order with the gradients.
         ignored: Names of those that every rank keeps for itself.
+
+    Attributes:
+        is_on: Whether they are sent. Scripts switch it between steps, on all ranks.
     """
 
     def __init__(self, module: nn.Module, transport: Transport, ignored: Collection[str] = ()) -> None:
+        self.is_on = True
         self._transport = transport
         self._places = places_of(module, ignored)
         self._src = 0
 
     def start(self, src: int = 0) -> list[tuple[Work, Tensor, list[Tensor]]]:
-        """Collective: pack the buffers and send rank `src`'s."""
+        """Collective: pack the buffers and send rank `src`'s. Nothing, where that is switched off."""
         self._src = src
+        if not self.is_on:
+            return []
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for owner, name in self._places:
             buffer = buffer_at(owner, name)

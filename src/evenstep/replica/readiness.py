@@ -110,6 +110,12 @@ class Readiness:
         """A pass begins: remember which gradients there are, and in which version."""
         if self._unhooked:
             self._set_hooks(self._unhooked | self._handles.keys())
+        # A script's hook that came after ours may change the gradient: as under torch's class that happens before it
+        # is sent.
+        for parameter, handle in self._handles.items():
+            hooks = self._parameters[parameter]._post_accumulate_grad_hooks
+            if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)  # not `move_to_end`, of which autograd takes no notice
         self._before = [None if g is None else (g, g._version) for g in [p.grad for p in self._parameters]]
 
     def outputs_reached(self) -> None:

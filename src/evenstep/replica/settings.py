@@ -84,6 +84,11 @@ def check_module(module: nn.Module, ignored: Iterable[str] = ()) -> None:
                 f"their sizes, and wrap it then."
             )
     if not any(parameter.requires_grad for _, parameter in kept):
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ConfigurationError(
+                "the module is wrapped already: its gradients are averaged, and nothing is left to average. Wrap "
+                "`model.module`, or use the model as it is."
+            )
         raise ConfigurationError(
             f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to keep in step; "
             f"use the module as it is."

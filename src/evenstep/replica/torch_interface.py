@@ -7,6 +7,7 @@ that class's machinery is set up. docs/ddp-compatibility.md has a line per name.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import UsageError
 from evenstep.health.steps import mark_compilations
@@ -112,7 +114,6 @@ class TorchInterface(TorchDistributedDataParallel):
         self._hook: CommHook | None = None
         self._frozen = [(name, p) for name, p in settings.kept(self.module) if not p.requires_grad]
         # What torch's class has, for those who read it.
-        self.forward_sync_buffers = settings.sync_buffers
         self.parameters_to_ignore = set(settings.ignored)
         # torch.compile splits graphs at buckets of this size, and insists on a minimum.
         self.bucket_bytes_cap = max(*settings.policy.caps_bytes, _MIN_COMPILED_BUCKET_BYTES)
@@ -139,6 +140,45 @@ class TorchInterface(TorchDistributedDataParallel):
         self.engine.synchronise = bool(value)
 
     @property
+    def require_forward_param_sync(self) -> bool:
+        """As `require_backward_grad_sync`: module buffers are made equal where gradients are."""
+        return self.engine.synchronise
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        """Nothing: torch's class sets it anew in every forward pass."""
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether module buffers are made equal at the end of every synchronised backward pass.
+
+        May be set between two steps, to the same on all ranks.
+        """
+        return self.settings.sync_buffers
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        """From the next backward pass on."""
+        checks.switches("", forward_sync_buffers=value)
+        if not value and self.engine.lanes is not None and self.modules_buffers:
+            raise UsageError(
+                "forward_sync_buffers=False in reproducible mode: every rank would have module buffers of its own. "
+                "Leave it on."
+            )
+        self.settings = dataclasses.replace(self.settings, sync_buffers=bool(value))
+        self.engine.module_buffers.is_on = bool(value)
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:  # type: ignore[override]
+        """The module buffers that are not ignored."""
+        return [buffer for _, buffer in self.settings.kept_buffers(self.module)]
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """The same by name."""
+        return dict(self.settings.kept_buffers(self.module))
+
+    @property
     def broadcast_buffers(self) -> bool:
         """What `forward_sync_buffers` is called in torch 2.11, where nothing has the newer name."""
         return self.forward_sync_buffers
@@ -154,7 +194,7 @@ class TorchInterface(TorchDistributedDataParallel):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether module buffers are made equal at the end of the next backward pass."""
-        return self.settings.sync_buffers and self.engine.synchronise and any(True for _ in self.module.buffers())
+        return self.settings.sync_buffers and self.engine.synchronise and bool(self.modules_buffers)
 
     def unused_parameters(self) -> list[str]:
         """Names of the parameters that had no gradient on any rank when gradients were last averaged."""

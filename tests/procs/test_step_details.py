@@ -51,11 +51,11 @@ class Waves(nn.Module):
         return (x.to(torch.complex128) @ self.complex).abs() * self.real
 
 
-def complex_training(seed: int, kind: str) -> float:
+def complex_training(seed: int, kind: str, options: dict[str, Any]) -> float:
     """The largest difference from one process with torch's optimizer."""
     evenstep.init(quiet=True)
     model, single = evenstep.DistributedDataParallel(Waves(seed)), Waves(seed)
-    optimizer = evenstep.ShardedOptimizer(model, getattr(torch.optim, kind), lr=0.1)
+    optimizer = evenstep.ShardedOptimizer(model, getattr(torch.optim, kind), lr=0.1, **options)
     plain = getattr(torch.optim, kind)(single.parameters(), lr=0.1)
     for step in range(4):
         x = batch(seed + step)
@@ -66,13 +66,62 @@ def complex_training(seed: int, kind: str) -> float:
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
-    return max(float((a - b).abs().max()) for a, b in zip(model.parameters(), single.parameters(), strict=True))
+    both = zip(model.parameters(), single.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in both)
 
 
 @SIZES
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_complex_parameters_are_stepped(ranks, fresh_seed, nproc, kind):
-    assert max(ranks.run(complex_training, nproc, fresh_seed, kind)) < 1e-11
+    assert max(ranks.run(complex_training, nproc, fresh_seed, kind, {})) < 1e-11
+
+
+@SIZES
+def test_what_is_said_of_16_bits_or_real_numbers_leaves_others_as_they_are(ranks, fresh_seed, nproc):
+    """Complex numbers lost their imaginary parts, and float64 half of its digits."""
+    wide = {"master_weights": True, "reduce_dtype": torch.float64}
+    assert max(ranks.run(complex_training, nproc, fresh_seed, "SGD", wide)) < 1e-11
+    assert max(ranks.run(complex_training, nproc, fresh_seed, "SGD", {"reduce_dtype": torch.float32})) < 1e-5
+
+
+# ---------------------------------------------------------------------- a loss with more in it than the model's outputs
+
+
+def loss_beside(module: nn.Module, outputs: torch.Tensor, x: torch.Tensor, *, alone: bool) -> torch.Tensor:
+    """With a term of parameters and data that doesn't go through the wrapper, or nothing but that."""
+    beside = (module[2].weight * x.mean()).sum() + (module[0].bias * x.sum()).square().sum()
+    return beside + (0.0 if alone else outputs.square().mean())
+
+
+def beside_outputs(seed: int, sharded: dict[str, Any] | None, set_to_none: bool) -> float:
+    """The largest difference from one process, where gradients come before the pass has been noticed."""
+    world = evenstep.init(quiet=True)
+    model, single = wrap(seed), build(seed)
+    kind = torch.optim.SGD
+    if sharded is None:
+        optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=0.1)
+    else:
+        optimizer = evenstep.ShardedOptimizer(model, kind, lr=0.1, **sharded)
+    plain = kind(single.parameters(), lr=0.1)
+    for step in range(5):
+        for rank in range(world.world_size):
+            x = batch(seed + step)[rank :: world.world_size]
+            (loss_beside(single, single(x), x, alone=step == 3) / world.world_size).backward()
+            if rank == world.rank:
+                loss_beside(model.module, model(x), x, alone=step == 3).backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad(set_to_none)
+    both = zip(model.parameters(), single.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in both)
+
+
+@SIZES
+@pytest.mark.parametrize("sharded", [None, {}, {"shard_gradients": True}])
+def test_gradients_that_come_beside_the_models_outputs_are_averaged(ranks, fresh_seed, nproc, sharded):
+    """A sharded step took them for gradients of before the backward pass, and added each rank's own."""
+    for set_to_none in (True, False):
+        assert max(ranks.run(beside_outputs, nproc, fresh_seed, sharded, set_to_none)) < 1e-11
 
 
 def hooked_states(seed: int) -> tuple[int, float]:

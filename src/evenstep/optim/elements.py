@@ -53,7 +53,7 @@ class ElementDivision:
         defaults: Its arguments.
         groups: The user's parameter groups, as they are at any time.
         world: Who takes part; None where nothing is divided.
-        master: Step values in float32 whatever the parameters' dtype.
+        master: Step values of 16 bits in float32.
     """
 
     def __init__(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from evenstep.optim.kinds import is_divided
+from evenstep.replica.bucket import HALF_PRECISION
 from evenstep.replica.sharded_bucket import Piece, ShardedBucket, in_memory_order
 
 State = dict[str, Any]
@@ -96,7 +97,7 @@ def build_runs(
         bucket: Whose.
         group_of: Number of the parameter group of a parameter (by index).
         wholes: By index of the parameter its state, with tensors of the parameter's shape.
-        master: Keep values in float32.
+        master: Keep values of 16 bits in float32.
     """
 
     def kind(piece: Piece) -> Hashable:
@@ -111,7 +112,7 @@ def build_runs(
         pieces = tuple(same)
         group = group_of(pieces[0].parameter)
         values = bucket.own[pieces[0].begin : pieces[-1].end].detach()
-        run = Run(bucket, pieces, group, values.float() if master else values)
+        run = Run(bucket, pieces, group, values.float() if master and values.dtype in HALF_PRECISION else values)
         _fill(run, [wholes.get(piece.parameter, {}) for piece in pieces])
         yield run
 

@@ -23,7 +23,7 @@ class Sharding:
         owner: Number of the optimizer, unique within a model; its parameters share buckets with nobody else's.
         is_replicated: Nothing is divided: every rank has all gradients, and steps all parameters.
         frees_gradients: Buckets are memory that is lent for the time of the exchange; only the shard stays.
-        reduce_dtype: The dtype in which gradients are added; None: the parameters' own.
+        reduce_dtype: The dtype in which gradients of real numbers are added; None: the parameters' own.
         shares_parameters: The CPU ranks of a host have one copy of the parameters.
         overlaps_gather: What has been stepped may arrive while the next forward pass runs.
     """
@@ -61,7 +61,7 @@ class ParameterSpec:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients are added over ranks."""
-        own = None if self.sharding is None else self.sharding.reduce_dtype
+        own = None if self.sharding is None or not self.dtype.is_floating_point else self.sharding.reduce_dtype
         return own or self.added_in or self.dtype
 
     @property

@@ -321,12 +321,19 @@ class ShardedBucket(Bucket):
 
     # ------------------------------------------------------------------ a second window without zero_grad
 
-    def set_aside(self) -> None:
+    def set_aside(self, *, is_running: bool) -> None:
         """Keep the gradients that there are for later; `p.grad` is None, so that autograd can add to it.
 
         Where all are zeros that `zero` has put there, they stay: autograd adds to those.
+
+        Args:
+            is_running: The backward pass has begun, so gradients may have come: those of parameters that the loss uses
+                beside the model's outputs. What isn't hidden stays, and is averaged. (What was there before has the
+                same mean.)
         """
         grads = [parameter.grad for parameter in self.parameters]
+        if is_running:
+            grads = [grad if isinstance(grad, HiddenGradient) else None for grad in grads]
         held = [grad is not None for grad in grads]
         all_views = all(grad is view for grad, view in zip(grads, self.views, strict=True))
         if not self.hides or not any(held) or (all_views and self.is_zero):
@@ -334,10 +341,11 @@ class ShardedBucket(Bucket):
         kept = self.shard.clone()
         for piece, grad in zip(self.pieces, grads, strict=True):
             part = kept[piece.begin : piece.end]
-            self.parameters[piece.index].grad = None
             if grad is None:
                 part.zero_()
-            elif not isinstance(grad, HiddenGradient):  # zeros, or what the user has put there, the same on all ranks
+                continue
+            self.parameters[piece.index].grad = None
+            if not isinstance(grad, HiddenGradient):  # zeros, or what the user has put there, the same on all ranks
                 home = self._homes[piece.index]
                 part.copy_(in_memory_order(grad, home)[piece.offset : piece.offset + piece.numel])
         self._carried = kept, held

@@ -282,8 +282,9 @@ class ShardedExchange(BucketExchange):
     def open_window(self) -> None:
         """See `Exchange.open_window`."""
         self._end_of_reading()
+        is_running = torch._C._current_graph_task_id() != -1
         for bucket in self.sharded_buckets:
-            bucket.set_aside()
+            bucket.set_aside(is_running=is_running)
 
     def cancel_window(self) -> None:
         """See `Exchange.cancel_window`."""

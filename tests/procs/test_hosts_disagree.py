@@ -112,7 +112,7 @@ def errors(names: str, odd: int, cases: dict[str, tuple[str, Make]]) -> list[str
         with pytest.raises(MismatchError) as again:
             transport.barrier().wait()
         took_s = time.monotonic() - started
-        assert took_s < 10, (name, took_s)
+        assert took_s < 25, (name, took_s)  # the deadline is 30
         told.append(f"{said}{again.value}")
         transport.close()
     first.close()
@@ -128,7 +128,7 @@ def errors_of(names: str, odd: int, what: str) -> list[str]:
 
 
 # On a host of two, on one of three ranks (of which one carries nothing), and where one is alone.
-PLACES = [("aabb", 3), ("aab", 1), ("aab", 2), ("abbab", 4)]
+PLACES = [("aabb", 3), ("aab", 1), ("aab", 2), pytest.param("abbab", 4, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("names", "odd"), PLACES)

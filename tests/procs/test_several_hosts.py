@@ -23,7 +23,8 @@ from evenstep.transport.base import Transport, Work
 from evenstep.transport.choice import open_transports
 from evenstep.transport.fall_through import fall_through
 from evenstep.transport.host_meetings import SMALL_BYTES, Foresight
-from evenstep.transport.several_hosts import SeveralHostsTransport, plan_piece_bytes
+from evenstep.transport.host_plan import plan_piece_bytes
+from evenstep.transport.several_hosts import SeveralHostsTransport
 
 SHAPES = ((), (0,), (1,), (3, 5), (1021,), (16_385,))
 SOME_DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.bool)
@@ -100,8 +101,8 @@ def repeated(names: str, seed: int) -> tuple[int, int, list[str]]:
             expected = stacked.amax(0) if op == "max" else stacked.sum(0) / (len(names) if op == "mean" else 1)
             if not torch.allclose(mine.double(), expected, rtol=1e-2, atol=1e-2 if op == "mean" else 0):
                 wrong.append(f"turn {turn}, call {number}: {op} of {numel}")
-            can_be += turn > 1 and mine.nbytes > SMALL_BYTES and transport._own_slice(mine).numel() > 0
-    foreseen = transport._meetings.num_foreseen
+            can_be += turn > 1 and mine.nbytes > SMALL_BYTES and transport._steps.own_slice(mine).numel() > 0
+    foreseen = transport._steps.meetings.num_foreseen
     transport.close()
     return foreseen, can_be, wrong
 
@@ -190,9 +191,9 @@ def counted_calls(names: str, calls: list[tuple[str, int]]) -> list[list[int]]:
         for _ in range(10):
             call().wait()
         counted = Counted(transport._lane)
-        transport._lane = transport._meetings._lane = counted
+        transport._steps._lane = transport._steps.meetings._lane = counted
         call().wait()
-        transport._lane = transport._meetings._lane = counted._lane
+        transport._steps._lane = transport._steps.meetings._lane = counted._lane
         told.append(counted.sent)
     transport.close()
     return told
@@ -223,7 +224,7 @@ def disagree_on_what_was_expected() -> str:
     for _ in range(8):
         for numel in (5_000, 20_000):
             transport.all_reduce(torch.ones(numel)).wait()
-    assert transport._meetings.num_foreseen
+    assert transport._steps.meetings.num_foreseen
     transport.all_reduce(torch.ones(5_000)).wait()
     with pytest.raises(EvenstepError) as caught:
         transport.all_reduce(torch.ones(20_000 if transport.rank < 2 else 30_000)).wait()

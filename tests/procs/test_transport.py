@@ -26,7 +26,7 @@ from evenstep.testing.transport import UNSIGNED, Coverage, check_transport, ops_
 from evenstep.transport import host
 from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Op
-from evenstep.transport.gloo import open_gloo
+from evenstep.transport.gloo import connect_gloo, open_gloo
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group import ProcessGroupTransport
@@ -78,9 +78,43 @@ def test_shared_memory_conforms(ranks: RankPool, nproc: int, fresh_seed: int) ->
     assert min(counts) > 1000
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("nproc", [2, 3, 4, 5])
 def test_gloo_conforms(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
-    assert min(ranks.run(check_gloo, nproc, fresh_seed, timeout_s=150)) > 500
+    assert min(ranks.run(check_gloo, nproc, fresh_seed, timeout_s=500)) > 500
+
+
+def check_one_rank(seed: int) -> tuple[int, int]:
+    """Gloo and shared memory of a single rank, as a group of one in a larger world may be."""
+
+    def shared_memory() -> SharedMemoryTransport:
+        made = connect_shared_memory(LocalTransport(), plan_waiting(1, timeout_s=TIMEOUT_S))
+        assert isinstance(made, SharedMemoryTransport), made
+        return made
+
+    def gloo() -> ProcessGroupTransport:
+        return connect_gloo(dist.HashStore(), 0, 1, timeout_s=TIMEOUT_S)
+
+    coverage = Coverage(carries=gloo_carries, seed=seed)
+    return check_transport(gloo, coverage), check_transport(shared_memory, Coverage(seed=seed))
+
+
+def test_one_rank_conforms_over_every_transport(ranks: RankPool, fresh_seed: int) -> None:
+    (counts,) = ranks.run(check_one_rank, 1, fresh_seed, timeout_s=150)
+    assert min(counts) > 1000
+
+
+def names_of_one_rank() -> list[str]:
+    told = []
+    for transport in (None, "gloo", "shared memory"):
+        evenstep.init(quiet=True).close()
+        with evenstep.init(quiet=True, transport=transport, device="cpu") as world:
+            told.append(world.transport.name)
+    return told
+
+
+def test_whatever_is_asked_for_one_rank_has_nobody_to_talk_to(ranks: RankPool) -> None:
+    assert ranks.run(names_of_one_rank, 1) == [["local"] * 3]
 
 
 def test_every_dtype_has_ops() -> None:

@@ -30,7 +30,7 @@ from typing import Literal, get_args
 
 from evenstep.errors import ConfigurationError
 from evenstep.transport.host_meetings import MESSAGE_BYTES, PAYLOAD_AT, SMALL_BYTES
-from evenstep.transport.several_hosts import may_be_foreseen, plan_piece_bytes
+from evenstep.transport.host_plan import may_be_foreseen, plan_piece_bytes
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
 Algorithm = Literal["ring", "tree", "nccl", "halving", "lanes"]

@@ -13,10 +13,11 @@ from torch import Tensor
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.transport.base import Op
-from evenstep.transport.header import DTYPES
+from evenstep.transport.header import DTYPES, Fingerprint
 from evenstep.transport.reduction import plan_arithmetic
 
 _CARRIED = frozenset(DTYPES)
+_MAX_FINGERPRINTS = 4096
 
 
 def is_carried(tensor: Tensor) -> bool:
@@ -106,6 +107,27 @@ class Arguments:
                 f"{long_name} has {self.world_size} times the elements of {short_name}, and its dtype."
             )
 
+    def check_parts(self, what: str, name: str, parts: Sequence[Tensor], share: Tensor | None) -> None:
+        """A list has a tensor per rank, of one dtype, each with the elements of `share`; None: of any size."""
+        fits = len(parts) == self.world_size
+        for each in parts:
+            fits = fits and each.dtype is (parts[0] if share is None else share).dtype
+            fits = fits and (share is None or each.numel() == share.numel())
+        if not fits:
+            need = "of one dtype" if share is None else f"each with the elements of {_told(share)}, and its dtype"
+            found = ", ".join(map(_told, parts)) or "none"
+            raise self._refusal(
+                f"{what} on rank {self.rank}: {name} are {found}; there is one for each of {self.world_size} ranks, "
+                f"{need}."
+            )
+
+    def check_pairs(self, what: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """As many outputs as inputs."""
+        if len(outputs) != len(inputs):
+            raise self._refusal(
+                f"{what} on rank {self.rank}: {len(outputs)} outputs for {len(inputs)} inputs; there is one for each."
+            )
+
     def check_rank(self, what: str, name: str, rank: int) -> None:
         """There is such a rank."""
         if not 0 <= rank < self.world_size:
@@ -140,6 +162,27 @@ class Arguments:
         if tell is not None:
             tell(reason)
         return ConfigurationError(reason)
+
+
+class Fingerprints(dict[tuple[str, Op | None, torch.dtype, tuple[int, ...], int, int], bytes]):
+    """By (collective, op, dtype, shape, source, receiver), the packed fingerprint. Each is made once.
+
+    Args:
+        arguments: Refuse an op that has no meaning for the dtype.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__()
+        self._arguments = arguments
+
+    def __missing__(self, key: tuple[str, Op | None, torch.dtype, tuple[int, ...], int, int]) -> bytes:
+        collective, op, dtype, shape, source, receiver = key
+        if op is not None:
+            self._arguments.check_op(op, dtype)
+        if len(self) >= _MAX_FINGERPRINTS:
+            self.clear()
+        packed = self[key] = Fingerprint(collective, op, dtype, tuple(shape), max(source, receiver)).pack()
+        return packed
 
 
 def _told(tensor: Tensor) -> str:

@@ -14,7 +14,7 @@ import enum
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from evenstep.errors import CollectiveTimeoutError, PeerLostError
@@ -99,6 +99,10 @@ class Arrivals:
         watch: The other ranks' processes.
         policy: How to wait.
         has_left: Whether a rank has closed its end.
+
+    Attributes:
+        policy: How to wait.
+        known_as: The ranks' numbers in messages.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Arrivals:
         has_left: Callable[[int], bool],
     ) -> None:
         self.policy = policy
+        self.known_as: Sequence[int] = range(world_size)
         self._rank = rank
         self._watch = watch
         self._has_left = has_left
@@ -212,7 +217,7 @@ class Arrivals:
         # It may have announced its part just before it ended: then nothing is lost yet.
         if lost and not self.all_here(phase, count):
             raise PeerLostError(
-                f"rank {self._rank} lost {lost} in {what()}. Its own error, if it had one, is elsewhere."
+                f"{self._named(self._rank)} lost {lost} in {what()}. Its own error, if it had one, is elsewhere."
             )
         if timeout_s is None:
             timeout_s = self._patience(missing) if waited_s > self.policy.timeout_s else self.policy.timeout_s
@@ -242,21 +247,25 @@ class Arrivals:
         return min(known, default=0.0)
 
     def _lost(self, ranks: list[int]) -> str:
-        dead = [
-            f"rank {r} (pid {self._watch.pid(r)}), whose process has ended" for r in ranks if self._watch.is_gone(r)
-        ]
-        left = [f"rank {r} (pid {self._watch.pid(r)}), which has closed its end" for r in ranks if self._has_left(r)]
+        dead = [f"{self._named(r)} ({self._pid(r)}), whose process has ended" for r in ranks if self._watch.is_gone(r)]
+        left = [f"{self._named(r)} ({self._pid(r)}), which has closed its end" for r in ranks if self._has_left(r)]
         return ", and ".join(dead or left)
 
     def _too_late(self, missing: list[int], what: str, waited_s: float, timeout_s: float) -> str:
         names = ", ".join(
-            f"rank {r} (pid {self._watch.pid(r)}{', stopped' if self._watch.is_stopped(r) else ''}{self._where(r)})"
+            f"{self._named(r)} ({self._pid(r)}{', stopped' if self._watch.is_stopped(r) else ''}{self._where(r)})"
             for r in missing
         )
         return (
-            f"rank {self._rank} waited {waited_s:.1f} s in {what}. Missing: {names}. "
+            f"{self._named(self._rank)} waited {waited_s:.1f} s in {what}. Missing: {names}. "
             f"Look what they are doing, or allow more than timeout_s={timeout_s:g}."
         )
+
+    def _named(self, rank: int) -> str:
+        return f"rank {self.known_as[rank]}"
+
+    def _pid(self, rank: int) -> str:
+        return f"pid {self._watch.pid(rank)}"
 
     def _where(self, rank: int) -> str:
         seen = self._watch.seen(rank)
@@ -269,12 +278,12 @@ class Arrivals:
         longest = min((1.0 if p is None or p.is_waiting else patience(p) for p in pages), default=1.0)
         if not stopped and waited_s <= self.policy.report_missing_after_s * longest:
             return False
-        names = ", ".join(f"rank {r} (pid {self._watch.pid(r)}{self._where(r)})" for r in stopped or missing)
+        names = ", ".join(f"{self._named(r)} ({self._pid(r)}{self._where(r)})" for r in stopped or missing)
         verb = "is" if len(stopped or missing) == 1 else "are"
         state = "stopped (state T). Continue with SIGCONT" if stopped else "not there. Look what they are doing"
         print(  # noqa: T201
-            f"evenstep: rank {self._rank} has waited {waited_s:.1f} s in {what()}: {names} {verb} {state}; waiting up "
-            f"to {self.policy.timeout_s:g} s.",
+            f"evenstep: {self._named(self._rank)} has waited {waited_s:.1f} s in {what()}: {names} {verb} {state}; "
+            f"waiting up to {self.policy.timeout_s:g} s.",
             file=sys.stderr,
             flush=True,
         )

@@ -68,7 +68,7 @@ def open_transports(
         return Transports(_open(name, timeout_s, group), control)
     members = dist.get_process_group_ranks(group)
 
-    def among(ranks: Sequence[int]) -> Transport:
+    def among(ranks: Sequence[int]) -> ProcessGroupTransport:
         return open_gloo([members[rank] for rank in ranks], timeout_s=timeout_s)
 
     shared = connect_ranks(control, among, timeout_s=timeout_s)

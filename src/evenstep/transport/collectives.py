@@ -37,14 +37,14 @@ from evenstep.transport.base import Op
 from evenstep.transport.header import (
     COLLECTIVES,
     OVER_GLOO,
-    REASON_BYTES,
     REFUSED,
+    TOLD,
     Fingerprint,
     explain_mismatch,
-    has_refused,
     pack_place,
+    text_bytes,
     unpack_header,
-    unpack_reason,
+    unpack_text,
 )
 from evenstep.transport.looking import look_for
 from evenstep.transport.reduction import Arithmetic, Scratch, plan_arithmetic, plan_slices, reduce_into
@@ -117,6 +117,7 @@ class Exchange:
         programs: By collective, what is done of a small and of a large tensor.
         rank: This rank.
         world_size: Number of ranks.
+        part_of: Number and transport of the call that the calls are now made for; None: they are made for themselves.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Exchange:
         self.rank = rank
         self.world_size = world_size
         self.ranks = range(world_size)
+        self.part_of: tuple[int, str] | None = None
         self._name = name
         self._programs = programs
         self._views = Views(segment)
@@ -180,17 +182,19 @@ class Exchange:
         headers = [unpack_header(head) for head in heads]
         call.places = tuple(place for place, _ in headers)
         fingerprints = [packed for _, packed in headers]
-        reasons = {
-            r: unpack_reason(self.segment.read(layout.small_slot(r, slot), REASON_BYTES))
+        texts = {
+            r: unpack_text(self.segment.read(layout.small_slot(r, slot), num_bytes))
             for r, packed in enumerate(fingerprints)
-            if has_refused(packed)
+            if (num_bytes := text_bytes(packed))
         }
-        problem = explain_mismatch(call.number + 1, self._name, fingerprints, reasons)
-        if problem is not None and reasons:
+        number, name = self.part_of or (call.number + 1, self._name)
+        known_as = self.arrivals.known_as
+        problem = explain_mismatch(number, name, fingerprints, texts, known_as)
+        if problem is not None and texts:
             raise MismatchError(problem)
         if problem is not None:
-            pids = {rank: self.arrivals.pid(rank) for rank in self.ranks}
-            raise MismatchError(problem + peer_pages.tell_sites(f"{self._name} {call.number + 1}", pids))
+            pids = {known_as[rank]: self.arrivals.pid(rank) for rank in self.ranks}
+            raise MismatchError(problem + peer_pages.tell_sites(f"{name} {number}", pids))
         if len(self._agreed) >= _MAX_AGREED:
             self._agreed.clear()
         self._agreed[heads] = call.places
@@ -434,5 +438,5 @@ PROGRAMS: Programs = {
     "reduce_scatter": (_small_reduce_scatter, _reduce_scatter),
     "barrier": (_small_barrier, _barrier),
     "gather": (_small_all_gather, _all_gather),
-    **{name: (_small_barrier, _barrier) for name in COLLECTIVES if name == REFUSED or name.endswith(OVER_GLOO)},
+    **{name: (_small_barrier, _barrier) for name in COLLECTIVES if name in (REFUSED, TOLD) or name.endswith(OVER_GLOO)},
 }

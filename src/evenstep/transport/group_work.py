@@ -168,8 +168,25 @@ class GroupWork(dist.Work):
                 # Python's `Future.set_exception` would complete it with the exception as its value, and C++ would
                 # look for tensors in there. What a callback raises is an error to C++, too.
                 self._future = inner.then(_value_of)
-                self._works[-1].when_done(lambda error: self._end(inner, error))  # works end in order
+                self._listen(inner)
         return self._future
+
+    def _listen(self, future: Future[Any]) -> None:
+        """End the future with the last work, or with the first that fails."""
+        # Works of one transport end in order: the last tells of all. What Gloo carries ends when it does.
+        heard = [*(each for each in self._works[:-1] if isinstance(each, GloosWork)), self._works[-1]]
+        missing, lock = len(heard), threading.Lock()
+
+        def told(error: EvenstepError | None) -> None:
+            nonlocal missing
+            with lock:
+                missing = 0 if error is not None and missing > 0 else missing - 1
+                is_over = missing == 0
+            if is_over:
+                self._end(future, error)
+
+        for work in heard:
+            work.when_done(told)
 
     def _end(self, future: Future[Any], error: EvenstepError | None) -> None:
         if error is None:
@@ -203,4 +220,5 @@ def merge(works: Sequence[GroupWork]) -> GroupWork:
         [each for work in works for each in work._works],
         [each for work in works for each in work._result],
         [each for work in works for each in work._copies],
+        min((work._timeout_s for work in works if work._timeout_s is not None), default=None),
     )

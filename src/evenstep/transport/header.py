@@ -28,6 +28,10 @@ _MAX_DIMS = 8
 REFUSED = "refused"
 REASON_BYTES = 1024
 
+# What a rank announces that has learned elsewhere that the ranks disagree, with the whole message.
+TOLD = "told"
+TOLD_BYTES = 3072
+
 # What Gloo carries for the backend "evenstep", announced all the same: another rank may make it over shared memory.
 OVER_GLOO = "over gloo"
 
@@ -56,6 +60,7 @@ COLLECTIVES = (
             "all_to_all",
         )
     ),
+    TOLD,
 )
 OPS: tuple[Op, ...] = ("sum", "max", "min", "mean", "product", "band", "bor", "bxor")
 DTYPES: tuple[torch.dtype, ...] = (
@@ -150,23 +155,27 @@ def unpack_header(data: bytes) -> tuple[int | None, bytes]:
     return (None if place == ELSEWHERE else place), data[_PLACE.size : HEADER_USED_BYTES]
 
 
-def pack_reason(reason: str) -> bytes:
-    """Why arguments were refused, as it travels: always as long, so that ranks which all refuse announce the same."""
-    return reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+def pack_text(text: str, num_bytes: int = REASON_BYTES) -> bytes:
+    """A text, as it travels: always as long, so that ranks which all refuse announce the same."""
+    return text.encode()[:num_bytes].ljust(num_bytes, b"\0")
 
 
-def unpack_reason(data: bytes) -> str:
-    """The inverse of `pack_reason`, but for what is too long."""
-    return data.rstrip(b"\0").decode(errors="replace")
+def unpack_text(data: bytes) -> str:
+    """The inverse of `pack_text`, but for what is too long. Another rank's: safe to print."""
+    return printable(data.rstrip(b"\0").decode(errors="replace"))
 
 
-def has_refused(packed: bytes) -> bool:
-    """Whether a rank announces that it doesn't make its call. Pure."""
-    return COLLECTIVES[packed[0]] == REFUSED
+def text_bytes(packed: bytes) -> int:
+    """How long the text is that comes with a rank's fingerprint; 0 where none does. Pure."""
+    return {REFUSED: REASON_BYTES, TOLD: TOLD_BYTES}.get(COLLECTIVES[packed[0]], 0)
 
 
 def explain_mismatch(
-    number: int, name: str, packed: Sequence[bytes], reasons: Mapping[int, str] | None = None
+    number: int,
+    name: str,
+    packed: Sequence[bytes],
+    texts: Mapping[int, str] | None = None,
+    known_as: Sequence[int] | None = None,
 ) -> str | None:
     """What to tell when ranks call different things; None if all call the same. Pure, and equal on all ranks.
 
@@ -174,19 +183,25 @@ def explain_mismatch(
         number: Of the call, counted from 1.
         name: What the transport is called.
         packed: Every rank's fingerprint, in order of rank.
-        reasons: By rank, why it has refused its arguments, as far as that is known.
+        texts: By rank, what came with its fingerprint (`text_bytes`), as far as that is known.
+        known_as: The ranks' numbers in the message; None: their own.
     """
+    texts = texts or {}
+    for rank, each in enumerate(packed):
+        if COLLECTIVES[each[0]] == TOLD:
+            return texts[rank]
     if all(each == packed[0] for each in packed):
         return None
+    known_as = known_as or range(len(packed))
     groups: dict[bytes, list[int]] = {}
     for rank, each in enumerate(packed):
-        groups.setdefault(each, []).append(rank)
+        groups.setdefault(each, []).append(known_as[rank])
     told = "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {Fingerprint.unpack(each)}"
         for each, ranks in groups.items()
     )
-    if reasons:
-        told += ". " + " ".join(f"Rank {rank}: {printable(reason)}" for rank, reason in reasons.items())
+    if texts:
+        told += ". " + " ".join(f"Rank {known_as[rank]}: {reason}" for rank, reason in texts.items())
         return f"the ranks disagree in collective number {number} over {name}. {told}"
     return (
         f"the ranks disagree in collective number {number} over {name}. {told}. Every rank makes the same calls, in "

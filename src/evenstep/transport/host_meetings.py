@@ -1,5 +1,12 @@
 """What hosts tell one another at the beginning of every call: what they call, and if they can, the data along with it.
 
+[Note: first inside, then between]
+
+A host's ranks compare what they call inside the host, over shared memory, and only then tell other hosts. So a message
+speaks for the whole host, and all lanes come to the same end: where the ranks of one host disagree, each of them tells
+its lane that instead of what it calls, and all ranks of all hosts raise the same error, at once. A rank without a lane
+is told inside its host.
+
 [Note: data that is foreseen]
 
 Gloo can't receive a message whose length it doesn't know, and how long a vector is, another host only knows when it has
@@ -14,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -21,7 +29,15 @@ from torch import Tensor
 from evenstep.errors import MismatchError
 from evenstep.transport.base import Transport
 from evenstep.transport.codec import to_bytes, to_tensor
-from evenstep.transport.header import explain_mismatch
+from evenstep.transport.header import (
+    TOLD,
+    TOLD_BYTES,
+    Fingerprint,
+    explain_mismatch,
+    pack_text,
+    text_bytes,
+    unpack_text,
+)
 from evenstep.transport.segment import round_up
 
 MESSAGE_BYTES = 4096  # where nothing is expected
@@ -30,6 +46,7 @@ SMALL_BYTES = MESSAGE_BYTES - PAYLOAD_AT  # so much travels with every message
 _ALIGN_BYTES = 64
 _CONTEXT = 8
 _MAX_CONTEXTS = 4096
+_TOLD = Fingerprint(TOLD, None, torch.uint8, (TOLD_BYTES,)).pack()
 
 
 class Foresight:
@@ -64,14 +81,17 @@ class HostMeetings:
         lane: One rank per host, in order of host; None: this rank carries nothing, and meets nobody.
         host_of: By rank, the number of its host.
         name: What the transport is called.
+        tell_inside: Called with the message when the hosts disagree, for the ranks of this host that have no lane.
 
     Attributes:
         num_foreseen: How many calls had their data in their first message because it was expected.
     """
 
-    def __init__(self, lane: Transport | None, host_of: Sequence[int], name: str) -> None:
+    def __init__(
+        self, lane: Transport | None, host_of: Sequence[int], name: str, tell_inside: Callable[[str], object]
+    ) -> None:
         self.num_foreseen = 0
-        self._lane, self._host_of, self._name = lane, host_of, name
+        self._lane, self._host_of, self._name, self._tell_inside = lane, host_of, name, tell_inside
         self._foresight = Foresight()
 
     def expects(self, packed: bytes) -> bool:
@@ -84,7 +104,7 @@ class HostMeetings:
 
         Args:
             number: Of the call.
-            packed: Its fingerprint.
+            packed: Its fingerprint, on which the ranks of this host agree.
             payload: Bytes that travel along, the same number on all hosts: at most `SMALL_BYTES`, or `later`
                 where the call is expected.
             later: How many bytes of this lane could travel along when the call is expected.
@@ -118,11 +138,32 @@ class HostMeetings:
             work.wait()
             rows = messages.view(num_hosts, length)
             of_hosts = [to_bytes(row[: len(packed)]) for row in rows]
-            # Ranks of one host have the same: else shared memory would have said so.
-            problem = explain_mismatch(number, self._name, [of_hosts[host] for host in self._host_of])
-            if problem is not None:
-                raise MismatchError(problem)
+            if any(each != packed for each in of_hosts) or packed[0] == _TOLD[0]:
+                self._raise_mismatch(number, rows, of_hosts)
             self._foresight.happened(packed, later)
             return [row[PAYLOAD_AT:last] for row in rows]
 
         return finish
+
+    def disagree(self, number: int, message: str) -> None:
+        """Tell the other hosts that the ranks of this one call different things; nothing where there is no lane.
+
+        Args:
+            number: Of the call.
+            message: What they are told.
+
+        Raises:
+            MismatchError: What all are told: this, or what an earlier host tells.
+        """
+        self.meet(number, _TOLD, to_tensor(pack_text(message, TOLD_BYTES)))
+
+    def _raise_mismatch(self, number: int, rows: Tensor, of_hosts: Sequence[bytes]) -> NoReturn:
+        texts = {
+            self._host_of.index(host): unpack_text(to_bytes(rows[host, PAYLOAD_AT : PAYLOAD_AT + num_bytes]))
+            for host, each in enumerate(of_hosts)
+            if (num_bytes := text_bytes(each))
+        }
+        problem = explain_mismatch(number, self._name, [of_hosts[host] for host in self._host_of], texts)
+        assert problem is not None
+        self._tell_inside(problem)
+        raise MismatchError(problem)

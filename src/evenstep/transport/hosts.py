@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Transport
@@ -10,10 +11,18 @@ from evenstep.transport.exchange import exchange
 from evenstep.transport.host import connect_shared_memory, describe_this_process
 from evenstep.transport.host_plan import plan_hosts
 from evenstep.transport.local import LocalTransport
+from evenstep.transport.process_group import ProcessGroupTransport
+
+if TYPE_CHECKING:
+    from evenstep.transport.host_steps import Inside
 
 
 def connect_ranks(
-    control: Transport, subgroup: Callable[[Sequence[int]], Transport], *, timeout_s: float
+    control: Transport,
+    subgroup: Callable[[Sequence[int]], ProcessGroupTransport],
+    *,
+    timeout_s: float,
+    is_shared: bool = False,
 ) -> Transport | str:
     """Join ranks through memory that they share, as far as they share a host.
 
@@ -21,9 +30,10 @@ def connect_ranks(
 
     Args:
         control: Carries the few messages that this needs, over Gloo. Part of the new transport if that spans several
-            hosts, else still the caller's.
+            hosts, unless it is shared; else still the caller's.
         subgroup: Opens Gloo between some ranks of `control`; called by these ranks alone.
         timeout_s: Deadline of the new transport's calls.
+        is_shared: Others call `control` as well, in threads of their own.
 
     Returns:
         The transport on every rank, or on every rank the same reason why there is none.
@@ -39,7 +49,7 @@ def connect_ranks(
     host, number = plan.place_of(control.rank)
     ranks = plan.hosts[host]
     meeting = subgroup(ranks) if len(ranks) > 1 else None
-    inside: Transport | str = LocalTransport()
+    inside: Inside | str = LocalTransport()
     if meeting is not None:
         # Gloo's threads need cores as well.
         inside = connect_shared_memory(meeting, plan_waiting(2 * len(ranks), timeout_s=timeout_s))
@@ -52,6 +62,7 @@ def connect_ranks(
             return f"on the host of rank {rank}: {problem}"
     assert not isinstance(inside, str)
     lane = subgroup(plan.lane(number)) if number < plan.num_lanes else None
+    everybody = subgroup(range(control.world_size)) if is_shared else control
     return SeveralHostsTransport(
-        plan, inside=inside, lane=lane, everybody=control, rank=control.rank, timeout_s=timeout_s
+        plan, inside=inside, lane=lane, everybody=everybody, rank=control.rank, timeout_s=timeout_s
     )

@@ -84,6 +84,16 @@ class LocalTransport:
         """See `Transport.barrier`."""
         return _DONE
 
+    def announce(self, collective: str, text: bytes = b"") -> Work:
+        """See `SharedMemoryTransport.announce`: there is nobody to disagree with."""
+        return _DONE
+
+    def begin(self, number: int, name: str, packed: bytes) -> None:
+        """See `SharedMemoryTransport.begin`."""
+
+    def serve(self, known_as: Sequence[int]) -> None:
+        """See `SharedMemoryTransport.serve`."""
+
     def split(self) -> Transport:
         """See `Transport.split`."""
         return LocalTransport()

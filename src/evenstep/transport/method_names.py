@@ -1,4 +1,4 @@
-"""What this torch calls the methods of a process group. See [Note: two generations of names] in `backend`."""
+"""What this torch calls the methods of a process group. See [Note: two generations of names] in `group_calls`."""
 
 from __future__ import annotations
 

@@ -84,6 +84,9 @@ class ProcessGroupTransport:
         owns_group: Destroy the group when closed.
         split_by: Makes what `split` returns; None: with a new group of torch's.
         close_by: Ends a group that torch doesn't know by name.
+
+    Attributes:
+        known_as: This rank's number in messages.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class ProcessGroupTransport:
         self._owns_group = owns_group
         self._split_by = split_by
         self._close_by = close_by
+        self.known_as = self.rank
         self._num_calls = 0
         self._arguments = Arguments(name, self.rank, self.world_size)
         self._scratch = Scratch()
@@ -203,14 +207,16 @@ class ProcessGroupTransport:
     def close(self) -> None:
         """See `Transport.close`."""
         group, self._group = self._group, None
-        if group is not None and self._close_by is not None:
-            self._close_by()
+        # Forgotten here, too: Gloo closes its connections, and so the other ranks hear of it, with the last reference.
+        close_by, self._close_by, self._split_by = self._close_by, None, None
+        if group is not None and close_by is not None:
+            close_by()
         if group is not None and self._owns_group and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
-            raise PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed.")
+            raise PeerLostError(f"rank {self.known_as}: this {self.name} transport has been closed.")
         return self._group
 
     def _start(
@@ -278,9 +284,9 @@ class ProcessGroupTransport:
         """The same failure in the words of `evenstep.errors`; an error of another kind is left as it is."""
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "timed out" in text.lower() or "timeout" in text.lower():
-            return CollectiveTimeoutError(f"rank {self.rank} waited in vain in {what} over {self.name}: {text}")
+            return CollectiveTimeoutError(f"rank {self.known_as} waited in vain in {what} over {self.name}: {text}")
         if is_consequence(error):
-            return PeerLostError(f"rank {self.rank} lost a peer in {what} over {self.name}: {text}")
+            return PeerLostError(f"rank {self.known_as} lost a peer in {what} over {self.name}: {text}")
         return error
 
     def __repr__(self) -> str:

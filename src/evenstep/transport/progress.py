@@ -7,6 +7,7 @@ nothing of ours runs. The thread starts when somebody first wants to be told of 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from evenstep.transport.semaphores import sem_post, take
@@ -55,3 +56,18 @@ class Progress:
                 if semaphore != LOOK_AGAIN and take(semaphore, _LOOK_EVERY_S):
                     sem_post(semaphore)
         self._keep = None
+
+
+class Waiting:
+    """For how long the same thing has been waited for, by who comes again and again to look."""
+
+    def __init__(self) -> None:
+        self._what: object = None
+        self._since = 0.0
+
+    def seconds_for(self, what: object) -> float:
+        """0 where this is asked for the first time after something else."""
+        now = time.monotonic()
+        if self._what != what:
+            self._what, self._since = what, now
+        return now - self._since

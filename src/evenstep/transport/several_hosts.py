@@ -29,32 +29,27 @@ message where the call was expected (`host_meetings`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from evenstep.errors import PeerLostError
+from evenstep.errors import EvenstepError, PeerLostError
 from evenstep.transport.arguments import Arguments
 from evenstep.transport.base import Op, Transport, Work
-from evenstep.transport.call_thread import CallThread
+from evenstep.transport.call_thread import CallThread, QueuedWork
 from evenstep.transport.fall_through import fall_through
-from evenstep.transport.header import Fingerprint
-from evenstep.transport.host_meetings import SMALL_BYTES, HostMeetings
+from evenstep.transport.header import REASON_BYTES, REFUSED, Fingerprint
 from evenstep.transport.host_plan import HostPlan
-from evenstep.transport.reduction import Scratch, plan_arithmetic, plan_slices, reduce_into
-from evenstep.transport.segment import PAGE_BYTES, round_up
+from evenstep.transport.host_steps import HostSteps, Inside
+from evenstep.transport.process_group import ProcessGroupTransport
 
-_MIN_PIECE_BYTES = 1 << 20  # a shorter one takes longer to start than to send
-_MAX_PIECE_BYTES = 4 << 20
-_PIECES_IN_FLIGHT = 4
-# What may travel with a call's first message: of two hosts each sends as much as otherwise, of more hosts more, in
-# fewer steps. Never more than a piece, so that all ranks of a host call the same inside, whichever way their lanes go.
-_MAX_FORESEEN_BYTES = _MIN_PIECE_BYTES
-_MAX_FORESEEN_LANE_BYTES = 64 << 10  # of more than two hosts, what a rank sends: its slice, and those it passes on
+_LAST_WORDS_S = 2.0  # how long who closes waits until the others have heard what it has refused
 
-
-Steps = Callable[[], None]
+Steps = Callable[[int, bytes], object]  # given the call's number and fingerprint
 
 
 class SeveralHostsTransport:
@@ -64,7 +59,7 @@ class SeveralHostsTransport:
         plan: Which rank is on which host.
         inside: The ranks of this rank's host, in order.
         lane: The ranks that carry the same slice as this one, one per host in order of host; None: it carries nothing.
-        everybody: All ranks, for what has no way of its own here.
+        everybody: All ranks, for what has no way of its own here. Nobody else uses it.
         rank: This rank.
         timeout_s: Deadline for peers to arrive.
     """
@@ -75,8 +70,8 @@ class SeveralHostsTransport:
         self,
         plan: HostPlan,
         *,
-        inside: Transport,
-        lane: Transport | None,
+        inside: Inside,
+        lane: ProcessGroupTransport | None,
         everybody: Transport,
         rank: int,
         timeout_s: float,
@@ -85,13 +80,15 @@ class SeveralHostsTransport:
         self.world_size = plan.world_size
         self.timeout_s = timeout_s
         self._plan = plan
-        self._host, self._local_rank = plan.place_of(rank)
         self._inside = inside
         self._lane = lane
         self._everybody = everybody
-        self._arguments = Arguments(self.name, rank, self.world_size)
-        self._scratch = Scratch()
-        self._meetings = HostMeetings(lane, [plan.place_of(each)[0] for each in range(plan.world_size)], self.name)
+        inside.serve(self.memory_ranks)
+        if lane is not None:
+            lane.known_as = rank
+        self._steps = HostSteps(plan, inside, lane, rank=rank, name=self.name)
+        self._arguments = Arguments(self.name, rank, self.world_size, refused=weakref.WeakMethod(self.refuse))
+        self._refused: QueuedWork | None = None
         self._thread = CallThread("evenstep several hosts", let_go=self._let_go)
 
     @property
@@ -102,7 +99,7 @@ class SeveralHostsTransport:
     @property
     def memory_ranks(self) -> Sequence[int]:
         """See `common.ranks_in_reach`: those of this host."""
-        return self._plan.hosts[self._host]
+        return self._plan.hosts[self._plan.place_of(self.rank)[0]]
 
     # ------------------------------------------------------------------ the seam
 
@@ -118,40 +115,17 @@ class SeveralHostsTransport:
         """See `Transport.broadcast`; also of tensors that aren't contiguous."""
         self._arguments.check_rank("broadcast", "src", src)
         flat, back = self._arguments.flatten(tensor)
-
-        def steps(number: int, packed: bytes) -> None:
-            raw = flat.view(torch.uint8)
-            source_host, source = self._plan.place_of(src)
-            if self._host == source_host:
-                self._inside.broadcast(raw, source).wait()
-            self._meetings.meet(number, packed)
-            slices = plan_slices(raw.numel(), self._plan.num_lanes, 1)
-            if self._lane is not None:
-                begin, end = slices[self._local_rank]
-                if begin < end:
-                    self._lane.broadcast(raw[begin:end], source_host).wait()
-            if self._host != source_host:
-                _wait(self._spread(raw, slices))
-
+        steps = functools.partial(self._steps.broadcast, raw=flat.view(torch.uint8), src=src)
         return self._launch("broadcast", tensor, steps, root=src, back=back)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """See `Transport.all_gather`."""
         self._arguments.check_sizes("all_gather", "out", out, "tensor", tensor)
-        if not self._plan.is_regular:
-            return self._by_everybody("all_gather", lambda to: to.all_gather(out, tensor))
         flat, _ = self._arguments.flatten(tensor)
         into, back = self._arguments.flatten(out)
-
-        def steps(number: int, packed: bytes) -> None:
-            raw, num_hosts, num_local = flat.view(torch.uint8), len(self._plan.hosts), self._plan.num_lanes
-            of_lane = torch.empty(num_hosts * raw.numel(), dtype=torch.uint8, device="cpu")
-            self._gather_lane(number, packed, of_lane, raw)
-            of_all = torch.empty(num_local * of_lane.numel(), dtype=torch.uint8, device="cpu")
-            self._inside.all_gather(of_all, of_lane).wait()
-            by_host = of_all.view(num_local, num_hosts, raw.numel()).transpose(0, 1)
-            into.view(torch.uint8).view(num_hosts, num_local, raw.numel()).copy_(by_host)
-
+        if not self._plan.is_regular:
+            return self._by_everybody("all_gather", tensor, lambda to: to.all_gather(into, flat), back=back)
+        steps = functools.partial(self._steps.all_gather, out=into.view(torch.uint8), raw=flat.view(torch.uint8))
         return self._launch("all_gather", tensor, steps, back=back)
 
     def all_gather_over_hosts(self, out: Tensor, tensor: Tensor) -> Work:
@@ -161,39 +135,16 @@ class SeveralHostsTransport:
             out: [number of hosts * n], contiguous.
             tensor: [n], contiguous.
         """
-
-        def steps(number: int, packed: bytes) -> None:
-            self._gather_lane(number, packed, out.view(torch.uint8), tensor.view(torch.uint8))
-
+        steps = functools.partial(self._steps.gather_lane, out=out.view(torch.uint8), raw=tensor.view(torch.uint8))
         return self._launch("all_gather", tensor, steps)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`."""
-        plan_arithmetic(op, tensor.dtype)
         self._arguments.check_sizes("reduce_scatter", "tensor", tensor, "out", out)
+        self._arguments.check_op(op, tensor.dtype)
         flat, _ = self._arguments.flatten(tensor)
         into, back = self._arguments.flatten(out)
-
-        def steps(number: int, packed: bytes) -> None:
-            met = self._meetings.start(number, packed)
-            num_hosts, num_local, numel = len(self._plan.hosts), self._plan.num_lanes, into.numel()
-            if numel == 0:
-                met()
-                return
-            if not self._plan.is_regular:
-                whole = flat.clone()
-                self._all_reduce_large(whole, op, met)
-                into.copy_(whole[self.rank * numel : (self.rank + 1) * numel])
-                return
-            assert self._lane is not None
-            by_lane = flat.view(num_hosts, num_local, numel).transpose(0, 1).reshape(-1)
-            of_lane = torch.empty(num_hosts * numel, dtype=flat.dtype, device="cpu")
-            self._inside.reduce_scatter(of_lane, by_lane, _undivided(op)).wait()
-            met()
-            parts = torch.empty_like(of_lane)
-            self._lane.all_to_all(parts, of_lane).wait()
-            self._add(into, list(parts.view(num_hosts, numel).unbind()), op)
-
+        steps = functools.partial(self._steps.reduce_scatter, into=into, flat=flat, op=op)
         return self._launch("reduce_scatter", tensor, steps, op=op, back=back)
 
     def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
@@ -203,11 +154,40 @@ class SeveralHostsTransport:
 
     def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
         """See `Transport.gather`."""
-        return self._by_everybody("gather", lambda to: to.gather(out, tensor, dst))
+        self._arguments.check_rank("gather", "dst", dst)
+        flat, _ = self._arguments.flatten(tensor)
+        into, back = None, None
+        if dst == self.rank:
+            out = self._arguments.require("gather", "out", out)
+            self._arguments.check_sizes("gather", "out", out, "tensor", tensor)
+            into, back = self._arguments.flatten(out)
+        if not self._steps.goes_with_message(flat.nbytes):
+            return self._by_everybody("gather", tensor, lambda to: to.gather(into, flat, dst), root=dst, back=back)
+
+        def take(everybodys: Tensor) -> None:
+            if into is not None:
+                into.view(torch.uint8).copy_(everybodys.view(-1))
+
+        return self._with_message("gather", tensor, flat, take, root=dst, back=back)
 
     def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
         """See `Transport.scatter`."""
-        return self._by_everybody("scatter", lambda to: to.scatter(out, tensor, src))
+        self._arguments.check_rank("scatter", "src", src)
+        into, back = self._arguments.flatten(out)
+        flat = None
+        if src == self.rank:
+            tensor = self._arguments.require("scatter", "tensor", tensor)
+            self._arguments.check_sizes("scatter", "tensor", tensor, "out", out)
+            flat, _ = self._arguments.flatten(tensor)
+        num_bytes = self.world_size * into.nbytes
+        if not self._steps.goes_with_message(num_bytes):
+            return self._by_everybody("scatter", out, lambda to: to.scatter(into, flat, src), root=src, back=back)
+        given = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu") if flat is None else flat
+
+        def take(everybodys: Tensor) -> None:
+            into.view(torch.uint8).copy_(everybodys[src].view(self.world_size, into.nbytes)[self.rank])
+
+        return self._with_message("scatter", out, given, take, root=src, back=back)
 
     def all_to_all(
         self,
@@ -217,29 +197,53 @@ class SeveralHostsTransport:
         splits: Sequence[int] | None = None,
     ) -> Work:
         """See `Transport.all_to_all`."""
+        flat, _ = self._arguments.flatten(tensor)
+        into, back = self._arguments.flatten(out)
         self._arguments.check_all_to_all(out, tensor, out_splits, splits)
-        return self._by_everybody("all_to_all", lambda to: to.all_to_all(out, tensor, out_splits, splits))
+        is_even = out_splits is None or splits is None
+        if not is_even or not self._steps.goes_with_message(flat.nbytes):
+            alike = tensor if is_even else flat[:0]  # each rank may send another amount
+            return self._by_everybody(
+                "all_to_all", alike, lambda to: to.all_to_all(into, flat, out_splits, splits), back=back
+            )
+
+        def take(everybodys: Tensor) -> None:
+            share = into.nbytes // self.world_size
+            mine = everybodys.view(self.world_size, self.world_size, share)[:, self.rank]
+            into.view(torch.uint8).view(self.world_size, share).copy_(mine)
+
+        return self._with_message("all_to_all", tensor, flat, take, back=back)
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
-        nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        return self._launch(
-            "barrier", nothing, lambda number, packed: self._all_reduce_small(number, packed, nothing, "max")
-        )
+        return self.announce("barrier")
+
+    def announce(self, collective: str) -> QueuedWork:
+        """Have the ranks compare a call that something else carries. The work is done when all make the same one."""
+        return self._launch(collective, torch.empty(0, device="cpu"), self._steps.compare)
+
+    def refuse(self, reason: str) -> None:
+        """See `SharedMemoryTransport.refuse`."""
+        shape = torch.empty(REASON_BYTES, dtype=torch.uint8, device="cpu")
+        with contextlib.suppress(EvenstepError):  # of a transport that has failed, or been closed, they know
+            self._refused = self._launch(REFUSED, shape, functools.partial(self._steps.refuse, reason=reason))
 
     def split(self) -> Transport:
         """See `Transport.split`."""
         return SeveralHostsTransport(
             self._plan,
-            inside=self._inside.split(),
-            lane=None if self._lane is None else self._lane.split(),
+            inside=self._inside.split(),  # type: ignore[arg-type]  # of the same kind
+            lane=None if self._lane is None else self._lane.split(),  # type: ignore[arg-type]
             everybody=self._everybody.split(),
             rank=self.rank,
             timeout_s=self.timeout_s,
         )
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """See `Transport.close`. What this rank has refused last is told to the others first."""
+        if self._refused is not None:
+            with contextlib.suppress(EvenstepError):
+                self._refused.wait(_LAST_WORDS_S)
         self._thread.close(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
 
     def __repr__(self) -> str:
@@ -253,17 +257,17 @@ class SeveralHostsTransport:
         self,
         collective: str,
         tensor: Tensor,
-        steps: Callable[[int, bytes], None],
+        steps: Steps,
         *,
         op: Op | None = None,
         root: int = -1,
         back: tuple[Tensor, Tensor] | None = None,
-    ) -> Work:
+    ) -> QueuedWork:
         if back is not None:
             self._arguments.check_written(collective, back[0])
         packed = Fingerprint(collective, op, tensor.dtype, tuple(tensor.shape), root).pack()
 
-        def prepare(number: int) -> Steps:
+        def prepare(number: int) -> Callable[[], None]:
             def run() -> None:
                 steps(number, packed)
                 if back is not None:
@@ -274,24 +278,56 @@ class SeveralHostsTransport:
         return self._thread.submit(f"{collective} over {self.name}", prepare)
 
     def _reduce(self, collective: str, tensor: Tensor, op: Op, root: int = -1) -> Work:
-        plan_arithmetic(op, tensor.dtype)  # refuses what has no meaning, before anything is sent
+        self._arguments.check_op(op, tensor.dtype)
         flat, back = self._arguments.flatten(tensor)
-
-        def steps(number: int, packed: bytes) -> None:
-            if flat.nbytes <= SMALL_BYTES:
-                self._all_reduce_small(number, packed, flat, op)
-            elif self._meetings.expects(packed):
-                self._all_reduce_foreseen(number, packed, flat, op)
-            else:
-                met = self._meetings.start(number, packed, later=self._own_slice(flat).nbytes)
-                self._all_reduce_large(flat, op, met)
-
+        steps = functools.partial(self._steps.all_reduce, flat=flat, op=op)
         return self._launch(collective, tensor, steps, op=op, root=root, back=back)
 
-    def _by_everybody(self, collective: str, launch: Callable[[Transport], Work]) -> Work:
+    def _with_message(
+        self,
+        collective: str,
+        tensor: Tensor,
+        flat: Tensor,
+        take: Callable[[Tensor], object],
+        *,
+        root: int = -1,
+        back: tuple[Tensor, Tensor] | None = None,
+    ) -> Work:
+        """What every rank gives goes to all with the first message, and each takes what is its own.
+
+        Args:
+            collective: Which.
+            tensor: What the ranks compare.
+            flat: What this rank gives: as much as every other.
+            take: Called with [world_size, bytes].
+            root: The rank that gives or gets what no other does.
+            back: See `_launch`.
+        """
+
+        def steps(number: int, packed: bytes) -> None:
+            everybodys = torch.empty(self.world_size * flat.nbytes, dtype=torch.uint8, device="cpu")
+            self._steps.all_gather(number, packed, everybodys, flat.view(torch.uint8))
+            take(everybodys.view(self.world_size, flat.nbytes))
+
+        return self._launch(collective, tensor, steps, root=root, back=back)
+
+    def _by_everybody(
+        self,
+        collective: str,
+        tensor: Tensor,
+        launch: Callable[[Transport], Work],
+        *,
+        root: int = -1,
+        back: tuple[Tensor, Tensor] | None = None,
+    ) -> Work:
+        """Over Gloo, after the ranks have compared what they call: of other sizes than it expects Gloo can die."""
         fall_through.count(collective)
-        # Launched in the caller's thread, whose error it is if that can't be done.
-        return self._thread.submit(f"{collective} over gloo", lambda number: launch(self._everybody).wait)
+
+        def steps(number: int, packed: bytes) -> None:
+            self._steps.compare(number, packed)
+            launch(self._everybody).wait()
+
+        return self._launch(collective, tensor, steps, root=root, back=back)
 
     def _let_go(self) -> None:
         # The other ranks of this host notice, and through their lanes those of the other hosts.
@@ -302,142 +338,3 @@ class SeveralHostsTransport:
     def parts(self) -> list[Transport]:
         """What it is made of: inside this host, between hosts, and for the rest."""
         return [each for each in (self._inside, self._lane, self._everybody) if each is not None]
-
-    # ------------------------------------------------------------------ steps
-
-    def _gather_lane(self, number: int, packed: bytes, out: Tensor, raw: Tensor) -> None:
-        """What every rank of the lane has: bytes."""
-        if raw.numel() <= SMALL_BYTES:
-            torch.cat(self._meetings.meet(number, packed, raw), out=out)
-        else:
-            self._meetings.meet(number, packed)
-            assert self._lane is not None
-            self._lane.all_gather(out, raw).wait()
-
-    def _all_reduce_small(self, number: int, packed: bytes, flat: Tensor, op: Op) -> None:
-        self._inside.all_reduce(flat, _undivided(op)).wait()
-        sums = self._meetings.meet(number, packed, flat.view(torch.uint8))
-        if sums:
-            self._add(flat, [each.view(flat.dtype) for each in sums], op)
-        if self._plan.has_idle_ranks(self._host):
-            self._inside.broadcast(flat, 0).wait()
-
-    def _own_slice(self, flat: Tensor) -> Tensor:
-        """This lane's slice, if it may travel with a message; else, and where there is no lane, nothing."""
-        begin, end = 0, 0
-        if self._lane is not None:
-            slices = plan_slices(flat.numel(), self._plan.num_lanes, flat.itemsize)
-            if may_be_foreseen(flat.nbytes, slices[0][1] * flat.itemsize, len(self._plan.hosts)):
-                begin, end = slices[self._local_rank]
-        return flat[begin:end]
-
-    def _all_reduce_foreseen(self, number: int, packed: bytes, flat: Tensor, op: Op) -> None:
-        """As `_all_reduce_large` of one piece, with the slice in the first message."""
-        self._inside.all_reduce(flat, _undivided(op)).wait()
-        mine = self._own_slice(flat)
-        sums = self._meetings.meet(number, packed, mine.view(torch.uint8), later=mine.nbytes)
-        self._add(mine, [each.view(flat.dtype) for each in sums], op)
-        _wait(self._spread(flat, plan_slices(flat.numel(), self._plan.num_lanes, flat.itemsize)))
-
-    def _all_reduce_large(self, flat: Tensor, op: Op, met: Callable[[], object]) -> None:
-        """Piece by piece; `met`, called once, returns when the hosts have compared what they call."""
-        length = plan_piece_bytes(flat.nbytes) // flat.itemsize
-        _in_turns(
-            self._reduce_piece(flat[begin : begin + length], op, list if begin else met)
-            for begin in range(0, flat.numel(), length)
-        )
-
-    def _reduce_piece(self, piece: Tensor, op: Op, met: Callable[[], object]) -> Iterator[Sequence[Work]]:
-        self._inside.all_reduce(piece, _undivided(op)).wait()
-        met()
-        slices = plan_slices(piece.numel(), self._plan.num_lanes, piece.itemsize)
-        mine = piece[:0]
-        if self._lane is not None:
-            begin, end = slices[self._local_rank]
-            mine = piece[begin:end]
-        if len(self._plan.hosts) == 2:
-            yield from self._swap(mine, op)
-        else:
-            yield from self._share_out(mine, op)
-        yield self._spread(piece, slices)
-
-    def _swap(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
-        """Between two hosts: each sends its whole slice. The same bytes as in parts, in one step."""
-        both = torch.empty(2 * mine.numel(), dtype=mine.dtype, device="cpu")
-        yield [self._lane.all_gather(both, mine)] if self._lane is not None and mine.numel() else []
-        if mine.numel():
-            self._add(mine, list(both.view(2, -1).unbind()), op)
-
-    def _share_out(self, mine: Tensor, op: Op) -> Iterator[Sequence[Work]]:
-        """Between more hosts: each adds a part of the slice, and tells the others."""
-        parts = plan_slices(mine.numel(), len(self._plan.hosts), mine.itemsize)
-        begin, end = parts[self._host]
-        sizes = [stop - start for start, stop in parts]
-        received = torch.empty(len(parts) * (end - begin), dtype=mine.dtype, device="cpu")
-        works: list[Work] = []
-        if self._lane is not None and mine.numel():
-            works.append(self._lane.all_to_all(received, mine, [end - begin] * len(parts), sizes))
-        yield works
-        padded = torch.empty(parts[0][1], dtype=mine.dtype, device="cpu")
-        if begin < end:
-            self._add(padded[: end - begin], list(received.view(len(parts), -1).unbind()), op)
-        added = torch.empty(len(parts) * padded.numel(), dtype=mine.dtype, device="cpu")
-        works = []
-        if self._lane is not None and mine.numel():
-            works.append(self._lane.all_gather(added, padded))
-        yield works
-        mine.copy_(added[: mine.numel()])
-
-    def _add(self, into: Tensor, parts: list[Tensor], op: Op) -> None:
-        reduce_into([into], parts, plan_arithmetic(_undivided(op), into.dtype), self._scratch)
-        if op == "mean":
-            into.div_(self.world_size)
-
-    def _spread(self, flat: Tensor, slices: Sequence[tuple[int, int]]) -> list[Work]:
-        """Inside the host: from each carrier its slice."""
-        return [
-            self._inside.broadcast(flat[begin:end], carrier)
-            for carrier, (begin, end) in enumerate(slices)
-            if begin < end
-        ]
-
-
-def may_be_foreseen(num_bytes: float, slice_bytes: float, num_hosts: int) -> bool:
-    """Whether a vector, of which each rank carries a slice, travels with the message of an expected call. Pure."""
-    is_short = num_hosts == 2 or (num_hosts - 1) * slice_bytes <= _MAX_FORESEEN_LANE_BYTES
-    return num_bytes <= _MAX_FORESEEN_BYTES and is_short
-
-
-def plan_piece_bytes(num_bytes: int) -> int:
-    """How long the pieces of a vector are: some are in flight at once, and none is too short to be worth it. Pure."""
-    return min(max(round_up(num_bytes // _PIECES_IN_FLIGHT, PAGE_BYTES), _MIN_PIECE_BYTES), _MAX_PIECE_BYTES)
-
-
-def _in_turns(pieces: Iterable[Iterator[Sequence[Work]]]) -> None:
-    """Go through the steps of every piece, one step behind the piece before it.
-
-    A step yields what has to be awaited before the piece's next one. All ranks take the same steps in the same order.
-    """
-    under_way: list[tuple[Iterator[Sequence[Work]], Sequence[Work]]] = []
-    waiting = iter(pieces)
-    while True:
-        new = next(waiting, None)
-        turns = [*([] if new is None else [(new, ())]), *under_way]
-        if not turns:
-            return
-        under_way = []
-        for piece, works in turns:
-            _wait(works)
-            next_works = next(piece, None)
-            if next_works is not None:
-                under_way.append((piece, next_works))
-
-
-def _wait(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()
-
-
-def _undivided(op: Op) -> Op:
-    """A mean is a sum until all hosts have been added."""
-    return "sum" if op == "mean" else op

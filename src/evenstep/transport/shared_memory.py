@@ -16,30 +16,26 @@ import collections
 import contextlib
 import functools
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import EvenstepError, PeerLostError, UsageError
 from evenstep.health import page
-from evenstep.transport.arguments import Arguments
+from evenstep.transport.arguments import Arguments, Fingerprints
 from evenstep.transport.arrivals import Arrivals, Phase, WaitPolicy
 from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.codec import to_tensor
 from evenstep.transport.collectives import Call, Exchange
-from evenstep.transport.header import REFUSED, Fingerprint, pack_reason
+from evenstep.transport.header import REFUSED, pack_text
 from evenstep.transport.helper import helper
 from evenstep.transport.peers import PeerProcess, PeerWatch
 from evenstep.transport.personal import ALL_PROGRAMS
-from evenstep.transport.progress import LOOK_AGAIN, Progress
+from evenstep.transport.progress import LOOK_AGAIN, Progress, Waiting
 from evenstep.transport.segment import NUM_SLOTS, SMALL_BYTES, Segment
 from evenstep.transport.shared_work import SharedWork
-
-_MAX_FINGERPRINTS = 4096
 
 
 class SharedMemoryTransport:
@@ -88,9 +84,10 @@ class SharedMemoryTransport:
         self._queue: collections.deque[SharedWork] = collections.deque()
         self._to_tell: collections.deque[Callable[[], object]] = collections.deque()
         self._progress = Progress(self.progress, keep=segment)
-        self._meeting: tuple[int, Phase, int] | None = None  # what the progress thread waits for: call, phase, count
-        self._waiting_since = 0.0
-        self._fingerprints: dict[Any, bytes] = {}
+        self._waiting = Waiting()
+        self._fingerprints = Fingerprints(self._arguments)
+        self._known_as = rank
+        self._begun: bytes | None = None  # what the next call is compared as
         self._num_calls = 0
         self._failure: EvenstepError | None = None
         self._is_closed = False
@@ -193,16 +190,34 @@ class SharedMemoryTransport:
         """See `Transport.barrier`."""
         return self.announce("barrier")
 
-    def announce(self, collective: str) -> SharedWork:
-        """Have the ranks compare a call that something else carries. The work is done when all make the same one."""
-        nothing = torch.empty(0, device="cpu")
+    def announce(self, collective: str, text: bytes = b"") -> SharedWork:
+        """Have the ranks compare a call that something else carries. The work is done when all make the same one.
+
+        Args:
+            collective: One of `header.COLLECTIVES`.
+            text: What comes with it, for those that have one (`header.pack_text`).
+        """
+        nothing = to_tensor(text) if text else torch.empty(0, device="cpu")
         return self._launch(collective, nothing, nothing, nothing)
 
     def refuse(self, reason: str) -> None:
         """Tell the others that this rank doesn't make its next call; they'd wait for it. Nothing, where all refuse."""
-        told = to_tensor(pack_reason(reason))
         with contextlib.suppress(EvenstepError):  # of a transport that has failed, or been closed, they know
-            self._launch(REFUSED, told, told, told)
+            self.announce(REFUSED, pack_text(reason))
+
+    def serve(self, known_as: Sequence[int]) -> None:
+        """From now on the ranks are named so in messages: by the numbers they have in a larger world."""
+        self.arrivals.known_as, self._known_as = known_as, known_as[self.rank]
+
+    def begin(self, number: int, name: str, packed: bytes) -> None:
+        """What follows is made for a call over another transport: the ranks compare that, in the first call from now.
+
+        Args:
+            number: Of that call.
+            name: Of that transport.
+            packed: That call's fingerprint.
+        """
+        self._exchange.part_of, self._begun = (number, name), packed
 
     def split(self) -> Transport:
         """See `Transport.split`: a segment of its own."""
@@ -218,7 +233,7 @@ class SharedMemoryTransport:
         self._progress.stop()
         with self._lock:
             self._watch.close()
-            self._fail(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
+            self._fail(PeerLostError(f"rank {self._known_as}: this {self.name} transport has been closed."))
             del self._exchange, self._segment, self.arrivals
         self._tell_ended()
 
@@ -249,18 +264,12 @@ class SharedMemoryTransport:
     ) -> SharedWork:
         if back is not None:
             self._arguments.check_written(collective, back[0])
-        key = (collective, op, tensor.dtype, tensor.shape, source, receiver)
-        packed = self._fingerprints.get(key)
-        if packed is None:
-            if op is not None:
-                self._arguments.check_op(op, tensor.dtype)
-            packed = Fingerprint(collective, op, tensor.dtype, tuple(tensor.shape), max(source, receiver)).pack()
-            if len(self._fingerprints) >= _MAX_FINGERPRINTS:
-                self._fingerprints.clear()
-            self._fingerprints[key] = packed
+        packed = self._fingerprints[collective, op, tensor.dtype, tensor.shape, source, receiver]
         with self._lock:
             if self._failure is not None:
                 raise self._failure
+            if self._begun is not None:
+                packed, self._begun = self._begun, None
             place = self._exchange.arena.locate(flat.data_ptr(), flat.nbytes) if flat.nbytes > SMALL_BYTES else None
             call = Call(self._num_calls, collective, op, source, flat, out, packed, place, receiver, splits)
             self._num_calls += 1
@@ -371,12 +380,8 @@ class SharedMemoryTransport:
         phase, count = work._waits_for
         if not work.has_arrived:
             phase, count = Phase.FINISHED, work._call.number - NUM_SLOTS + 1
-        now = time.monotonic()
-        meeting = (work._call.number, phase, count)
-        if self._meeting != meeting:
-            self._meeting, self._waiting_since = meeting, now
-        elif now - self._waiting_since > arrivals.policy.look_every_s:
-            waited_s = now - self._waiting_since
+        waited_s = self._waiting.seconds_for((work._call.number, phase, count))
+        if waited_s > arrivals.policy.look_every_s:
             try:
                 arrivals.check_missing(phase, count, lambda: f"{self.name} collective {work._call}", waited_s)
             except EvenstepError as error:
@@ -390,8 +395,8 @@ class SharedMemoryTransport:
             self._failure = error
         else:
             self._failure = PeerLostError(
-                f"rank {self.rank}: a collective over {self.name} was interrupted by {type(error).__name__}, so the "
-                f"ranks are no longer in step. Start again."
+                f"rank {self._known_as}: a collective over {self.name} was interrupted by {type(error).__name__}, so "
+                f"the ranks are no longer in step. Start again."
             )
         self._to_tell += [functools.partial(each._told, self._failure) for each in self._queue if each._told]
         self._queue.clear()

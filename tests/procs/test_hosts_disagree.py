@@ -1,0 +1,242 @@
+"""Ranks of several hosts that call different things, or that refuse what they were given: one error on all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import evenstep
+from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, PeerLostError
+from evenstep.testing import RankPool
+from evenstep.transport.base import Transport
+
+from .test_several_hosts import new_transport
+
+LONG = 1 << 19  # 2 MiB of float32: more than one piece
+
+Make = Callable[[Transport, bool], Any]  # a call of a rank, and whether that is the odd one
+
+REFUSED: dict[str, tuple[str, Make]] = {
+    "sparse": (
+        "sparse_coo float32",
+        lambda t, odd: t.all_reduce(torch.eye(3).to_sparse() if odd else torch.eye(3)),
+    ),
+    "op": (
+        "mean of integers",
+        lambda t, odd: t.all_reduce(torch.ones(3, dtype=torch.int32), "mean" if odd else "sum"),
+    ),
+    "root": ("src=77", lambda t, odd: t.broadcast(torch.ones(3), 77 if odd else 0)),
+    "long root": ("src=77", lambda t, odd: t.broadcast(torch.ones(LONG), 77 if odd else 1)),
+    "share": (
+        "times the elements of tensor",
+        lambda t, odd: t.all_gather(torch.empty(t.world_size * 3 + odd), torch.ones(3)),
+    ),
+    "long share": (
+        "times the elements of out",
+        lambda t, odd: t.reduce_scatter(torch.empty(70_000 + odd), torch.ones(t.world_size * 70_000)),
+    ),
+    "no place": (
+        "share memory",
+        lambda t, odd: t.all_reduce(torch.ones(1).expand(LONG) if odd else torch.ones(LONG)),
+    ),
+    "no place of a share": (
+        "share memory",
+        lambda t, odd: t.scatter(torch.ones(1).expand(3) if odd else torch.ones(3), torch.ones(t.world_size * 3), 0),
+    ),
+    "splits": (
+        "out_splits",
+        lambda t, odd: t.all_to_all(
+            torch.empty(t.world_size), torch.ones(t.world_size), [1] * t.world_size, [1 + odd] * t.world_size
+        ),
+    ),
+}  # fmt: skip
+OTHERS: dict[str, tuple[str, Make]] = {
+    "shape": ("float32 [3, 2]", lambda t, odd: t.all_reduce(torch.ones((3, 2) if odd else (2, 3)))),
+    "dtype": (
+        "int32 [6]",
+        lambda t, odd: t.all_reduce(torch.ones(6, dtype=torch.int32 if odd else torch.float32)),
+    ),
+    "long": (f"float32 [{LONG + 1}]", lambda t, odd: t.all_reduce(torch.ones(LONG + odd))),
+    "middle": ("float32 [50001]", lambda t, odd: t.all_reduce(torch.ones(50_000 + odd))),
+    "root": ("broadcast from rank 1", lambda t, odd: t.broadcast(torch.ones(6), int(odd))),
+    "collective": (
+        "reduce(sum) to rank 0",
+        lambda t, odd: t.reduce(torch.ones(6), 0) if odd else t.all_reduce(torch.ones(6)),
+    ),
+    "all_gather": (
+        "float32 [5]",
+        lambda t, odd: t.all_gather(torch.empty(t.world_size * (4 + odd)), torch.ones(4 + odd)),
+    ),
+    "scatter": (
+        "scatter",
+        lambda t, odd: t.scatter(torch.ones(3 + odd), torch.ones(t.world_size * (3 + odd)), 0),
+    ),
+    "gather": (
+        "float32 [3]",
+        lambda t, odd: t.gather(torch.ones(t.world_size * (2 + odd)) if t.rank == 0 else None, torch.ones(2 + odd), 0),
+    ),
+    "long gather": (
+        "float32 [9001]",
+        lambda t, odd: t.gather(
+            torch.ones(t.world_size * (9_000 + odd)) if t.rank == 0 else None, torch.ones(9_000 + odd), 0
+        ),
+    ),
+    "all_to_all": (
+        "barrier",
+        lambda t, odd: t.barrier() if odd else t.all_to_all(torch.ones(t.world_size), torch.ones(t.world_size)),
+    ),
+    "over gloo": (
+        "all_reduce over gloo",
+        lambda t, odd: t.announce("all_reduce over gloo") if odd else t.all_reduce(torch.ones(3)),
+    ),
+}  # fmt: skip
+
+
+def errors(names: str, odd: int, cases: dict[str, tuple[str, Make]]) -> list[str]:
+    """Of every case: what this rank is told by the call itself, and by the next one; and how long that took."""
+    first, told = new_transport(names), []
+    for name, (_, make) in cases.items():
+        transport = first.split()
+        for numel in (3, 5_000):
+            transport.all_reduce(torch.ones(numel)).wait()  # calls that have gone well before
+        is_odd = transport.rank == odd
+        said, started = "", time.monotonic()
+        try:
+            make(transport, is_odd).wait()
+        except (ConfigurationError, MismatchError) as error:
+            said = f"{error} | "
+        with pytest.raises(MismatchError) as again:
+            transport.barrier().wait()
+        took_s = time.monotonic() - started
+        assert took_s < 25, (name, took_s)  # the deadline is 30
+        told.append(f"{said}{again.value}")
+        transport.close()
+    first.close()
+    return told
+
+
+def globals_of(what: str) -> dict[str, tuple[str, Make]]:
+    return {"refused": REFUSED, "others": OTHERS}[what]
+
+
+def errors_of(names: str, odd: int, what: str) -> list[str]:
+    return errors(names, odd, globals_of(what))
+
+
+# On a host of two, on one of three ranks (of which one carries nothing), and where one is alone.
+PLACES = [("aabb", 3), ("aab", 1), ("aab", 2), pytest.param("abbab", 4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("names", "odd"), PLACES)
+def test_what_one_rank_refuses_is_an_error_on_all_at_once(ranks: RankPool, names: str, odd: int) -> None:
+    told = ranks.run(errors_of, len(names), names, odd, "refused", timeout_s=150)
+    for number, (name, (reason, _)) in enumerate(REFUSED.items()):
+        of_ranks = [each[number] for each in told]
+        own, _, then = of_ranks[odd].partition(" | ")
+        assert reason in own, (name, own)
+        assert f"Rank {odd}: {own}" in then, (name, then)
+        assert "over shared memory + gloo" in then
+        others = {each for rank, each in enumerate(of_ranks) if rank != odd}
+        assert others == {f"{then} | {then}"}, (name, others)
+
+
+@pytest.mark.parametrize(("names", "odd"), PLACES)
+def test_what_one_rank_calls_otherwise_is_the_same_error_on_all(ranks: RankPool, names: str, odd: int) -> None:
+    told = ranks.run(errors_of, len(names), names, odd, "others", timeout_s=150)
+    for number, (name, (words, _)) in enumerate(OTHERS.items()):
+        of_ranks = {each[number] for each in told}
+        assert len(of_ranks) == 1, (name, of_ranks)
+        (said,) = of_ranks
+        assert f"rank {odd}: " in said, (name, said)
+        assert words in said.partition(f"rank {odd}: ")[2], (name, said)
+
+
+def refused_on_all_ranks(names: str) -> list[float]:
+    transport = new_transport(names)
+    sums = []
+    for number in range(10):
+        with pytest.raises(ConfigurationError):
+            transport.broadcast(torch.ones(3), 7 + transport.rank)
+        if number % 2:
+            tensor = torch.ones(1)
+            transport.all_reduce(tensor).wait()
+            sums.append(float(tensor))
+    transport.close()
+    return sums
+
+
+@pytest.mark.parametrize("names", ["aabb", "aab"])
+def test_what_all_ranks_refuse_is_no_call(ranks: RankPool, names: str) -> None:
+    assert ranks.run(refused_on_all_ranks, len(names), names) == [[float(len(names))] * 5] * len(names)
+
+
+def refused_by_a_host(names: str) -> str:
+    """All ranks of host b refuse, each for a reason of its own."""
+    transport = new_transport(names)
+    refuses = names[transport.rank] == "b"
+    try:
+        transport.broadcast(torch.ones(3), 7 + transport.rank if refuses else 0).wait()
+        raise AssertionError
+    except EvenstepError:
+        with pytest.raises(MismatchError) as caught:
+            transport.barrier().wait()
+    transport.close()
+    return str(caught.value)
+
+
+def test_what_a_whole_host_refuses_is_the_same_error_on_all(ranks: RankPool) -> None:
+    told = set(ranks.run(refused_by_a_host, 5, "aabba"))
+    assert len(told) == 1, told
+    text = told.pop()
+    assert "ranks 0, 1, 4: broadcast from rank 0 of float32 [3]; ranks 2, 3: no call" in text
+    assert "Rank 2: broadcast: src=9 on rank 2" in text
+
+
+def refuse_and_close() -> str:
+    """Who refuses closes at once, as a script does that ends with the error; the others come late."""
+    transport = new_transport("aabb")
+    if transport.rank == 1:
+        with pytest.raises(ConfigurationError):
+            transport.broadcast(torch.ones(3), 9)
+        transport.close()
+        return ""
+    time.sleep(0.5)
+    with pytest.raises(EvenstepError) as caught:
+        transport.broadcast(torch.ones(3), 0).wait()
+    transport.close()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_who_closes_after_refusing_has_told_why(ranks: RankPool) -> None:
+    told = ranks.run(refuse_and_close, 4)
+    assert told[0] == told[2] == told[3]
+    assert told[0].startswith("MismatchError")
+    assert "Rank 1: broadcast: src=9 on rank 1" in told[0]
+
+
+def stay_away() -> str:
+    """Rank 3, number 1 on its host, closes; what is rank 2 told?"""
+    transport = new_transport("aabb")
+    transport.barrier().wait()
+    world = evenstep.init(quiet=True)
+    text = ""
+    if transport.rank == 3:
+        transport.close()
+    else:
+        with pytest.raises(PeerLostError) as caught:
+            transport.all_reduce(torch.ones(3)).wait()
+        text = str(caught.value)
+    world.barrier()
+    transport.close()
+    return text
+
+
+def test_ranks_have_the_worlds_numbers_in_messages(ranks: RankPool) -> None:
+    told = ranks.run(stay_away, 4)
+    assert told[2].startswith("rank 2 lost rank 3 (pid ")
+    for rank, each in enumerate(told[:2]):
+        assert each.startswith(f"rank {rank} lost a peer in all_gather"), each

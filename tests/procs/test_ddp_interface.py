@@ -656,6 +656,10 @@ def hooked_later(seed):
     world = evenstep.init(quiet=True)
     x = batch(seed + world.rank)
     found = []
+
+    def change(parameter):
+        parameter.grad.mul_(world.rank + 2).add_(1.0)
+
     for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
         model = wrap(make(), bucket_cap_mb=1e-4)
         for step in range(4):
@@ -663,7 +667,7 @@ def hooked_later(seed):
             if step == 1:
                 next(model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
                 for parameter in model.parameters():
-                    parameter.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(world.rank + 2).add_(1.0))
+                    parameter.register_post_accumulate_grad_hook(change)
             model(x).square().mean().backward()
             found.append(grads(model))
     for ours, torchs in zip(found[:4], found[4:], strict=True):
@@ -910,11 +914,11 @@ def switched_buffers():
                 setattr(model, "broadcast_buffers" if step == 1 else name, switch)
             model(batch(10 * step + world.rank, dtype=torch.float32)).sum().backward()
             told = (model.broadcast_buffers, model.will_sync_module_buffers())
+            assert model.require_forward_param_sync
             with torch.no_grad():
                 model(batch(0, dtype=torch.float32))  # torch's class makes buffers equal at forward
             means = world.gather(model.module[1].running_mean[None])
             found.append((*told, bool((means == means[0]).all())))
-            assert model.require_forward_param_sync
             assert [len(each) for each in model.modules_buffers[:2]] == [3, 3]
             assert next(iter(model.named_module_buffers)) == "1.running_mean"
         outcomes.append(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import warnings
 from unittest import mock
 
@@ -361,6 +362,49 @@ def test_16_bit_gradients_are_added_in_float32_and_rounded_once(ranks, fresh_see
         narrow = ranks.run(half_gradients, 3, fresh_seed, gloo, dtype, {}, weighted)
         assert max(wide) <= 1.001, "one rounding"
         assert max(narrow) > 1.2, "more than one, where they are added and divided in 16 bits"
+
+
+def without_samples(seed: int, weighted: list[bool]) -> list[float]:
+    """Parameters after windows in which the last rank has no samples, and so no idea how the others count."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed, torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(seed)
+    for counts in weighted:
+        x = torch.randn(4, 6, generator=generator).to(torch.bfloat16)
+        x = x[:0] if world.rank == world.world_size - 1 else x
+        for part in model.microbatches(x, 2):
+            loss = model(part).float().square().mean()
+            model.backward(loss, weight=1024 * len(part)) if counts else loss.backward()
+        if counts:
+            assert world.world_size == 1 or model.engine.exchange._half_scale > 1024
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("weighted", [[False, False], [True, False], [True, True]])
+def test_16_bit_models_take_ranks_without_samples(ranks, fresh_seed, weighted):
+    """Those agreed on a scale of weights with nobody: a mismatch in the first step."""
+    told = ranks.run(without_samples, 3, fresh_seed, weighted)
+    assert told[0] == told[1] == told[2]
+    assert all(math.isfinite(each) for each in told[0])
+
+
+def counts_later(seed: int) -> float:
+    """The scale that ranks agree on in the first window that has weights."""
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed, torch.float16))
+    for weight in (None, None, 4096.0):
+        loss = model(torch.ones(2, 6, dtype=torch.float16)).float().square().mean()
+        loss.backward() if weight is None else model.backward(loss, weight=weight)
+        assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        model.zero_grad()
+    return model.engine.exchange._half_scale
+
+
+def test_weights_that_come_later_are_divided_too(ranks, fresh_seed):
+    assert ranks.run(counts_later, 2, fresh_seed) == [8192.0] * 2
 
 
 def told_to_the_model(seed: int, how: str) -> list[torch.Tensor]:

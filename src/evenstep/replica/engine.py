@@ -211,7 +211,7 @@ class Engine:
 
     def reduce_without_backward(self) -> None:
         """Collective: end the window of a rank that had nothing to add to it (an empty share)."""
-        self.exchange.weight_scale(0.0, opens_window=self._window is None)
+        self.exchange.weight_scale(None, opens_window=self._window is None)
         if self._window is None:
             self._window = Window()
             self.exchange.open_window()

@@ -54,8 +54,13 @@ class Exchange(Protocol):
             opens_window: Of this model.
         """
 
-    def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
-        """By what weights are divided before they multiply gradients; the same in all passes of a window."""
+    def weight_scale(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
+        """By what weights are divided before they multiply gradients; the same in all passes of a window.
+
+        Args:
+            weight: Of the pass; None: there is none, and this rank doesn't know of what kind the others' are.
+            opens_window: The pass is the first.
+        """
 
     def open_window(self) -> None:
         """The first pass of a window begins: make room in `p.grad` where autograd couldn't add to what is there."""
@@ -150,6 +155,7 @@ class BucketExchange:
         self._specs = [self._describe(index) for index in range(num_dense)]
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
+        self._was_asked = False  # whether ranks have tried to agree on it
         self._unit: float | None = None  # gradients of the window are sums of weight / unit * gradient
         self.hook: CommHook | None = None
         self.looker: NonFiniteGuard | OwnWatch | None = None
@@ -201,23 +207,33 @@ class BucketExchange:
         self._count_in(scale, opens_window=opens_window)
         return weight
 
-    def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
+    def weight_scale(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
         """1, or about the sum of the weights where gradients have 16 bits.
 
         A power of two, so that nothing is rounded; agreed by all ranks in the first window (collective), and kept.
         """
-        scale = 1.0
-        if self._has_half_precision:
-            if self._half_scale is None:
-                self.announce()
-                total = torch.zeros(1, dtype=torch.float64, device=self._header.tensor.device)
-                total += weight
-                self._transport.all_reduce(total).wait()
-                self._half_scale = nearest_power_of_two(float(total))
-            scale = self._half_scale
+        if self._has_half_precision and self._half_scale is None and weight is not None:
+            self._agree_on_scale(weight)
+        scale = self._half_scale or 1.0
         # Also of a weight of 0: what ranks add up has one unit on all of them.
         self._count_in(scale, opens_window=opens_window)
         return scale
+
+    def _agree_on_scale(self, weight: float | Tensor | None) -> None:
+        """Collective, in the first window, of whichever kind it is: a rank without samples doesn't know.
+
+        Args:
+            weight: None: of a rank that has no WEIGHTED pass. Where all are so, it is asked again in a window that has.
+        """
+        self.announce()
+        total = torch.zeros(2, dtype=torch.float64, device=self._header.tensor.device)
+        if weight is not None:
+            total += torch.stack([torch.as_tensor(weight).to(total).reshape(()), total.new_ones(())])
+        self._transport.all_reduce(total).wait()
+        weights, num_weighted = total.tolist()
+        self._was_asked = True
+        if num_weighted:
+            self._half_scale = nearest_power_of_two(weights)
 
     def _count_in(self, unit: float, *, opens_window: bool) -> None:
         """Passes of this window may have had another scale: bring what there is to the one of the next pass."""
@@ -244,6 +260,8 @@ class BucketExchange:
 
     def finish(self, window: Window) -> None:
         """See `Exchange.finish`."""
+        if self._has_half_precision and not self._was_asked:  # nothing has been sent yet: the first pass only counts
+            self._agree_on_scale(None)
         self._execute(self.reducer.finish(), window)
         if isinstance(window.weight, Tensor):  # see `_execute`; what is in no bucket
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])

@@ -37,7 +37,7 @@ class NoExchange:
             self._scale = scale
         return weight
 
-    def weight_scale(self, weight: float | Tensor, *, opens_window: bool) -> float:
+    def weight_scale(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
         """The window's first weight: a window of one pass then has nothing to divide by. In lanes 1, as elsewhere."""
         if opens_window and self.lanes is None:
             self._scale = weight if isinstance(weight, float) and weight > 0 else 1.0

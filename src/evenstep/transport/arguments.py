@@ -121,6 +121,14 @@ class Arguments:
                 f"{need}."
             )
 
+    def check_rows(self, what: str, tensor: Tensor) -> None:
+        """Its rows are as many for each rank."""
+        if tensor.dim() > 0 and tensor.size(0) % self.world_size:
+            raise self._refusal(
+                f"{what} on rank {self.rank}: {_told(tensor)} has {tensor.size(0)} rows, which are not divisible by "
+                f"{self.world_size} ranks. Pass splits."
+            )
+
     def check_pairs(self, what: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """As many outputs as inputs."""
         if len(outputs) != len(inputs):

@@ -185,6 +185,9 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         if not self._carries(output, input):
             given = (output, input, output_splits, input_splits)
             return self._fall(ALL_TO_ALL_SINGLE, [input], *given, *unless_none(opts))
+        for tensor, given_splits in ((output, output_splits), (input, input_splits)):
+            if not given_splits:
+                self._arguments.check_rows("all_to_all", tensor)
         splits: tuple[list[int] | None, list[int] | None] = (None, None)
         if output_splits or input_splits:
             splits = self._elements(output, output_splits), self._elements(input, input_splits)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.replica.batches import split
 from evenstep.replica.readiness import Readiness
 from evenstep.replica.reference import ReferenceReplica
 from evenstep.testing import RankPool
@@ -331,6 +332,53 @@ def one_share_is_empty(plain):
 @pytest.mark.parametrize("plain", [True, False])
 def test_an_empty_share_runs_no_microbatch_and_still_takes_part(ranks, nproc, plain):
     assert ranks.run(one_share_is_empty, nproc, plain) == [2] + [0] * (nproc - 1)
+
+
+def windows_without_zero_grad(seed, plain):
+    """Each rank's share is empty in some of them; gradients add up, equal on all ranks."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0), bucket_cap_mb=1e-4, world=world)
+    module = Branches(2, 4, 0)
+    chance = random.Random(seed)
+    for window in range(12):
+        generator = torch.Generator().manual_seed(seed + window)
+        sizes = [chance.choice([0, 1, 3]) for _ in range(world.world_size)]
+        sizes[chance.randrange(world.world_size)] = 2
+        shares = [torch.randn(n, 4, dtype=torch.float64, generator=generator) for n in sizes]
+        for part in model.microbatches(shares[world.rank], 2):
+            loss = model(part, [0, 1]).square().mean()
+            loss.backward() if plain else model.backward(loss, weight=len(part))
+        divisor = world.world_size if plain else sum(sizes)
+        for share in shares:
+            for part in split(share, 2):
+                (module(part, [0, 1]).square().mean() * (1 if plain else len(part)) / divisor).backward()
+        assert_same_grads(grads(model), grads(module), f"seed {seed}, window {window}, sizes {sizes}")
+        if chance.random() < 0.3:
+            model.zero_grad()
+            module.zero_grad()
+
+
+@SIZES
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_empty_share_adds_nothing_to_what_is_left(ranks, fresh_seed, nproc, plain):
+    ranks.run(windows_without_zero_grad, nproc, fresh_seed, plain)
+
+
+def another_kind(zeroed):
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(1, 4, 0), world=world)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    model(x, [0]).mean().backward()
+    if zeroed:
+        model.zero_grad()
+    with contextlib.nullcontext() if zeroed else pytest.raises(UsageError, match="Call zero_grad between them"):
+        for part in model.microbatches(x[: 2 - 2 * world.rank], 1):
+            model.backward(model(part, [0]).mean(), weight=len(part))
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_what_is_left_and_an_empty_share_allow_one_kind_of_backward(ranks, zeroed):
+    ranks.run(another_kind, 2, zeroed)
 
 
 # ---------------------------------------------------------------------- empty shares

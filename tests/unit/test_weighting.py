@@ -67,7 +67,7 @@ def header_of(*ranks, unit=1.0):
 
 def test_the_header_carries_weights_kinds_and_used_flags():
     header = header_of((Kind.WEIGHTED, 3.0, [True, False, False]), (None, 0.0, [False, False, True]))
-    header.check_kinds()
+    header.kinds()
     assert header.used_anywhere() == [True, False, True]
     assert float(header.divisor()) == 3.0
     assert float(header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.WEIGHTED, 5.0, [True]), unit=2.0).divisor()) == 4.0
@@ -76,7 +76,7 @@ def test_the_header_carries_weights_kinds_and_used_flags():
 def test_ranks_that_mean_different_things_are_told():
     header = header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.PLAIN, 0.0, [True]))
     with pytest.raises(UsageError, match=r"1 ranks called loss.backward\(\) and 1 called model.backward"):
-        header.check_kinds()
+        header.kinds()
 
 
 def test_without_any_weight_gradients_become_zero():

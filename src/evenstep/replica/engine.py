@@ -17,7 +17,7 @@ A pass inside `no_sync`, `accumulate` or all but the last of `microbatches` only
 
 Without `zero_grad` between two synchronised passes the second adds to the reduced gradient R. A PLAIN pass may leave
 R where it is: averaging equal values changes nothing. A WEIGHTED pass would multiply R by the number of ranks over the
-sum of weights, so R is set aside and added back (`_set_aside`).
+sum of weights, so R is set aside and added back. A rank without a pass does as was right for the last window.
 
 [Note: passes that contribute nothing]
 
@@ -82,8 +82,7 @@ class Engine:
         trained = [*dense, *(named for named in trained if named[0] in settings.sparse)]
         self.names = [name for name, _ in trained]
         self.parameters = [parameter for _, parameter in trained]
-        buffers = BufferBroadcast(module, transport, settings.ignored)
-        buffers.is_on = settings.sync_buffers
+        buffers = BufferBroadcast(module, transport, settings.ignored, is_on=settings.sync_buffers)
         self.recorder = world.telemetry.open()
         self.num_dense = len(dense)
         self.policy = settings.policy
@@ -215,7 +214,8 @@ class Engine:
         if self._window is None:
             self._window = Window()
             self.exchange.open_window()
-            if self.lanes is not None:
+            self._window.has_leftovers = any(parameter.grad is not None for parameter in self.parameters)
+            if self._window.has_leftovers and (self.lanes is not None or self.exchange.was_weighted()):
                 self._set_aside()
         self._end_window()
 

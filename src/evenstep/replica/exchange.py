@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from evenstep.errors import UsageError
 from evenstep.health.telemetry import REDUCED, WAITING, Recorder
 from evenstep.replica.bucket import HALF_PRECISION, Bucket, CastBucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
@@ -73,6 +74,9 @@ class Exchange(Protocol):
 
     def complete(self, bucket: int, window: Window) -> None:
         """A bucket has all its gradients: send it when its turn comes."""
+
+    def was_weighted(self) -> bool:
+        """Whether the last window that any rank had a pass in was WEIGHTED. On a GPU this waits for it."""
 
     def finish(self, window: Window) -> None:
         """Collective: end the window. Afterwards `p.grad` is the global mean on every rank."""
@@ -155,6 +159,7 @@ class BucketExchange:
         self._specs = [self._describe(index) for index in range(num_dense)]
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
+        self._was_weighted: bool | None = None  # the last window; None: not known, as always on a GPU
         self._was_asked = False  # whether ranks have tried to agree on it
         self._unit: float | None = None  # gradients of the window are sums of weight / unit * gradient
         self.hook: CommHook | None = None
@@ -285,7 +290,7 @@ class BucketExchange:
         self._recorder.mark(REDUCED)
         self.reducer.reset()
         if self._header.tensor.device.type == "cpu":
-            self._header.check_kinds()
+            self._note_kind(window)
         if self.drift is not None:
             self.drift.hear(self._header.told())
         if options is not None:
@@ -306,6 +311,30 @@ class BucketExchange:
             self._module_buffers.finish(sent_buffers)
         if self._uneven is not None:
             self._uneven.end_window()
+
+    def was_weighted(self) -> bool:
+        """See `Exchange.was_weighted`."""
+        return bool(self._header.kinds()[0]) if self._was_weighted is None else self._was_weighted
+
+    def _note_kind(self, window: Window) -> None:
+        """After the header has come. Collective where the kind has changed and a rank had no pass, which all know.
+
+        Such a rank has done with what was left in `p.grad` as it would have been right for the kind before.
+        """
+        num_weighted, num_plain = self._header.kinds()
+        if not num_weighted and not num_plain:
+            return
+        before, self._was_weighted = self._was_weighted, num_weighted > 0
+        if before in (None, self._was_weighted) or num_weighted + num_plain == self._world.world_size:
+            return
+        wrong = torch.tensor([float(window.has_leftovers)], dtype=torch.float64, device=self._header.tensor.device)
+        self._transport.all_reduce(wrong).wait()
+        if wrong.item():
+            raise UsageError(
+                "ranks changed between loss.backward() and model.backward(loss, ...) where an earlier step's gradients "
+                "are left in p.grad and a rank's share is empty: what is left counts otherwise for the two. Call "
+                "zero_grad between them."
+            )
 
     def conclude(self) -> None:
         """See `Exchange.conclude`. Options first: where they differ parameters may, too."""

@@ -62,13 +62,13 @@ class BufferBroadcast:
         module: Whose buffers; they may be replaced later, not added.
         transport: Carries them, in order with the gradients.
         ignored: Names of those that every rank keeps for itself.
-
-    Attributes:
         is_on: Whether they are sent. Scripts switch it between steps, on all ranks.
     """
 
-    def __init__(self, module: nn.Module, transport: Transport, ignored: Collection[str] = ()) -> None:
-        self.is_on = True
+    def __init__(
+        self, module: nn.Module, transport: Transport, ignored: Collection[str] = (), *, is_on: bool = True
+    ) -> None:
+        self.is_on = is_on
         self._transport = transport
         self._places = places_of(module, ignored)
         self._src = 0

@@ -56,6 +56,10 @@ class NoExchange:
     def complete(self, bucket: int, window: Window) -> None:
         """See `exchange.Exchange.complete`; there are no buckets."""
 
+    def was_weighted(self) -> bool:
+        """See `exchange.Exchange.was_weighted`: what is left is this rank's own, and added to."""
+        return False
+
     def finish(self, window: Window) -> None:
         """Divide by the window's weight."""
         if self.lanes is None:

@@ -39,13 +39,14 @@ class Window:
         weight: Sum of the weights so far; a 0-dim tensor as soon as one of them was.
         weight_held: That of the gradients in `p.grad`; the same, but for lanes, of which these hold the last alone.
         is_scaled: The loss of a pass was scaled by a GradScaler, so gradients may overflow.
+        has_leftovers: There is no pass, and `p.grad` has what an earlier reduction left.
     """
 
     def __init__(self) -> None:
         self.kind: Kind | None = None
         self.weight: float | Tensor = 0.0
         self.weight_held: float | Tensor = 0.0
-        self.is_scaled = False
+        self.is_scaled = self.has_leftovers = False
 
     def add(self, kind: Kind, weight: float | Tensor, *, is_scaled: bool = False) -> None:
         """Count one more backward pass.
@@ -163,8 +164,10 @@ class Header:
         if isinstance(told, Tensor):
             self.tensor[self._behind : self._options] = told
 
-    def check_kinds(self) -> None:
-        """After the sum: did the ranks mean the same? Reads the tensor, so on CUDA it waits for the device.
+    def kinds(self) -> tuple[int, int]:
+        """After the sum: how many ranks' windows were WEIGHTED, and PLAIN.
+
+        Reads the tensor, so on CUDA it waits for the device.
 
         Raises:
             UsageError: Some ranks called loss.backward(), others model.backward(). Raised on every rank.
@@ -175,6 +178,7 @@ class Header:
                 f"{num_plain} ranks called {_CALLS[Kind.PLAIN]} and {num_weighted} called {_CALLS[Kind.WEIGHTED]} in "
                 f"the same step. All ranks use one of them."
             )
+        return num_weighted, num_plain
 
     def used_anywhere(self) -> list[bool]:
         """After the sum: for each parameter, whether any rank has a gradient. Reads the tensor."""

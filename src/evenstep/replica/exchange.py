@@ -233,7 +233,9 @@ class BucketExchange:
         self.announce()
         total = torch.zeros(2, dtype=torch.float64, device=self._header.tensor.device)
         if weight is not None:
-            total += torch.stack([torch.as_tensor(weight).to(total).reshape(()), total.new_ones(())])
+            total += torch.stack(
+                [torch.as_tensor(weight, dtype=total.dtype, device=total.device).reshape(()), total.new_ones(())]
+            )
         self._transport.all_reduce(total).wait()
         weights, num_weighted = total.tolist()
         self._was_asked = True

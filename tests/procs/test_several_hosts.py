@@ -42,6 +42,7 @@ def new_transport(names: str) -> SeveralHostsTransport:
     evenstep.init(quiet=True)
     with on_hosts(names):
         both = open_transports(None, torch.device("cpu"), timeout_s=30)
+    both.control.barrier().wait()  # or it would be closed while others still connect to it
     both.control.close()
     assert isinstance(both.gradients, SeveralHostsTransport)
     return both.gradients

@@ -29,6 +29,7 @@ from evenstep.errors import (
 )
 from evenstep.testing import RankPool
 from evenstep.transport.arrivals import plan_waiting
+from evenstep.transport.base import Transport
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.shared_memory import SharedMemoryTransport
 
@@ -154,9 +155,13 @@ def test_what_one_rank_refuses_is_an_error_on_all_at_once(ranks: RankPool) -> No
 
 
 def refused_on_all_ranks() -> list[float]:
-    transport = connect()
+    return sums_between_refusals(connect(), 20)
+
+
+def sums_between_refusals(transport: Transport, num_refused: int) -> list[float]:
+    """Every rank refuses what it is given, each time; a sum of ones after every second time."""
     sums = []
-    for number in range(20):
+    for number in range(num_refused):
         with pytest.raises(ConfigurationError):
             transport.broadcast(torch.ones(3), 7 + transport.rank)
         if number % 2:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -376,7 +376,7 @@ def test_outputs_that_share_memory_are_refused_before_anything_is_sent(ranks: Ra
 
 def told_another_deadline() -> tuple[float, str]:
     """Rank 1 comes late. What rank 0 says, and after how many seconds."""
-    world = evenstep.init(quiet=True)
+    evenstep.init(quiet=True)
     group = dist.new_group(backend="evenstep")
     shared, gloo = group._shared, group._get_backend(torch.device("cpu"))
     assert isinstance(shared, SharedMemoryTransport), group.why_gloo
@@ -385,13 +385,18 @@ def told_another_deadline() -> tuple[float, str]:
     assert before > 60, "as it was made"
     assert shared.arrivals.policy.timeout_s == 0.4
     assert gloo.options._timeout == timedelta(seconds=0.4), "what falls through has the same deadline"
+    return rank_1_comes_late(group, lambda: dist.all_reduce(torch.ones(8), group=group))
+
+
+def rank_1_comes_late(group: Any, call: Callable[[], object]) -> tuple[float, str]:
+    """After how many seconds rank 0 gives a call up, and what it says. Ends the group."""
     began, told = time.monotonic(), ""
-    if world.rank == 0:
+    if group.rank() == 0:
         with pytest.raises(CollectiveTimeoutError) as raised:
-            dist.all_reduce(torch.ones(8), group=group)
+            call()
         told = str(raised.value)
     took_s = time.monotonic() - began
-    world.barrier()
+    evenstep.init(quiet=True).barrier()
     dist.destroy_process_group(group)
     return took_s, told
 

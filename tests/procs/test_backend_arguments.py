@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
 import evenstep
-from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError
+from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.testing import RankPool
 
+from .test_backend import rank_1_comes_late
 from .test_several_hosts import on_hosts
 
 
@@ -93,19 +94,11 @@ def test_lists_that_do_not_fit_on_any_rank_are_no_call(ranks: RankPool) -> None:
 
 def left_to_gloo_too_late() -> tuple[float, str]:
     """Rank 1 comes when rank 0 has given up: after the call's own deadline, not after the group's."""
-    world = evenstep.init(quiet=True)
+    evenstep.init(quiet=True)
     group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=50))
-    began, told = time.monotonic(), ""
-    if group.rank() == 0:
-        options = AllreduceOptions()
-        options.timeout = timedelta(seconds=0.5)
-        with pytest.raises(CollectiveTimeoutError) as late:
-            group.allreduce([torch.eye(3).to_sparse()], options).wait()
-        told = str(late.value)
-    took_s = time.monotonic() - began
-    world.barrier()
-    dist.destroy_process_group(group)
-    return took_s, told
+    options = AllreduceOptions()
+    options.timeout = timedelta(seconds=0.5)
+    return rank_1_comes_late(group, lambda: group.allreduce([torch.eye(3).to_sparse()], options).wait())
 
 
 def test_what_gloo_carries_has_the_calls_own_deadline(ranks: RankPool) -> None:

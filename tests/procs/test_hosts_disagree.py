@@ -13,6 +13,7 @@ import evenstep
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, PeerLostError
 from evenstep.testing import RankPool
 from evenstep.transport.base import Transport
+from tests.faults.test_transport_faults import sums_between_refusals
 
 from .test_several_hosts import new_transport
 
@@ -156,17 +157,7 @@ def test_what_one_rank_calls_otherwise_is_the_same_error_on_all(ranks: RankPool,
 
 
 def refused_on_all_ranks(names: str) -> list[float]:
-    transport = new_transport(names)
-    sums = []
-    for number in range(10):
-        with pytest.raises(ConfigurationError):
-            transport.broadcast(torch.ones(3), 7 + transport.rank)
-        if number % 2:
-            tensor = torch.ones(1)
-            transport.all_reduce(tensor).wait()
-            sums.append(float(tensor))
-    transport.close()
-    return sums
+    return sums_between_refusals(new_transport(names), 10)
 
 
 @pytest.mark.parametrize("names", ["aabb", "aab"])

@@ -159,8 +159,8 @@ class BucketExchange:
         self._specs = [self._describe(index) for index in range(num_dense)]
         self._header = Header(len(parameters), parameters[0].device)
         self._half_scale: float | None = None
-        self._was_weighted: bool | None = None  # the last window; None: not known, as always on a GPU
         self._was_asked = False  # whether ranks have tried to agree on it
+        self._was_weighted: bool | None = None  # the last window; None: not known, as always on a GPU
         self._unit: float | None = None  # gradients of the window are sums of weight / unit * gradient
         self.hook: CommHook | None = None
         self.looker: NonFiniteGuard | OwnWatch | None = None
@@ -233,9 +233,8 @@ class BucketExchange:
         self.announce()
         total = torch.zeros(2, dtype=torch.float64, device=self._header.tensor.device)
         if weight is not None:
-            total += torch.stack(
-                [torch.as_tensor(weight, dtype=total.dtype, device=total.device).reshape(()), total.new_ones(())]
-            )
+            total[:1].add_(weight)
+            total[1:].fill_(1.0)
         self._transport.all_reduce(total).wait()
         weights, num_weighted = total.tolist()
         self._was_asked = True

@@ -156,10 +156,10 @@ class Header:
         else:
             # Not `tensor[0] = number`: that waits for a GPU.
             weight = window.weight / unit
-            is_number = not isinstance(weight, Tensor)
-            sent = [weight if is_number else 0.0, *kinds, *map(float, used), *behind]
-            self.tensor.copy_(torch.tensor(sent, dtype=torch.float64, device="cpu"), non_blocking=True)
-            if not is_number:
+            number = 0.0 if isinstance(weight, Tensor) else weight
+            made = torch.tensor([number, *kinds, *map(float, used), *behind], dtype=torch.float64, device="cpu")
+            self.tensor.copy_(made, non_blocking=True)
+            if isinstance(weight, Tensor):
                 self.tensor[0] = weight
         if isinstance(told, Tensor):
             self.tensor[self._behind : self._options] = told

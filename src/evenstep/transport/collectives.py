@@ -213,17 +213,6 @@ class Exchange:
             self._small_views[key] = views
         return views
 
-    def homes(self, call: Call, begin: int, end: int) -> list[Tensor]:
-        """[end - begin] of every rank's tensor, where all lie in their zones."""
-        dtype = call.flat.dtype
-        offset = begin * dtype.itemsize
-        return [
-            call.flat[begin:end]
-            if place is None or rank == self.rank
-            else self._views.zone(rank, place + offset, dtype, end - begin)
-            for rank, place in enumerate(call.places)
-        ]
-
     def home(self, call: Call, rank: int, piece: int, begin: int, end: int) -> Tensor:
         """[end - begin], elements of a rank's tensor, where the ranks meet over it.
 
@@ -239,7 +228,7 @@ class Exchange:
         if place is None:
             slot = self.segment.layout.piece(rank, (self._num_pieces + piece) % NUM_PIECES)
             return self._views.common(slot + begin * dtype.itemsize, dtype, end - begin)
-        first = piece * self.piece_numel(call) + begin
+        first = begin + (piece and piece * self.piece_numel(call))
         if rank == self.rank:
             return call.flat[first : first + end - begin]
         return self._views.zone(rank, place + first * dtype.itemsize, dtype, end - begin)
@@ -326,7 +315,7 @@ def all_reduce_program(at: Exchange, call: Call) -> Program:
     # In place, the meeting at the beginning has shown that everything is there.
     begin, end = plan_slices(call.flat.numel(), at.world_size, call.flat.dtype.itemsize)[at.rank]
     if begin < end:
-        homes = at.homes(call, begin, end)
+        homes = [at.home(call, rank, 0, begin, end) for rank in at.ranks]
         at.reduce(call, [homes[at.rank], *homes[: at.rank], *homes[at.rank + 1 :]], homes, begin)
     yield Phase.REDUCED, at.arrivals.announce(Phase.REDUCED)
 
@@ -400,7 +389,7 @@ def _reduce_scatter(at: Exchange, call: Call) -> Program:
     numel = call.out.numel()
     if None not in call.places:
         begin, end = at.rank * numel, (at.rank + 1) * numel
-        at.reduce(call, [call.out], at.homes(call, begin, end), begin)
+        at.reduce(call, [call.out], [at.home(call, rank, 0, begin, end) for rank in at.ranks], begin)
         yield from at.meet()
         return
     call.places = (None,) * at.world_size  # a piece holds a part of every rank's share, so all are copied

@@ -4,13 +4,14 @@
     python benchmarks/step.py --ranks 2 --models "wide MLP" GPT --json result.json
     python benchmarks/step.py --device cuda          # on GPUs alone; else on the CPU, and on GPUs where there are some
 
-Six sides of the same training take turns within one run, in blocks of equally many steps:
+Seven sides of the same training take turns within one run, in blocks of equally many steps:
 
     bare       the module itself: nothing is exchanged
     tutorial   torch's DistributedDataParallel as its tutorials write it, with their optimizer
     best       the same with gradient_as_bucket_view, static_graph and a fused optimizer
     ZeRO       torch's DDP at its best with torch's ZeroRedundancyOptimizer over the fused optimizer
     evenstep   evenstep.DistributedDataParallel with a fused optimizer
+    flat       the same with evenstep.fuse, which steps few long tensors
     sharded    the same with evenstep.ShardedOptimizer
 
 In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. While others run, torch's
@@ -41,7 +42,8 @@ from torch.optim import optimizer as torch_optimizer
 import evenstep
 
 Step = Callable[[], None]
-SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "sharded"]
+SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "flat", "sharded"]
+OURS = SIDES[4:]
 
 
 def build_step(case: Case, side: str, world: evenstep.World) -> Step:
@@ -49,10 +51,8 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
     torch.manual_seed(0)
     module = case.build().to(world.device)
     x, y = (each.to(world.device) for each in case.draw())
-    if side == "evenstep":
+    if side in OURS:
         model: torch.nn.Module = evenstep.DistributedDataParallel(module, world=world)
-    elif side == "sharded":
-        model = replicated = evenstep.DistributedDataParallel(module, world=world)
     elif side == "tutorial":
         model = torch.nn.parallel.DistributedDataParallel(module)
     elif side in ("best", "ZeRO"):
@@ -62,11 +62,13 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
     fused = {} if side == "tutorial" else {"fused": True}
     optimizer: torch.optim.Optimizer
     if side == "sharded":
-        optimizer = evenstep.ShardedOptimizer(replicated, torch.optim.AdamW, lr=1e-4, fused=True)
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     elif side == "ZeRO":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **fused)
+    if side == "flat":
+        optimizer = evenstep.fuse(optimizer, model)
 
     def step() -> None:
         case.loss(model(x), y).backward()
@@ -107,7 +109,7 @@ def measure(name: str, sides: list[str], blocks: int, block_s: float, device: De
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for block in range(blocks + 1):
         for side in sides if block % 2 else sides[::-1]:
-            with contextlib.nullcontext() if side in ("evenstep", "sharded") else only_torchs_own():
+            with contextlib.nullcontext() if side in OURS else only_torchs_own():
                 synchronise(world.device)
                 world.barrier()
                 started = time.perf_counter()

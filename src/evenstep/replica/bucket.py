@@ -26,6 +26,9 @@ class Bucket:
         names: Their names, for messages.
         transport: Carries the memory.
         allocator: Allocates it.
+
+    Attributes:
+        is_full: When it was packed all its parameters had a gradient.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Bucket:
         self.views = self._views_of(self.flat)
         self.sent_views = self.views  # the same of what travels
         self.work: Work | None = None
+        self.is_full = False
         self._version = 0
         self._transport = transport
 
@@ -102,6 +106,7 @@ class Bucket:
     def _pack(self, shown: Sequence[Tensor | None], divide_by: float, totals: list[float] | None) -> None:
         """`pack`; what there is in `p.grad` becomes what is given for its slot."""
         grads = [parameter.grad for parameter in self.parameters]
+        self.is_full = not any([grad is None for grad in grads])
         into: list[Tensor] = []
         what: list[Tensor] = []
         there: list[Tensor] = []

@@ -170,6 +170,7 @@ class BucketExchange:
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
         self._used: list[bool] = []
+        self._all_used = [True] * len(parameters)
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(self._plan(range(num_dense - 1, -1, -1)))
         # Autograd multiplies weights into gradients of the parameters' dtype, whatever these are added in.
@@ -273,7 +274,7 @@ class BucketExchange:
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
         self._recorder.mark(WAITING)
         self.announce()
-        self._used = [parameter.grad is not None for parameter in self._parameters]
+        self._used = self._used_here()
         # Within a join some have left, and are made equal when it ends.
         told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
         options = None if self.options is None or not self.options.has_optimizers else self.options
@@ -312,6 +313,12 @@ class BucketExchange:
             self._module_buffers.finish(sent_buffers)
         if self._uneven is not None:
             self._uneven.end_window()
+
+    def _used_here(self) -> list[bool]:
+        """For each parameter, whether it has a gradient on this rank; all buckets have been packed."""
+        if self._num_dense == len(self._parameters) and all([bucket.is_full for bucket in self.buckets]):
+            return self._all_used
+        return [parameter.grad is not None for parameter in self._parameters]
 
     def was_weighted(self) -> bool:
         """See `Exchange.was_weighted`."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from evenstep.transport.base import Transport, Work
 
@@ -85,7 +86,7 @@ class BufferBroadcast:
                 groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
         started = []
         for tensors in groups.values():
-            packed = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            packed = self._pack(tensors)
             started.append((self._transport.broadcast(packed.view(torch.uint8), src), packed, tensors))
         return started
 
@@ -95,11 +96,15 @@ class BufferBroadcast:
             work.wait()
             if self._transport.rank == self._src:
                 continue
-            offset = 0
-            for tensor in tensors:
-                # Through `.data`: see `finish_broadcast`.
-                tensor.data.copy_(packed[offset : offset + tensor.numel()].view(tensor.shape))
-                offset += tensor.numel()
+            # Through `.data`: see `finish_broadcast`.
+            torch._foreach_copy_([tensor.data for tensor in tensors], _unflatten_dense_tensors(packed, tensors))
+
+    def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """[numel of all], with their values where they are sent from."""
+        if self._transport.rank == self._src:
+            return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        numel = sum([tensor.numel() for tensor in tensors])
+        return torch.empty(numel, dtype=tensors[0].dtype, device=tensors[0].device)
 
 
 @contextmanager

@@ -65,7 +65,8 @@ class Readiness:
         self._nested: set[int] = set()  # parameters whose gradients come from a backward pass within the pass
         self._graph_task: int | None = None
         self._vacant: list[int] = []  # buckets that get no gradient in this pass
-        self._before: list[tuple[Tensor, int] | None] = []
+        self._no_gradients: list[tuple[Tensor, int] | None] = [None] * len(parameters)
+        self._before = self._no_gradients
         self._absent: set[int] = set()  # parameters that autograd will not reach in this pass
         self._completed: set[int] = set()  # buckets, in this pass
         self._awaited: dict[int, set[int]] = {}  # by bucket: parameters that are still to come
@@ -116,7 +117,10 @@ class Readiness:
             hooks = self._parameters[parameter]._post_accumulate_grad_hooks
             if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)  # not `move_to_end`, of which autograd takes no notice
-        self._before = [None if g is None else (g, g._version) for g in [p.grad for p in self._parameters]]
+        grads = [parameter.grad for parameter in self._parameters]
+        # Usually zero_grad has left none.
+        are_there = any([grad is not None for grad in grads])
+        self._before = [None if g is None else (g, g._version) for g in grads] if are_there else self._no_gradients
 
     def outputs_reached(self) -> None:
         """Inside the pass, before any gradient: ask autograd what it will not reach."""
@@ -143,6 +147,8 @@ class Readiness:
     def _missing(self, among: Iterable[int]) -> set[int]:
         """Parameters that have received no gradient in this pass. A call for each would be the cost to avoid."""
         parameters, before_all, missing = self._parameters, self._before, set()
+        if before_all is self._no_gradients:
+            return {parameter for parameter in among if parameters[parameter].grad is None}
         for parameter in among:
             grad, before = parameters[parameter].grad, before_all[parameter]
             if grad is None or (before is not None and grad is before[0] and grad._version == before[1]):
@@ -223,7 +229,7 @@ class Readiness:
         for handle in self._temporary.values():
             handle.remove()
         self._temporary.clear()
-        self._before = [None] * len(self._parameters)
+        self._before = self._no_gradients
         self._absent = set()
         self._vacant = []
         self._completed = set()

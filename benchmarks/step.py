@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -163,23 +162,42 @@ def table(num_ranks: int, where: str, results: dict[str, dict[str, dict[str, lis
             added = "" if side == "bare" else spread(each["added_us"], 0)
             ratio = "" if side == "bare" else spread(each["ratio"], 3)
             lines.append(f"| {name} | {side} | {step} | {added} | {ratio} |")
-    share = share_of_best(results)
-    if share is not None:
-        lines += ["", f"evenstep adds {share:.2f} of what torch's DDP at its best adds (geometric mean)"]
+    for side, share in shares_of_best(results).items():
+        lines += ["", f"{side} adds {share:.2f} of what torch's DDP at its best adds (geometric mean)"]
+    for side, mean in speeds_of_sharded(results).items():
+        lines += ["", f"{side} takes {mean:.2f} times as long as sharded (geometric mean)"]
     return "\n".join(lines)
 
 
-def share_of_best(results: dict[str, dict[str, dict[str, list[float]]]]) -> float | None:
-    """Geometric mean over models of what evenstep adds, relative to `best`; None where there is no `best`. Pure.
+def shares_of_best(results: dict[str, dict[str, dict[str, list[float]]]]) -> dict[str, float]:
+    """Geometric means over models of what evenstep's replicated sides add, relative to `best`. Pure.
 
     Less than 2 % of the bare step can't be told from nothing, and counts as 2 %.
     """
-    shares = []
-    for sides in results.values():
-        if "best" in sides and "evenstep" in sides:
-            least = 0.02 * sides["bare"]["step_us"][1]
-            shares.append(max(least, sides["evenstep"]["added_us"][1]) / max(least, sides["best"]["added_us"][1]))
-    return math.exp(statistics.fmean(map(math.log, shares))) if shares else None
+    sides = set.intersection(*map(set, results.values()))
+    found = {}
+    for side in ("evenstep", "flat"):
+        if {side, "best"} <= sides:
+            shares = []
+            for each in results.values():
+                least = 0.02 * each["bare"]["step_us"][1]
+                shares.append(max(least, each[side]["added_us"][1]) / max(least, each["best"]["added_us"][1]))
+            found[side] = statistics.geometric_mean(shares)
+    return found
+
+
+def speeds_of_sharded(results: dict[str, dict[str, dict[str, list[float]]]]) -> dict[str, float]:
+    """Geometric means over models of other sides' steps over the sharded one. Pure."""
+    sides = set.intersection(*map(set, results.values()))
+    if "sharded" not in sides:
+        return {}
+    return {
+        side: statistics.geometric_mean(
+            each[side]["step_us"][1] / each["sharded"]["step_us"][1] for each in results.values()
+        )
+        for side in SIDES[:-1]
+        if side in sides
+    }
 
 
 def main() -> None:
@@ -204,7 +222,11 @@ def main() -> None:
             results = {name: summarise(seconds) for name, seconds in measured.items()}
             print(f"\n{table(num_ranks, device.told, results)}", flush=True)
             key = f"{num_ranks} ranks" + (f" {device.told}" if device.is_cuda else "")
-            whole[key] = {"sides": results, "share_of_best": share_of_best(results)}
+            whole[key] = {
+                "sides": results,
+                "shares_of_best": shares_of_best(results),
+                "over_sharded": speeds_of_sharded(results),
+            }
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(whole, indent=1))

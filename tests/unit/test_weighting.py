@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.weighting import Header, Kind, Window, nearest_power_of_two, validate_weight
+from evenstep.replica.units import nearest_power_of_two
+from evenstep.replica.weighting import Header, Kind, Window, validate_weight
 
 CPU = torch.device("cpu")
 

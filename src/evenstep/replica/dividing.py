@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica.bucket_exchange import BucketExchange
 from evenstep.replica.engine import Engine
-from evenstep.replica.exchange import BucketExchange
 from evenstep.replica.layout import Sharding
 from evenstep.replica.sharded_exchange import ShardedExchange
 

@@ -49,8 +49,9 @@ from evenstep.health import page
 from evenstep.health.telemetry import BACKWARD
 from evenstep.replica import multiplied
 from evenstep.replica.bucket import Bucket, late_gradient
+from evenstep.replica.bucket_exchange import BucketExchange
 from evenstep.replica.drift import build_watch
-from evenstep.replica.exchange import BucketExchange, Exchange, build_exchange
+from evenstep.replica.exchange import Exchange, build_exchange
 from evenstep.replica.in_backward import InBackward
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.module_buffers import BufferBroadcast

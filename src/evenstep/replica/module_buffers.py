@@ -97,7 +97,7 @@ class BufferBroadcast:
             if self._transport.rank == self._src:
                 continue
             # Through `.data`: see `finish_broadcast`.
-            torch._foreach_copy_([tensor.data for tensor in tensors], _unflatten_dense_tensors(packed, tensors))
+            torch._foreach_copy_([tensor.data for tensor in tensors], _unflatten_dense_tensors(packed, tensors))  # type: ignore[no-untyped-call]
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """[numel of all], with their values where they are sent from."""

@@ -119,7 +119,7 @@ class Readiness:
                 hooks[handle.id] = hooks.pop(handle.id)  # not `move_to_end`, of which autograd takes no notice
         grads = [parameter.grad for parameter in self._parameters]
         # Usually zero_grad has left none.
-        are_there = any([grad is not None for grad in grads])
+        are_there = any(grad is not None for grad in grads)
         self._before = [None if g is None else (g, g._version) for g in grads] if are_there else self._no_gradients
 
     def outputs_reached(self) -> None:

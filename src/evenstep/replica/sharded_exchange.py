@@ -16,8 +16,8 @@ from evenstep.health.telemetry import Recorder
 from evenstep.heap import give_back_freed_memory
 from evenstep.replica.arriving import Arrival
 from evenstep.replica.bucket import Bucket
+from evenstep.replica.bucket_exchange import BucketExchange
 from evenstep.replica.comm_hook import CommHook, HookQueue
-from evenstep.replica.exchange import BucketExchange
 from evenstep.replica.host_copy import HostCopy
 from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, Sharding, plan_layout
 from evenstep.replica.module_buffers import BufferBroadcast

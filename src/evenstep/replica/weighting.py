@@ -95,11 +95,6 @@ def validate_weight(weight: float | Tensor, *, rank: int) -> float | Tensor:
     return float(weight)
 
 
-def nearest_power_of_two(total: float) -> float:
-    """The scale by which weights are divided before they touch 16-bit gradients; exact in every dtype. Pure."""
-    return 2.0 ** round(math.log2(total)) if total > 0 else 1.0
-
-
 class Header:
     """The few numbers that travel with the buckets of one reduction, added over ranks.
 

@@ -106,7 +106,7 @@ class Bucket:
     def _pack(self, shown: Sequence[Tensor | None], divide_by: float, totals: list[float] | None) -> None:
         """`pack`; what there is in `p.grad` becomes what is given for its slot."""
         grads = [parameter.grad for parameter in self.parameters]
-        self.is_full = not any(grad is None for grad in grads)
+        self.is_full = not [True for grad in grads if grad is None]
         into: list[Tensor] = []
         what: list[Tensor] = []
         there: list[Tensor] = []

@@ -13,12 +13,6 @@
 A pass inside `no_sync`, `accumulate` or all but the last of `microbatches` only adds to `p.grad`: within a window
 `p.grad` is this rank's undivided sum. What decides is the state at backward, not at forward.
 
-[Note: what was reduced is not reduced again]
-
-Without `zero_grad` between two synchronised passes the second adds to the reduced gradient R. A PLAIN pass may leave
-R where it is: averaging equal values changes nothing. A WEIGHTED pass would multiply R by the number of ranks over the
-sum of weights, so R is set aside and added back. A rank without a pass does as was right for the last window.
-
 [Note: passes that contribute nothing]
 
 A pass with weight 0, or over an empty share, runs for its side effects (hooks, collectives of the user's), but NaN in
@@ -50,6 +44,7 @@ from evenstep.health.telemetry import BACKWARD
 from evenstep.replica import multiplied
 from evenstep.replica.bucket import Bucket, late_gradient
 from evenstep.replica.bucket_exchange import BucketExchange
+from evenstep.replica.carried import Carried
 from evenstep.replica.drift import build_watch
 from evenstep.replica.exchange import Exchange, build_exchange
 from evenstep.replica.in_backward import InBackward
@@ -111,7 +106,7 @@ class Engine:
         self._hooks = OutputHooks(self._outputs_reached)
         self._window: Window | None = None
         self._pass: Pass | None = None
-        self._carried: list[tuple[nn.Parameter, Tensor]] = []
+        self._carried = Carried(self.parameters)
         self._ran = self._ran_stand_in = False  # since the last pass, over samples and over a stand-in
         self._whole_task = -1  # of autograd: the last pass that was a whole window
         self._left_early: str | None = None
@@ -135,7 +130,8 @@ class Engine:
         problem = self._broken or self._left_early
         if self._left_early is not None and all(parameter.grad is None for parameter in self.parameters):
             # zero_grad has thrown away the half-made sum, and with it what was kept out of that.
-            self._left_early, self._window, self._carried = None, None, []
+            self._left_early = self._window = None
+            self._carried.forget()
         elif problem is not None and self.world.world_size > 1:
             raise UsageError(f"rank {self.world.rank}: {problem}. The replicas are no longer in step; start again.")
         elif self._broken is not None:
@@ -217,7 +213,7 @@ class Engine:
             self.exchange.open_window()
             self._window.has_leftovers = any(parameter.grad is not None for parameter in self.parameters)
             if self._window.has_leftovers and (self.lanes is not None or self.exchange.was_weighted()):
-                self._set_aside()
+                self._carried.set_aside(self.exchange)
         self._end_window()
 
     @property
@@ -318,7 +314,7 @@ class Engine:
                 self._put_back(current)
                 if self._window is None:
                     self.exchange.cancel_window()
-                self._add_carried()
+                self._carried.add_back()
                 self.readiness.end()
                 self._pass = None
                 return
@@ -338,7 +334,7 @@ class Engine:
         if self._window is None:
             self.exchange.open_window()
         if (opened.kind is Kind.WEIGHTED or self.lanes is not None) and self._window is None:
-            self._set_aside()
+            self._carried.set_aside(self.exchange)
         if opened.discards:
             opened.set_aside = [parameter.grad for parameter in self.parameters]
             drop_grads(self.parameters)
@@ -375,22 +371,6 @@ class Engine:
             for parameter, grad in zip(self.parameters, current.set_aside, strict=True):
                 parameter.grad = grad
 
-    def _set_aside(self) -> None:
-        """At the beginning of a WEIGHTED window: keep what an earlier reduction left in `p.grad` out of the sum."""
-        if all(parameter.grad is None for parameter in self.parameters):
-            return
-        # zero_grad(set_to_none=False): nothing to keep, and the views stay where they are.
-        clear = {p for bucket in self.buckets if self.exchange.is_clear(bucket) for p in bucket.parameters}
-        for parameter in self.parameters:
-            if parameter.grad is not None and parameter not in clear:
-                self._carried.append((parameter, parameter.grad.clone()))
-                parameter.grad = None
-
-    def _add_carried(self) -> None:
-        for parameter, grad in self._carried:
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        self._carried = []
-
     def _end_window(self) -> None:
         """Collective: afterwards `p.grad` is the global mean on every rank; this rank's own where it stays local."""
         assert self._window is not None
@@ -403,7 +383,7 @@ class Engine:
             first = self.num_dense if self.exchange.buckets else 0
             self.guard.look_at_gradients(self.names[first:], self.parameters[first:])
         self.exchange.finish(self._window)
-        self._add_carried()
+        self._carried.add_back()
         window, self._window = self._window, None
         self.recorder.end()
         page.mark(page.Phase.BETWEEN_STEPS)
@@ -431,7 +411,7 @@ class Engine:
         if self._window is None:
             return
         divide_by_weight(self.parameters, self._window, self.exchange.weight_scale(0.0, opens_window=False))
-        self._add_carried()
+        self._carried.add_back()
         self.was_scaled, self._window = self._window.is_scaled, None
 
     # ------------------------------------------------------------------ errors
@@ -442,7 +422,8 @@ class Engine:
 
     def _reset_after_error(self) -> None:
         """In a world of one a failed pass concerns nobody else: its gradients are lost, the model is as before it."""
-        self._broken, self._window, self._carried = None, None, []
+        self._broken = self._window = None
+        self._carried.forget()
         self.exchange.reset()
         self.readiness.end()
         drop_grads(self.parameters)

@@ -118,9 +118,10 @@ class Readiness:
             if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
                 hooks[handle.id] = hooks.pop(handle.id)  # not `move_to_end`, of which autograd takes no notice
         grads = [parameter.grad for parameter in self._parameters]
-        # Usually zero_grad has left none.
-        are_there = any(grad is not None for grad in grads)
-        self._before = [None if g is None else (g, g._version) for g in grads] if are_there else self._no_gradients
+        if [True for grad in grads if grad is not None]:
+            self._before = [None if grad is None else (grad, grad._version) for grad in grads]
+        else:  # as zero_grad usually leaves it
+            self._before = self._no_gradients
 
     def outputs_reached(self) -> None:
         """Inside the pass, before any gradient: ask autograd what it will not reach."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from evenstep.transport.base import Transport, Work
 
@@ -102,7 +102,8 @@ class BufferBroadcast:
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """[numel of all], with their values where they are sent from."""
         if self._transport.rank == self._src:
-            return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            with torch.no_grad():
+                return _flatten_dense_tensors(tensors)  # type: ignore[no-any-return, no-untyped-call]
         numel = sum([tensor.numel() for tensor in tensors])
         return torch.empty(numel, dtype=tensors[0].dtype, device=tensors[0].device)
 

@@ -26,7 +26,12 @@ class Bucket:
         names: Their names, for messages.
         transport: Carries the memory.
         allocator: Allocates it.
+
+    Attributes:
+        hides: `p.grad` doesn't show the reduced gradients.
     """
+
+    hides = False
 
     def __init__(
         self,

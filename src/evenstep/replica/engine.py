@@ -17,7 +17,8 @@ A pass inside `no_sync`, `accumulate` or all but the last of `microbatches` only
 
 Without `zero_grad` between two synchronised passes the second adds to the reduced gradient R. A PLAIN pass may leave
 R where it is: averaging equal values changes nothing. A WEIGHTED pass would multiply R by the number of ranks over the
-sum of weights, so R is set aside and added back. A rank without a pass does as was right for the last window.
+sum of weights, so R is set aside and added back. A rank without a pass does as was right for the last window. Lanes
+are added without R, too: it is set aside before the loop, since in a PLAIN pass some gradients may have come already.
 
 [Note: passes that contribute nothing]
 
@@ -103,8 +104,7 @@ class Engine:
         self.synchronise = True  # whether the next backward pass ends the window
         self.stays_local = self.is_apart = False  # local SGD: windows end on this rank; parameters differ between ranks
         self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
-        self.num_reductions = 0
-        self.has_learned_order = False
+        self.num_reductions, self.has_learned_order = 0, False
         self.world = world
         self.in_backward = InBackward(self.parameters if self._travels else ())
         self._hooks = OutputHooks(self._outputs_reached)
@@ -216,7 +216,7 @@ class Engine:
             self.exchange.open_window()
             self._window.has_leftovers = any(parameter.grad is not None for parameter in self.parameters)
             if self._window.has_leftovers and (self.lanes is not None or self.exchange.was_weighted()):
-                self._set_aside()
+                self.set_aside()
         self._end_window()
 
     @property
@@ -315,9 +315,9 @@ class Engine:
         if not current.confirmed:
             if not self.readiness.any_has_come():  # torch.autograd.grad: nothing to average
                 self._put_back(current)
-                if self._window is None:
+                if self._window is None and self.lanes is None:
                     self.exchange.cancel_window()
-                self._add_carried()
+                    self.add_carried()
                 self.readiness.end()
                 self._pass = None
                 return
@@ -336,8 +336,8 @@ class Engine:
         self.in_backward.take_over()
         if self._window is None:
             self.exchange.open_window()
-        if (opened.kind is Kind.WEIGHTED or self.lanes is not None) and self._window is None:
-            self._set_aside()
+        if opened.kind is Kind.WEIGHTED and self._window is None:
+            self.set_aside()
         if opened.discards:
             opened.set_aside = [parameter.grad for parameter in self.parameters]
             drop_grads(self.parameters)
@@ -374,18 +374,18 @@ class Engine:
             for parameter, grad in zip(self.parameters, current.set_aside, strict=True):
                 parameter.grad = grad
 
-    def _set_aside(self) -> None:
-        """At the beginning of a WEIGHTED window: keep what an earlier reduction left in `p.grad` out of the sum."""
+    def set_aside(self) -> None:
+        """Before a WEIGHTED window, or lanes: keep what is in `p.grad` out of the sum. Views that are zero stay."""
         if all(parameter.grad is None for parameter in self.parameters):
             return
-        # zero_grad(set_to_none=False): nothing to keep, and the views stay where they are.
-        clear = {p for bucket in self.buckets if self.exchange.is_clear(bucket) for p in bucket.parameters}
+        clear = {p for each in self.buckets if each.hides or self.exchange.is_clear(each) for p in each.parameters}
         for parameter in self.parameters:
             if parameter.grad is not None and parameter not in clear:
                 self._carried.append((parameter, parameter.grad.clone()))
                 parameter.grad = None
 
-    def _add_carried(self) -> None:
+    def add_carried(self) -> None:
+        """Give back what `set_aside` kept."""
         for parameter, grad in self._carried:
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
         self._carried = []
@@ -402,7 +402,7 @@ class Engine:
             first = self.num_dense if self.exchange.buckets else 0
             self.guard.look_at_gradients(self.names[first:], self.parameters[first:])
         self.exchange.finish(self._window)
-        self._add_carried()
+        self.add_carried()
         window, self._window = self._window, None
         self.recorder.end()
         page.mark(page.Phase.BETWEEN_STEPS)
@@ -430,7 +430,7 @@ class Engine:
         if self._window is None:
             return
         divide_by_weight(self.parameters, self._window, self.exchange.weight_scale(0.0, opens_window=False))
-        self._add_carried()
+        self.add_carried()
         self.was_scaled, self._window = self._window.is_scaled, None
 
     # ------------------------------------------------------------------ errors

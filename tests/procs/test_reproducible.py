@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import evenstep
 from evenstep import world as worlds
@@ -74,6 +75,48 @@ def test_batch_normalisation_over_lanes_that_run_at_the_same_time(ranks, fresh_s
     for found, distance in first + again:
         assert_same([found], expected, "another rank or transport")
         assert distance < 1e-12, "not what one process computes over the whole batch"
+
+
+class BesideOutputs(nn.Module):
+    """Has a parameter that the loss uses, and the model's own outputs don't."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(3, 3).double()
+        self.factor = nn.Parameter(torch.randn(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def loss(self, model, x):
+        return model(x).square().mean() + self.factor.square().sum() * x.sum()
+
+
+def gradients_beside_outputs(seed, keeps):
+    """Without zero_grad between some steps, too; the loop's gradients against those of the whole batch."""
+    with runs.reproducible(seed, lanes=4) as world:
+        model = evenstep.DistributedDataParallel(BesideOutputs(seed), world=world)
+        single = BesideOutputs(seed)
+        for step in range(6):
+            x = torch.randn(4, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + step))
+            per_rank = 4 // world.world_size
+            share = x[world.rank * per_rank : (world.rank + 1) * per_rank].reshape(-1, 3)
+            for part in model.microbatches(share):
+                model.module.loss(model, part).backward()
+            (sum(single.loss(single, each) for each in x) / 4).backward()
+            for (name, got), expected in zip(model.module.named_parameters(), single.parameters(), strict=True):
+                message = f"seed {seed}, step {step}, {name}: {got.grad} and not {expected.grad}"
+                assert torch.allclose(got.grad, expected.grad, rtol=1e-12, atol=1e-12), message
+            if not (keeps and step % 3 == 1):
+                model.zero_grad(set_to_none=step % 2 == 0)
+                single.zero_grad()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_plain_backward_averages_gradients_beside_the_models_outputs(ranks, fresh_seed, nproc, keeps):
+    ranks.run(gradients_beside_outputs, nproc, fresh_seed, keeps)
 
 
 # ---------------------------------------------------------------------- transports

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -148,6 +149,29 @@ def hooked_states(seed: int) -> tuple[int, float]:
 @SIZES
 def test_hooks_of_state_dicts_see_the_state_and_may_change_it(ranks, fresh_seed, nproc):
     assert ranks.run(hooked_states, nproc, fresh_seed) == [(4, pytest.approx(3.0, rel=1e-12))] * nproc
+
+
+def asked_within_windows(seed: int) -> float:
+    """The largest difference from one process, where windows aren't begun with zero_grad."""
+    world = evenstep.init(quiet=True)
+    model, single = wrap(seed), build(seed)
+    for step in range(4):
+        for part in range(2):
+            x = batch(seed + 2 * step + part)
+            own = x[world.rank :: world.world_size]
+            with model.accumulate() if part == 0 else contextlib.nullcontext():
+                model.backward(model(own).square().mean(), weight=len(own))
+            if part == 0:
+                torch.autograd.grad(model(own).sum(), model.module[0].weight)
+            (single(x).square().mean() / 2).backward()
+    both = zip(model.parameters(), single.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max()) for a, b in both)
+
+
+@SIZES
+def test_gradients_that_are_only_asked_for_change_no_window(ranks, fresh_seed, nproc):
+    """What an earlier step had left in p.grad was averaged once more."""
+    assert max(ranks.run(asked_within_windows, nproc, fresh_seed)) < 1e-11
 
 
 # ---------------------------------------------------------------------- values beside 16-bit parameters

@@ -102,22 +102,24 @@ class _Gradients:
     Attributes:
         hidden: Those that are divided.
         parts: This rank's parts of them.
-        whole: Those that every rank has.
+        whole: Those that every rank has, also where `p.grad` doesn't show them: see `ShardedBucket.hides`.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.hidden: list[HiddenGradient] = []
         self.whole: list[Tensor] = []
+        replicated: list[HiddenGradient] = []
         for parameter in parameters:
             grad = parameter.grad
             if isinstance(grad, HiddenGradient):
-                self.hidden.append(grad)
+                (self.hidden if grad.bucket.num_shards > 1 else replicated).append(grad)
             elif grad is not None and grad.is_sparse:
                 parameter.grad = grad = grad.coalesce()
                 self.whole.append(grad._values())
             elif grad is not None:
                 self.whole.append(grad)
         self.parts = local_parts(self.hidden)
+        self.whole += local_parts(replicated)
 
 
 def _norms(groups: Sequence[_Gradients], norm_type: float) -> Tensor:

@@ -28,8 +28,11 @@ class Bucket:
         allocator: Allocates it.
 
     Attributes:
+        hides: `p.grad` doesn't show the reduced gradients.
         is_full: When it was packed all its parameters had a gradient.
     """
+
+    hides = False
 
     def __init__(
         self,

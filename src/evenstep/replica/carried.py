@@ -2,7 +2,8 @@
 
 Without `zero_grad` between two synchronised passes the second adds to the reduced gradient R. A PLAIN pass may leave
 R where it is: averaging equal values changes nothing. A WEIGHTED pass would multiply R by the number of ranks over the
-sum of weights, so R is set aside and added back. A rank without a pass does as was right for the last window.
+sum of weights, so R is set aside and added back. A rank without a pass does as was right for the last window. Lanes
+are added without R, too: it is set aside before the loop, since in a PLAIN pass some gradients may have come already.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ class Carried:
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
 
     def set_aside(self, exchange: Exchange) -> None:
-        """At the beginning of a WEIGHTED window: keep what an earlier reduction left in `p.grad` out of the sum."""
+        """Before a WEIGHTED window, or lanes: keep what an earlier reduction left in `p.grad` out of the sum."""
         if all(parameter.grad is None for parameter in self._parameters):
             return
         # zero_grad(set_to_none=False): nothing to keep, and the views stay where they are.
-        clear = {p for bucket in exchange.buckets if exchange.is_clear(bucket) for p in bucket.parameters}
+        clear = {p for each in exchange.buckets if each.hides or exchange.is_clear(each) for p in each.parameters}
         for parameter in self._parameters:
             if parameter.grad is not None and parameter not in clear:
                 self._gradients.append((parameter, parameter.grad.clone()))

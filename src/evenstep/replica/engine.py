@@ -99,14 +99,13 @@ class Engine:
         self.synchronise = True  # whether the next backward pass ends the window
         self.stays_local = self.is_apart = False  # local SGD: windows end on this rank; parameters differ between ranks
         self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
-        self.num_reductions = 0
-        self.has_learned_order = False
+        self.num_reductions, self.has_learned_order = 0, False
         self.world = world
         self.in_backward = InBackward(self.parameters if self._travels else ())
         self._hooks = OutputHooks(self._outputs_reached)
         self._window: Window | None = None
         self._pass: Pass | None = None
-        self._carried = Carried(self.parameters)
+        self.carried = Carried(self.parameters)
         self._ran = self._ran_stand_in = False  # since the last pass, over samples and over a stand-in
         self._whole_task = -1  # of autograd: the last pass that was a whole window
         self._left_early: str | None = None
@@ -131,7 +130,7 @@ class Engine:
         if self._left_early is not None and all(parameter.grad is None for parameter in self.parameters):
             # zero_grad has thrown away the half-made sum, and with it what was kept out of that.
             self._left_early = self._window = None
-            self._carried.forget()
+            self.carried.forget()
         elif problem is not None and self.world.world_size > 1:
             raise UsageError(f"rank {self.world.rank}: {problem}. The replicas are no longer in step; start again.")
         elif self._broken is not None:
@@ -213,7 +212,7 @@ class Engine:
             self.exchange.open_window()
             self._window.has_leftovers = any(parameter.grad is not None for parameter in self.parameters)
             if self._window.has_leftovers and (self.lanes is not None or self.exchange.was_weighted()):
-                self._carried.set_aside(self.exchange)
+                self.carried.set_aside(self.exchange)
         self._end_window()
 
     @property
@@ -312,9 +311,9 @@ class Engine:
         if not current.confirmed:
             if not self.readiness.any_has_come():  # torch.autograd.grad: nothing to average
                 self._put_back(current)
-                if self._window is None:
+                if self._window is None and self.lanes is None:
                     self.exchange.cancel_window()
-                self._carried.add_back()
+                    self.carried.add_back()
                 self.readiness.end()
                 self._pass = None
                 return
@@ -333,8 +332,8 @@ class Engine:
         self.in_backward.take_over()
         if self._window is None:
             self.exchange.open_window()
-        if (opened.kind is Kind.WEIGHTED or self.lanes is not None) and self._window is None:
-            self._carried.set_aside(self.exchange)
+        if opened.kind is Kind.WEIGHTED and self._window is None:
+            self.carried.set_aside(self.exchange)
         if opened.discards:
             opened.set_aside = [parameter.grad for parameter in self.parameters]
             drop_grads(self.parameters)
@@ -383,7 +382,7 @@ class Engine:
             first = self.num_dense if self.exchange.buckets else 0
             self.guard.look_at_gradients(self.names[first:], self.parameters[first:])
         self.exchange.finish(self._window)
-        self._carried.add_back()
+        self.carried.add_back()
         window, self._window = self._window, None
         self.recorder.end()
         page.mark(page.Phase.BETWEEN_STEPS)
@@ -411,7 +410,7 @@ class Engine:
         if self._window is None:
             return
         divide_by_weight(self.parameters, self._window, self.exchange.weight_scale(0.0, opens_window=False))
-        self._carried.add_back()
+        self.carried.add_back()
         self.was_scaled, self._window = self._window.is_scaled, None
 
     # ------------------------------------------------------------------ errors
@@ -423,7 +422,7 @@ class Engine:
     def _reset_after_error(self) -> None:
         """In a world of one a failed pass concerns nobody else: its gradients are lost, the model is as before it."""
         self._broken = self._window = None
-        self._carried.forget()
+        self.carried.forget()
         self.exchange.reset()
         self.readiness.end()
         drop_grads(self.parameters)

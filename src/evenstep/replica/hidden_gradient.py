@@ -89,10 +89,24 @@ class HiddenGradient(Tensor):
         if func is _aten.add_.Tensor and torch._C._current_graph_task_id() != -1:  # autograd accumulates
             raise hidden.bucket.late(hidden.slot_number)
         by = str(func).removeprefix("aten.").partition(".")[0]
-        raise UsageError(
-            f"the gradient of {hidden.parameter_name!r} is divided over {hidden.bucket.num_shards} ranks by a "
-            f"ShardedOptimizer, and was read by {by}. Clip with evenstep.clip_grad_norm_(optimizer, ...) or "
-            f"evenstep.clip_grad_value_; what else needs whole gradients needs an optimizer that isn't sharded."
+        raise hidden.refusal(by)
+
+    def refusal(self, by: str) -> UsageError:
+        """The error for somebody who reads it.
+
+        Args:
+            by: The operation.
+        """
+        num_shards = self.bucket.num_shards
+        where = f"divided over {num_shards} ranks by a ShardedOptimizer"
+        otherwise = "an optimizer that isn't sharded"
+        if num_shards == 1:
+            where = "kept in the reduce_dtype in which it was added, for an optimizer that steps there"
+            otherwise = "an optimizer that is neither fused nor sharded, or no reduce_dtype"
+        return UsageError(
+            f"the gradient of {self.parameter_name!r} is {where}, and was read by {by}. Clip with "
+            f"evenstep.clip_grad_norm_(optimizer, ...) or evenstep.clip_grad_value_; what else needs whole gradients "
+            f"needs {otherwise}."
         )
 
     @property

@@ -82,6 +82,8 @@ def loop(
         parts_of = [padded] if padded else []
     outside, num_reductions, completed = randomness.capture(), engine.num_reductions, False
     buffers.keep()
+    if not engine.is_in_window:
+        engine.carried.set_aside(engine.exchange)
     sums.begin()
     sums.at_end = buffers.settle
     lanes.num_loops += 1
@@ -104,6 +106,8 @@ def loop(
         completed = True
     finally:
         if not completed:
+            if not engine.is_in_window:
+                engine.carried.add_back()
             engine.leave_early("a loop over micro-batches was left before its end")
         lanes.current = None
         engine.synchronise = True

@@ -342,6 +342,53 @@ def test_what_all_ranks_leave_to_gloo_works_as_ever(ranks: RankPool) -> None:
     assert ranks.run(sparse_on_all_ranks, 2) == [[([[3.0, 0.0], [0.0, 3.0]], 2.0)] * 3] * 2
 
 
+class Standing(torch.Tensor):
+    """A tensor without memory of its own, as DTensor is one: what is done with it is done with another."""
+
+    behind: Tensor
+
+    @staticmethod
+    def __new__(cls, behind: Tensor) -> Standing:
+        made = torch.Tensor._make_wrapper_subclass(cls, behind.shape, dtype=behind.dtype, device=behind.device)
+        made.behind = behind
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = torch.utils._pytree.tree_map(lambda each: each.behind if isinstance(each, Standing) else each, args)
+        return function(*args, **(kwargs or {}))
+
+
+class Named(torch.Tensor):
+    """A subclass with memory of its own."""
+
+
+def without_memory() -> tuple[list[Any], dict[str, int]]:
+    """What becomes of tensors that stand for others, of one with a class of its own, and of a sum behind them."""
+    import torch.distributed._functional_collectives as functional
+
+    with both_groups() as (_, ours):
+        standing, named = Standing(torch.ones(3)), torch.ones(3).as_subclass(Named)
+        dist.all_reduce(standing, group=ours)
+        parts = [Standing(torch.zeros(70_000)) for _ in range(ours.size())]
+        dist.all_gather(parts, torch.full((70_000,), float(ours.rank())), group=ours)
+        not_awaited = functional.all_reduce(torch.ones(2), "sum", ours)
+        assert type(not_awaited) is functional.AsyncCollectiveTensor
+        dist.all_reduce(not_awaited, group=ours)
+        with pytest.raises(
+            ConfigurationError, match="dense CPU tensors, and this is a strided float32 Standing on cpu"
+        ):
+            ours._shared.all_reduce(standing)
+        dist.all_reduce(named, group=ours)
+        got = [standing.behind.tolist(), [float(each.behind[-1]) for each in parts], not_awaited.tolist()]
+        return [*got, named.as_subclass(torch.Tensor).tolist(), type(named).__name__], fall_through.counts()
+
+
+def test_tensors_without_memory_of_their_own_are_torchs_to_open(ranks: RankPool) -> None:
+    expected = [[2.0] * 3, [0.0, 1.0], [4.0] * 2, [2.0] * 3, "Named"]
+    assert ranks.run(without_memory, 2) == [(expected, {"allreduce": 2, "allgather": 1})] * 2
+
+
 def expanded_outputs() -> list[str]:
     """What a rank is told of outputs whose elements share memory; and whether calls still work."""
     evenstep.init(quiet=True)
@@ -504,7 +551,14 @@ def with_fsdp(group: dist.ProcessGroup, hook: str | None) -> list[Tensor]:
     return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.state_dict().values()]
 
 
-WAYS = {"ddp": with_ddp, "zero": with_zero, "fsdp": with_fsdp}
+def with_compiled_ddp(group: dist.ProcessGroup, hook: str | None) -> list[Tensor]:
+    """DDP's reducer calls the group from C++ while torch.compile is tracing whatever runs."""
+    model = torch.nn.parallel.DistributedDataParallel(build_model(), process_group=group)
+    train(torch.compile(model, backend="eager"), torch.optim.SGD(model.parameters(), lr=0.1), group.rank())
+    return [each.detach() for each in model.state_dict().values()]
+
+
+WAYS = {"ddp": with_ddp, "zero": with_zero, "fsdp": with_fsdp, "compiled": with_compiled_ddp}
 
 
 def trained_alike(way: str, hook: str | None) -> dict[str, int]:
@@ -517,7 +571,14 @@ def trained_alike(way: str, hook: str | None) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("way", "hook"),
-    [("ddp", None), ("ddp", "allreduce_hook"), ("ddp", "fp16_compress_hook"), ("zero", None), ("fsdp", None)],
+    [
+        ("ddp", None),
+        ("ddp", "allreduce_hook"),
+        ("ddp", "fp16_compress_hook"),
+        ("zero", None),
+        ("fsdp", None),
+        ("compiled", None),
+    ],
 )
 def test_torchs_wrappers_give_what_they_give_on_gloo(ranks: RankPool, way: str, hook: str | None) -> None:
     assert ranks.run(trained_alike, 2, way, hook, timeout_s=120) == [{}] * 2

@@ -17,12 +17,18 @@ from evenstep.transport.header import DTYPES, Fingerprint
 from evenstep.transport.reduction import plan_arithmetic
 
 _CARRIED = frozenset(DTYPES)
+_NOTHING_BEHIND = torch._C._disabled_torch_dispatch_impl  # what a class has whose tensors have memory of their own
 _MAX_FINGERPRINTS = 4096
 
 
 def is_carried(tensor: Tensor) -> bool:
-    """Whether it is a dense CPU tensor of a dtype that has a number in headers. Pure."""
-    return tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
+    """Whether it is a dense CPU tensor of a dtype that has a number in headers. Pure.
+
+    A tensor that stands for others (a DTensor, a fake one, the result of a functional collective) has no memory: to
+    read it would end the process. torch's own dispatcher knows what to do with those, on the way to Gloo.
+    """
+    has_memory = type(tensor) is Tensor or type(tensor).__torch_dispatch__ is _NOTHING_BEHIND
+    return has_memory and tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
 
 
 def flat_view(tensor: Tensor) -> Tensor:
@@ -74,8 +80,8 @@ class Arguments:
         if not is_carried(tensor):
             raise self._refusal(
                 f"rank {self.rank}: the {self.name} transport carries dense CPU tensors, and this is a "
-                f"{str(tensor.layout)[6:]} {str(tensor.dtype)[6:]} tensor on {tensor.device}. Move or convert it, or "
-                f"use transport='gloo'."
+                f"{str(tensor.layout)[6:]} {str(tensor.dtype)[6:]} {type(tensor).__name__} on {tensor.device}. Move or "
+                f"convert it, or use transport='gloo'."
             )
         if tensor.requires_grad:
             tensor = tensor.detach()

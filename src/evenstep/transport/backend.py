@@ -26,6 +26,7 @@ from evenstep.transport.group_calls import GroupCalls
 from evenstep.transport.hosts import connect_ranks
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group import ProcessGroupTransport
+from evenstep.transport.uncompiled import uncompiled
 
 NAME = "evenstep"
 
@@ -48,6 +49,7 @@ def _make_group(made_for: Any, options: Any) -> EvenstepGroup:
     )
 
 
+@uncompiled
 class EvenstepGroup(GroupCalls):
     """A process group whose CPU tensors travel through shared memory. torch makes it.
 

@@ -42,6 +42,7 @@ from evenstep.transport.method_names import (
 )
 from evenstep.transport.several_hosts import SeveralHostsTransport
 from evenstep.transport.shared_memory import SharedMemoryTransport
+from evenstep.transport.uncompiled import uncompiled
 
 # torch's stub has overloads that differ between its versions.
 _ProcessGroup: Any = ProcessGroup
@@ -51,6 +52,7 @@ _NO_TIME = timedelta()
 _COMPARE = (SharedMemoryTransport, SeveralHostsTransport)  # what has other ranks, and tells them what is called
 
 
+@uncompiled
 class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     """A process group whose CPU tensors travel through shared memory; `backend.EvenstepGroup` is what torch makes.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from evenstep.errors import EvenstepError, PeerLostError
+from evenstep.transport.uncompiled import uncompiled
 
 
 class ToldWork(Protocol):
@@ -86,6 +87,7 @@ class _Failed:
         self.error = error
 
 
+@uncompiled
 class GroupWork(dist.Work):
     """One call of a group: one or several collectives of one transport.
 

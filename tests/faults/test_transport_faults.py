@@ -219,6 +219,35 @@ def test_a_peer_that_has_closed_is_named(ranks: RankPool) -> None:
     assert "closed its end" in text
 
 
+def given_up_on() -> str:
+    """Rank 0 gives rank 1 up. Rank 1 comes, ends that call, and makes another."""
+    world = evenstep.init(quiet=True)
+    transport = connect(timeout_s=0.3 if world.rank == 0 else 50)
+    text = ""
+    if transport.rank == 0:
+        with pytest.raises(CollectiveTimeoutError):
+            transport.all_reduce(torch.ones(2)).wait()
+    world.barrier()
+    if transport.rank == 1:
+        tensor = torch.ones(2)
+        transport.all_reduce(tensor).wait()
+        assert tensor.tolist() == [2.0, 2.0]
+        started = time.monotonic()
+        with pytest.raises(PeerLostError) as caught:
+            transport.all_reduce(tensor).wait()
+        assert time.monotonic() - started < 20
+        text = str(caught.value)
+    world.barrier()
+    transport.close()
+    return text
+
+
+def test_who_has_given_up_is_waited_for_by_nobody(ranks: RankPool) -> None:
+    text = ranks.run(given_up_on, 2)[1]
+    assert "rank 1 lost rank 0 (pid" in text
+    assert "has given up or closed its end in shared memory collective number 2" in text
+
+
 def wait_for_a_stopped_peer() -> tuple[float, str]:
     transport = connect()
     world = evenstep.init(quiet=True)

@@ -3,7 +3,7 @@
 Every rank announces to every other that it has passed a *phase* once more. Announcements of one phase are counted, so
 waiting for "everybody has passed phase p n times" needs no reset and tolerates ranks that are ahead.
 
-A wait spins for a moment, then sleeps on the semaphore of one missing rank. Asleep, it wakes twenty times a second to
+A wait spins for a moment, then sleeps on the semaphore of one missing rank. Asleep, it wakes forty times a second to
 look whether a missing rank has died, has left, or is stopped.
 """
 
@@ -51,7 +51,7 @@ class WaitPolicy:
     spin_s: float = 200e-6
     min_spin_s: float = 10e-6
     num_eager_tries: int = 20
-    look_every_s: float = 0.05
+    look_every_s: float = 0.025
     report_stopped_after_s: float = 2.0
     report_missing_after_s: float = 30.0
 
@@ -98,7 +98,7 @@ class Arrivals:
         world_size: Number of ranks.
         watch: The other ranks' processes.
         policy: How to wait.
-        has_left: Whether a rank has closed its end.
+        has_left: Whether a rank has given up, or closed its end.
 
     Attributes:
         policy: How to wait.
@@ -120,7 +120,7 @@ class Arrivals:
         self._rank = rank
         self._watch = watch
         self._has_left = has_left
-        others = [peer for peer in range(world_size) if peer != rank]
+        self._others = others = [peer for peer in range(world_size) if peer != rank]
 
         def place(phase: Phase, sender: int, receiver: int) -> int:
             return address + SEMAPHORE_BYTES * ((phase * world_size + receiver) * world_size + sender)
@@ -247,9 +247,12 @@ class Arrivals:
         return min(known, default=0.0)
 
     def _lost(self, ranks: list[int]) -> str:
-        dead = [f"{self._named(r)} ({self._pid(r)}), whose process has ended" for r in ranks if self._watch.is_gone(r)]
-        left = [f"{self._named(r)} ({self._pid(r)}), which has closed its end" for r in ranks if self._has_left(r)]
-        return ", and ".join(dead or left)
+        """Whom of these ranks nobody has to wait for any more; "" if there is none."""
+        left = [r for r in ranks if self._has_left(r)]
+        # Who has given up had a reason, which may be the death of somebody who isn't missing here.
+        dead = [r for r in (self._others if left else ranks) if self._watch.is_gone(r)]
+        how = "whose process has ended" if dead else "which has given up or closed its end"
+        return ", and ".join(f"{self._named(r)} ({self._pid(r)}), {how}" for r in dead or left)
 
     def _too_late(self, missing: list[int], what: str, waited_s: float, timeout_s: float) -> str:
         names = ", ".join(

@@ -307,7 +307,8 @@ class CallQueue:
     # ------------------------------------------------------------------ failing and closing
 
     def _fail(self, error: BaseException) -> None:
-        """No call can be trusted any more: ranks may have come to different points."""
+        """No call can be trusted any more: ranks may have come to different points. The others hear of it."""
+        self._segment.leave(self.rank)
         if isinstance(error, EvenstepError):
             self._failure = error
         else:

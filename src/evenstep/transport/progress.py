@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from evenstep.transport.semaphores import sem_post, take
 
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S = 0.025
 LOOK_AGAIN = 0  # no semaphore lies at address 0
 
 

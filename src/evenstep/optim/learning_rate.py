@@ -8,7 +8,7 @@ what Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algori
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, optim
 
@@ -16,6 +16,8 @@ from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import UsageError
 from evenstep.optim.kinds import validate_optimizer
+from evenstep.optim.together import telling_others
+from evenstep.transport.agreement import validate_together
 from evenstep.world import World
 
 Rule = Literal["linear", "sqrt"]
@@ -32,8 +34,8 @@ def scale_learning_rate(
 ) -> float:
     """Scale the rates of all parameter groups from the batch that they were found for to the one that is used.
 
-    Call it once, before schedulers are made. Rank 0 prints what was decided. Nothing is agreed between ranks: all give
-    the same.
+    Collective: every rank calls this, once, with the same arguments, before schedulers are made. Rank 0 prints what was
+    decided.
 
     Args:
         optimizer: Its rates are those that suit `base_batch_size`.
@@ -47,8 +49,10 @@ def scale_learning_rate(
         What rates were multiplied by.
 
     Raises:
-        ConfigurationError: No optimizer, a size that is no positive integer, or an unknown rule.
-        UsageError: A scheduler was made for the optimizer already, or its rates have been scaled before.
+        ConfigurationError: No optimizer, a size that is no positive integer, or an unknown rule. Raised on all ranks if
+            it is so on one.
+        UsageError: A scheduler was made for the optimizer already, or its rates have been scaled before. The same.
+        MismatchError: The ranks were given different numbers, or rules. Raised on all of them.
     """
     sizes = {
         "base_batch_size": base_batch_size,
@@ -56,18 +60,21 @@ def scale_learning_rate(
         "accumulation_steps": accumulation_steps,
     }
     who = "scale_learning_rate"
-    validate_optimizer(f"{who}: optimizer", optimizer)
-    for name, size in sizes.items():
-        checks.whole(f"{who}: {name}", size, least=1)
-    checks.choice(f"{who}: rule", rule, ("linear", "sqrt"))
-    for group in optimizer.param_groups:
-        if "initial_lr" in group:
-            raise UsageError(
-                "scale_learning_rate after a scheduler was made, which would go on from the old rates. Scale first."
-            )
-        if "unscaled_lr" in group:
-            raise UsageError("scale_learning_rate: the rates of this optimizer have been scaled before.")
+
+    def validate() -> dict[str, Any]:
+        validate_optimizer(f"{who}: optimizer", optimizer)
+        for group in optimizer.param_groups:
+            if "initial_lr" in group:
+                raise UsageError(
+                    "a scheduler was made before, and would go on from the old rates. Scale first, and make it then."
+                )
+            if "unscaled_lr" in group:
+                raise UsageError("the rates of this optimizer have been scaled before.")
+        told = {name: checks.whole(f"{who}: {name}", size, least=1) for name, size in sizes.items()}
+        return told | {"rule": checks.choice(f"{who}: rule", rule, ("linear", "sqrt"))}
+
     world = worlds.chosen(world, who)
+    validate_together(world, who, validate)
     ratio = global_batch_size / base_batch_size
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     told = []
@@ -115,10 +122,11 @@ class LinearWarmup(optim.lr_scheduler.LRScheduler):
         self, optimizer: optim.Optimizer, num_steps: int, *, start_factor: float = 0.001, last_epoch: int = -1
     ) -> None:
         who = "LinearWarmup"
-        validate_optimizer(f"{who}: optimizer", optimizer)
-        self.num_steps = checks.whole(f"{who}: num_steps", num_steps, least=0)
-        self.start_factor = checks.number(f"{who}: start_factor", start_factor, above=0, most=1)
-        last_epoch = checks.whole(f"{who}: last_epoch", last_epoch, least=-1)
+        with telling_others(optimizer):
+            validate_optimizer(f"{who}: optimizer", optimizer)
+            self.num_steps = checks.whole(f"{who}: num_steps", num_steps, least=0)
+            self.start_factor = checks.number(f"{who}: start_factor", start_factor, above=0, most=1)
+            last_epoch = checks.whole(f"{who}: last_epoch", last_epoch, least=-1)
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:

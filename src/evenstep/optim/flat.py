@@ -14,7 +14,7 @@ from evenstep.optim import arguments
 from evenstep.optim.divided import DividedOptimizer, without_state
 from evenstep.optim.elements import ElementDivision
 from evenstep.optim.kinds import is_elementwise, validate_kind, validate_optimizer
-from evenstep.optim.together import telling_others
+from evenstep.optim.together import OnTheWay, telling_others
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.dividing import divide_gradients, validate_dividable
 from evenstep.replica.engine import Engine
@@ -65,7 +65,7 @@ class FlatOptimizer(DividedOptimizer):
             _validate(optimizer)
         else:
             engine = self.model.engine
-            validate_together(self.model.world, "fuse", lambda: _facts_of(optimizer, engine))
+            validate_together(OnTheWay(engine), "fuse", lambda: _facts_of(optimizer, engine))
         self._kind = kind
         super().__init__(optimizer.param_groups, optimizer.defaults)
         saved = optimizer.state_dict()

@@ -8,7 +8,7 @@ what Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algori
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, optim
 
@@ -16,8 +16,7 @@ from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import UsageError
 from evenstep.optim.kinds import validate_optimizer
-from evenstep.optim.together import telling_others
-from evenstep.transport.agreement import validate_together
+from evenstep.optim.together import engine_of, note, telling_others
 from evenstep.world import World
 
 Rule = Literal["linear", "sqrt"]
@@ -34,8 +33,9 @@ def scale_learning_rate(
 ) -> float:
     """Scale the rates of all parameter groups from the batch that they were found for to the one that is used.
 
-    Collective: every rank calls this, once, with the same arguments, before schedulers are made. Rank 0 prints what was
-    decided.
+    Every rank calls it once, with the same arguments, before schedulers are made. Rank 0 prints what was decided.
+    Nobody waits here: ranks whose arguments differ are found in the first backward pass, if the model was wrapped before,
+    and else by their rates.
 
     Args:
         optimizer: Its rates are those that suit `base_batch_size`.
@@ -49,10 +49,8 @@ def scale_learning_rate(
         What rates were multiplied by.
 
     Raises:
-        ConfigurationError: No optimizer, a size that is no positive integer, or an unknown rule. Raised on all ranks if
-            it is so on one.
-        UsageError: A scheduler was made for the optimizer already, or its rates have been scaled before. The same.
-        MismatchError: The ranks were given different numbers, or rules. Raised on all of them.
+        ConfigurationError: No optimizer, a size that is no positive integer, or an unknown rule.
+        UsageError: A scheduler was made for the optimizer already, or its rates have been scaled before.
     """
     sizes = {
         "base_batch_size": base_batch_size,
@@ -60,21 +58,20 @@ def scale_learning_rate(
         "accumulation_steps": accumulation_steps,
     }
     who = "scale_learning_rate"
-
-    def validate() -> dict[str, Any]:
+    with telling_others(optimizer):
         validate_optimizer(f"{who}: optimizer", optimizer)
+        given = [(name, checks.whole(f"{who}: {name}", size, least=1)) for name, size in sizes.items()]
+        checks.choice(f"{who}: rule", rule, ("linear", "sqrt"))
         for group in optimizer.param_groups:
             if "initial_lr" in group:
                 raise UsageError(
-                    "a scheduler was made before, and would go on from the old rates. Scale first, and make it then."
+                    "scale_learning_rate after a scheduler was made, which would go on from the old rates. Scale first."
                 )
             if "unscaled_lr" in group:
-                raise UsageError("the rates of this optimizer have been scaled before.")
-        told = {name: checks.whole(f"{who}: {name}", size, least=1) for name, size in sizes.items()}
-        return told | {"rule": checks.choice(f"{who}: rule", rule, ("linear", "sqrt"))}
-
-    world = worlds.chosen(world, who)
-    validate_together(world, who, validate)
+                raise UsageError("scale_learning_rate: the rates of this optimizer have been scaled before.")
+        world = worlds.chosen(world, who)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    note(engine_of(parameters), who, [*given, ("rule", rule)])
     ratio = global_batch_size / base_batch_size
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     told = []

@@ -55,6 +55,23 @@ def engine_of(parameters: Iterable[Any]) -> Engine | None:
     return None
 
 
+class OnTheWay:
+    """The ranks of a model, asked where its next backward pass comes by: who goes on without asking is found there.
+
+    Args:
+        engine: Of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        is_on_cpu = engine.parameters[0].device.type == "cpu"
+        self._transport = engine.transport if is_on_cpu else engine.world.control
+        self.world_size = engine.world.world_size
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of rank, on every rank. Collective."""
+        return exchange(self._transport, value)
+
+
 def note(engine: Engine | None, who: str, given: Sequence[tuple[str, Any]]) -> None:
     """Have the ranks compare a call with the end of the next window.
 

@@ -34,7 +34,7 @@ def scale_learning_rate(
     """Scale the rates of all parameter groups from the batch that they were found for to the one that is used.
 
     Every rank calls it once, with the same arguments, before schedulers are made. Rank 0 prints what was decided.
-    Nobody waits here: ranks whose arguments differ are found in the first backward pass, if the model was wrapped before,
+    Nobody waits: ranks whose arguments differ are found in the first backward pass, if the model was wrapped before,
     and else by their rates.
 
     Args:

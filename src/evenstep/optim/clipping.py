@@ -128,22 +128,24 @@ class _Gradients:
     Attributes:
         hidden: Those that are divided.
         parts: This rank's parts of them.
-        whole: Those that every rank has.
+        whole: Those that every rank has, in `p.grad` or hidden behind it: `fuse` steps with those of another dtype.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.hidden: list[HiddenGradient] = []
         self.whole: list[Tensor] = []
+        undivided: list[HiddenGradient] = []
         for parameter in parameters:
             grad = parameter.grad
             if isinstance(grad, HiddenGradient):
-                self.hidden.append(grad)
+                (self.hidden if grad.bucket.num_shards > 1 else undivided).append(grad)
             elif grad is not None and grad.is_sparse:
                 parameter.grad = grad = grad.coalesce()
                 self.whole.append(grad._values())
             elif grad is not None:
                 self.whole.append(grad)
         self.parts = local_parts(self.hidden)
+        self.whole += local_parts(undivided)
 
 
 def _norms(

@@ -18,7 +18,7 @@ from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
 from evenstep.optim import exact
-from evenstep.optim.together import Given, engine_of, note, telling_others
+from evenstep.optim.together import NUM_NUMBERS, Given, engine_of, note, telling_others
 from evenstep.replica.hidden_gradient import HiddenGradient, local_parts
 from evenstep.replica.torch_interface import wrapped_models
 from evenstep.transport.base import Op, Transport
@@ -237,18 +237,15 @@ def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool
     if transport.world_size == 1 or not _carries_facts(own.device):
         transport.all_reduce(own, op).wait()
         return own
-    told = given.numbers(transport.world_size, is_max=is_max)
     # With room: a rank that takes groups by themselves makes the same call as one that doesn't.
-    both = torch.zeros(-(-(len(told) + len(own)) // _ROOM) * _ROOM, dtype=own.dtype, device=own.device)
-    both[: len(told)] = torch.tensor(told, dtype=own.dtype, device="cpu")
-    both[len(told) : len(told) + len(own)] = own
+    both = torch.cat([own, given.numbers(transport.world_size, room=-(len(own) + NUM_NUMBERS) % _ROOM, is_max=is_max)])
     try:
         transport.all_reduce(both, op).wait()
     except MismatchError as error:
         values = ", ".join(f"{name}={value!r}" for name, value in given.facts)
         raise MismatchError(f"{error} On rank {transport.rank} {given.who} was given {values}.") from None
-    given.judge(transport, both[: len(told)].tolist(), is_max=is_max)
-    return both[len(told) : len(told) + len(own)]
+    given.judge(transport, both.tolist()[-NUM_NUMBERS:], is_max=is_max)
+    return both[: len(own)]
 
 
 def _powers(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -294,7 +291,7 @@ def _limits(max_norm: Any, num_groups: int, *, by_group: bool) -> tuple[list[Any
         else:
             otherwise = "one per group with by_group=True"
             told.append(checks.number("clip_grad_norm_: max_norm", limit, least=0, finite=False, otherwise=otherwise))
-    return limits, told if is_list else told[0] if told else None
+    return limits, tuple(told) if is_list else told[0] if told else None
 
 
 def _groups(parameters: Parameters, who: str, *, by_group: bool) -> list[list[Tensor]]:

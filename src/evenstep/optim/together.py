@@ -17,11 +17,13 @@ window has them, see `replica.options`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 
 from evenstep import world as worlds
@@ -152,17 +154,16 @@ class Given:
     facts: tuple[tuple[str, Any], ...]
     problem: ConfigurationError | None = None
 
-    def numbers(self, num_ranks: int, *, is_max: bool) -> list[float]:
-        """What travels, [NUM_NUMBERS]; added up over ranks, or the largest of each."""
-        value = checksum(self.facts if self.problem is None else str(self.problem))
-        return [value, -value, 0.0, 0.0] if is_max else list(map(float, halves(value, half_bits(num_ranks))))
+    def numbers(self, num_ranks: int, *, room: int, is_max: bool) -> Tensor:
+        """What travels, [room + NUM_NUMBERS], float64, not to be changed: added over ranks, or the largest of each."""
+        return _numbers(self.facts if self.problem is None else str(self.problem), num_ranks, room, is_max)
 
     def judge(self, transport: Transport, numbers: Sequence[float], *, is_max: bool) -> None:
         """Collective if ranks were given different things, which all know.
 
         Args:
             transport: That carried the numbers, on the CPU.
-            numbers: What has come of them.
+            numbers: What has come of them, [NUM_NUMBERS].
             is_max: As for `numbers`.
 
         Raises:
@@ -183,3 +184,10 @@ class Given:
                 raise MismatchError(f"{self.who}: {difference}. Every rank passes the same arguments.")
         if self.problem is not None:
             raise self.problem
+
+
+@functools.lru_cache(maxsize=64)  # of the same arguments in each step
+def _numbers(value: tuple[Any, ...] | str, num_ranks: int, room: int, is_max: bool) -> Tensor:
+    found = checksum(value)
+    told = [found, -found, 0, 0] if is_max else halves(found, half_bits(num_ranks))
+    return torch.tensor([0.0] * room + [float(each) for each in told], dtype=torch.float64, device="cpu")

@@ -213,3 +213,26 @@ def test_nothing_is_read_on_the_host(ranks, fresh_seed, nproc):
         assert found.pop("asked to look"), "the mode counts"
         assert len(found.pop("parameters")) <= 1
         assert found == {way: [] for way in ("plain", "flat", "stage 1", "stage 2")}
+
+
+def norms_of_16_bits(seed: int) -> list[float]:
+    """Of the same gradients, whichever way they are there; the sums are made in float32."""
+    world = evenstep.init(quiet=True)
+    norms = []
+    for way in ("plain", "flat", "stage 1"):
+        model = evenstep.DistributedDataParallel(build(seed).bfloat16(), reduce_dtype=torch.float32)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups_of(model), lr=0.1)
+        if way == "flat":
+            optimizer = evenstep.fuse(optimizer, model)
+        elif way == "stage 1":
+            optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, groups_of(model), lr=0.1)
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed + world.rank)).bfloat16()
+        model.backward(10 * model(x).float().square().mean(), weight=3)
+        norms.append(float(evenstep.clip_grad_norm_(optimizer, 1e-3)))
+        norms.append(float(evenstep.clip_grad_norm_(optimizer, 1e-3)) / 1e-3)
+    return norms
+
+
+def test_the_norm_of_gradients_that_are_stepped_in_another_dtype(ranks, fresh_seed):
+    for norms in ranks.run(norms_of_16_bits, 2, fresh_seed):
+        assert norms == [pytest.approx(one, rel=0.02) for one in (norms[0], 1.0) * 3]

@@ -222,9 +222,10 @@ def drifting(seed: int, way: str) -> str:
     """Replicas drift apart because a plain optimizer has another rate on one rank."""
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(build(seed), compare_every=4)
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + world.rank), weight_decay=0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     if way == "flat":
         optimizer = evenstep.fuse(optimizer, model)
+    optimizer.param_groups[0]["lr"] *= 1 + world.rank
     for _ in range(DEFAULT_EVERY):
         try:
             step(model, optimizer)

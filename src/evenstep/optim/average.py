@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.optim.together import engine_of, keep_note, telling_others
 from evenstep.replica.bucket import HALF_PRECISION
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.transport.common import is_in_common
@@ -33,6 +34,10 @@ class ExponentialAverage:
     16-bit parameters have 32 bits, which a small share of a step would otherwise be lost in. Names are those of the
     wrapped module, so that averages load into a plain model.
 
+    One rank alone may have an average. Where all ranks of a wrapped model have equally many, they have them with the
+    same arguments: the end of the next backward pass compares those, unless ranks are meant to differ
+    (`compare_every=0`).
+
     Args:
         model: Its parameters are averaged, and its module buffers copied.
         decay: At least 0 and less than 1.
@@ -43,10 +48,13 @@ class ExponentialAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, ramp_up: bool = True) -> None:
-        if not isinstance(model, nn.Module):
-            raise checks.refuse("ExponentialAverage: model", model, "a torch.nn.Module")
-        self.decay = checks.number("ExponentialAverage: decay", decay, least=0, below=1)
-        self.ramp_up = checks.switch("ExponentialAverage: ramp_up", ramp_up)
+        who = "ExponentialAverage"
+        with telling_others(model):
+            if not isinstance(model, nn.Module):
+                raise checks.refuse(f"{who}: model", model, "a torch.nn.Module")
+            self.decay = checks.number(f"{who}: decay", decay, least=0, below=1)
+            self.ramp_up = checks.switch(f"{who}: ramp_up", ramp_up)
+        keep_note(engine_of(model.parameters()), self, who, [("decay", self.decay), ("ramp_up", self.ramp_up)])
         self.num_steps = 0
         self._is_applied = False
         self._model = model.module if isinstance(model, DistributedDataParallel) else model

@@ -8,7 +8,7 @@ that the order doesn't matter (`exact.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor, nn, optim
 
 from evenstep import checks
 from evenstep import world as worlds
-from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
 from evenstep.optim import exact
+from evenstep.optim.together import NUM_NUMBERS, Given, engine_of, note, telling_others
 from evenstep.replica.hidden_gradient import HiddenGradient, local_parts
 from evenstep.replica.torch_interface import wrapped_models
-from evenstep.transport.base import Transport
+from evenstep.transport.base import Op, Transport
+
+_ROOM = 8  # numbers that travel come in multiples of it
 
 Parameters = optim.Optimizer | nn.Module | Tensor | Iterable[Tensor]
 
@@ -39,6 +42,9 @@ def clip_grad_norm_(
     Collective where gradients are divided over ranks: every rank calls this, with the same parameters. One pass reads
     the gradients, a second scales them; nothing waits for a GPU. Behind a `GradScaler`, call `scaler.unscale_` first.
 
+    All ranks give the same. On CPUs the exchange that the norm of divided gradients makes compares what they were
+    given; elsewhere, and where gradients are whole, the end of the next backward pass does.
+
     Args:
         parameters: An optimizer, a module, or parameters.
         max_norm: The largest norm that stays as it is; with `by_group` also one per parameter group.
@@ -51,18 +57,32 @@ def clip_grad_norm_(
 
     Raises:
         ConfigurationError: A norm or an exponent makes no sense, or groups are asked of what has none.
+        MismatchError: The ranks were given different arguments; gradients are as they were.
         UsageError: The gradients have not been averaged over ranks yet.
         NonFiniteError: See `error_if_nonfinite`; gradients are as they were.
     """
     who = "clip_grad_norm_"
-    checks.switches(f"{who}: ", error_if_nonfinite=error_if_nonfinite, by_group=by_group)
-    groups = _groups(parameters, who, by_group=by_group)
-    _validate_averaged(groups, who)
-    limits = _limits(max_norm, len(groups), by_group=by_group)
-    norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type  # as torch takes it
-    exponent = checks.number(f"{who}: norm_type", norm_type, above=0, finite=False)
+    parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
+    with telling_others(parameters):
+        checks.switches(f"{who}: ", error_if_nonfinite=error_if_nonfinite, by_group=by_group)
+        groups = _groups(parameters, who, by_group=by_group)
+        _validate_averaged(groups, who)
+    limits: list[Any] = []
+    exponent, told, problem = 2.0, None, None
+    try:
+        exponent = _exponent(norm_type)
+        limits, told = _limits(max_norm, len(groups), by_group=by_group)
+    except ConfigurationError as error:
+        problem = error
+    facts = (
+        ("max_norm", told),
+        ("norm_type", exponent),
+        ("error_if_nonfinite", bool(error_if_nonfinite)),
+        ("by_group", bool(by_group)),
+        ("the number of parameters", tuple(map(len, groups))),
+    )
     gradients = [_Gradients(group) for group in groups]
-    norms = _norms(gradients, exponent)
+    norms = _norms(gradients, exponent, groups, Given(who, facts, problem))
     if error_if_nonfinite and not bool(torch.isfinite(norms).all()):
         raise NonFiniteError(
             f"clip_grad_norm_: the gradient's norm is {norms.tolist()}. To clip anyway, leave error_if_nonfinite out."
@@ -78,6 +98,8 @@ def clip_grad_norm_(
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     """Limit every element of the gradients to [-clip_value, clip_value], divided over ranks or not.
 
+    All ranks give the same; the end of the next backward pass compares what they gave.
+
     Args:
         parameters: An optimizer, a module, or parameters.
         clip_value: At least 0.
@@ -86,9 +108,13 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
         ConfigurationError: The value makes no sense.
         UsageError: The gradients have not been averaged over ranks yet.
     """
-    clip_value = checks.number("clip_grad_value_: clip_value", clip_value, least=0, finite=False)
-    groups = _groups(parameters, "clip_grad_value_", by_group=False)
-    _validate_averaged(groups, "clip_grad_value_")
+    who = "clip_grad_value_"
+    parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
+    with telling_others(parameters):
+        clip_value = checks.number(f"{who}: clip_value", clip_value, least=0, finite=False)
+        groups = _groups(parameters, who, by_group=False)
+        _validate_averaged(groups, who)
+    note(engine_of(groups[0]), who, [("clip_value", clip_value), ("the number of parameters", len(groups[0]))])
     for group in groups:
         gradients = _Gradients(group)
         for same in _by_kind(gradients.parts + gradients.whole):
@@ -102,28 +128,37 @@ class _Gradients:
     Attributes:
         hidden: Those that are divided.
         parts: This rank's parts of them.
-        whole: Those that every rank has, also where `p.grad` doesn't show them: see `ShardedBucket.hides`.
+        whole: Those that every rank has, in `p.grad` or hidden behind it: `fuse` steps with those of another dtype.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.hidden: list[HiddenGradient] = []
         self.whole: list[Tensor] = []
-        replicated: list[HiddenGradient] = []
+        undivided: list[HiddenGradient] = []
         for parameter in parameters:
             grad = parameter.grad
             if isinstance(grad, HiddenGradient):
-                (self.hidden if grad.bucket.num_shards > 1 else replicated).append(grad)
+                (self.hidden if grad.bucket.num_shards > 1 else undivided).append(grad)
             elif grad is not None and grad.is_sparse:
                 parameter.grad = grad = grad.coalesce()
                 self.whole.append(grad._values())
             elif grad is not None:
                 self.whole.append(grad)
         self.parts = local_parts(self.hidden)
-        self.whole += local_parts(replicated)
+        self.whole += local_parts(undivided)
 
 
-def _norms(groups: Sequence[_Gradients], norm_type: float) -> Tensor:
-    """[num_groups], float64: the norms of the whole gradients, the same on all ranks."""
+def _norms(
+    groups: Sequence[_Gradients], norm_type: float, parameters: Sequence[Sequence[Tensor]], given: Given
+) -> Tensor:
+    """[num_groups], float64: the norms of the whole gradients, the same on all ranks.
+
+    Args:
+        groups: The gradients.
+        norm_type: Exponent.
+        parameters: Whose they are.
+        given: What this rank was given, and what is wrong with it; it is compared.
+    """
     tensors = [tensor for group in groups for tensor in (*group.hidden, *group.whole)]
     device = tensors[0].device if tensors else torch.device("cpu")
     # Each gradient is divided among the ranks of its own model: several models, several sums.
@@ -133,13 +168,15 @@ def _norms(groups: Sequence[_Gradients], norm_type: float) -> Tensor:
             transport = hidden.bucket.transport
             _, theirs = transports.setdefault(id(transport), (transport, [[] for _ in groups]))
             theirs[number].append(hidden)
+    if not any(transport.world_size > 1 and _carries_facts(device) for transport, _ in transports.values()):
+        _settle_alone(parameters, given)
     is_max = math.isinf(norm_type)
     if (world := worlds.initialised()) is not None and world.lanes is not None and not is_max:
-        return _exact_norms([group.whole for group in groups], list(transports.values()), norm_type, device)
+        return _exact_norms([group.whole for group in groups], list(transports.values()), norm_type, device, given)
     totals = torch.stack([_powers(group.whole, norm_type, device) for group in groups])
     for transport, theirs in transports.values():
-        sums = torch.stack([_powers(local_parts(hidden), norm_type, device) for hidden in theirs])
-        transport.all_reduce(sums, "max" if is_max else "sum").wait()
+        own = torch.stack([_powers(local_parts(hidden), norm_type, device) for hidden in theirs])
+        sums = _over_ranks(transport, own, given, is_max=is_max)
         totals = torch.maximum(totals, sums) if is_max else totals + sums
     return totals if is_max else totals.pow(1 / norm_type)
 
@@ -149,18 +186,14 @@ def _exact_norms(
     divided: Sequence[tuple[Transport, Sequence[Sequence[HiddenGradient]]]],
     norm_type: float,
     device: torch.device,
+    given: Given,
 ) -> Tensor:
     """[num_groups], float64: as `_norms`, with the same bits however gradients are divided over ranks."""
-    if norm_type not in (1.0, 2.0):
-        raise ConfigurationError(
-            f"clip_grad_norm_: norm_type={norm_type} in reproducible mode, where norms are those with exponent 1, 2 or "
-            f"math.inf."
-        )
     parts = [(transport, [local_parts(hidden) for hidden in theirs]) for transport, theirs in divided]
     peaks = torch.stack([exact.largest(whole, device) for whole in wholes])
     for transport, theirs in parts:
         found = torch.stack([exact.largest(own, device) for own in theirs])
-        transport.all_reduce(found, "max").wait()
+        found = _over_ranks(transport, found, given, is_max=True)
         peaks = torch.maximum(peaks, found)
 
     def words_of(groups: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -173,6 +206,46 @@ def _exact_norms(
         words += sums
     totals = [exact.value_of(own, peak, norm_type) for own, peak in zip(words, peaks, strict=True)]
     return torch.stack(totals).pow(1 / norm_type)
+
+
+def _carries_facts(device: torch.device) -> bool:
+    """Whether what comes of an exchange is read at once: on a GPU that would wait for it."""
+    return device.type == "cpu"
+
+
+def _settle_alone(parameters: Sequence[Sequence[Tensor]], given: Given) -> None:
+    """What was given goes with the next backward pass; what is wrong with it is told.
+
+    Raises:
+        ConfigurationError: Something is.
+    """
+    everything = [parameter for group in parameters for parameter in group]
+    if given.problem is not None:
+        with telling_others(everything):
+            raise given.problem
+    note(engine_of(everything), given.who, given.facts)
+
+
+def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool) -> Tensor:
+    """[num_groups]: the sum or the largest over the ranks. What they were given is compared on the way, on CPUs.
+
+    Raises:
+        ConfigurationError: Something wrong was given, on some rank.
+        MismatchError: Not all were given the same.
+    """
+    op: Op = "max" if is_max else "sum"
+    if transport.world_size == 1 or not _carries_facts(own.device):
+        transport.all_reduce(own, op).wait()
+        return own
+    # With room: a rank that takes groups by themselves makes the same call as one that doesn't.
+    both = torch.cat([own, given.numbers(transport.world_size, room=-(len(own) + NUM_NUMBERS) % _ROOM, is_max=is_max)])
+    try:
+        transport.all_reduce(both, op).wait()
+    except MismatchError as error:
+        values = ", ".join(f"{name}={value!r}" for name, value in given.facts)
+        raise MismatchError(f"{error} On rank {transport.rank} {given.who} was given {values}.") from None
+    given.judge(transport, both.tolist()[-NUM_NUMBERS:], is_max=is_max)
+    return both[: len(own)]
 
 
 def _powers(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -193,17 +266,32 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return kinds.values()
 
 
-def _limits(max_norm: Any, num_groups: int, *, by_group: bool) -> list[Any]:
-    """One for each group. A tensor on a GPU is not read."""
+def _exponent(norm_type: Any) -> float:
+    norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type  # as torch takes it
+    exponent = checks.number("clip_grad_norm_: norm_type", norm_type, above=0, finite=False)
+    world = worlds.initialised()
+    if world is not None and world.lanes is not None and exponent not in (1.0, 2.0, math.inf):
+        raise ConfigurationError(
+            f"clip_grad_norm_: norm_type={norm_type} in reproducible mode, where norms are those with exponent 1, 2 or "
+            f"math.inf."
+        )
+    return exponent
+
+
+def _limits(max_norm: Any, num_groups: int, *, by_group: bool) -> tuple[list[Any], Any]:
+    """(one for each group, what ranks compare of them). A tensor on a GPU is not read."""
     is_list = by_group and isinstance(max_norm, Sequence) and not isinstance(max_norm, str)
     limits = list(max_norm) if is_list else [max_norm] * num_groups
     if len(limits) != num_groups:
         raise checks.refuse("clip_grad_norm_: max_norm", max_norm, f"a number, or one for each of {num_groups} groups")
-    for limit in limits:
-        if not (isinstance(limit, Tensor) and limit.numel() == 1 and limit.device.type != "cpu"):
+    told: list[float | None] = []
+    for limit in limits if is_list else limits[:1]:
+        if isinstance(limit, Tensor) and limit.numel() == 1 and limit.device.type != "cpu":
+            told.append(None)
+        else:
             otherwise = "one per group with by_group=True"
-            checks.number("clip_grad_norm_: max_norm", limit, least=0, finite=False, otherwise=otherwise)
-    return limits
+            told.append(checks.number("clip_grad_norm_: max_norm", limit, least=0, finite=False, otherwise=otherwise))
+    return limits, tuple(told) if is_list else told[0] if told else None
 
 
 def _groups(parameters: Parameters, who: str, *, by_group: bool) -> list[list[Tensor]]:

@@ -10,14 +10,18 @@ from torch import nn, optim
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
+from evenstep.optim import arguments
 from evenstep.optim.divided import DividedOptimizer, without_state
 from evenstep.optim.elements import ElementDivision
 from evenstep.optim.kinds import is_elementwise, validate_kind, validate_optimizer
+from evenstep.optim.together import OnTheWay, telling_others
 from evenstep.replica.distributed import DistributedDataParallel
-from evenstep.replica.dividing import divide_gradients
+from evenstep.replica.dividing import divide_gradients, validate_dividable
+from evenstep.replica.engine import Engine
 from evenstep.replica.layout import BucketPolicy, ParameterSpec, Sharding, plan_layout
 from evenstep.replica.sharded_bucket import ShardedBucket
 from evenstep.replica.sharded_exchange import Follower, ShardedExchange
+from evenstep.transport.agreement import validate_together
 from evenstep.transport.local import LocalTransport
 
 
@@ -30,6 +34,9 @@ def fuse(optimizer: optim.Optimizer, model: nn.Module | None = None) -> FlatOpti
     hyper-parameters are taken over; schedulers made for the other optimizer act on this one. Don't step the other one
     any more. State dicts load into either.
 
+    With a model the ranks compare what they were given; options only where replicas are meant to be alike, as they are
+    unless the model was wrapped with `compare_every=0`.
+
     Args:
         optimizer: An element-wise optimizer of torch's: SGD, AdamW, ...
         model: The `evenstep.DistributedDataParallel` whose parameters these are. Given one, gradients are stepped where
@@ -37,7 +44,10 @@ def fuse(optimizer: optim.Optimizer, model: nn.Module | None = None) -> FlatOpti
             without, each step copies them together.
 
     Raises:
-        ConfigurationError: The optimizer's step isn't known to be element-wise, or a parameter isn't the model's.
+        ConfigurationError: The optimizer's step isn't known to be element-wise, or a parameter isn't the model's. Given
+            a model, raised on all ranks if it is so on one.
+        UsageError: Gradients have been added since they were last averaged. The same.
+        MismatchError: The ranks were given different optimizers or options. Raised on all of them.
     """
     return FlatOptimizer(optimizer, model)
 
@@ -47,16 +57,15 @@ class FlatOptimizer(DividedOptimizer):
 
     def __init__(self, optimizer: optim.Optimizer, model: nn.Module | None = None) -> None:
         kind = type(optimizer)
-        validate_optimizer("fuse: optimizer", optimizer)
-        if model is not None and not isinstance(model, nn.Module):
-            raise checks.refuse("fuse: model", model, "the module whose parameters these are, or None")
-        validate_kind(kind)
-        if isinstance(optimizer, DividedOptimizer) or not is_elementwise(kind):
-            raise ConfigurationError(
-                f"fuse: {kind.__name__} isn't known to change each element by its own gradient alone, so it can't step "
-                f"parameters that lie together. Use it as it is."
-            )
+        with telling_others(optimizer if model is None else model):
+            if model is not None and not isinstance(model, nn.Module):
+                raise checks.refuse("fuse: model", model, "the module whose parameters these are, or None")
         self.model = model if isinstance(model, DistributedDataParallel) else None
+        if self.model is None:
+            _validate(optimizer)
+        else:
+            engine = self.model.engine
+            validate_together(OnTheWay(engine), "fuse", lambda: _facts_of(optimizer, engine))
         self._kind = kind
         super().__init__(optimizer.param_groups, optimizer.defaults)
         saved = optimizer.state_dict()
@@ -73,22 +82,13 @@ class FlatOptimizer(DividedOptimizer):
         self.state = without_state()  # type: ignore[assignment]
         owner = next(iter(buckets.shardings.values()))[0].owner if replicated is None else self._owner
         # Of the defaults, those that are arguments: some are what a class has derived from them.
-        arguments = {k: v for k, v in optimizer.defaults.items() if k in inspect.signature(kind).parameters}
-        self._division = ElementDivision(buckets, owner, kind, arguments, lambda: self.param_groups, None, master=False)
+        given = {k: v for k, v in optimizer.defaults.items() if k in inspect.signature(kind).parameters}
+        self._division = ElementDivision(buckets, owner, kind, given, lambda: self.param_groups, None, master=False)
         self.load_state_dict(saved)
 
     def _of_model(self, model: DistributedDataParallel) -> ShardedExchange:
-        strangers = [p for p in self._all_parameters() if id(p) not in self._index_of]
-        if strangers:
-            raise ConfigurationError(
-                f"fuse: a parameter of shape {list(strangers[0].shape)} is none of those that the model was wrapped "
-                f"with and trains."
-            )
-        others = model.engine.exchange.shardings if isinstance(model.engine.exchange, ShardedExchange) else {}
+        others = _shardings_of(model.engine)
         groups = self._groups_by_index()
-        taken = [model.engine.names[index] for index in groups if index in others]
-        if taken:
-            raise ConfigurationError(f"fuse: parameter {taken[0]!r} belongs to another flat or sharded optimizer.")
         self._owner = 1 + max((sharding.owner for sharding, _ in others.values()), default=-1)
         sharding = Sharding(self._owner, is_replicated=True)
         return divide_gradients(
@@ -114,6 +114,49 @@ class FlatOptimizer(DividedOptimizer):
 
     def __repr__(self) -> str:
         return f"<Flat{self._kind.__name__}, {len(self._all_parameters())} parameters>"
+
+
+def _validate(optimizer: optim.Optimizer) -> None:
+    validate_optimizer("fuse: optimizer", optimizer)
+    kind = type(optimizer)
+    validate_kind(kind)
+    if isinstance(optimizer, DividedOptimizer) or not is_elementwise(kind):
+        raise ConfigurationError(
+            f"fuse: {kind.__name__} isn't known to change each element by its own gradient alone, so it can't step "
+            f"parameters that lie together. Use it as it is."
+        )
+
+
+def _facts_of(optimizer: optim.Optimizer, engine: Engine) -> dict[str, Any]:
+    """What must be equal on all ranks that fuse an optimizer over a model's parameters.
+
+    Raises:
+        ConfigurationError: It can't be fused, or a parameter isn't the model's, or is another optimizer's.
+        UsageError: Gradients have been added since the last reduction.
+    """
+    _validate(optimizer)
+    index_of = {id(parameter): index for index, parameter in enumerate(engine.parameters)}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = [parameter for parameter in parameters if id(parameter) not in index_of]
+    if engine.world.world_size > 1 and strangers:
+        raise ConfigurationError(
+            f"fuse: a parameter of shape {list(strangers[0].shape)} is none of those that the model was wrapped with "
+            f"and trains."
+        )
+    if engine.world.world_size > 1:
+        indices = [index_of[id(parameter)] for parameter in parameters]
+        taken = [engine.names[index] for index in indices if index in _shardings_of(engine)]
+        if taken:
+            raise ConfigurationError(f"fuse: parameter {taken[0]!r} belongs to another flat or sharded optimizer.")
+        validate_dividable(engine, indices)
+    facts = arguments.facts_of(optimizer.param_groups, lambda parameter: index_of.get(id(parameter), -1))
+    if engine.drift is None:  # ranks may be meant to step differently
+        facts = {name: value for name, value in facts.items() if "parameters of" in name or "parameter groups" in name}
+    return {"the optimizer": type(optimizer).__name__} | facts
+
+
+def _shardings_of(engine: Engine) -> Mapping[int, tuple[Sharding, int]]:
+    return engine.exchange.shardings if isinstance(engine.exchange, ShardedExchange) else {}
 
 
 class LocalBuckets:

@@ -16,6 +16,7 @@ from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import UsageError
 from evenstep.optim.kinds import validate_optimizer
+from evenstep.optim.together import engine_of, note, telling_others
 from evenstep.world import World
 
 Rule = Literal["linear", "sqrt"]
@@ -32,8 +33,9 @@ def scale_learning_rate(
 ) -> float:
     """Scale the rates of all parameter groups from the batch that they were found for to the one that is used.
 
-    Call it once, before schedulers are made. Rank 0 prints what was decided. Nothing is agreed between ranks: all give
-    the same.
+    Every rank calls it once, with the same arguments, before schedulers are made. Rank 0 prints what was decided.
+    Nobody waits: ranks whose arguments differ are found in the first backward pass, if the model was wrapped before,
+    and else by their rates.
 
     Args:
         optimizer: Its rates are those that suit `base_batch_size`.
@@ -56,18 +58,20 @@ def scale_learning_rate(
         "accumulation_steps": accumulation_steps,
     }
     who = "scale_learning_rate"
-    validate_optimizer(f"{who}: optimizer", optimizer)
-    for name, size in sizes.items():
-        checks.whole(f"{who}: {name}", size, least=1)
-    checks.choice(f"{who}: rule", rule, ("linear", "sqrt"))
-    for group in optimizer.param_groups:
-        if "initial_lr" in group:
-            raise UsageError(
-                "scale_learning_rate after a scheduler was made, which would go on from the old rates. Scale first."
-            )
-        if "unscaled_lr" in group:
-            raise UsageError("scale_learning_rate: the rates of this optimizer have been scaled before.")
-    world = worlds.chosen(world, who)
+    with telling_others(optimizer):
+        validate_optimizer(f"{who}: optimizer", optimizer)
+        given = [(name, checks.whole(f"{who}: {name}", size, least=1)) for name, size in sizes.items()]
+        checks.choice(f"{who}: rule", rule, ("linear", "sqrt"))
+        for group in optimizer.param_groups:
+            if "initial_lr" in group:
+                raise UsageError(
+                    "scale_learning_rate after a scheduler was made, which would go on from the old rates. Scale first."
+                )
+            if "unscaled_lr" in group:
+                raise UsageError("scale_learning_rate: the rates of this optimizer have been scaled before.")
+        world = worlds.chosen(world, who)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    note(engine_of(parameters), who, [*given, ("rule", rule)])
     ratio = global_batch_size / base_batch_size
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     told = []
@@ -115,10 +119,11 @@ class LinearWarmup(optim.lr_scheduler.LRScheduler):
         self, optimizer: optim.Optimizer, num_steps: int, *, start_factor: float = 0.001, last_epoch: int = -1
     ) -> None:
         who = "LinearWarmup"
-        validate_optimizer(f"{who}: optimizer", optimizer)
-        self.num_steps = checks.whole(f"{who}: num_steps", num_steps, least=0)
-        self.start_factor = checks.number(f"{who}: start_factor", start_factor, above=0, most=1)
-        last_epoch = checks.whole(f"{who}: last_epoch", last_epoch, least=-1)
+        with telling_others(optimizer):
+            validate_optimizer(f"{who}: optimizer", optimizer)
+            self.num_steps = checks.whole(f"{who}: num_steps", num_steps, least=0)
+            self.start_factor = checks.number(f"{who}: start_factor", start_factor, above=0, most=1)
+            last_epoch = checks.whole(f"{who}: last_epoch", last_epoch, least=-1)
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:

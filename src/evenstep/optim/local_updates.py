@@ -17,6 +17,7 @@ from evenstep import checks
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.optim.divided import DividedOptimizer
 from evenstep.optim.kinds import validate_optimizer
+from evenstep.optim.together import telling_others
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.nonfinite import NonFiniteGuard, listed
 from evenstep.replica.weighting import drop_grads
@@ -58,8 +59,9 @@ class LocalUpdates:
     def __init__(
         self, model: DistributedDataParallel, optimizer: optim.Optimizer, *, every: int, warmup_steps: int = 0
     ) -> None:
-        if not isinstance(model, DistributedDataParallel):
-            raise checks.refuse("LocalUpdates: model", model, "an evenstep.DistributedDataParallel")
+        with telling_others(model):
+            if not isinstance(model, DistributedDataParallel):
+                raise checks.refuse("LocalUpdates: model", model, "an evenstep.DistributedDataParallel")
 
         def validate() -> dict[str, Any]:
             if model.world.lanes is not None:
@@ -114,7 +116,8 @@ class LocalUpdates:
         """
         engine = self.model.engine
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise checks.refuse("LocalUpdates.step: scaler", scaler, "a torch.amp.GradScaler, or None")
+            with telling_others(self.model):
+                raise checks.refuse("LocalUpdates.step: scaler", scaler, "a torch.amp.GradScaler, or None")
         engine.end_local_window()
         is_scaled = scaler is not None and scaler.is_enabled()
         if engine.was_scaled and not is_scaled and any(p.grad is not None for p in engine.parameters):

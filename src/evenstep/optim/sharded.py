@@ -19,6 +19,7 @@ from evenstep.optim.divided import DividedOptimizer, defaults_of, without_state
 from evenstep.optim.elements import ElementDivision
 from evenstep.optim.kinds import is_elementwise, validate_kind
 from evenstep.optim.shards import Shard
+from evenstep.optim.together import telling_others
 from evenstep.optim.whole import WholeDivision
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.dividing import divide_gradients, validate_dividable
@@ -88,11 +89,12 @@ class ShardedOptimizer(DividedOptimizer):
         overlap_gather: bool = False,
         **defaults: Any,
     ) -> None:
-        if not isinstance(model, DistributedDataParallel):
-            raise ConfigurationError(
-                f"ShardedOptimizer takes an evenstep.DistributedDataParallel, not a {type(model).__name__}. Wrap the "
-                f"model first: model = evenstep.DistributedDataParallel(model)."
-            )
+        with telling_others(model):
+            if not isinstance(model, DistributedDataParallel):
+                raise ConfigurationError(
+                    f"ShardedOptimizer takes an evenstep.DistributedDataParallel, not a {type(model).__name__}. Wrap "
+                    f"the model first: model = evenstep.DistributedDataParallel(model)."
+                )
         self.model = model
         self._kind = kind
         self._index_of = {id(parameter): index for index, parameter in enumerate(model.engine.parameters)}

@@ -154,7 +154,7 @@ class BucketExchange:
         self._used = self._used_here()
         # Within a join some have left, and are made equal when it ends.
         told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
-        options = None if self.options is None or not self.options.has_optimizers else self.options
+        options = self.options
         numbers = NO_OPTIONS if options is None or self._uneven is not None else options.tell()
         found = self.sums is not None and self.sums.has_found
         self._header.fill(window, self._used, told, found, options=numbers, unit=self._units.take())
@@ -223,7 +223,7 @@ class BucketExchange:
     def conclude(self) -> None:
         """See `exchange.Exchange.conclude`. Options first: where they differ parameters may, too."""
         if self.options is not None:
-            self.options.conclude()
+            self.options.conclude(are_replicas_alike=self.drift is not None and self.drift.is_on)
         if self.drift is not None:
             self.drift.conclude()
 
@@ -253,6 +253,8 @@ class BucketExchange:
     def set_uneven(self, uneven: Uneven | None) -> None:
         """See `exchange.Exchange.set_uneven`."""
         self._uneven = uneven
+        if self.options is not None:
+            self.options.notes.forget_calls()
 
     def unused(self) -> list[int]:
         """See `exchange.Exchange.unused`."""

@@ -11,6 +11,8 @@ within `_ROUNDING` of each other are the same.
 
 Nothing waits for a GPU. There, sums in the header are read in every `_LATE_EVERY`th window and judged in the next;
 and so is an option that is a tensor on the device.
+
+What else a step is given (`notes`) is in the same checksum: arguments of clipping, of averages.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch import Tensor, optim
 from evenstep.errors import MismatchError
 from evenstep.replica.digests import are_same, half_bits, halves
 from evenstep.replica.late import Coming, arrived, start_copy
+from evenstep.replica.notes import Call, Notes, as_texts, find_other_call
 from evenstep.transport.base import Transport
 from evenstep.transport.exchange import exchange
 from evenstep.world import World
@@ -77,22 +80,27 @@ def find_difference(told: Sequence[Sequence[Mapping[str, str]]]) -> str | None:
         for rank, each in enumerate(told):
             for name in (*first, *each[number]):
                 one, other = first.get(name), each[number].get(name)
-                if not _are_alike(one, other):
+                if not are_alike(one, other):
                     which = f" in optimizer {number + 1} of {len(told[0])}" if len(told[0]) > 1 else ""
                     return f"{name}{which} is {one} on rank 0 and {other} on rank {rank}"
     return None
 
 
 class OptionsWatch:
-    """Compares the options of optimizers that are divided over ranks.
+    """Compares the options of optimizers that are divided over ranks, and what else steps are given.
 
     Args:
         world: Who takes part.
         transport: Carries what belongs to the model's passes.
         device: Of the model.
+
+    Attributes:
+        notes: What steps are given.
     """
 
     def __init__(self, world: World, transport: Transport, device: torch.device) -> None:
+        self.notes = Notes()
+        self._noted: tuple[tuple[Call, ...], tuple[Call, ...]] = (), ()
         self._world = world
         self._carrier = transport if device.type == "cpu" else world.control
         self._is_late = device.type != "cpu"
@@ -114,18 +122,20 @@ class OptionsWatch:
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether there is anything to compare."""
+        """Whether an optimizer is divided over ranks, whose parts then have to fit together."""
         return bool(self._optimizers)
 
     def tell(self) -> Sequence[float]:
         """At the end of a window: what this rank's header says, [NUM_NUMBERS]."""
         self._num_windows += 1
+        noted_before, self._noted = self._noted, self.notes.take()
         alive = [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
         groups = [group for optimizer in alive for group in optimizer.param_groups]
         now = [each for group in groups for each in group.values()]
         lengths = [len(group["params"]) for group in groups]
         before, self._lengths, lengths_before = self._before, lengths, self._lengths
         is_as_before = before is not None and len(before) == len(now) and lengths == lengths_before
+        is_as_before = is_as_before and self._noted == noted_before
         if before is not None and is_as_before and all(map(operator.is_, before, now)):
             return self._numbers
         values: list[Any] = [*lengths]
@@ -139,9 +149,7 @@ class OptionsWatch:
         self._before = now if is_simple else None
         if self._is_late and not is_simple:
             self._read_late(groups)
-        text = repr(_rounded((values, self._values)))
-        value = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "little")
-        self._numbers = halves(value, self._bits)
+        self._numbers = halves(checksum((values, self._values, self._noted)), self._bits)
         return self._numbers
 
     def hear(self, sums: Sequence[float] | Tensor) -> None:
@@ -155,8 +163,12 @@ class OptionsWatch:
         if self._num_windows % _LATE_EVERY == 0:
             self._sums_coming = start_copy(sums)
 
-    def conclude(self) -> None:
+    def conclude(self, *, are_replicas_alike: bool) -> None:
         """Collective if options were found to differ, which all ranks know: say which.
+
+        Args:
+            are_replicas_alike: As far as this rank knows they are meant to be. Where they aren't, ranks may clip and
+                average as they like, if their optimizers aren't divided.
 
         Raises:
             MismatchError: On every rank, with the same text.
@@ -166,7 +178,9 @@ class OptionsWatch:
         self._found = False
         alive = {number: ref() for number, ref in self._optimizers.items()}
         mine = {str(number): options_of(each) for number, each in alive.items() if each is not None}
-        told = exchange(self._carrier, mine)
+        calls, kept = map(as_texts, self._noted)
+        answers = exchange(self._carrier, {"options": mine, "calls": calls, "kept": kept, "alike": are_replicas_alike})
+        told = [each["options"] for each in answers]
         # One that has been thrown away may live on for a while on some of the ranks.
         numbers = [number for number in mine if all(number in each for each in told)]
         self._optimizers = {int(number): self._optimizers[int(number)] for number in numbers}
@@ -177,6 +191,24 @@ class OptionsWatch:
                 f"the ranks step with different options: {difference} (noticed in backward pass {self._num_windows}), "
                 f"and each steps its own part of the parameters. Set options alike on all ranks; "
                 f"{ABOUT_SCHEDULERS}"
+            )
+        self._compare_calls(answers, is_divided=bool(numbers))
+
+    def _compare_calls(self, answers: Sequence[Mapping[str, Any]], *, is_divided: bool) -> None:
+        num_kept = {len(each["kept"]) for each in answers}
+        if len(num_kept) > 1:
+            self.notes.forget_kept()
+        are_alike_meant = all(each["alike"] for each in answers)
+        difference = None
+        if is_divided or are_alike_meant:
+            difference = find_other_call([each["calls"] for each in answers], are_alike)
+        if difference is None and are_alike_meant and len(num_kept) == 1:
+            difference = find_other_call([each["kept"] for each in answers], are_alike)
+        if difference is not None:
+            raise MismatchError(
+                f"the ranks were given different arguments: {difference} (noticed in backward pass "
+                f"{self._num_windows}; it was so before that). Every rank makes the same calls with the same "
+                f"arguments. Set them alike, and resume from a checkpoint."
             )
 
     def _judge(self, sums: Sequence[float]) -> None:
@@ -190,6 +222,11 @@ class OptionsWatch:
             far = [value.detach().reshape(-1) for group in groups for value in group.values() if _is_far(value)]
             if far:
                 self._values_coming = start_copy(torch.cat([each.to(far[0].device, torch.float64) for each in far]))
+
+
+def checksum(value: Any) -> int:
+    """Of plain values: 40 bits. Numbers that differ by rounding have the same, but for some at the border. Pure."""
+    return int.from_bytes(hashlib.blake2b(repr(_rounded(value)).encode(), digest_size=5).digest(), "little")
 
 
 def _is_far(value: Any) -> bool:
@@ -224,7 +261,7 @@ def _rounded(value: Any) -> Any:
     return tuple(map(_rounded, value)) if isinstance(value, tuple | list) else value
 
 
-def _are_alike(one: str | None, other: str | None) -> bool:
+def are_alike(one: str | None, other: str | None) -> bool:
     """Whether two texts of `options_of` mean the same, but for rounding."""
     if one == other or one is None or other is None:
         return one == other

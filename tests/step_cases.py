@@ -226,7 +226,8 @@ def draw_steps(chance: random.Random, case: Case, world_size: int, num_steps: in
             for index in range(num_windows)
         ]
         has_all_finite = all(window.poison is None for window in windows)
-        may_keep = has_all_finite and not keeps_nothing
+        # Some of torch's foreach steps, such as that of SGD with nesterov, write to the gradients.
+        may_keep = has_all_finite and not keeps_nothing and not case.options.get("foreach")
         steps.append(
             Step(
                 windows,

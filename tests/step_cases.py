@@ -220,7 +220,10 @@ def draw_steps(chance: random.Random, case: Case, world_size: int, num_steps: in
         # As in torch, what is left in p.grad of a plain window counts in the next one for the ranks that haven't left.
         keeps_nothing = case.joins and not case.weighted
         num_windows = 1 + (chance.random() < 0.3 and not keeps_nothing)
-        is_poisoned = chance.random() < 0.25 and (bool(case.scaler) or case.skips)
+        # A poison is no output of the model's, and so may come first: what is left of a divided gradient is in its way
+        # then, which is an error.
+        may_poison = case.weighted or not (steps and steps[-1].zeroed_by == "nobody")
+        is_poisoned = chance.random() < 0.25 and may_poison and (bool(case.scaler) or case.skips)
         windows = [
             _draw_window(chance, case, world_size, active, poisons=is_poisoned and index == 0)
             for index in range(num_windows)

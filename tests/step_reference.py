@@ -137,8 +137,10 @@ class Reference:
         """As the ranks do it. What is left, and what a momentum remembers, goes on counting in `added`."""
         for each in {"model": [self.stepped], "optimizers": self.optimizers, "nobody": []}[by]:
             each.zero_grad(set_to_none)
-        keeps = 1.0 if by == "nobody" else 0.9 if "momentum" in self.case.options else 0.0
-        self.added = [each.nan_to_num(0.0, 0.0) * keeps for each in self.added]
+        remembered = 0.9 if "momentum" in self.case.options else 0.0
+        for number, _, stepped in self.pairs():  # also one that no optimizer has yet may keep its gradient
+            is_left = stepped.grad is not None and bool(stepped.grad.any())
+            self.added[number] = self.added[number].nan_to_num(0.0, 0.0) * (1.0 if is_left else remembered)
 
     def follow(self, model: nn.Module) -> None:
         """The next gradients are those of the ranks' parameters, and where they are rounded so is what is stepped."""

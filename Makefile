@@ -48,8 +48,9 @@ format: install ## let ruff format the code and sort the imports
 	$(RUN) ruff check --select I --fix .
 	$(RUN) ruff format .
 
-stress: install ## 1,000 random windows of the engine, 100,000 random collectives, also while ranks are stopped; an hour
+stress: install ## 1,000 random windows of the engine, 300 random trainings, 100,000 random collectives, also while ranks are stopped; over an hour
 	$(RUN) tests.procs.test_engine 1000
+	$(RUN) tests.procs.test_step_combinations 300
 	$(RUN) tests.procs.test_transport_stress 100000
 
 bench-collectives: install ## shared memory against Gloo, 64 B to 256 MiB on 2 and 4 ranks; some minutes, on a quiet machine

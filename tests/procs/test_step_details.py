@@ -174,6 +174,30 @@ def test_gradients_that_are_only_asked_for_change_no_window(ranks, fresh_seed, n
     assert max(ranks.run(asked_within_windows, nproc, fresh_seed)) < 1e-11
 
 
+def scaled_in_a_join(seed: int) -> float:
+    """A fused step in a reduce_dtype, whose gradients p.grad doesn't show, of ranks that leave one by one."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed), reduce_dtype=torch.float32)
+    optimizer = evenstep.fuse(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with model.join():
+        for step in range(1 + world.rank):
+            scaler.scale(model(batch(seed + step)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            evenstep.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return sum(float(p.detach().abs().sum()) for p in model.parameters())
+
+
+@SIZES
+def test_unscaling_and_clipping_wait_for_nobody_where_every_rank_has_all(ranks, fresh_seed, nproc):
+    """They waited for the ranks that had left, until the deadline."""
+    first, *others = ranks.run(scaled_in_a_join, nproc, fresh_seed, timeout_s=40)
+    assert all(other == first for other in others)
+
+
 # ---------------------------------------------------------------------- values beside 16-bit parameters
 
 

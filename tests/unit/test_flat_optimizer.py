@@ -219,3 +219,20 @@ def test_what_is_no_state_dict_is_named_and_changes_nothing(given: object):
     with pytest.raises(ConfigurationError, match="load_state_dict: "):
         flat.load_state_dict(given)  # type: ignore[arg-type]
     torch.testing.assert_close(flat.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_parameters_of_16_bits_are_stepped(kind, dtype):
+    """torch's own fused SGD of a CPU leaves all of them as they are, but for the last few."""
+    torch.manual_seed(0)
+    start, grad = torch.randn(100).to(dtype), torch.randn(100).to(dtype)
+    models = [nn.Parameter(start.clone()) for _ in range(2)]
+    made = getattr(torch.optim, kind)
+    plain, flat = made(models[:1], lr=0.05, foreach=False), evenstep.fuse(made(models[1:], lr=0.05))
+    for _ in range(2):
+        for parameter, optimizer in zip(models, (plain, flat), strict=True):
+            parameter.grad = grad.clone()
+            optimizer.step()
+    assert bool((models[0] != start).float().mean() > 0.9)
+    torch.testing.assert_close(models[1].detach(), models[0].detach(), rtol=0.02, atol=0.02)

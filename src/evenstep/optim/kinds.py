@@ -104,6 +104,9 @@ def choose_fused(
         )
     if in_lanes or not all(kind in _FUSED.get(p.device.type, ()) and p.is_floating_point() for p in parameters):
         return False
+    # torch's fused SGD of a CPU (2.11 to 2.13) computes new values of 16 bits, and writes but the last few of them.
+    if kind is optim.SGD and any(p.device.type == "cpu" and p.dtype.itemsize < 4 for p in parameters):
+        return False
     chosen = options.get("fused") is not None or options.get("foreach") is not None
     # A rate that is a tensor is rounded as a tensor by torch's other steps, and read as a number by the fused ones.
     is_tensor = any(isinstance(value, Tensor) for value in (options.get("lr"), *options.get("betas", ())))

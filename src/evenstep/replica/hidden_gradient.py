@@ -154,7 +154,9 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
         by_dtype.setdefault(part.dtype, []).append(part)
     for same in by_dtype.values():
         torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, inverse_scale)
-    over_ranks(hidden, found_inf, lambda transport, value: transport.all_reduce(value, "max").wait())
+    divided = [each for each in hidden if each.bucket.num_shards > 1]
+    if divided:  # else every rank has seen all of it; and one that has left a join isn't there to be asked
+        over_ranks(divided, found_inf, lambda transport, value: transport.all_reduce(value, "max").wait())
 
 
 def _leaves(args: Iterable[Any]) -> Iterable[Any]:

@@ -364,15 +364,23 @@ def test_16_bit_gradients_are_added_in_float32_and_rounded_once(ranks, fresh_see
         assert max(narrow) > 1.2, "more than one, where they are added and divided in 16 bits"
 
 
-def without_samples(seed: int, weighted: list[bool]) -> list[float]:
-    """Parameters after windows in which the last rank has no samples, and so no idea how the others count."""
+def without_samples(seed: int, weighted: list[bool | None], gloo: bool) -> list[float]:
+    """Parameters after windows in which the last rank has no samples, and so no idea how the others count.
+
+    Args:
+        seed: Of the model and its samples.
+        weighted: Of each window, whether the others' passes have weights; None: they have no samples, either.
+        gloo: Over Gloo, which compares nothing.
+    """
     world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(build(seed, torch.bfloat16))
+    if gloo:
+        world = evenstep.World.from_process_group(transport="gloo", device="cpu")
+    model = evenstep.DistributedDataParallel(build(seed, torch.bfloat16), world=world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(seed)
     for counts in weighted:
         x = torch.randn(4, 6, generator=generator).to(torch.bfloat16)
-        x = x[:0] if world.rank == world.world_size - 1 else x
+        x = x[:0] if counts is None or world.rank == world.world_size - 1 else x
         for part in model.microbatches(x, 2):
             loss = model(part).float().square().mean()
             model.backward(loss, weight=1024 * len(part)) if counts else loss.backward()
@@ -380,13 +388,18 @@ def without_samples(seed: int, weighted: list[bool]) -> list[float]:
             assert world.world_size == 1 or model.engine.exchange._units.unit > 1024
         optimizer.step()
         optimizer.zero_grad()
+    if gloo:
+        world.close()
     return torch.cat([p.detach().float().reshape(-1) for p in model.parameters()]).tolist()
 
 
-@pytest.mark.parametrize("weighted", [[False, False], [True, False], [True, True]])
-def test_16_bit_models_take_ranks_without_samples(ranks, fresh_seed, weighted):
-    """Those agreed on a scale of weights with nobody: a mismatch in the first step."""
-    told = ranks.run(without_samples, 3, fresh_seed, weighted)
+@pytest.mark.parametrize("gloo", [False, True])
+@pytest.mark.parametrize(
+    "weighted", [[False, False], [True, False], [True, True], [False, True, False], [None, True], [False] * 20]
+)
+def test_16_bit_models_take_ranks_without_samples(ranks, fresh_seed, weighted, gloo):
+    """Those agreed on a scale of weights with nobody: a mismatch."""
+    told = ranks.run(without_samples, 3, fresh_seed, weighted, gloo)
     assert told[0] == told[1] == told[2]
     assert all(math.isfinite(each) for each in told[0])
 

@@ -256,6 +256,13 @@ def allowed(seed: int) -> tuple[int, list[float]]:
         evenstep.clip_grad_norm_(other.parameters(), 1.0)
     with pytest.raises(ConfigurationError):
         evenstep.clip_grad_value_(model.parameters(), -1.0)  # on all ranks
+    plain = evenstep.DistributedDataParallel(build(seed), world=world)
+    for _ in range(2):
+        plain.backward(plain(torch.ones(4, 6, dtype=torch.float64)).square().mean(), weight=4)
+        if first:  # for its log
+            norms.append(0.0 * float(evenstep.clip_grad_norm_(plain, float("inf"))))
+        plain.zero_grad()
+    norms = norms[:2]
     for _ in range(2):
         model.backward(model(torch.ones(4, 6, dtype=torch.float64)).square().mean(), weight=4)
         optimizer.zero_grad()

@@ -43,7 +43,8 @@ def clip_grad_norm_(
     the gradients, a second scales them; nothing waits for a GPU. Behind a `GradScaler`, call `scaler.unscale_` first.
 
     All ranks give the same. On CPUs the exchange that the norm of divided gradients makes compares what they were
-    given; elsewhere, and where gradients are whole, the end of the next backward pass does.
+    given; elsewhere, and where gradients are whole, the end of the next backward pass does. With an infinite
+    `max_norm`, which only measures, one rank may call this alone where gradients are whole.
 
     Args:
         parameters: An optimizer, a module, or parameters.
@@ -81,8 +82,9 @@ def clip_grad_norm_(
         ("by_group", bool(by_group)),
         ("the number of parameters", tuple(map(len, groups))),
     )
+    only_measures = all(limit == math.inf for limit in (told if isinstance(told, tuple) else (told,)))
     gradients = [_Gradients(group) for group in groups]
-    norms = _norms(gradients, exponent, groups, Given(who, facts, problem))
+    norms = _norms(gradients, exponent, groups, Given(who, facts, problem, changes=not only_measures))
     if error_if_nonfinite and not bool(torch.isfinite(norms).all()):
         raise NonFiniteError(
             f"clip_grad_norm_: the gradient's norm is {norms.tolist()}. To clip anyway, leave error_if_nonfinite out."
@@ -223,7 +225,8 @@ def _settle_alone(parameters: Sequence[Sequence[Tensor]], given: Given) -> None:
     if given.problem is not None:
         with telling_others(everything):
             raise given.problem
-    note(engine_of(everything), given.who, given.facts)
+    if given.changes:
+        note(engine_of(everything), given.who, given.facts)
 
 
 def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool) -> Tensor:

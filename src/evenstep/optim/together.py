@@ -148,11 +148,13 @@ class Given:
         who: What was called.
         facts: What all ranks give alike, by name: plain values.
         problem: What is wrong with it; None: nothing.
+        changes: The call changes something; else a rank may make it alone where that takes no other rank.
     """
 
     who: str
     facts: tuple[tuple[str, Any], ...]
     problem: ConfigurationError | None = None
+    changes: bool = True
 
     def numbers(self, num_ranks: int, *, room: int, is_max: bool) -> Tensor:
         """What travels, [room + NUM_NUMBERS], float64, not to be changed: added over ranks, or the largest of each."""

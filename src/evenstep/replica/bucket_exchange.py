@@ -118,10 +118,11 @@ class BucketExchange:
         return weight
 
     def weight_scale(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
-        """See `exchange.Exchange.weight_scale`. Collective in the first window of a model with 16 bits: see `Units`."""
-        if weight is not None and self._units.is_open:
+        """See `exchange.Exchange.weight_scale`. Collective in the first windows of 16-bit models: see `Units`."""
+        if weight is not None and self._units.is_due:
             self.announce()
-            self._units.agree(weight)
+            self._units.ask(weight)
+            self._units.hear(reads=True)
         # Also of a weight of 0: what ranks add up has one unit on all of them.
         self._units.count_in(self._units.unit, opens_window=opens_window)
         return self._units.unit
@@ -139,14 +140,17 @@ class BucketExchange:
 
     def complete(self, bucket: int, window: Window) -> None:
         """See `exchange.Exchange.complete`."""
+        if self._units.is_due:
+            self._units.ask()
         self._execute(self.reducer.complete(bucket), window)
 
     def finish(self, window: Window) -> None:
         """See `exchange.Exchange.finish`."""
-        if self._units.is_unasked:  # nothing has been sent yet: the first pass only counts
+        if self._units.is_due:
             self.announce()
-            self._units.agree(None)
+            self._units.ask()
         self._execute(self.reducer.finish(), window)
+        self._units.hear(reads=window.kind is not Kind.PLAIN)
         if isinstance(window.weight, Tensor):  # see `_execute`; what is in no bucket
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
         self._recorder.mark(WAITING)

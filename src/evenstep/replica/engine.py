@@ -175,7 +175,7 @@ class Engine:
     def weighted_pass(self, weight: float | Tensor, *, is_scaled: bool = False) -> Iterator[float]:
         """Around one `loss.backward` of `model.backward`. Yields the scale by which the weight is to be divided.
 
-        Collective if the engine synchronises, and in the first window of a model with 16-bit parameters.
+        Collective if the engine synchronises, and in the first windows of a model with 16-bit parameters.
         """
         is_whole = isinstance(weight, float) and weight > 0 and self._begin_whole_window()
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)

@@ -41,6 +41,7 @@ class Reference:
         norms: What the last step's clipping said, by optimizer.
         added: By parameter of `stepped`, an upper bound of what rounding errors are relative to: the absolute values
             of all gradients that went into the next step, and of the steps before that a momentum remembers.
+        since: The sum of `added` over all steps since `stepped` last was what the ranks have.
         largest: The largest that `added` has been.
     """
 
@@ -56,6 +57,7 @@ class Reference:
         self.scaler = build_scaler(case)
         self.norms: list[Tensor] = []
         self.added = [torch.zeros((), dtype=torch.float64) for _ in self.stepped.parameters()]
+        self.since = [*self.added]
         self.largest = 0.0
 
     def pairs(self) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -117,6 +119,7 @@ class Reference:
             assert self.scaler is not None
             scale = self.scaler.get_scale()
             self.added = [each / scale for each in self.added]
+        self.since = [so_far + self.gradient_size(number) for number, so_far in enumerate(self.since)]
         self.largest = max(self.largest, *(float(each.nan_to_num(0.0, 0.0)) for each in self.added))
         if self.scaler is not None and has_stepped:
             self.scaler.update()
@@ -150,6 +153,7 @@ class Reference:
             own.data.copy_(theirs[number])
             if not (case.is_exact or case.is_master):
                 stepped.data.copy_(theirs[number])
+                self.since[number] = torch.zeros((), dtype=torch.float64)
 
     # ------------------------------------------------------------------ how far the ranks may be from here
 
@@ -164,7 +168,7 @@ class Reference:
         rate = 2 * largest_rate if self.case.kind == "SGD" else 1.0
         stepped = list(self.stepped.parameters())[number].detach()
         size = stepped.abs().amax().double() / (4.0 if self.case.dtype in HALF else 1.0)  # rounded, and nothing more
-        return self._unit * (size + rate * self.gradient_size(number)) + self.case.eps * 1e-3
+        return self._unit * (size + rate * self.since[number]) + self.case.eps * 1e-3
 
     def gradient_tolerance(self, number: int) -> Tensor:
         """Of a gradient. 0-dim."""

@@ -147,7 +147,7 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: Tensor | float, what:
 def compare_parameters(replica: Replica, reference: Reference, what: str) -> None:
     named = replica.model.module.named_parameters()
     for number, ((name, got), expected) in enumerate(zip(named, reference.stepped.parameters(), strict=True)):
-        told = f"{what}: {name}, of gradients of up to {float(reference.gradient_size(number)):.3g} in sum"
+        told = f"{what}: {name}, of gradients of up to {float(reference.since[number]):.3g} in sum"
         assert_close(got, expected, reference.tolerance(number), told)
 
 

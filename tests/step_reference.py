@@ -164,9 +164,8 @@ class Reference:
     def tolerance(self, number: int) -> Tensor:
         """Of a parameter after a step. 0-dim."""
         largest_rate = max(float(group["lr"]) for each in self.optimizers for group in each.param_groups)
-        # What the others divide by, and their `eps` in 32 bits, makes more of errors than the rate does. A gradient that
-        # is nothing but rounding is divided by little more than `eps`: of 1e-8, which is much in 64 bits.
-        rate = 2 * largest_rate if self.case.kind == "SGD" else 100.0 if self.case.is_exact else 1.0
+        # What the others divide by, and their `eps` in 32 bits, makes more of errors than the rate does.
+        rate = 2 * largest_rate if self.case.kind == "SGD" else 1.0
         stepped = list(self.stepped.parameters())[number].detach()
         size = stepped.abs().amax().double() / (4.0 if self.case.dtype in HALF else 1.0)  # rounded, and nothing more
         return self._unit * (size + rate * self.since[number]) + self.case.eps * 1e-3

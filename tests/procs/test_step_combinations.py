@@ -290,14 +290,14 @@ def play(pool: RankPool, seed: int, turn: int) -> None:
     pool.run(half, case.sizes[1], seed, turn, start, timeout_s=150)
 
 
-@pytest.mark.parametrize("turn", range(12))
+@pytest.mark.parametrize("turn", range(8))
 def test_random_combinations_equal_one_process(ranks, fresh_seed, turn):
     play(ranks, fresh_seed, turn)
 
 
 @pytest.mark.slow
 def test_many_random_combinations_equal_one_process(ranks, fresh_seed):
-    for turn in range(12, 72):
+    for turn in range(8, 68):
         play(ranks, fresh_seed, turn)
 
 

@@ -162,19 +162,15 @@ ALIKE: dict[str, tuple[str, str, Any, Any, type[EvenstepError], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ALIKE)
-def test_all_ranks_raise_the_same(ranks, fresh_seed, case):
-    way, what, usual, other, kind, text = ALIKE[case]
-    seen = ranks.run(told, 2, fresh_seed, False, 1, way, what, usual, other)
-    assert seen[0] == seen[1]
-    assert seen[0][0] == kind.__name__, seen[0]
-    assert text in seen[0][1]
+OVER_GLOO_TOO = ["another norm", "negative", "whole, another norm"]
 
 
-@pytest.mark.parametrize("case", ["another norm", "negative", "whole, another norm"])
-def test_over_gloo_too(ranks, fresh_seed, case):
+@pytest.mark.parametrize(
+    ("case", "gloo"), [*((case, False) for case in ALIKE), *((case, True) for case in OVER_GLOO_TOO)]
+)
+def test_all_ranks_raise_the_same(ranks, fresh_seed, case, gloo):
     way, what, usual, other, kind, text = ALIKE[case]
-    seen = ranks.run(told, 2, fresh_seed, True, 1, way, what, usual, other)
+    seen = ranks.run(told, 2, fresh_seed, gloo, 1, way, what, usual, other)
     assert seen[0] == seen[1]
     assert seen[0][0] == kind.__name__, seen[0]
     assert text in seen[0][1]

@@ -138,12 +138,12 @@ def _facts_of(optimizer: optim.Optimizer, engine: Engine) -> dict[str, Any]:
     index_of = {id(parameter): index for index, parameter in enumerate(engine.parameters)}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = [parameter for parameter in parameters if id(parameter) not in index_of]
-    if engine.world.world_size > 1 and strangers:
-        raise ConfigurationError(
-            f"fuse: a parameter of shape {list(strangers[0].shape)} is none of those that the model was wrapped with "
-            f"and trains."
-        )
     if engine.world.world_size > 1:
+        if strangers:
+            raise ConfigurationError(
+                f"fuse: a parameter of shape {list(strangers[0].shape)} is none of those that the model was wrapped "
+                f"with and trains."
+            )
         indices = [index_of[id(parameter)] for parameter in parameters]
         taken = [engine.names[index] for index in indices if index in _shardings_of(engine)]
         if taken:

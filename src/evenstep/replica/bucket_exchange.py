@@ -158,10 +158,9 @@ class BucketExchange:
         self._used = self._used_here()
         # Within a join some have left, and are made equal when it ends.
         told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
-        options = self.options
-        numbers = NO_OPTIONS if options is None or self._uneven is not None else options.tell()
+        options = NO_OPTIONS if self.options is None or self._uneven is not None else self.options.tell()
         found = self.sums is not None and self.sums.has_found
-        self._header.fill(window, self._used, told, found, options=numbers, unit=self._units.take())
+        self._header.fill(window, self._used, told, found, options=options, unit=self._units.take())
         header_work = self._transport.all_reduce(self._header.tensor)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
         sent_buffers = self._module_buffers.start(src) if self._module_buffers is not None else []
@@ -175,8 +174,8 @@ class BucketExchange:
             self._note_kind(window)
         if self.drift is not None:
             self.drift.hear(self._header.told())
-        if options is not None:
-            options.hear(self._header.options())
+        if self.options is not None:
+            self.options.hear(self._header.options())
         if self.sums is not None:
             self.sums.end_window(self._header.any_found())
         if not all(self._used) or self._num_dense < len(self._parameters):

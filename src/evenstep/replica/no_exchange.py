@@ -14,6 +14,7 @@ from evenstep.replica.comm_hook import CommHook
 from evenstep.replica.lane_sums import LaneSums
 from evenstep.replica.layout import Layout
 from evenstep.replica.uneven import Uneven
+from evenstep.replica.units import rescale
 from evenstep.replica.weighting import Window, divide_by_weight
 
 
@@ -31,9 +32,7 @@ class NoExchange:
         """See `exchange.Exchange.weight_from`. What there is of the window gets the other model's scale."""
         if self.lanes is None:
             if not opens_window and scale != self._scale:
-                for parameter in self._parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(self._scale / scale)
+                rescale(self._parameters, self._scale / scale)
             self._scale = scale
         return weight
 

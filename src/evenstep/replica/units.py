@@ -72,9 +72,7 @@ class Units:
     def count_in(self, unit: float, *, opens_window: bool) -> None:
         """Passes of this window may have had another unit: bring what there is to the one of the next pass."""
         if not opens_window and self._of_window is not None and unit != self._of_window:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(self._of_window / unit)
+            rescale(self._parameters, self._of_window / unit)
         self._of_window = unit
 
     def take(self) -> float:
@@ -84,6 +82,13 @@ class Units:
             self.is_due = self._windows_left > 0
         unit, self._of_window = self._of_window, None
         return unit or 1.0
+
+
+def rescale(parameters: Sequence[nn.Parameter], by: float) -> None:
+    """Multiply what there is in `p.grad`."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(by)
 
 
 def nearest_power_of_two(total: float) -> float:

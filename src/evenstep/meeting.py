@@ -48,7 +48,9 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
     store: Store
     if placement.rendezvous_file is not None:
-        store = FileStore(str(placement.rendezvous_file), placement.world_size)
+        # Without the number of ranks: knowing it torch deletes the file when as many have closed it, while others may
+        # be opening it for the next world. The launcher deletes it with its directory.
+        store = FileStore(str(placement.rendezvous_file))
     elif placement.makes_store:
         assert placement.master_address is not None
         assert placement.master_port is not None

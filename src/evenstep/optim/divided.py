@@ -145,7 +145,7 @@ class DividedOptimizer(optim.Optimizer):
         return list(zip(saved, self._all_parameters(), strict=False))
 
     def _validate_loaded(self, state_dict: Mapping[str, Any]) -> None:
-        if isinstance(self._division, WholeDivision):
+        if not self._divided.elementwise:
             return  # its optimizer's state has shapes of its own
         for number, parameter in self._numbered(state_dict):
             for key, value in state_dict["state"].get(number, {}).items():

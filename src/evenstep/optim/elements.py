@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, optim
 
-from evenstep import world as worlds
-from evenstep.optim.kinds import choose_fused, step_without_hooks
+from evenstep.optim.inner import copy_options, update_options
+from evenstep.optim.kinds import step_without_hooks
 from evenstep.optim.runs import Run, State, build_runs
 from evenstep.optim.shards import Shard
 from evenstep.replica.bucket import view_like
@@ -55,6 +55,8 @@ class ElementDivision:
         world: Who takes part; None where nothing is divided.
         master: Step values of 16 bits in float32.
     """
+
+    elementwise = True
 
     def __init__(
         self,
@@ -105,10 +107,7 @@ class ElementDivision:
             for bucket in self._buckets:
                 bucket.keep_hold()
         self._set_gradients()
-        for group, own in zip(groups, self._inner.param_groups, strict=True):
-            self._copy_options(group, own)
-            if own.get("fused") and own.get("momentum") and not group.get("fused") and self._begins_in_part(own):
-                own["fused"] = False  # torch's fused SGD knows only parameters that all begin, or none
+        update_options(groups, self._inner)
         if host_copy is not None:
             host_copy.open(next((name for bucket in self._buckets if (name := bucket.replaced())), None))
         step_without_hooks(self._kind)(self._inner)
@@ -184,23 +183,10 @@ class ElementDivision:
             run.values.grad = self._gradient(run) if is_held else None
         self._are_set = are_all_held and all(run.bucket.shard.dtype is run.values.dtype for run in runs)
 
-    def _begins_in_part(self, own: Mapping[str, Any]) -> bool:
-        """Whether some tensors of a group have a momentum already, and others will get theirs in this step."""
-        state = self._inner.state
-        has = {state[p].get("momentum_buffer") is not None for p in own["params"] if p.grad is not None}
-        return len(has) > 1
-
     @staticmethod
     def _gradient(run: Run) -> Tensor:
         gradient = run.bucket.shard[run.begin : run.end]
         return gradient if gradient.dtype is run.values.dtype else gradient.to(run.values.dtype)
-
-    def _copy_options(self, group: Mapping[str, Any], own: dict[str, Any]) -> None:
-        own.update((key, value) for key, value in group.items() if key not in ("params", "param_names"))
-        world = worlds.initialised()
-        in_lanes = world is not None and world.lanes is not None
-        if own["params"] and choose_fused(self._kind, group, own["params"], in_lanes=in_lanes):
-            own["fused"], own["foreach"] = True, False
 
     # ------------------------------------------------------------------ state
 
@@ -243,7 +229,7 @@ class ElementDivision:
         inner_groups = []
         for index, group in enumerate(groups):
             own = {"params": [run.values for run in self._runs if run.group == index]}
-            self._copy_options(group, own)
+            copy_options(self._kind, group, own)
             inner_groups.append(own)
         self._inner = self._kind(inner_groups, **self._defaults)
         self._versions = self._count_changes()

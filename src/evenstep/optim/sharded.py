@@ -21,6 +21,7 @@ from evenstep.optim.kinds import is_elementwise, validate_kind
 from evenstep.optim.shards import Shard
 from evenstep.optim.together import telling_others
 from evenstep.optim.whole import WholeDivision
+from evenstep.replica.bucket import HALF_PRECISION
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.dividing import divide_gradients, validate_dividable
 from evenstep.replica.host_copy import validate_host_copy
@@ -74,6 +75,7 @@ class ShardedOptimizer(DividedOptimizer):
     """
 
     model: DistributedDataParallel
+    _sharding: Sharding | None = None
 
     def __init__(
         self,
@@ -139,19 +141,21 @@ class ShardedOptimizer(DividedOptimizer):
         validate_together(model.world, "ShardedOptimizer", validate)
         super().__init__(groups, defaults_of(kind, defaults))
         self.state = without_state()  # type: ignore[assignment]
-        if by_elements:
+        # In a world of one nothing is packed for a division by one; but lanes are stepped as they are on several ranks.
+        keeps_master = master_weights and any(each.dtype in HALF_PRECISION for each in model.engine.parameters)
+        stays_whole = model.world.world_size == 1 and model.world.lanes is None and not keeps_master
+        if by_elements and not stays_whole:
             self._sharding = Sharding(
                 _free_owner(model),
                 frees_gradients=bool(shard_gradients),
-                reduce_dtype=reduce_dtype,
+                reduce_dtype=reduce_dtype if model.world.world_size > 1 else None,
                 shares_parameters=bool(share_parameters),
                 overlaps_gather=bool(overlap_gather),
             )
             if self._sharding.overlaps_gather:
                 model.register_forward_pre_hook(_before_forward)
-            exchange = self._shard()
             self._division = ElementDivision(
-                exchange,
+                self._shard(self._sharding),
                 self._sharding.owner,
                 kind,
                 defaults,
@@ -161,9 +165,14 @@ class ShardedOptimizer(DividedOptimizer):
             )
         else:
             self._division = WholeDivision(
-                model.engine.parameters, self._groups_by_index, kind, defaults, lambda: self.param_groups, model.world
+                model.engine.parameters,
+                self._groups_by_index,
+                kind,
+                defaults,
+                lambda: self.param_groups,
+                model.world,
+                elementwise=by_elements,
             )
-
         model.engine.options.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -184,16 +193,16 @@ class ShardedOptimizer(DividedOptimizer):
                 add(param_group)
             chosen = self.param_groups[before]["params"]
             self._validate(chosen)
-            if isinstance(self._division, ElementDivision):
+            if self._divided.elementwise:
                 validate_dividable(self.model.engine, [self._index_of[id(parameter)] for parameter in chosen])
             return arguments.facts_of(self.param_groups[before:], lambda each: self._index_of[id(each)])
 
         try:
             validate_together(self.model.world, "ShardedOptimizer.add_param_group", validate)
-            if isinstance(self._division, ElementDivision):
-                self._shard()
-            else:
+            if isinstance(self._division, WholeDivision):
                 self._division.take_up(self._division.let_go())
+            elif self._sharding is not None:
+                self._shard(self._sharding)
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -213,15 +222,16 @@ class ShardedOptimizer(DividedOptimizer):
         world = self.model.world
         return f"<Sharded{self._kind.__name__} rank {world.rank}/{world.world_size}, {len(self.param_groups)} groups>"
 
-    def _shard(self) -> ShardedExchange:
+    def _shard(self, sharding: Sharding) -> ShardedExchange:
         """Collective: divide the gradients of what is in the groups now."""
         engine = self.model.engine
-        others = _shardings_of_others(self.model, self._sharding.owner)
-        return divide_gradients(
-            engine, others | {i: (self._sharding, group) for i, group in self._groups_by_index().items()}
-        )
+        others = _shardings_of_others(self.model, sharding.owner)
+        return divide_gradients(engine, others | {i: (sharding, group) for i, group in self._groups_by_index().items()})
 
     def _validate(self, parameters: list[Tensor]) -> None:
+        taken = _shardings_of_others(self.model, -1 if self._sharding is None else self._sharding.owner)
+        others = [each for each in self.model.engine.options.alive if each is not self]
+        stepped = {id(parameter) for each in others for group in each.param_groups for parameter in group["params"]}
         for parameter in parameters:
             index = self._index_of.get(id(parameter))
             if index is None:
@@ -230,8 +240,7 @@ class ShardedOptimizer(DividedOptimizer):
                     f"and trains. Wrap the model after unfreezing or adding parameters, and take them from "
                     f"model.parameters()."
                 )
-            mine = -1 if self._division is None or not hasattr(self, "_sharding") else self._sharding.owner
-            if index in _shardings_of_others(self.model, mine):
+            if index in taken or id(parameter) in stepped:
                 raise ConfigurationError(
                     f"parameter {self.model.engine.names[index]!r} belongs to another ShardedOptimizer of this model."
                 )

@@ -1,15 +1,20 @@
-"""An optimizer divided at parameter boundaries: every rank steps whole parameters, for steps that need them whole."""
+"""An optimizer divided at parameter boundaries: every rank steps whole parameters.
+
+For steps that need them whole; and for all in a world of one, where nothing is packed or copied for a division by one.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
 
+from evenstep.optim.inner import copy_options, update_options
 from evenstep.optim.kinds import step_without_hooks
-from evenstep.optim.runs import State
+from evenstep.optim.runs import MASTER, State
 from evenstep.optim.shards import Shard
 from evenstep.replica.bucket import view_like
 from evenstep.world import World
@@ -44,6 +49,10 @@ class WholeDivision:
         defaults: Its arguments.
         groups: The user's parameter groups, as they are at any time.
         world: Who takes part.
+        elementwise: Whether the step is element-wise all the same.
+
+    Attributes:
+        elementwise: As given.
     """
 
     def __init__(
@@ -54,7 +63,10 @@ class WholeDivision:
         defaults: Mapping[str, Any],
         groups: Callable[[], Groups],
         world: World,
+        *,
+        elementwise: bool,
     ) -> None:
+        self.elementwise = elementwise
         self._parameters = parameters
         self._groups_by_index = groups_by_index
         self._kind = kind
@@ -70,8 +82,7 @@ class WholeDivision:
     def step(self, groups: Groups) -> None:
         """Collective: step this rank's parameters, and get the values of the others'."""
         self._keep_hold()
-        for group, own in zip(groups, self._inner.param_groups, strict=True):
-            own.update((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+        update_options(groups, self._inner)
         step_without_hooks(self._kind)(self._inner)
         if self._world.world_size == 1:
             return
@@ -102,16 +113,26 @@ class WholeDivision:
         own = [index for index in group_of if self._owners[index] == self._world.rank]
         inner_groups = []
         for number, group in enumerate(self._groups()):
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            mine = [self._parameters[index] for index in own if group_of[index] == number]
-            inner_groups.append({"params": mine, **options})
+            of_group = {"params": [self._parameters[index] for index in own if group_of[index] == number]}
+            copy_options(self._kind, group, of_group)
+            inner_groups.append(of_group)
         self._inner = self._kind(inner_groups, **self._defaults)
         packed = self._inner.state_dict()
         mine = [parameter for group in self._inner.param_groups for parameter in group["params"]]
         number_of = {id(parameter): number for number, parameter in enumerate(mine)}
-        states = {number_of[id(self._parameters[i])]: dict(kept[i]) for i in own if kept.get(i)}
+        states = {number_of[id(self._parameters[i])]: self._without_master(i, kept[i]) for i in own if kept.get(i)}
         if states:
             self._inner.load_state_dict({"state": states, "param_groups": packed["param_groups"]})
+            for number, state in states.items():
+                _keep_precision(self._inner.state[mine[number]], state)
+
+    def _without_master(self, index: int, state: State) -> State:
+        """A value that was kept in full precision becomes the parameter's: here nothing is kept beside it."""
+        master = state.get(MASTER)
+        if master is not None:
+            with torch.no_grad():
+                self._parameters[index].copy_(master)
+        return {key: value for key, value in state.items() if key != MASTER}
 
     def _settle(self) -> None:
         """Parameters of one owner and kind lie side by side, so that few broadcasts carry them."""
@@ -136,6 +157,8 @@ class WholeDivision:
 
     def let_go(self) -> dict[int, State]:
         """Collective: by index of the parameter its state, on every rank, on the parameter's device."""
+        if self._world.world_size == 1:
+            return {index: copy.deepcopy(state) for index, state in sorted(self._mine().items())}
         wholes: dict[int, State] = {}
         for rank in range(self._world.world_size):
             mine = {str(index): state for index, state in self._mine().items()} if rank == self._world.rank else None
@@ -163,7 +186,7 @@ class WholeDivision:
                 else:
                     scalars[str(index)][key] = value
         told: dict[int, State] = {}
-        for each in self._world.exchange(scalars):
+        for each in self._world.exchange(scalars) if self._world.world_size > 1 else [scalars]:
             told |= {int(index): state for index, state in each.items()}
         return {index: told[index] for index in sorted(told)}, found
 
@@ -176,3 +199,11 @@ class WholeDivision:
         """What this rank's state takes."""
         values = [value for state in self._mine().values() for value in state.values()]
         return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
+
+
+def _keep_precision(loaded: State, given: State) -> None:
+    """Numbers such as NAdam's products stay in their dtype: torch loads them in the parameter's."""
+    for key, value in given.items():
+        there = loaded.get(key)
+        if isinstance(value, Tensor) and value.dim() == 0 and isinstance(there, Tensor):
+            loaded[key] = value.detach().clone().to(there.device)

@@ -117,19 +117,23 @@ class OptionsWatch:
 
     def add(self, optimizer: optim.Optimizer) -> None:
         """Collective: from now on look at this one too, for as long as it lives."""
-        if self._world.world_size > 1:
-            self._optimizers[max(self._optimizers, default=-1) + 1] = weakref.ref(optimizer)
+        self._optimizers[max(self._optimizers, default=-1) + 1] = weakref.ref(optimizer)
 
     @property
     def has_optimizers(self) -> bool:
         """Whether an optimizer is divided over ranks, whose parts then have to fit together."""
-        return bool(self._optimizers)
+        return bool(self._optimizers) and self._world.world_size > 1
+
+    @property
+    def alive(self) -> list[optim.Optimizer]:
+        """The optimizers that are divided, or would be if there were several ranks."""
+        return [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
 
     def tell(self) -> Sequence[float]:
         """At the end of a window: what this rank's header says, [NUM_NUMBERS]."""
         self._num_windows += 1
         noted_before, self._noted = self._noted, self.notes.take()
-        alive = [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
+        alive = self.alive
         groups = [group for optimizer in alive for group in optimizer.param_groups]
         now = [each for group in groups for each in group.values()]
         lengths = [len(group["params"]) for group in groups]

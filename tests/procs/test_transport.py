@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import evenstep
-from evenstep.errors import ConfigurationError, EvenstepError
+from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.testing import RankPool
 from evenstep.testing.transport import UNSIGNED, Coverage, check_transport, ops_of
 from evenstep.transport import host
@@ -30,7 +30,7 @@ from evenstep.transport.gloo import connect_gloo, open_gloo
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group import ProcessGroupTransport
-from evenstep.transport.segment import plan_segment
+from evenstep.transport.segment import MAX_BESIDE_BYTES, plan_segment
 from evenstep.transport.shared_memory import SharedMemoryTransport
 
 TIMEOUT_S = 60.0
@@ -69,6 +69,46 @@ def check_gloo(seed: int) -> int:
 
 def test_local_conforms() -> None:
     assert check_transport(LocalTransport) > 1000
+
+
+def with_numbers_beside(seed: int) -> list[str]:
+    """Calls of every size and kind that take numbers along; and one rank that takes more of them than the others."""
+    world = evenstep.init(quiet=True)
+    transport = new_shared_memory()
+    size, rank = transport.world_size, transport.rank
+    generator = torch.Generator().manual_seed(seed)
+    for numel in (1, 5, 6_000, 12_000, 14_000, 20_000, 300_000):  # of float32; with 16 KiB beside 48 KiB are small
+        for num_beside in (1, 300, MAX_BESIDE_BYTES // 8):
+            given = torch.randn(size, num_beside, dtype=torch.float64, generator=generator)
+            values = torch.randn(size, numel * size, generator=generator)
+            beside = given[rank].clone()
+            whole, out = values[rank].clone(), torch.empty(numel)
+            if numel % 2:
+                whole = transport.allocate(whole.numel(), dtype=whole.dtype, device=whole.device).copy_(whole)
+            transport.take_along(beside)
+            if num_beside == 300:
+                transport.reduce_scatter(out, whole).wait()
+                torch.testing.assert_close(out, values.sum(0)[rank * numel : (rank + 1) * numel], rtol=1e-4, atol=1e-4)
+            else:
+                transport.all_reduce(whole).wait()
+                torch.testing.assert_close(whole, values.sum(0), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(beside, given.sum(0), rtol=1e-12, atol=1e-12)
+            again = torch.ones(3)
+            transport.all_reduce(again).wait()  # which takes nothing along
+            assert again.tolist() == [size] * 3
+    transport.take_along(torch.zeros(2 + rank, dtype=torch.float64))
+    with pytest.raises(MismatchError) as caught:
+        transport.all_reduce(torch.ones(3)).wait()
+    world.barrier()
+    transport.close()
+    return [str(caught.value)]
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_numbers_travel_beside_a_tensor(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
+    for (message,) in ranks.run(with_numbers_beside, nproc, fresh_seed):
+        assert "rank 0: all_reduce(sum) of float32 [3], 2 numbers beside; rank 1: " in message
+        assert "all_reduce(sum) of float32 [3], 3 numbers beside" in message
 
 
 @pytest.mark.timeout(600)

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from evenstep.transport.base import Transport, Work
 from evenstep.transport.gloo import open_gloo
 from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.reduction import Scratch, plan_arithmetic, reduce_into
+from evenstep.transport.shared_memory import SharedMemoryTransport
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, 5, 300, 20_000, 70_000, 300_000)
@@ -42,7 +43,7 @@ def draw(generator, dtype, numel, world_size):
     return [torch.randint(0, 100, (numel,), generator=generator).to(dtype) for _ in range(world_size)]
 
 
-def start_one(transport: Transport, shared: random.Random, own: random.Random, seed: int):
+def start_one(transport: SharedMemoryTransport, shared: random.Random, own: random.Random, seed: int):
     """Launch a collective that all ranks draw alike. Returns the work and what checks it."""
     generator = torch.Generator().manual_seed(seed)
     dtype, numel = shared.choice(DTYPES), shared.choices(SIZES, weights=(1, 5, 9, 9, 5, 2, 1))[0]
@@ -55,6 +56,11 @@ def start_one(transport: Transport, shared: random.Random, own: random.Random, s
     mine = values[rank].clone()
     if own.random() < 0.5:  # each rank decides for itself where its tensor lies
         mine = transport.allocate(mine.numel(), dtype=dtype, device=CPU).copy_(mine)
+    beside = expected_beside = torch.empty(0, dtype=torch.float64)
+    if seed % 3 == 0:  # numbers travel beside it
+        numbers = draw(generator, torch.float64, 1 + seed % 700, size)
+        beside, expected_beside = numbers[rank].clone(), expected_sum(numbers, "sum")
+        transport.take_along(beside)
     work: Work
     if kind == "all_reduce":
         work, got, expected = transport.all_reduce(mine, op), mine, expected_sum(values, op)
@@ -81,10 +87,18 @@ def start_one(transport: Transport, shared: random.Random, own: random.Random, s
         got = torch.empty(numel, dtype=dtype)
         work = transport.reduce_scatter(got, mine, op)
         expected = expected_sum(values, op)[own_part]
-    return work, got, expected, f"{kind}({op}) of {dtype} {numel} on rank {rank}, seed {seed}"
+    what = f"{kind}({op}) of {dtype} {numel} on rank {rank}, seed {seed}"
+    return work, (got, beside), (expected, expected_beside), what
 
 
-def open_groups(seed: int) -> list[Transport | None]:
+def check(work: Work, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str) -> None:
+    """Bit for bit."""
+    work.wait()
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other), what
+
+
+def open_groups(seed: int) -> list[SharedMemoryTransport | None]:
     """Three transports of all ranks and, of more than two ranks, three of some; None: this rank isn't in the group."""
     world = evenstep.init(quiet=True)
     draw_groups = random.Random(seed)
@@ -92,14 +106,14 @@ def open_groups(seed: int) -> list[Transport | None]:
     groups = [everybody] * 3
     if world.world_size > 2:
         groups += [sorted(draw_groups.sample(everybody, draw_groups.randint(2, world.world_size - 1))) for _ in "abc"]
-    opened: list[Transport | None] = []
+    opened: list[SharedMemoryTransport | None] = []
     for members in groups:
         opened.append(None)
         if world.rank in members:
             meeting = open_gloo(members, timeout_s=60)
             made = connect_shared_memory(meeting, plan_waiting(len(members), timeout_s=60))
             meeting.close()
-            assert not isinstance(made, str), made
+            assert isinstance(made, SharedMemoryTransport), made
             opened[-1] = made
     return opened
 
@@ -121,13 +135,10 @@ def random_collectives(seed: int, count: int, delay_s: float) -> int:
         if own.random() < 0.05:
             time.sleep(own.random() * delay_s)
         while (in_flight and own.random() < 0.6) or len(in_flight) > 40:
-            work, got, expected, what = in_flight.pop(own.randrange(len(in_flight)))
-            work.wait()
-            assert torch.equal(got, expected), what
+            check(*in_flight.pop(own.randrange(len(in_flight))))
     own.shuffle(in_flight)
-    for work, got, expected, what in in_flight:
-        work.wait()
-        assert torch.equal(got, expected), what
+    for started in in_flight:
+        check(*started)
     for transport in groups:
         if transport is not None:
             transport.all_reduce(torch.zeros(1)).wait()

@@ -35,6 +35,19 @@ def test_a_bucket_that_fills_early_waits_for_its_turn():
     assert list(reducer.complete(0)) == [LaunchReduce(0), LaunchReduce(1)]
 
 
+@given(st.integers(1, 10), st.randoms())
+def test_the_last_bucket_is_kept_for_the_end_of_the_pass(num_buckets, random):
+    reducer = Reducer(num_buckets, keeps_last=True)
+    for _ in range(2):
+        order = random.sample(range(num_buckets), num_buckets)
+        early = [action.bucket for bucket in order for action in reducer.complete(bucket)]
+        assert early == list(range(num_buckets - 1))
+        assert list(reducer.finish()) == [LaunchReduce(num_buckets - 1)]
+        for bucket in range(num_buckets):
+            reducer.arrived(bucket)
+        reducer.reset()
+
+
 def test_an_event_that_the_table_does_not_know_is_an_error():
     reducer = Reducer(1)
     with pytest.raises(ReducerStateError, match="ARRIVE while FILLING"):

@@ -23,8 +23,10 @@ from evenstep.replica.sparse import sum_over_ranks
 from evenstep.replica.uneven import Uneven
 from evenstep.replica.units import Units
 from evenstep.replica.weighting import Header, Kind, Window, zero_where
-from evenstep.transport.base import Transport
+from evenstep.transport.base import Transport, Work
 from evenstep.transport.local import LocalTransport
+from evenstep.transport.segment import MAX_BESIDE_BYTES
+from evenstep.transport.shared_memory import SharedMemoryTransport
 from evenstep.world import World
 
 
@@ -93,13 +95,20 @@ class BucketExchange:
 
     def _build(self, layout: Layout) -> None:
         self.layout = layout
-        self.reducer = Reducer(len(layout.buckets))
+        # Over shared memory the header travels beside the last bucket: ranks meet once less.
+        fits = self._header.tensor.nbytes <= MAX_BESIDE_BYTES and self._hooks is None and len(layout.buckets) > 0
+        carrier = self._transport if isinstance(self._transport, SharedMemoryTransport) and fits else None
+        self._carrier = carrier if self._header.tensor.device.type == "cpu" else None
+        self.reducer = self._new_reducer()
         # A hook may resize the memory that it is given, which a transport's own may not allow.
         allocator: Transport = self._transport if self._hooks is None else LocalTransport()
         self.buckets: Sequence[Bucket] = [self._build_bucket(bucket, allocator) for bucket in layout.buckets]
         self._recorder.has_buckets(sum(bucket.flat.nbytes for bucket in self.buckets))
         if self.sums is not None:
             self.watch_sums(self.sums)
+
+    def _new_reducer(self) -> Reducer:
+        return Reducer(len(self.layout.buckets), keeps_last=self._carrier is not None)
 
     def watch_sums(self, sums: SumWatch) -> None:
         """Have somebody look at the sums of buckets while they are made."""
@@ -149,7 +158,12 @@ class BucketExchange:
         if self._units.is_due:
             self.announce()
             self._units.ask()
-        self._execute(self.reducer.finish(), window)
+        launches = list(self.reducer.finish())
+        carrier = self._carrier if self._uneven is None else None  # who has left a join sends nothing beside
+        last = None if carrier is None else self.buckets[launches.pop().bucket]
+        self._execute(launches, window)
+        if last is not None:
+            self._pack(last, window)
         self._units.hear(reads=window.kind is not Kind.PLAIN)
         if isinstance(window.weight, Tensor):  # see `_execute`; what is in no bucket
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
@@ -161,13 +175,14 @@ class BucketExchange:
         options = NO_OPTIONS if self.options is None or self._uneven is not None else self.options.tell()
         found = self.sums is not None and self.sums.has_found
         self._header.fill(window, self._used, told, found, options=options, unit=self._units.take())
-        header_work = self._transport.all_reduce(self._header.tensor)
+        header_work = self._send_header(last, carrier)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
         sent_buffers = self._module_buffers.start(src) if self._module_buffers is not None else []
         for index, bucket in enumerate(self.buckets):
             bucket.wait()
             self.reducer.arrived(index)
-        header_work.wait()
+        if header_work is not None:
+            header_work.wait()
         self._recorder.mark(REDUCED)
         self.reducer.reset()
         if self._header.tensor.device.type == "cpu":
@@ -192,6 +207,14 @@ class BucketExchange:
             self._module_buffers.finish(sent_buffers)
         if self._uneven is not None:
             self._uneven.end_window()
+
+    def _send_header(self, last: Bucket | None, carrier: SharedMemoryTransport | None) -> Work | None:
+        """Beside the last bucket, if there is one; else in a call of its own, which is returned."""
+        if last is None or carrier is None:
+            return self._transport.all_reduce(self._header.tensor)
+        carrier.take_along(self._header.tensor)
+        last.launch()
+        return None
 
     def _used_here(self) -> list[bool]:
         """For each parameter, whether it has a gradient on this rank; all buckets have been packed."""
@@ -269,7 +292,7 @@ class BucketExchange:
 
     def reset(self) -> None:
         """See `exchange.Exchange.reset`."""
-        self.reducer = Reducer(len(self.buckets))
+        self.reducer = self._new_reducer()
 
     def announce(self) -> None:
         """See `exchange.Exchange.announce`: before the first collective of a window."""
@@ -281,19 +304,22 @@ class BucketExchange:
             if self._uneven is not None:
                 self._uneven.announce_bucket()
             bucket = self.buckets[action.bucket]
-            self._recorder.mark(action.bucket)
-            self._make_room(bucket)
-            divides_first = self._divides_first(bucket, is_weighted=window.kind is Kind.WEIGHTED)
-            totals = None if self.looker is None or self.lanes is not None else self.looker.room_for_totals(bucket)
-            bucket.pack(self._world.world_size if divides_first else 1.0, totals)
-            if isinstance(window.weight_held, Tensor):
-                # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
-                zero_where(window.weight_held == 0, [bucket.flat])
-            if self.lanes is not None:
-                self.lanes.add_to(bucket)
-            if self.looker is not None:
-                self.looker.look(bucket, totals)
+            self._pack(bucket, window)
             bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)
+
+    def _pack(self, bucket: Bucket, window: Window) -> None:
+        self._recorder.mark(bucket.layout.index)
+        self._make_room(bucket)
+        divides_first = self._divides_first(bucket, is_weighted=window.kind is Kind.WEIGHTED)
+        totals = None if self.looker is None or self.lanes is not None else self.looker.room_for_totals(bucket)
+        bucket.pack(self._world.world_size if divides_first else 1.0, totals)
+        if isinstance(window.weight_held, Tensor):
+            # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
+            zero_where(window.weight_held == 0, [bucket.flat])
+        if self.lanes is not None:
+            self.lanes.add_to(bucket)
+        if self.looker is not None:
+            self.looker.look(bucket, totals)
 
     def _divides_first(self, bucket: Bucket, *, is_weighted: bool) -> bool:
         """Whether every rank divides by the number of ranks before the sum.

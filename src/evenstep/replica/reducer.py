@@ -56,23 +56,25 @@ class Reducer:
 
     Args:
         num_buckets: How many there are.
+        keeps_last: Launch the last one when the pass has ended: something is to travel with it.
     """
 
-    def __init__(self, num_buckets: int) -> None:
+    def __init__(self, num_buckets: int, *, keeps_last: bool = False) -> None:
+        self._num_early = num_buckets - keeps_last
         self._states = [BucketState.FILLING] * num_buckets
         self._next_launch = 0
 
     def complete(self, bucket: int) -> Sequence[LaunchReduce]:
         """A bucket has all its gradients. Returns what can be launched now, in order."""
         self._move(bucket, Event.COMPLETE)
-        return self._launchable()
+        return self._launchable(self._num_early)
 
     def finish(self) -> Sequence[LaunchReduce]:
         """The backward pass has ended: what has no gradient now was not used. Returns the rest of the launches."""
         for bucket, state in enumerate(self._states):
             if state is BucketState.FILLING:
                 self._move(bucket, Event.COMPLETE)
-        return self._launchable()
+        return self._launchable(len(self._states))
 
     def arrived(self, bucket: int) -> None:
         """A bucket holds the sum over ranks."""
@@ -88,9 +90,9 @@ class Reducer:
         """Where a bucket stands."""
         return self._states[bucket]
 
-    def _launchable(self) -> list[LaunchReduce]:
+    def _launchable(self, end: int) -> list[LaunchReduce]:
         actions = []
-        while self._next_launch < len(self._states) and self._states[self._next_launch] is BucketState.READY:
+        while self._next_launch < end and self._states[self._next_launch] is BucketState.READY:
             self._move(self._next_launch, Event.LAUNCH)
             actions.append(LaunchReduce(self._next_launch))
             self._next_launch += 1

@@ -178,8 +178,8 @@ class Arguments:
         return ConfigurationError(reason)
 
 
-class Fingerprints(dict[tuple[str, Op | None, torch.dtype, tuple[int, ...], int, int], bytes]):
-    """By (collective, op, dtype, shape, source, receiver), the packed fingerprint. Each is made once.
+class Fingerprints(dict[tuple[str, Op | None, torch.dtype, tuple[int, ...], int, int, int], bytes]):
+    """By (collective, op, dtype, shape, source, receiver, numbers beside), the packed fingerprint. Each is made once.
 
     Args:
         arguments: Refuse an op that has no meaning for the dtype.
@@ -189,13 +189,14 @@ class Fingerprints(dict[tuple[str, Op | None, torch.dtype, tuple[int, ...], int,
         super().__init__()
         self._arguments = arguments
 
-    def __missing__(self, key: tuple[str, Op | None, torch.dtype, tuple[int, ...], int, int]) -> bytes:
-        collective, op, dtype, shape, source, receiver = key
+    def __missing__(self, key: tuple[str, Op | None, torch.dtype, tuple[int, ...], int, int, int]) -> bytes:
+        collective, op, dtype, shape, source, receiver, num_beside = key
         if op is not None:
             self._arguments.check_op(op, dtype)
         if len(self) >= _MAX_FINGERPRINTS:
             self.clear()
-        packed = self[key] = Fingerprint(collective, op, dtype, tuple(shape), max(source, receiver)).pack()
+        made = Fingerprint(collective, op, dtype, tuple(shape), max(source, receiver), num_beside=num_beside)
+        packed = self[key] = made.pack()
         return packed
 
 

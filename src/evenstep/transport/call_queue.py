@@ -27,14 +27,15 @@ from evenstep.health import page
 from evenstep.transport.arguments import Arguments, Fingerprints
 from evenstep.transport.arrivals import Arrivals, Phase, WaitPolicy
 from evenstep.transport.base import Op
+from evenstep.transport.call import Call
 from evenstep.transport.codec import to_tensor
-from evenstep.transport.collectives import Call, Exchange
+from evenstep.transport.collectives import Exchange
 from evenstep.transport.header import REFUSED, pack_text
 from evenstep.transport.helper import helper
 from evenstep.transport.peers import PeerProcess, PeerWatch
 from evenstep.transport.personal import ALL_PROGRAMS
 from evenstep.transport.progress import LOOK_AGAIN, Progress, Waiting
-from evenstep.transport.segment import NUM_SLOTS, SMALL_BYTES, Segment
+from evenstep.transport.segment import MAX_BESIDE_BYTES, NUM_SLOTS, SMALL_BYTES, Segment
 from evenstep.transport.shared_work import SharedWork
 
 
@@ -78,6 +79,7 @@ class CallQueue:
         self._fingerprints = Fingerprints(self._arguments)
         self._known_as = rank
         self._begun: bytes | None = None  # what the next call is compared as
+        self._beside: Tensor | None = None  # what travels with the next call
         self._num_calls = 0
         self._failure: EvenstepError | None = None
         self._is_closed = False
@@ -114,6 +116,17 @@ class CallQueue:
         """
         self._exchange.part_of, self._begun = (number, name), packed
 
+    def take_along(self, numbers: Tensor) -> None:
+        """Have the next call add these over the ranks, too; they are there when that call has ended.
+
+        One meeting of the ranks instead of two. Every rank does so before the same call.
+
+        Args:
+            numbers: [n], contiguous, not more than `MAX_BESIDE_BYTES`.
+        """
+        assert numbers.nbytes <= MAX_BESIDE_BYTES, numbers.shape
+        self._beside = numbers
+
     # ------------------------------------------------------------------ launching
 
     def _launch(
@@ -131,14 +144,16 @@ class CallQueue:
     ) -> SharedWork:
         if back is not None:
             self._arguments.check_written(collective, back[0])
-        packed = self._fingerprints[collective, op, tensor.dtype, tensor.shape, source, receiver]
+        beside, self._beside = self._beside, None
+        num_beside = 0 if beside is None else beside.numel()
+        packed = self._fingerprints[collective, op, tensor.dtype, tensor.shape, source, receiver, num_beside]
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             if self._begun is not None:
                 packed, self._begun = self._begun, None
             place = self._exchange.arena.locate(flat.data_ptr(), flat.nbytes) if flat.nbytes > SMALL_BYTES else None
-            call = Call(self._num_calls, collective, op, source, flat, out, packed, place, receiver, splits)
+            call = Call(self._num_calls, collective, op, source, flat, out, packed, place, receiver, splits, beside)
             self._num_calls += 1
             page.mark_collective(self._num_calls)
             work = SharedWork(self, call, back)

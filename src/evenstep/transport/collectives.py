@@ -7,7 +7,7 @@ the other, in the order of the calls, on every rank.
 [Note: three ways]
 
 small      Data travels with the announcement: every rank copies its tensor into its slot when the call begins, and
-           afterwards reads all slots. One meeting.
+           afterwards reads all slots. One meeting. So do numbers that travel beside a tensor, however large that is.
 in place   Every tensor lies in its rank's zone. Ranks read and write each other's tensors where they are: each
            reduces one slice over all ranks and writes it to all. Two meetings, no copy.
 pieces     Otherwise a tensor travels through slots that stay in the cache, piece by piece. Tensors that do lie in a
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -33,13 +32,12 @@ from evenstep.errors import MismatchError
 from evenstep.health import peer_pages
 from evenstep.transport.arena import Arena, Views
 from evenstep.transport.arrivals import Arrivals, Phase
-from evenstep.transport.base import Op
+from evenstep.transport.call import Call
 from evenstep.transport.header import (
     COLLECTIVES,
     OVER_GLOO,
     REFUSED,
     TOLD,
-    Fingerprint,
     explain_mismatch,
     pack_place,
     text_bytes,
@@ -48,7 +46,12 @@ from evenstep.transport.header import (
 )
 from evenstep.transport.looking import look_for
 from evenstep.transport.reduction import Arithmetic, Scratch, plan_arithmetic, plan_slices, reduce_into
-from evenstep.transport.segment import NUM_PIECES, NUM_SLOTS, PIECE_BYTES, SMALL_BYTES, Segment
+from evenstep.transport.segment import (
+    NUM_PIECES,
+    NUM_SLOTS,
+    PIECE_BYTES,
+    Segment,
+)
 
 Program = Generator[tuple[Phase, int], None, None]
 # By collective: what is done of a small tensor, once all are there, and the program for a large one.
@@ -57,54 +60,6 @@ Programs = Mapping[str, tuple[Callable[["Exchange", "Call"], None], Callable[["E
 _memmove = ctypes.memmove
 _MAX_SMALL_VIEWS = 1024
 _MAX_AGREED = 1024
-
-
-@dataclass(eq=False, slots=True)
-class Call:
-    """One collective of this rank.
-
-    Attributes:
-        number: From 0, counting the calls of one transport.
-        collective: Its name.
-        op: How values are combined; None where they aren't.
-        source: The only rank whose data counts; -1: everybody's does.
-        flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets. Of a scatter,
-            on other ranks than the source, only its length counts.
-        out: [...], contiguous, flat: what this rank gets.
-        packed: The fingerprint.
-        place: Where `flat` lies in this rank's zone; None if elsewhere.
-        receiver: The only rank that gets the result; -1: all do.
-        splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to
-            and expects from each; None where all are the same.
-        places: By rank: where its tensor lies in its zone; None where it has to be copied. Known when all are there.
-        head: What this rank announces.
-    """
-
-    number: int
-    collective: str
-    op: Op | None
-    source: int
-    flat: Tensor
-    out: Tensor
-    packed: bytes
-    place: int | None
-    receiver: int = -1
-    splits: Tensor | None = None
-    places: Sequence[int | None] = ()
-    head: bytes = b""
-
-    @property
-    def slot(self) -> int:
-        """Which of the slots it uses."""
-        return self.number % NUM_SLOTS
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the data travels with the announcement."""
-        return self.flat.nbytes <= SMALL_BYTES and self.splits is None
-
-    def __str__(self) -> str:
-        return f"number {self.number + 1}, {Fingerprint.unpack(self.packed)}"
 
 
 class Exchange:
@@ -154,6 +109,9 @@ class Exchange:
         num_bytes = call.flat.nbytes
         if num_bytes and call.is_small and call.source in (-1, self.rank):
             _memmove(self.segment.common.address + layout.small_slot(self.rank, slot), call.flat.data_ptr(), num_bytes)
+        if call.beside is not None:
+            there = self.segment.common.address + layout.beside(self.rank, slot)
+            _memmove(there, call.beside.data_ptr(), call.beside.nbytes)
         call.head = pack_place(call.place) + call.packed
         self.segment.write(layout.header(self.rank, slot), call.head)
         self.arrivals.announce(Phase.ARRIVED)
@@ -162,13 +120,22 @@ class Exchange:
         """Everything that remains to be done of a small call, when all have arrived."""
         self._read_headers(call)
         self._programs[call.collective][0](self, call)
+        if call.beside is not None:
+            self._add_beside(call, call.beside)
         self.arrivals.announce(Phase.FINISHED)
 
     def program(self, call: Call) -> Program:
         """What remains to be done of a large call, when all have arrived."""
         self._read_headers(call)
+        if call.beside is not None:
+            self._add_beside(call, call.beside)
         yield from self._programs[call.collective][1](self, call)
         self.arrivals.announce(Phase.FINISHED)
+
+    def _add_beside(self, call: Call, numbers: Tensor) -> None:
+        key = (call.slot + NUM_SLOTS, numbers.dtype, numbers.numel())
+        views = self._slots(key, self.segment.layout.beside)
+        reduce_into([numbers], views, plan_arithmetic("sum", numbers.dtype), self._scratch)
 
     def _read_headers(self, call: Call) -> None:
         layout, slot, own = self.segment.layout, call.slot, call.head
@@ -204,9 +171,12 @@ class Exchange:
     def small(self, call: Call) -> list[Tensor]:
         """[numel] of every rank: the data of a small call."""
         key = (call.slot, call.flat.dtype, call.flat.numel())
+        return self._slots(key, self.segment.layout.small_slot)
+
+    def _slots(self, key: tuple[int, torch.dtype, int], place: Callable[[int, int], int]) -> list[Tensor]:
         views = self._small_views.get(key)
         if views is None:
-            slots = [self.segment.layout.small_slot(rank, call.slot) for rank in self.ranks]
+            slots = [place(rank, key[0] % NUM_SLOTS) for rank in self.ranks]
             views = [self._views.common(slot, key[1], key[2]) for slot in slots]
             if len(self._small_views) >= _MAX_SMALL_VIEWS:
                 self._small_views.clear()

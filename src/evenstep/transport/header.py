@@ -1,8 +1,8 @@
 """What a rank calls, in 128 bytes that the others compare with what they call.
 
 0  u64   where this rank's tensor lies in its zone; `ELSEWHERE` if it has to be copied
-8  88 B  the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, and a
-         checksum of those beyond
+8  92 B  the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, a
+         checksum of those beyond, and how many numbers travel beside the tensor
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from evenstep.transport.base import Op
 
 ELSEWHERE = (1 << 64) - 1
 
-_FINGERPRINT = struct.Struct("<4BiQ9Q")
+_FINGERPRINT = struct.Struct("<4BiQ9QI")
 _PLACE = struct.Struct("<Q")
 HEADER_USED_BYTES = _PLACE.size + _FINGERPRINT.size
 _MAX_DIMS = 8
@@ -96,6 +96,7 @@ class Fingerprint:
         shape: Of the tensor.
         root: The rank that gives or gets what no other does; -1 where there is none.
         num_more_dims: How many dimensions a shape that came in a header has behind its eighth.
+        num_beside: How many numbers travel beside the tensor.
     """
 
     collective: str
@@ -104,6 +105,7 @@ class Fingerprint:
     shape: tuple[int, ...]
     root: int = -1
     num_more_dims: int = 0
+    num_beside: int = 0
 
     def pack(self) -> bytes:
         """The bytes that are compared."""
@@ -122,15 +124,16 @@ class Fingerprint:
             numel,
             *dims,
             beyond,
+            self.num_beside,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> Fingerprint:
         """The inverse of `pack`, but for dimensions beyond the eighth."""
-        collective, op, dtype, num_dims, root, _, *dims, _ = _FINGERPRINT.unpack(data)
+        collective, op, dtype, num_dims, root, _, *dims, _, num_beside = _FINGERPRINT.unpack(data)
         shape = tuple(dims[: min(num_dims, _MAX_DIMS)])
         how = None if op == 255 else OPS[op]
-        return cls(COLLECTIVES[collective], how, DTYPES[dtype], shape, root, num_dims - len(shape))
+        return cls(COLLECTIVES[collective], how, DTYPES[dtype], shape, root, num_dims - len(shape), num_beside)
 
     def __str__(self) -> str:
         if self.collective == REFUSED:
@@ -141,7 +144,8 @@ class Fingerprint:
         way = "to" if self.collective in ("reduce", "gather") else "from"
         root = f" {way} rank {self.root}" if self.root >= 0 else ""
         more = f" and {self.num_more_dims} more dimensions" if self.num_more_dims else ""
-        return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}"
+        beside = f", {self.num_beside} numbers beside" if self.num_beside else ""
+        return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}{beside}"
 
 
 def pack_place(place: int | None) -> bytes:

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from evenstep.errors import MismatchError
 from evenstep.transport.arrivals import Phase
-from evenstep.transport.collectives import PROGRAMS, Call, Exchange, Program, Programs, all_reduce_program
+from evenstep.transport.call import Call
+from evenstep.transport.collectives import PROGRAMS, Exchange, Program, Programs, all_reduce_program
 from evenstep.transport.segment import PIECE_BYTES
 
 

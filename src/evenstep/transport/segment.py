@@ -36,6 +36,7 @@ PAGE_BYTES = 1 << 16  # the largest page size in use, so that offsets fit every 
 NUM_SLOTS = 16
 HEADER_BYTES = 128
 SMALL_BYTES = 64 << 10
+MAX_BESIDE_BYTES = 16 << 10  # of that: numbers that travel beside a call's tensor
 NUM_PIECES = 3  # see [Note: three pieces] in `collectives`
 PIECE_BYTES = 512 << 10
 NOTE_BYTES = 64
@@ -66,6 +67,10 @@ class SegmentLayout:
     def small_slot(self, rank: int, slot: int) -> int:
         """Of a rank, one of `NUM_SLOTS`."""
         return self.small + (rank * NUM_SLOTS + slot) * SMALL_BYTES
+
+    def beside(self, rank: int, slot: int) -> int:
+        """The end of a small slot, for what travels beside a tensor."""
+        return self.small_slot(rank, slot) + SMALL_BYTES - MAX_BESIDE_BYTES
 
     def piece(self, rank: int, slot: int) -> int:
         """Of a rank, one of `NUM_PIECES`."""

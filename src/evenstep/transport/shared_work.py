@@ -9,7 +9,8 @@ from torch import Tensor
 
 from evenstep.errors import EvenstepError
 from evenstep.transport.arrivals import Phase
-from evenstep.transport.collectives import Call, Program
+from evenstep.transport.call import Call
+from evenstep.transport.collectives import Program
 
 
 class Runner(Protocol):

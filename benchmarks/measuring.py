@@ -57,7 +57,7 @@ def choose_devices(asked: Sequence[str] | None, num_ranks: int, num_gpus: int) -
     if num_ranks <= num_gpus:
         cuda = Device("cuda", None if num_ranks == 1 else "nccl", "one GPU each, over NCCL" if num_ranks > 1 else "GPU")
     else:
-        cuda = Device("cuda:0", "gloo", "which share a GPU, over Gloo")
+        cuda = Device("cuda:0", None, "which share a GPU")
     return [each for each, name in ((cpu, "cpu"), (cuda, "cuda")) if asked is None or name in asked]
 
 

@@ -17,8 +17,8 @@ Seven sides of the same training take turns within one run, in blocks of equally
 In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. While others run, torch's
 global optimizer hooks are taken off, through which evenstep sees optimizers. What a side adds is the difference of
 neighbouring blocks to bare. A block is timed from barrier to barrier, on the slowest rank; the tables have medians over
-blocks, with quartiles. On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first, and have
-Gloo. A barrier there waits for all that was queued.
+blocks, with quartiles. On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first: torch's DDP
+has Gloo then, evenstep the host's memory. A barrier there waits for all that was queued.
 """
 
 from __future__ import annotations

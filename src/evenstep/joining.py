@@ -56,8 +56,8 @@ def init(
             every rank but 0 draws numbers of its own. None: nothing is seeded.
         device: "cpu", "cuda" (this rank's own GPU), "cuda:1" (this one, shared if need be); None: what
             `evenstep run --device` said, else GPUs if there are any.
-        transport: "shared memory", "gloo" or "nccl"; None: NCCL between GPUs of their own, shared memory between
-            CPU ranks of one host, else Gloo.
+        transport: "shared memory", "gloo" or "nccl"; None: NCCL between GPUs of their own, else shared memory between
+            ranks of one host (for those that share a GPU, by way of the host's memory), else Gloo.
         timeout_s: Seconds after which a collective gives up on a missing rank.
         quiet: Don't print the line that says what runs where.
         log_on_all_ranks: Let every rank log and warn where all write to one terminal (torchrun, mpiexec, srun). Else

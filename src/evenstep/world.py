@@ -169,7 +169,7 @@ class World:
 
     @property
     def transport_name(self) -> str:
-        """What carries the gradients: "local", "shared memory", "gloo" or "nccl"."""
+        """What carries the gradients: "local", "shared memory", "host memory" (of GPUs), "gloo" or "nccl"."""
         return self.transport.name
 
     @property

@@ -20,7 +20,7 @@ def make_model():
 
 def equal_to_reference():
     world = evenstep.init(device="cuda:0", quiet=True)
-    assert world.transport_name == ("local" if world.world_size == 1 else "gloo")
+    assert world.transport_name == ("local" if world.world_size == 1 else "host memory")
     model = evenstep.DistributedDataParallel(make_model(), bucket_cap_mb=1e-3, world=world)
     module = make_model().cuda()
     for step in range(4):
@@ -37,7 +37,7 @@ def equal_to_reference():
     world.close()
 
 
-def test_ranks_that_share_a_gpu_exchange_over_gloo():
+def test_ranks_that_share_a_gpu_exchange_through_the_host():
     evenstep.launch(equal_to_reference, nproc=2, device="cuda:0")
 
 

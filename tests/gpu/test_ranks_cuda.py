@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),
     pytest.mark.timeout(180),
 ]
-TRANSPORTS = pytest.mark.parametrize("transport", ["nccl", "gloo"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["nccl", "gloo", "shared memory"])
 
 
 @pytest.fixture(scope="module")

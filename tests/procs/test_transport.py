@@ -32,6 +32,7 @@ from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group import ProcessGroupTransport
 from evenstep.transport.segment import MAX_BESIDE_BYTES, plan_segment
 from evenstep.transport.shared_memory import SharedMemoryTransport
+from evenstep.transport.through_host import ThroughHostTransport
 
 TIMEOUT_S = 60.0
 
@@ -69,6 +70,18 @@ def check_gloo(seed: int) -> int:
 
 def test_local_conforms() -> None:
     assert check_transport(LocalTransport) > 1000
+
+
+def check_through_host(seed: int) -> int:
+    """With tensors of the CPU: the calls, and their order. `tests/gpu` has the copies."""
+    return check_transport(
+        lambda: ThroughHostTransport(new_shared_memory()), Coverage(seed=seed, dtypes=(torch.float32, torch.int64))
+    )
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_the_way_through_the_host_conforms(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
+    assert min(ranks.run(check_through_host, nproc, fresh_seed, timeout_s=100)) > 100
 
 
 def with_numbers_beside(seed: int) -> list[str]:

@@ -22,8 +22,8 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Any:
         (["cpu"], 2, 8, [("cpu", None)]),
         (None, 1, 1, [("cpu", None), ("cuda", None)]),
         (None, 2, 2, [("cpu", None), ("cuda", "nccl")]),
-        (["cuda"], 4, 2, [("cuda:0", "gloo")]),
-        (["cuda", "cpu"], 2, 1, [("cpu", None), ("cuda:0", "gloo")]),
+        (["cuda"], 4, 2, [("cuda:0", None)]),
+        (["cuda", "cpu"], 2, 1, [("cpu", None), ("cuda:0", None)]),
     ],
 )
 def test_devices(measuring, asked, num_ranks, num_gpus, expected):

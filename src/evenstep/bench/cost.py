@@ -42,6 +42,7 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 ALGORITHM_OF: dict[str, Algorithm] = {
     "local": "lanes",
     "shared memory": "lanes",
+    "host memory": "lanes",
     "shared memory + gloo": "lanes",
     "gloo": "ring",
     "nccl": "nccl",

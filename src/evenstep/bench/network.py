@@ -310,7 +310,7 @@ def _fit(figures: Sequence[Figure], hosts: Hosts, transport: str) -> dict[str, L
         if len({size for size, _ in measured}) < 2:
             continue
         n = hosts.ranks_per_host if name == "inside" else hosts.num_hosts
-        shares_memory = name == "inside" and transport.startswith("shared memory")
+        shares_memory = name == "inside" and transport.startswith(("shared memory", "host memory"))
         stages = 1.0 if shares_memory else float(sum(ring_stages("all_reduce", Hosts(1, n))))
         traffic = memory_factor("all_reduce", n) if shares_memory else bus_factor("all_reduce", n)
         link, error = fit_link(measured, stages=stages, traffic=traffic)

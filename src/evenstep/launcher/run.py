@@ -269,8 +269,8 @@ def _announcement(plan: RankPlan, host: Host, *, fewest_hosts: int, num_hosts: i
     transport = "nccl" if kind == "cuda" and not shares_a_gpu else "gloo"
     if world_size == 1:
         transport = "local"
-    elif kind == "cpu" and num_hosts == 1:
-        transport = "shared memory"  # a rank that finds it can't be says so itself
+    elif transport == "gloo" and num_hosts == 1:  # a rank that finds it can't be says so itself
+        transport = "shared memory" if kind == "cpu" else "host memory"
     return environment.announcement(
         world_size=world_size,
         num_nodes=num_hosts,

@@ -31,7 +31,7 @@ from evenstep.transport.base import Transport, Work
 from evenstep.transport.local import LocalTransport
 
 # Their `reduce_scatter` may write its result over this rank's part of its input: the others never read that.
-_REDUCE_IN_PLACE = ("local", "shared memory", "nccl")
+_REDUCE_IN_PLACE = ("local", "shared memory", "host memory", "nccl")
 
 
 def in_memory_order(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Transport(Protocol):
     its tensors may not be touched before `Work.wait()` returns.
 
     Attributes:
-        name: What the line printed at start calls it: "local", "shared memory", "gloo", "nccl".
+        name: What the line printed at start calls it: "local", "shared memory", "host memory", "gloo", "nccl".
         rank: This rank.
         world_size: Number of ranks.
     """

@@ -11,11 +11,14 @@ import torch.distributed as dist
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
+from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Transport
 from evenstep.transport.gloo import open_gloo
+from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.hosts import connect_ranks
 from evenstep.transport.process_group import ProcessGroupTransport
 from evenstep.transport.shared_memory import SharedMemoryTransport
+from evenstep.transport.through_host import ThroughHostTransport
 
 TRANSPORTS = ("shared memory", "gloo", "nccl")
 
@@ -27,7 +30,7 @@ class Transports:
     Attributes:
         gradients: Gradients, on the ranks' devices.
         control: Everything else, on the CPU.
-        why_gloo: Why CPU ranks don't share memory, where they would if they could.
+        why_gloo: Why ranks don't share memory, where they would if they could.
     """
 
     gradients: Transport
@@ -39,7 +42,7 @@ def validate_transport(name: str | None, device: torch.device) -> None:
     """Raise ConfigurationError if a transport can't carry what is on a device, whatever the other ranks do. Pure."""
     if name is not None:
         checks.choice("transport", name, TRANSPORTS, otherwise="None to let evenstep choose")
-    if (name == "nccl" and device.type != "cuda") or (name == "shared memory" and device.type != "cpu"):
+    if name == "nccl" and device.type != "cuda":
         raise ConfigurationError(f"transport={name!r} can't carry gradients on {device}. Leave the argument out.")
 
 
@@ -51,8 +54,8 @@ def open_transports(
     Collective: every rank calls this, in the same order.
 
     Args:
-        name: One of `TRANSPORTS`; None: NCCL on a GPU if the process group speaks it, else Gloo there; shared memory
-            between CPU ranks that share a host, and Gloo between hosts.
+        name: One of `TRANSPORTS`; None: NCCL on a GPU if the process group speaks it; else shared memory between ranks
+            that share a host (on GPUs by way of the host's memory), and Gloo between hosts.
         device: Where this rank's gradients are.
         timeout_s: Deadline of a collective.
         group: The group; None: the default one.
@@ -62,8 +65,8 @@ def open_transports(
     """
     validate_transport(name, device)
     control = _open("gloo", timeout_s, group)
-    if device.type == "cuda" and name is None:
-        name = "nccl" if "nccl" in str(dist.get_backend_config(group)) else "gloo"
+    if device.type == "cuda" and name is None and "nccl" in str(dist.get_backend_config(group)):
+        name = "nccl"
     if name in ("gloo", "nccl"):
         return Transports(_open(name, timeout_s, group), control)
     members = dist.get_process_group_ranks(group)
@@ -71,14 +74,17 @@ def open_transports(
     def among(ranks: Sequence[int]) -> ProcessGroupTransport:
         return open_gloo([members[rank] for rank in ranks], timeout_s=timeout_s)
 
-    shared = connect_ranks(control, among, timeout_s=timeout_s)
+    if device.type == "cpu":
+        shared = connect_ranks(control, among, timeout_s=timeout_s)
+    else:
+        shared = connect_shared_memory(control, plan_waiting(control.world_size, timeout_s=timeout_s))
     if isinstance(shared, str):
         if name is not None:
             raise ConfigurationError(f"transport={name!r}: {shared}. Leave the argument out, and Gloo is used.")
         return Transports(_open("gloo", timeout_s, group), control, why_gloo=shared)
     if isinstance(shared, SharedMemoryTransport):
         control.close()
-    return Transports(shared, shared.split())
+    return Transports(shared if device.type == "cpu" else ThroughHostTransport(shared), shared.split())
 
 
 def _open(name: str, timeout_s: float, of: dist.ProcessGroup | None) -> Transport:

@@ -32,7 +32,7 @@ from evenstep.transport.call_thread import CallThread
 from evenstep.transport.host_plan import HostPlan
 from evenstep.transport.reduction import plan_tree
 
-_IN_TREE_ORDER = ("local", "shared memory")
+_IN_TREE_ORDER = ("local", "shared memory", "host memory")
 _HALF = (torch.float16, torch.bfloat16)
 
 Steps = Generator[Work, None, None]  # what has to be awaited before the next step

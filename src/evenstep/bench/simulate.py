@@ -210,7 +210,9 @@ def simulate_step(profile: Profile, hosts: Hosts, network: Network, variant: Var
         begins = max(ready, wire_free)
         wire_free = begins + takes
         times.append((begins, wire_free))
-    header_s = collective_s("all_reduce", _HEADER_BYTES, hosts, network) if n > 1 else 0.0
+    # Between ranks of one host it travels beside the last bucket.
+    has_header = n > 1 and not (hosts.num_hosts == 1 and network.algorithm == "lanes")
+    header_s = collective_s("all_reduce", _HEADER_BYTES, hosts, network) if has_header else 0.0
     communication_s += header_s
     backward_s = slowest.backward_s + stalled_s
     reduced = max(backward_s, wire_free) + header_s

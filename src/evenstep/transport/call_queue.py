@@ -37,6 +37,8 @@ from evenstep.transport.progress import LOOK_AGAIN, Progress, Waiting
 from evenstep.transport.segment import NUM_SLOTS, SMALL_BYTES, Segment
 from evenstep.transport.shared_work import SharedWork
 
+_set_grad_enabled = torch._C._set_grad_enabled  # `torch.no_grad` costs microseconds
+
 
 class CallQueue:
     """See above. `SharedMemoryTransport` says which calls there are; it is a base class so that a call costs no more.
@@ -132,13 +134,17 @@ class CallQueue:
         if back is not None:
             self._arguments.check_written(collective, back[0])
         packed = self._fingerprints[collective, op, tensor.dtype, tensor.shape, source, receiver]
+        try:
+            address = flat.data_ptr()
+        except RuntimeError:
+            self._arguments.refuse_without_memory(collective)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             if self._begun is not None:
                 packed, self._begun = self._begun, None
-            place = self._exchange.arena.locate(flat.data_ptr(), flat.nbytes) if flat.nbytes > SMALL_BYTES else None
-            call = Call(self._num_calls, collective, op, source, flat, out, packed, place, receiver, splits)
+            place = self._exchange.arena.locate(address, flat.nbytes) if flat.nbytes > SMALL_BYTES else None
+            call = Call(self._num_calls, collective, op, source, flat, address, out, packed, place, receiver, splits)
             self._num_calls += 1
             page.mark_collective(self._num_calls)
             work = SharedWork(self, call, back)
@@ -207,6 +213,14 @@ class CallQueue:
 
     def _step(self, work: SharedWork, *, blocking: bool, timeout_s: float | None = None) -> bool:
         """Run the program of the first call to its next meeting; whether that was possible."""
+        if torch.is_grad_enabled():
+            # Torch may have hung a gradient's history on a result since the call was launched (the functional
+            # collectives do): what is written here would be recorded in it, or refused.
+            _set_grad_enabled(False)
+            try:
+                return self._step(work, blocking=blocking, timeout_s=timeout_s)
+            finally:
+                _set_grad_enabled(True)
         if work.is_inference and not torch.is_inference_mode_enabled():
             with torch.inference_mode():
                 return self._step(work, blocking=blocking, timeout_s=timeout_s)

@@ -70,6 +70,7 @@ class Call:
         source: The only rank whose data counts; -1: everybody's does.
         flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets. Of a scatter,
             on other ranks than the source, only its length counts.
+        address: Of `flat`'s first element.
         out: [...], contiguous, flat: what this rank gets.
         packed: The fingerprint.
         place: Where `flat` lies in this rank's zone; None if elsewhere.
@@ -85,6 +86,7 @@ class Call:
     op: Op | None
     source: int
     flat: Tensor
+    address: int
     out: Tensor
     packed: bytes
     place: int | None
@@ -153,7 +155,7 @@ class Exchange:
         layout, slot = self.segment.layout, call.slot
         num_bytes = call.flat.nbytes
         if num_bytes and call.is_small and call.source in (-1, self.rank):
-            _memmove(self.segment.common.address + layout.small_slot(self.rank, slot), call.flat.data_ptr(), num_bytes)
+            _memmove(self.segment.common.address + layout.small_slot(self.rank, slot), call.address, num_bytes)
         call.head = pack_place(call.place) + call.packed
         self.segment.write(layout.header(self.rank, slot), call.head)
         self.arrivals.announce(Phase.ARRIVED)

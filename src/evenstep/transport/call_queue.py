@@ -75,7 +75,7 @@ class CallQueue:
         self._lock = threading.RLock()
         self._queue: collections.deque[SharedWork] = collections.deque()
         self._to_tell: collections.deque[Callable[[], object]] = collections.deque()
-        self._progress = Progress(self.progress, keep=segment)
+        self._progress = Progress(self.progress, policy.look_every_s, keep=segment)
         self._waiting = Waiting()
         self._fingerprints = Fingerprints(self._arguments)
         self._known_as = rank

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from evenstep.transport.reduction import plan_arithmetic
 _CARRIED = frozenset(DTYPES)
 _NOTHING_BEHIND = torch._C._disabled_torch_dispatch_impl  # what a class has whose tensors have memory of their own
 _MAX_FINGERPRINTS = 4096
+# False of what torch.vmap and torch.func call a function with: of torch's own class, and without memory of its own.
+has_memory = torch._C._has_storage
 
 
 def is_carried(tensor: Tensor) -> bool:
@@ -89,6 +91,13 @@ class Arguments:
             return flat_view(tensor), None
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
         return copy.view(-1), (tensor, copy)
+
+    def refuse_without_memory(self, collective: str) -> NoReturn:
+        """It can't be sent: see `has_memory`. Nor can the others be told: what tells them would be such a tensor."""
+        raise ConfigurationError(
+            f"{collective} on rank {self.rank}: the tensor has no memory of its own, as under torch.vmap or "
+            f"torch.func.grad. Call it outside of them, or through torch.distributed."
+        ) from None
 
     def check_op(self, op: Op, dtype: torch.dtype) -> None:
         """The op has a meaning for the dtype."""

@@ -23,6 +23,7 @@ class Call:
         source: The only rank whose data counts; -1: everybody's does.
         flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets. Of a scatter,
             on other ranks than the source, only its length counts.
+        address: Of `flat`'s first element.
         out: [...], contiguous, flat: what this rank gets.
         packed: The fingerprint.
         place: Where `flat` lies in this rank's zone; None if elsewhere.
@@ -39,6 +40,7 @@ class Call:
     op: Op | None
     source: int
     flat: Tensor
+    address: int
     out: Tensor
     packed: bytes
     place: int | None

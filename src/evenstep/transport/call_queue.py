@@ -38,6 +38,8 @@ from evenstep.transport.progress import LOOK_AGAIN, Progress, Waiting
 from evenstep.transport.segment import MAX_BESIDE_BYTES, NUM_SLOTS, SMALL_BYTES, Segment
 from evenstep.transport.shared_work import SharedWork
 
+_set_grad_enabled = torch._C._set_grad_enabled  # `torch.no_grad` costs microseconds
+
 
 class CallQueue:
     """See above. `SharedMemoryTransport` says which calls there are; it is a base class so that a call costs no more.
@@ -74,7 +76,7 @@ class CallQueue:
         self._lock = threading.RLock()
         self._queue: collections.deque[SharedWork] = collections.deque()
         self._to_tell: collections.deque[Callable[[], object]] = collections.deque()
-        self._progress = Progress(self.progress, keep=segment)
+        self._progress = Progress(self.progress, policy.look_every_s, keep=segment)
         self._waiting = Waiting()
         self._fingerprints = Fingerprints(self._arguments)
         self._known_as = rank
@@ -147,13 +149,19 @@ class CallQueue:
         beside, self._beside = self._beside, None
         num_beside = 0 if beside is None else beside.numel()
         packed = self._fingerprints[collective, op, tensor.dtype, tensor.shape, source, receiver, num_beside]
+        try:
+            address = flat.data_ptr()
+        except RuntimeError:
+            self._arguments.refuse_without_memory(collective)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             if self._begun is not None:
                 packed, self._begun = self._begun, None
-            place = self._exchange.arena.locate(flat.data_ptr(), flat.nbytes) if flat.nbytes > SMALL_BYTES else None
-            call = Call(self._num_calls, collective, op, source, flat, out, packed, place, receiver, splits, beside)
+            place = self._exchange.arena.locate(address, flat.nbytes) if flat.nbytes > SMALL_BYTES else None
+            call = Call(
+                self._num_calls, collective, op, source, flat, address, out, packed, place, receiver, splits, beside
+            )
             self._num_calls += 1
             page.mark_collective(self._num_calls)
             work = SharedWork(self, call, back)
@@ -222,6 +230,14 @@ class CallQueue:
 
     def _step(self, work: SharedWork, *, blocking: bool, timeout_s: float | None = None) -> bool:
         """Run the program of the first call to its next meeting; whether that was possible."""
+        if torch.is_grad_enabled():
+            # Torch may have hung a gradient's history on a result since the call was launched (the functional
+            # collectives do): what is written here would be recorded in it, or refused.
+            _set_grad_enabled(False)
+            try:
+                return self._step(work, blocking=blocking, timeout_s=timeout_s)
+            finally:
+                _set_grad_enabled(True)
         if work.is_inference and not torch.is_inference_mode_enabled():
             with torch.inference_mode():
                 return self._step(work, blocking=blocking, timeout_s=timeout_s)

@@ -108,7 +108,7 @@ class Exchange:
         layout, slot = self.segment.layout, call.slot
         num_bytes = call.flat.nbytes
         if num_bytes and call.is_small and call.source in (-1, self.rank):
-            _memmove(self.segment.common.address + layout.small_slot(self.rank, slot), call.flat.data_ptr(), num_bytes)
+            _memmove(self.segment.common.address + layout.small_slot(self.rank, slot), call.address, num_bytes)
         if call.beside is not None:
             there = self.segment.common.address + layout.beside(self.rank, slot)
             _memmove(there, call.beside.data_ptr(), call.beside.nbytes)

@@ -8,6 +8,7 @@ torch 2.13 renamed some methods (`_allgather_base` is `all_gather_single` there)
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import weakref
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 
-from evenstep.transport.arguments import Arguments, is_carried
+from evenstep.transport.arguments import Arguments, has_memory, is_carried
 from evenstep.transport.fall_through import fall_through
 from evenstep.transport.group_arguments import (
     flat_list,
@@ -77,7 +78,13 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
         """Combine over the ranks, in place."""
         given, how = listed(tensors), op_of(opts, op)
-        if how is None or len(given) != 1 or self._shared is None or not is_carried(given[0]):
+        if (  # as `_carries`, in line: of all calls this is the most frequent
+            how is None
+            or len(given) != 1
+            or self._shared is None
+            or not is_carried(given[0])
+            or not has_memory(given[0])
+        ):
             return self._fall("allreduce", given, tensors, *unless_none(opts, timeout))
         return self._made([self._shared.all_reduce(given[0], how)], given, opts, timeout=timeout)
 
@@ -251,9 +258,12 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         try:
             carried = launch(*args)
         except Exception as error:  # whatever it is: the other ranks may be at a call that can be made
-            self._refuse(str(error).partition("\n")[0])
+            with _outside_transforms():
+                self._refuse(str(error).partition("\n")[0])
             raise
-        work = GloosWork(self._shared.announce(collective), carried)
+        with _outside_transforms():
+            compared = self._shared.announce(collective)
+        work = GloosWork(compared, carried)
         last = args[-1]  # the call's options or its timeout, where it has one
         timeout = last if isinstance(last, timedelta) else None
         return self._made([work], flat_list(args[0]), last, timeout=timeout)
@@ -277,7 +287,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
     # ------------------------------------------------------------------ helpers
 
     def _carries(self, *tensors: Tensor) -> bool:
-        return self._shared is not None and all(is_carried(tensor) for tensor in tensors)
+        return self._shared is not None and all(is_carried(tensor) and has_memory(tensor) for tensor in tensors)
 
     def _elements(self, tensor: Tensor, splits: list[int]) -> list[int]:
         rows = splits or [tensor.size(0) // self.size()] * self.size()
@@ -302,3 +312,12 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
 
 def _all_on_cpu(tensors: Sequence[Any]) -> bool:
     return all(each.device.type == "cpu" for each in flat_list(tensors))
+
+
+def _outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Under torch.func.grad every new tensor stands for another, also those with which ranks compare a call."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # imported already
+
+    return temporarily_clear_interpreter_stack()

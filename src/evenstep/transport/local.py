@@ -45,12 +45,12 @@ class LocalTransport:
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """See `Transport.all_gather`: of one rank, a copy."""
-        out.copy_(tensor.view(out.shape))
+        _copy(out, tensor)
         return _DONE
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`: of one rank, a copy."""
-        out.copy_(tensor.view(out.shape))
+        _copy(out, tensor)
         return _DONE
 
     def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
@@ -60,13 +60,13 @@ class LocalTransport:
     def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
         """See `Transport.gather`: of one rank, a copy."""
         assert out is not None
-        out.copy_(tensor.view(out.shape))
+        _copy(out, tensor)
         return _DONE
 
     def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
         """See `Transport.scatter`: of one rank, a copy."""
         assert tensor is not None
-        out.copy_(tensor.view(out.shape))
+        _copy(out, tensor)
         return _DONE
 
     def all_to_all(
@@ -77,7 +77,7 @@ class LocalTransport:
         splits: Sequence[int] | None = None,
     ) -> Work:
         """See `Transport.all_to_all`: of one rank, a copy."""
-        out.copy_(tensor.view(out.shape))
+        _copy(out, tensor)
         return _DONE
 
     def barrier(self) -> Work:
@@ -103,3 +103,9 @@ class LocalTransport:
 
     def __repr__(self) -> str:
         return "<LocalTransport>"
+
+
+def _copy(out: Tensor, tensor: Tensor) -> None:
+    """Of any strides; and `out` has no part in `tensor`'s gradient, as with more ranks."""
+    with torch.no_grad():
+        out.copy_(tensor.reshape(out.shape))

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from evenstep.transport.semaphores import sem_post, take
 
-_LOOK_EVERY_S = 0.025
 LOOK_AGAIN = 0  # no semaphore lies at address 0
 
 
@@ -22,11 +21,13 @@ class Progress:
     Args:
         go_on: Does what can be done, and returns the semaphore to sleep on, `LOOK_AGAIN`, or None: nobody waits to be
             told of a call. Never raises.
+        look_every_s: Asleep, how often to look all the same.
         keep: Held as long as the thread may sleep on a semaphore: the memory in which they lie.
     """
 
-    def __init__(self, go_on: Callable[[], int | None], keep: object) -> None:
+    def __init__(self, go_on: Callable[[], int | None], look_every_s: float, keep: object) -> None:
         self._go_on = go_on
+        self._look_every_s = look_every_s
         self._keep = keep
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -53,7 +54,7 @@ class Progress:
             while not self._is_stopped and (semaphore := self._go_on()) is not None:
                 # Only to sleep: what has been announced is put back, for whoever counts announcements. A rank that
                 # sleeps on the same semaphore meanwhile is woken by that.
-                if semaphore != LOOK_AGAIN and take(semaphore, _LOOK_EVERY_S):
+                if semaphore != LOOK_AGAIN and take(semaphore, self._look_every_s):
                     sem_post(semaphore)
         self._keep = None
 

@@ -120,6 +120,8 @@ class ShardedOptimizer(DividedOptimizer):
             tried = arguments.try_out(kind, groups, defaults)
             chosen = [parameter for group in tried for parameter in group["params"]]
             self._validate(chosen)
+            if not by_elements:
+                arguments.try_whole(kind, tried, defaults)
             is_converted = reduce_dtype is not None and any(each.dtype is not reduce_dtype for each in chosen)
             if model.world.lanes is not None and is_converted:
                 raise ConfigurationError(
@@ -138,6 +140,7 @@ class ShardedOptimizer(DividedOptimizer):
             return options | arguments.facts_of(tried, lambda parameter: self._index_of[id(parameter)])
 
         validate_together(model.world, "ShardedOptimizer", validate)
+        self._defaults_given = defaults
         super().__init__(groups, defaults_of(kind, defaults))
         self.state = without_state()  # type: ignore[assignment]
         if by_elements:
@@ -187,6 +190,8 @@ class ShardedOptimizer(DividedOptimizer):
             self._validate(chosen)
             if isinstance(self._division, ElementDivision):
                 validate_dividable(self.model.engine, [self._index_of[id(parameter)] for parameter in chosen])
+            else:
+                arguments.try_whole(self._kind, self.param_groups, self._defaults_given)
             return arguments.facts_of(self.param_groups[before:], lambda each: self._index_of[id(each)])
 
         try:

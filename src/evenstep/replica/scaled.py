@@ -43,8 +43,8 @@ def is_scaled(loss: Tensor, scaler: torch.amp.GradScaler, *, rank: int) -> bool:
     if len(found) > 1:
         raise UsageError(
             f"backward on rank {rank}: of the terms of the loss some were scaled by scaler.scale and others weren't, "
-            f"so they would count {scaler.get_scale():g} times as much. Add first: loss = loss + penalty, and give that "
-            f"to model.backward(loss, scaler=scaler), which scales it."
+            f"so they would count {scaler.get_scale():g} times as much. Add first: loss = loss + penalty, and give "
+            f"that to model.backward(loss, scaler=scaler), which scales it."
         )
     return found == {True}
 

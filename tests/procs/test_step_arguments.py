@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
+from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, UsageError
 
 NORM = {"max_norm": 0.1}
 
@@ -294,3 +296,47 @@ def joined(seed: int) -> int:
 
 def test_clipping_within_a_join_is_no_difference(ranks, fresh_seed):
     assert ranks.run(joined, 2, fresh_seed) == [1, 1]
+
+
+def shape_that_one_rank_steps(late: bool) -> str:
+    """Muon is given a vector, which its class refuses: the text that a rank hears."""
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(8, 8))
+    weight, bias = model.module.weight, model.module.bias
+    try:
+        if late:
+            optimizer = evenstep.ShardedOptimizer(model, torch.optim.Muon, [weight], lr=0.1)
+            optimizer.add_param_group({"params": [bias]})
+        else:
+            evenstep.ShardedOptimizer(model, torch.optim.Muon, [weight, bias], lr=0.1)
+    except ConfigurationError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_shape_that_the_class_refuses_is_said_on_all_ranks(ranks, late):
+    for heard in ranks.run(shape_that_one_rank_steps, 2, late):
+        assert "Muon: Muon only supports 2D parameters" in heard
+
+
+def copies_of_optimizers() -> list[str]:
+    """What copying says."""
+    evenstep.init(quiet=True)
+    heard = []
+    for copied in (copy.deepcopy, pickle.dumps):
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(3, 2))
+        sharded = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        flat = evenstep.fuse(torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.1))
+        for optimizer in (sharded, flat):
+            try:
+                copied(optimizer)
+            except UsageError as error:
+                heard.append(str(error))
+    return heard
+
+
+def test_a_divided_optimizer_is_not_copied(ranks):
+    for heard in ranks.run(copies_of_optimizers, 2):
+        assert len(heard) == 4
+        assert all("can't be copied or pickled" in text and "state_dict()" in text for text in heard)

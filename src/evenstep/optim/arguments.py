@@ -58,6 +58,16 @@ def try_out(kind: type[optim.Optimizer], params: Groups, arguments: Mapping[str,
     return tried.param_groups
 
 
+def try_whole(kind: type[optim.Optimizer], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> None:
+    """Make an optimizer that is thrown away: its class may refuse a shape, which only that parameter's owner would see.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    with torchs_refusals(kind):
+        kind([dict(group) for group in groups], **arguments)
+
+
 @contextlib.contextmanager
 def torchs_refusals(kind: type[optim.Optimizer]) -> Iterator[None]:
     """Around a call of torch's: what it refuses is a ConfigurationError.

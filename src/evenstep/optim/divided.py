@@ -114,6 +114,17 @@ class DividedOptimizer(optim.Optimizer):
         """Memory that this rank's state takes."""
         return self._divided.num_bytes
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: what it steps lies in its model's memory, and on other ranks.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"{type(self).__name__} on rank {self._rank} can't be copied or pickled: what it steps lies in memory of "
+            f"its model's. Keep state_dict(), make another one over the copy of the model, and load_state_dict() there."
+        )
+
     # ------------------------------------------------------------------ inside
 
     @property

@@ -41,7 +41,8 @@ class ShardedOptimizer(DividedOptimizer):
 
     During the backward pass gradients are summed so that each rank gets its shard only; `step` updates the shard, and
     every rank gets the new values of all. What stands in `p.grad` meanwhile raises when it is read: clip with
-    `evenstep.clip_grad_norm_`. In a world of one nothing is divided and `p.grad` is what it always is.
+    `evenstep.clip_grad_norm_`. In a world of one nothing is divided and `p.grad` is what it always is, but for
+    gradients that a `reduce_dtype` has converted: those are stepped as they are, and reading raises as well.
 
     Optimizers whose step isn't known to be element-wise (Adafactor, Muon, classes of your own) are divided at
     parameter boundaries: gradients are those of an unsharded optimizer, state and work are divided.
@@ -121,6 +122,8 @@ class ShardedOptimizer(DividedOptimizer):
             tried = arguments.try_out(kind, groups, defaults)
             chosen = [parameter for group in tried for parameter in group["params"]]
             self._validate(chosen)
+            if not by_elements:
+                arguments.try_whole(kind, tried, defaults)
             is_converted = reduce_dtype is not None and any(each.dtype is not reduce_dtype for each in chosen)
             if model.world.lanes is not None and is_converted:
                 raise ConfigurationError(
@@ -139,6 +142,7 @@ class ShardedOptimizer(DividedOptimizer):
             return options | arguments.facts_of(tried, lambda parameter: self._index_of[id(parameter)])
 
         validate_together(model.world, "ShardedOptimizer", validate)
+        self._defaults_given = defaults
         super().__init__(groups, defaults_of(kind, defaults))
         self.state = without_state()  # type: ignore[assignment]
         # In a world of one nothing is packed for a division by one; but lanes are stepped as they are on several ranks.
@@ -195,6 +199,8 @@ class ShardedOptimizer(DividedOptimizer):
             self._validate(chosen)
             if self._divided.elementwise:
                 validate_dividable(self.model.engine, [self._index_of[id(parameter)] for parameter in chosen])
+            else:
+                arguments.try_whole(self._kind, self.param_groups, self._defaults_given)
             return arguments.facts_of(self.param_groups[before:], lambda each: self._index_of[id(each)])
 
         try:

@@ -136,7 +136,7 @@ class BucketExchange:
         self._units.count_in(self._units.unit, opens_window=opens_window)
         return self._units.unit
 
-    def open_window(self) -> None:
+    def open_window(self, *, is_running: bool) -> None:
         """See `exchange.Exchange.open_window`; autograd can add to every gradient."""
 
     def cancel_window(self) -> None:

@@ -25,6 +25,7 @@ class Carried:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self._out_of_the_way: list[tuple[nn.Parameter, Tensor]] = []
 
     def set_aside(self, exchange: Exchange) -> None:
         """Before a WEIGHTED window, or lanes: keep what an earlier reduction left in `p.grad` out of the sum."""
@@ -37,6 +38,25 @@ class Carried:
                 self._gradients.append((parameter, parameter.grad.clone()))
                 parameter.grad = None
 
+    def make_way(self, exchange: Exchange) -> None:
+        """A WEIGHTED pass may come whose first gradients nobody tells of: have it add to nothing that is here."""
+        hidden = {p for bucket in exchange.buckets if bucket.hides for p in bucket.parameters}
+        for parameter in self._parameters:
+            if parameter.grad is not None and parameter not in hidden:
+                self._out_of_the_way.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def keep(self) -> None:
+        """It has come: what was put out of its way is set aside."""
+        self._gradients += [(parameter, grad.clone()) for parameter, grad in self._out_of_the_way]
+        self._out_of_the_way = []
+
+    def give_way_back(self) -> None:
+        """It has not come: everything is where it was."""
+        for parameter, grad in self._out_of_the_way:
+            parameter.grad = grad
+        self._out_of_the_way = []
+
     def add_back(self) -> None:
         """The window has ended, or was none."""
         for parameter, grad in self._gradients:
@@ -46,3 +66,4 @@ class Carried:
     def forget(self) -> None:
         """The window has failed, and nobody wants its gradients."""
         self._gradients = []
+        self._out_of_the_way = []

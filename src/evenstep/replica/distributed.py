@@ -26,6 +26,7 @@ from evenstep.replica.channels import bucket_transport
 from evenstep.replica.mixed_precision import LowPrecision
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
 from evenstep.replica.nonfinite import Policy
+from evenstep.replica.scaled import is_scaled as is_scaled_already
 from evenstep.replica.settings import group_of, settle
 from evenstep.replica.sync_batchnorm import replace_torchs
 from evenstep.replica.torch_interface import TorchInterface, compilation_is_in_use, compiled_backends
@@ -305,14 +306,15 @@ class DistributedDataParallel(TorchInterface):
             weight: What the loss was averaged over: a number, or a 0-dim tensor, which is not read on the host. With
                 0 the loss is ignored, even if it is NaN. None: 1, or 0 for an empty share.
             scaler: A `torch.amp.GradScaler`: the loss is scaled by it, unless it is a product of `scaler.scale`
-                already.
+                already, or a sum of such.
             retain_graph: As in `Tensor.backward`.
             create_graph: As in `Tensor.backward`.
 
         Raises:
             ConfigurationError: The loss is no single number, or has no gradient; the weight is no finite number of at
                 least 0; the scaler is none.
-            UsageError: `loss.backward()` was called in this window; an empty share has a weight.
+            UsageError: `loss.backward()` was called in this window; an empty share has a weight; of the terms of the
+                loss some were scaled by the scaler, and others not.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"{list(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
@@ -335,7 +337,7 @@ class DistributedDataParallel(TorchInterface):
                 f"backward on rank {self.world.rank}: weight={checked} for an empty share. Pass what the loss was "
                 f"averaged over, weight=len(x) for example, which is 0 here."
             )
-        if scaler is not None and scaler.is_enabled() and not _is_scaled(loss, scaler):
+        if scaler is not None and scaler.is_enabled() and not is_scaled_already(loss, scaler, rank=self.world.rank):
             loss = scaler.scale(loss)
         is_scaled = scaler is not None and scaler.is_enabled()
         with self.engine.weighted_pass(checked, is_scaled=is_scaled) as scale:
@@ -419,20 +421,3 @@ class DistributedDataParallel(TorchInterface):
     def extra_repr(self) -> str:
         """What stands beside the module when this is printed."""
         return f"rank {self.world.rank}/{self.world.world_size}, {len(self.engine.buckets)} buckets"
-
-
-def _is_scaled(loss: Tensor, scaler: torch.amp.GradScaler) -> bool:
-    """Whether a loss is a product of `scaler.scale`, perhaps divided or multiplied afterwards."""
-    scale = getattr(scaler, "_scale", None)
-    node: Any = loss.grad_fn
-    for _ in range(16):
-        if scale is None or node is None:
-            return False
-        if node.name() == "MulBackward0":
-            other = getattr(node, "_saved_other", None)
-            if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
-                return True
-        if node.name() not in ("MulBackward0", "DivBackward0", "ToCopyBackward0"):
-            return False
-        node = node.next_functions[0][0]
-    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 
 from evenstep.errors import ConfigurationError, UsageError
@@ -64,4 +65,6 @@ def divide_gradients(engine: Engine, shardings: Mapping[int, tuple[Sharding, int
             hook=before.hook if isinstance(before, BucketExchange) else None,
         )
     engine.replace_exchange(made)
+    this = weakref.WeakMethod(engine.gradient_came)
+    made.tell_of_early(lambda: None if (tell := this()) is None else tell())
     return made

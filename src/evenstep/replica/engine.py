@@ -11,28 +11,14 @@
                    the weights' sum, or have been by the number of ranks as they were packed
 
 A pass inside `no_sync`, `accumulate` or all but the last of `microbatches` only adds to `p.grad`: within a window
-`p.grad` is this rank's undivided sum. What decides is the state at backward, not at forward.
-
-[Note: passes that contribute nothing]
-
-A pass with weight 0, or over an empty share, runs for its side effects (hooks, collectives of the user's), but NaN in
-it must not reach the sum. The gradients of the window so far are set aside before it and put back after it; what it
-produced is dropped.
-
-Where rows of this rank have a part in other ranks' outputs (`shares_statistics`: a SyncBatchNorm), a pass with weight 0
-over real rows is not dropped, because the others' losses have a gradient in them. It is *muted* instead: what reaches
-the module's outputs is replaced by zeros, so only what comes from the others is left.
-
-[Note: a loss that goes through several models]
-
-In `decoder.backward(loss, weight=w)` the gradient that reaches an encoder which is wrapped too has been multiplied by
-w, although nobody called the encoder's `backward`. Its pass is WEIGHTED, with the same weight (`multiplied`);
-divided by the number of ranks it would be about w times too large.
+`p.grad` is this rank's undivided sum. What decides is the state at backward, not at forward. What a pass contributes
+is told in `passes`; a loss that goes through several models in `multiplied`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -110,6 +96,8 @@ class Engine:
         self._whole_task = -1  # of autograd: the last pass that was a whole window
         self._left_early: str | None = None
         self._broken: str | None = None
+        self._thread, self._is_expecting = threading.get_ident(), False  # in which it last ran forward
+        multiplied.enter(self)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -126,6 +114,7 @@ class Engine:
         """
         if self._pass is not None and torch._C._current_graph_task_id() == -1:
             self._fail()
+        self._thread = threading.get_ident()
         problem = self._broken or self._left_early
         if self._left_early is not None and all(parameter.grad is None for parameter in self.parameters):
             # zero_grad has thrown away the half-made sum, and with it what was kept out of that.
@@ -179,7 +168,7 @@ class Engine:
         """
         is_whole = isinstance(weight, float) and weight > 0 and self._begin_whole_window()
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
-        multiplied.begin(weight, scale, is_scaled=is_scaled)
+        multiplied.begin(weight, scale, is_scaled=is_scaled, by=self)
         try:
             if is_whole:
                 self._pass, self.was_scaled = WHOLE_WINDOW, is_scaled
@@ -191,7 +180,7 @@ class Engine:
             self._fail()
             raise
         finally:
-            multiplied.end()
+            multiplied.end(by=self, has_failed=self._pass is None)
         if is_whole:
             self._pass = None
             self.recorder.end()
@@ -209,7 +198,7 @@ class Engine:
         self.exchange.weight_scale(None, opens_window=self._window is None)
         if self._window is None:
             self._window = Window()
-            self.exchange.open_window()
+            self.exchange.open_window(is_running=False)
             self._window.has_leftovers = any(parameter.grad is not None for parameter in self.parameters)
             if self._window.has_leftovers and (self.lanes is not None or self.exchange.was_weighted()):
                 self.carried.set_aside(self.exchange)
@@ -253,20 +242,14 @@ class Engine:
             task = torch._C._current_graph_task_id()
             if task == self._whole_task:
                 return None  # a module has several outputs, or was called more than once
-            multiplied_by = multiplied.by_what() if multiplied.by_thread else None
-            if multiplied_by is None and self._begin_whole_window():
+            if multiplied.by_what() is None and self._begin_whole_window():
                 self._whole_task = task
                 return None
-            if multiplied_by is not None:
-                by, scale, is_scaled = multiplied_by
-                weight = self.exchange.weight_from(by, scale, opens_window=self._window is None)
-                self._open_weighted_pass(weight, is_scaled=is_scaled)
-            else:
-                self._open_pass(Pass(Kind.PLAIN, 0.0, self.only_stand_ins))
-            at_end_of_backward(self._plain_pass_ended)
-        if self._pass is not None and self._pass.fills_buckets:
+            self._open_unasked(discards=self.only_stand_ins)
+        assert self._pass is not None
+        if self._pass.fills_buckets:
             self.readiness.outputs_reached()
-        mutes = False if self._pass is None else self._pass.mutes
+        mutes = self._pass.mutes
         if isinstance(mutes, Tensor):
             return torch.where(mutes.to(grad.device), 0.0, grad)
         return torch.zeros_like(grad) if mutes else None
@@ -286,9 +269,8 @@ class Engine:
 
     def gradient_came(self) -> bool:
         """See `readiness.Listener`."""
-        if self._pass is None:  # the loss doesn't depend on the outputs that were watched
-            self._open_pass(Pass(Kind.PLAIN, 0.0))
-            at_end_of_backward(self._plain_pass_ended)
+        if self._pass is None:  # the loss uses the parameter directly; perhaps the module's outputs too
+            self._open_unasked(discards=False)
         current = self._pass
         assert current is not None
         if not current.confirmed:
@@ -322,6 +304,39 @@ class Engine:
 
     # ------------------------------------------------------------------ passes and windows
 
+    def expect_pass(self, weight: multiplied.Weight) -> None:
+        """See `multiplied.Reached`."""
+        if self._pass is None and self.lanes is None and self._thread == threading.get_ident():
+            if self._window is None:
+                self.carried.make_way(self.exchange)
+            else:
+                self.exchange.weight_from(*weight[:2], opens_window=False)
+            self._is_expecting = True
+            self.readiness.begin()
+
+    def expect_no_more(self, *, has_failed: bool) -> None:
+        """See `multiplied.Reached`. Collective if gradients have come, but none by way of the outputs."""
+        if self._is_expecting:
+            if not has_failed and self.readiness.any_has_come():
+                self._open_unasked(discards=False)
+                self._confirm()
+                self._close_pass()
+            self._is_expecting = False
+            self.readiness.end()
+            self.carried.give_way_back()
+
+    def _open_unasked(self, *, discards: bool) -> None:
+        """Begin a pass, which isn't one of this model's `backward`. Within autograd it ends when that does."""
+        multiplied_by = multiplied.by_what()
+        if multiplied_by is None:
+            self._open_pass(Pass(Kind.PLAIN, 0.0, discards))
+        else:
+            by, scale, is_scaled = multiplied_by
+            weight = self.exchange.weight_from(by, scale, opens_window=self._window is None)
+            self._open_weighted_pass(weight, is_scaled=is_scaled)
+        if torch._C._current_graph_task_id() != -1:
+            at_end_of_backward(self._plain_pass_ended)
+
     def _open_pass(self, opened: Pass) -> None:
         if self.lanes is not None:
             self.lanes.validate_open("a backward pass")
@@ -330,14 +345,18 @@ class Engine:
         self._pass = opened
         opened.synchronised = self.synchronise and not self.stays_local
         self.in_backward.take_over()
+        was_expected, self._is_expecting = self._is_expecting, False
+        if was_expected and opened.discards and self._window is None:
+            self.readiness.drop_what_came()
         if self._window is None:
-            self.exchange.open_window()
+            self.exchange.open_window(is_running=was_expected or torch._C._current_graph_task_id() != -1)
         if opened.kind is Kind.WEIGHTED and self._window is None:
-            self.carried.set_aside(self.exchange)
+            self.carried.keep() if was_expected else self.carried.set_aside(self.exchange)
         if opened.discards:
             opened.set_aside = [parameter.grad for parameter in self.parameters]
             drop_grads(self.parameters)
-        self.readiness.begin()
+        if not was_expected:  # else it has seen the pass from the beginning
+            self.readiness.begin()
 
     def _open_weighted_pass(self, weight: float | Tensor, *, is_scaled: bool) -> None:
         is_zero: bool | Tensor = weight == 0.0

@@ -55,8 +55,12 @@ class Exchange(Protocol):
             opens_window: The pass is the first.
         """
 
-    def open_window(self) -> None:
-        """The first pass of a window begins: make room in `p.grad` where autograd couldn't add to what is there."""
+    def open_window(self, *, is_running: bool) -> None:
+        """The first pass of a window begins: make room in `p.grad` where autograd couldn't add to what is there.
+
+        Args:
+            is_running: Gradients of the pass may have come: those of parameters that the loss uses directly.
+        """
 
     def cancel_window(self) -> None:
         """The pass was none that counts: `p.grad` is what it was before `open_window`."""

@@ -32,8 +32,8 @@ class Divided(Protocol):
     def show_zeros(self, index: int) -> None:
         """A gradient is made zero: from now on it is there in full."""
 
-    def late(self, index: int) -> UsageError:
-        """A gradient has come after its bucket has gone."""
+    def receive(self, index: int, gradient: Tensor) -> None:
+        """Autograd adds a gradient to the one that is hidden."""
 
     def local_parts(self, indices: Sequence[int]) -> list[Tensor]:
         """This rank's parts of some gradients, neighbours as one: views, [n] each."""
@@ -86,8 +86,9 @@ class HiddenGradient(Tensor):
             for each in args[0]:
                 each.zero_()
             return None
-        if func is _aten.add_.Tensor and torch._C._current_graph_task_id() != -1:  # autograd accumulates
-            raise hidden.bucket.late(hidden.slot_number)
+        if func is _aten.add_.Tensor and args[0] is hidden and torch._C._current_graph_task_id() != -1:
+            hidden.bucket.receive(hidden.slot_number, args[1])  # autograd accumulates
+            return hidden
         by = str(func).removeprefix("aten.").partition(".")[0]
         raise hidden.refusal(by)
 

@@ -42,7 +42,7 @@ class NoExchange:
             self._scale = weight if isinstance(weight, float) and weight > 0 else 1.0
         return self._scale
 
-    def open_window(self) -> None:
+    def open_window(self, *, is_running: bool) -> None:
         """See `exchange.Exchange.open_window`; autograd can add to every gradient."""
 
     def cancel_window(self) -> None:

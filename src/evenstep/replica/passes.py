@@ -1,4 +1,15 @@
-"""One run of autograd, as the engine follows it."""
+"""One run of autograd, as the engine follows it.
+
+[Note: passes that contribute nothing]
+
+A pass with weight 0, or over an empty share, runs for its side effects (hooks, collectives of the user's), but NaN in
+it must not reach the sum. The gradients of the window so far are set aside before it and put back after it; what it
+produced is dropped.
+
+Where rows of this rank have a part in other ranks' outputs (`shares_statistics`: a SyncBatchNorm), a pass with weight 0
+over real rows is not dropped, because the others' losses have a gradient in them. It is *muted* instead: what reaches
+the module's outputs is replaced by zeros, so only what comes from the others is left.
+"""
 
 from __future__ import annotations
 

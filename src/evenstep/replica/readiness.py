@@ -145,6 +145,12 @@ class Readiness:
         everything = range(len(self._parameters))
         return len(self._missing(everything)) < len(everything)
 
+    def drop_what_came(self) -> None:
+        """Forget the gradients of this pass."""
+        everything = range(len(self._parameters))
+        for index in set(everything) - self._missing(everything):
+            self._parameters[index].grad = None
+
     def _missing(self, among: Iterable[int]) -> set[int]:
         """Parameters that have received no gradient in this pass. A call for each would be the cost to avoid."""
         parameters, before_all, missing = self._parameters, self._before, set()

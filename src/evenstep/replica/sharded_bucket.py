@@ -142,6 +142,9 @@ class ShardedBucket(Bucket):
         self._gaps = list(self._find_gaps())
         self._carried: tuple[Tensor, list[bool]] | None = None
         self._zeroed: list[int | None] = []  # versions of the views since which they show zeros
+        self._is_packed = False  # since the window began
+        self._early: set[int] = set()  # slots to which a gradient came before its pass, see `receive`
+        self.pass_begins: Callable[[], object] | None = None  # tells the engine of a gradient that came first
 
     def _allocate(self, allocator: Transport) -> Tensor:
         return super()._allocate(allocator) if self._lent is None else self._lent[: self.layout.numel]
@@ -167,7 +170,7 @@ class ShardedBucket(Bucket):
         """As `Bucket.pack`; what is in `flat` is hidden in `p.grad`, so that the original's memory is free."""
         # Shards are clipped and stepped with the gaps between gradients, so nothing may be left there: neither somebody
         # else's gradients in lent memory, nor a NaN that a clip by a norm of NaN has made of a zero.
-        self._zeroed = []
+        self._zeroed, self._is_packed = [], True
         if self._gaps:
             torch._foreach_zero_(self._gaps)
         self._pack(self._hidden if self.hides else self.views, divide_by, totals)
@@ -300,9 +303,21 @@ class ShardedBucket(Bucket):
             torch._foreach_copy_(into, what)
         return [grad is not None for grad in grads]
 
-    def late(self, index: int) -> UsageError:
-        """The error for a gradient that comes after its bucket has been sent."""
-        return late_gradient([self.names[index]])
+    def receive(self, index: int, gradient: Tensor) -> None:
+        """Autograd adds to a hidden gradient: the pass begins with it, of a loss that uses the parameter directly.
+
+        Raises:
+            UsageError: The pass has begun, and the gradient comes after its bucket has been sent.
+        """
+        if self._is_packed or self.pass_begins is None:
+            raise late_gradient([self.names[index]])
+        parameter = self.parameters[index]
+        self._early.add(index)
+        parameter.grad = gradient.detach().clone()
+        self.pass_begins()  # which sets aside what was hidden
+        self._early.clear()
+        if parameter.grad is None:  # it isn't to count; but autograd, which is adding, expects a gradient to be there
+            parameter.grad = torch.zeros_like(parameter)
 
     def local_parts(self, indices: Sequence[int]) -> list[Tensor]:
         """This rank's parts of some gradients, by number of their slots; neighbours become one flat tensor."""
@@ -334,6 +349,8 @@ class ShardedBucket(Bucket):
         grads = [parameter.grad for parameter in self.parameters]
         if is_running:
             grads = [grad if isinstance(grad, HiddenGradient) else None for grad in grads]
+            for index in self._early:
+                grads[index] = self._hidden[index]
         held = [grad is not None for grad in grads]
         all_views = all(grad is view for grad, view in zip(grads, self.views, strict=True))
         if not self.hides or not any(held) or (all_views and self.is_zero):
@@ -344,7 +361,8 @@ class ShardedBucket(Bucket):
             if grad is None:
                 part.zero_()
                 continue
-            self.parameters[piece.index].grad = None
+            if piece.index not in self._early:
+                self.parameters[piece.index].grad = None
             if not isinstance(grad, HiddenGradient):  # zeros, or what the user has put there, the same on all ranks
                 home = self._homes[piece.index]
                 part.copy_(in_memory_order(grad, home)[piece.offset : piece.offset + piece.numel])
@@ -356,6 +374,7 @@ class ShardedBucket(Bucket):
         Args:
             add: Add it to what has been reduced since; False: nothing has been.
         """
+        self._is_packed = False
         if self._carried is None:
             return
         (kept, held), self._carried = self._carried, None

@@ -90,6 +90,7 @@ class ShardedExchange(BucketExchange):
         self._seen: set[int] = set()  # parameters of which reading is noticed
         self._is_forward_seen = False  # whether the model has run since the last step
         self._unread: list[nn.Parameter] = []  # whose values still were on their way when the backward pass began
+        self._pass_begins: Callable[[], object] | None = None
         super().__init__(names, parameters, num_dense, world, policy, module_buffers, recorder, transport)
         if hook is not None:
             self.set_hook(hook)
@@ -147,6 +148,7 @@ class ShardedExchange(BucketExchange):
             if shares:
                 self._leave_common_memory()
             raise
+        self.tell_of_early(self._pass_begins)
         if shares:
             self._host_copy.close()
         give_back_freed_memory()  # the parameters', which have moved to their buckets
@@ -279,10 +281,15 @@ class ShardedExchange(BucketExchange):
 
     # ------------------------------------------------------------------ the seam
 
-    def open_window(self) -> None:
+    def tell_of_early(self, pass_begins: Callable[[], object] | None) -> None:
+        """Have somebody told of a gradient that comes where one is hidden, and no pass has begun."""
+        self._pass_begins = pass_begins
+        for bucket in self.sharded_buckets:
+            bucket.pass_begins = pass_begins
+
+    def open_window(self, *, is_running: bool) -> None:
         """See `Exchange.open_window`."""
         self._end_of_reading()
-        is_running = torch._C._current_graph_task_id() != -1
         for bucket in self.sharded_buckets:
             bucket.set_aside(is_running=is_running)
 

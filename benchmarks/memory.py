@@ -5,7 +5,8 @@
     python benchmarks/memory.py --device cuda        # on GPUs alone; else on the CPU, and on GPUs where there are some
 
 Each side trains in processes of its own. Tensors are counted by their storages; a storage that two kinds share counts
-for the first. torch's own buckets can't be reached from Python. `peak` is the largest resident size while training,
+for the first. How large torch's buckets are, which Python can't reach, torch says (`_get_ddp_logging_data`); `buckets`
+is what gradients don't lie in of that. `peak` is the largest resident size while training,
 above that before the model was made: what ranks share counts for each of them. `host` is what all ranks together have
 between a backward pass and the step, pages that they share counted once (PSS), above that before the models were made;
 `host's parameters` is that of the parameters alone, by their storages. On a GPU `peak` is the most that torch has had
@@ -18,8 +19,9 @@ import argparse
 import gc
 import json
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +55,12 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None], counted: set[int]) -> 
             counted.add(storage.data_ptr())
             total += storage.nbytes()
     return total
+
+
+def torch_bucket_bytes(told: Mapping[str, Any]) -> int:
+    """Of all buckets that torch's DDP has, by its own account. Pure."""
+    name = "rebuilt_bucket_sizes" if told.get("has_rebuilt_buckets") else "bucket_sizes"
+    return sum(int(size) for size in told[name].split(","))
 
 
 def resident_bytes() -> int:
@@ -112,6 +120,9 @@ def measure(side: str, width: int, steps: int, device: Device) -> dict[str, int]
         if isinstance(optimizer, evenstep.ShardedOptimizer):
             gradients += storage_bytes([bucket.reduced for bucket in model.engine.buckets], counted)
         buckets = storage_bytes([bucket.flat for bucket in model.engine.buckets], counted)
+    elif isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        buckets = torch_bucket_bytes(model._get_ddp_logging_data())
+        buckets -= sum(p.grad.nbytes for p in model.parameters() if p.grad is not None and p.grad._is_view())
     if isinstance(optimizer, evenstep.ShardedOptimizer):
         state = optimizer.state_bytes
     else:

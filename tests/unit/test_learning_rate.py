@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -185,3 +186,80 @@ def test_an_average_of_a_model_that_has_changed_is_an_error(change, told):
     with pytest.raises(UsageError, match=rf"applied: {told}"), average.applied():
         pass
     average.load_state_dict(average.state_dict())  # it isn't left inside
+
+
+@pytest.mark.parametrize("size", [numpy.int64(256), torch.tensor(256)])
+def test_sizes_that_are_numbers_of_other_kinds_leave_rates_what_they_are(size):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    factor = evenstep.scale_learning_rate(
+        optimizer, base_batch_size=size, global_batch_size=4 * size, world=evenstep.World.alone(device="cpu")
+    )
+    rates = (factor, optimizer.param_groups[0]["lr"], optimizer.defaults["lr"])
+    assert rates == (4.0, 0.4, 0.4)
+    assert {type(each) for each in rates} == {float}
+
+
+def test_a_warmup_that_is_made_again_goes_on_as_torchs_do():
+    def rates(warmup: torch.optim.lr_scheduler.LRScheduler) -> list[float]:
+        told = []
+        for _ in range(5):
+            told.append(warmup.optimizer.param_groups[0]["lr"])
+            warmup.optimizer.step()
+            warmup.step()
+        return told
+
+    first = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    warmup = evenstep.LinearWarmup(first, 6)
+    rates(warmup)
+    again = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    again.load_state_dict(first.state_dict())
+    resumed = evenstep.LinearWarmup(again, 6, last_epoch=warmup.last_epoch - 1)
+    assert resumed.last_epoch == warmup.last_epoch
+    assert rates(resumed) == rates(warmup)
+
+
+@pytest.mark.parametrize("warmup_is_first", [True, False])
+def test_a_scheduler_that_undoes_a_warmup_is_said(warmup_is_first):
+    """Such as OneCycleLR: it sets rates whatever they were, and "times what it finds" became 26 times the highest."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    makers = [
+        lambda: evenstep.LinearWarmup(optimizer, 5),
+        lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20),
+    ]
+    schedulers = [make() for make in (makers if warmup_is_first else makers[::-1])]
+
+    def train() -> None:
+        for _ in range(6):
+            optimizer.step()
+            for each in schedulers:
+                each.step()
+
+    with pytest.warns(UserWarning, match=r"LinearWarmup: .*SequentialLR") as caught:
+        train()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_parameters_that_are_complex_or_no_floats_are_in_an_average(dtype):
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
+    average = evenstep.ExponentialAverage(module, decay=0.5, ramp_up=False)
+    module.weight.fill_(4 + 2j if dtype.is_complex else 4)
+    average.update()
+    assert average.state_dict()["parameters"]["weight"].tolist() == [2 + 1j if dtype.is_complex else 4] * 2
+    evenstep.ExponentialAverage(nn.Tanh()).update()  # nothing to average
+
+
+def test_an_average_that_is_saved_while_it_is_applied_is_an_error():
+    """What it would have given was the parameters that are trained."""
+    average = evenstep.ExponentialAverage(nn.Linear(2, 2))
+    with average.applied(), pytest.raises(UsageError, match=r"state_dict inside"):
+        average.state_dict()
+
+
+def test_an_average_that_is_made_in_inference_mode_is_updated():
+    model = nn.Linear(2, 2)
+    with torch.inference_mode():
+        average = evenstep.ExponentialAverage(model)
+    average.update()
+    assert average.num_steps == 1

@@ -58,11 +58,12 @@ class ExponentialAverage:
         self.num_steps = 0
         self._is_applied = False
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
-        self._averages = {
-            name: p.detach().to(torch.float32 if p.dtype in HALF_PRECISION else p.dtype, copy=True)
-            for name, p in self._model.named_parameters()
-        }
-        self._buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
+        with torch.inference_mode(False):  # else they could never be written to
+            self._averages = {
+                name: p.detach().to(torch.float32 if p.dtype in HALF_PRECISION else p.dtype, copy=True)
+                for name, p in self._model.named_parameters()
+            }
+            self._buffers = {name: b.detach().clone() for name, b in self._model.named_buffers()}
         self._before: dict[str, Tensor] = {}  # inside `applied`: parameters of another dtype than their average
 
     @torch.no_grad()
@@ -76,10 +77,19 @@ class ExponentialAverage:
         parameters, buffers = self._current("update")
         decay = min(self.decay, (1 + self.num_steps) / (10 + self.num_steps)) if self.ramp_up else self.decay
         self.num_steps += 1
-        floating = [name for name, average in self._averages.items() if average.is_floating_point()]
-        averages = [self._averages[name] for name in floating]
-        current = [parameters[n].detach().to(a.dtype) for n, a in zip(floating, averages, strict=True)]
-        torch._foreach_lerp_(averages, current, 1 - decay)
+        averages: list[Tensor] = []
+        current: list[Tensor] = []
+        for name, average in self._averages.items():
+            now = parameters[name].detach().to(average.dtype)
+            if average.is_complex():
+                average, now = torch.view_as_real(average), torch.view_as_real(now)
+            if average.is_floating_point():
+                averages.append(average)
+                current.append(now)
+            else:
+                average.copy_(now)
+        if averages:
+            torch._foreach_lerp_(averages, current, 1 - decay)
         for name, buffer in buffers.items():
             self._buffers[name].copy_(buffer)
 
@@ -148,7 +158,12 @@ class ExponentialAverage:
             other.copy_(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by parameter name, and the number of steps."""
+        """The averages by parameter name, and the number of steps.
+
+        Raises:
+            UsageError: Inside `applied`, where the averages are in the model: save them there, or here outside.
+        """
+        self._validate_not_applied("state_dict")
         return {_NUM_STEPS: self.num_steps, "parameters": dict(self._averages), "buffers": dict(self._buffers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

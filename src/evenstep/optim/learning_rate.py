@@ -8,6 +8,7 @@ what Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algori
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Literal
 
 from torch import Tensor, optim
@@ -20,6 +21,7 @@ from evenstep.optim.together import engine_of, note, telling_others
 from evenstep.world import World
 
 Rule = Literal["linear", "sqrt"]
+_EARLY = 0.1  # the largest factor behind which a rate that was set anew is told from one that was multiplied
 
 
 def scale_learning_rate(
@@ -72,6 +74,7 @@ def scale_learning_rate(
         world = worlds.chosen(world, who)
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     note(engine_of(parameters), who, [*given, ("rule", rule)])
+    base_batch_size, global_batch_size, accumulation_steps = (size for _, size in given)  # plain numbers from here on
     ratio = global_batch_size / base_batch_size
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     told = []
@@ -103,7 +106,9 @@ class LinearWarmup(optim.lr_scheduler.LRScheduler):
 
     Call `step` once per optimizer step, on every rank: ranks take steps together, so it isn't called once per process
     and sample more often than in one process. Chain it with another scheduler by `torch.optim.lr_scheduler`'s
-    `SequentialLR`, or simply make both: this one multiplies what it finds.
+    `SequentialLR`. Or simply make both, if the other multiplies what it finds, as this one does and most of torch's do.
+    LambdaLR, OneCycleLR, CyclicLR and CosineAnnealingWarmRestarts set rates whatever they were, which undoes a warm-up
+    or multiplies it in one step: that is warned of once, by rank 0.
 
     Args:
         optimizer: Whose rates.
@@ -124,6 +129,8 @@ class LinearWarmup(optim.lr_scheduler.LRScheduler):
             self.num_steps = checks.whole(f"{who}: num_steps", num_steps, least=0)
             self.start_factor = checks.number(f"{who}: start_factor", start_factor, above=0, most=1)
             last_epoch = checks.whole(f"{who}: last_epoch", last_epoch, least=-1)
+        self._left: list[float] = []  # rates behind this one's last step
+        self._has_warned = False
         super().__init__(optimizer, last_epoch)
 
     def factor(self, step: int) -> float:
@@ -134,7 +141,38 @@ class LinearWarmup(optim.lr_scheduler.LRScheduler):
 
     def get_lr(self) -> list[float | Tensor]:
         """See torch."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         change = self.factor(self.last_epoch)
-        if self.last_epoch > 0:
-            change /= self.factor(self.last_epoch - 1)
-        return [group["lr"] * change for group in self.optimizer.param_groups]
+        if self.last_epoch > 0 and self._is_initial:
+            change = 1.0  # made again for an optimizer whose rates are those of this step already
+        elif self.last_epoch > 0:
+            before = self.factor(self.last_epoch - 1)
+            self._look_at(rates, before)
+            change /= before
+        made = [rate * change for rate in rates]
+        self._left = [float(rate) for rate in made] if self.last_epoch < self.num_steps and not self._has_warned else []
+        return made
+
+    def _look_at(self, rates: list[float | Tensor], before: float) -> None:
+        """Warn if something has set rates anew early in the warm-up, where that is told from another's multiplying.
+
+        Args:
+            rates: As they are found.
+            before: The factor that they had.
+        """
+        if before > _EARLY or not self._left:
+            return
+        for rate, left in zip(rates, self._left, strict=False):  # there may be a new group
+            if float(rate) > left / math.sqrt(before) > 0:
+                self._has_warned = True
+                world = worlds.initialised()
+                if world is None or world.is_main:
+                    warnings.warn(
+                        f"LinearWarmup: a rate that it had made {left:.4g} was {float(rate):.4g} a step later: "
+                        f"somebody sets rates whatever they were, and the warm-up has no effect, or a wrong one. Of "
+                        f"torch's schedulers LambdaLR, OneCycleLR, CyclicLR and CosineAnnealingWarmRestarts do. Put "
+                        f"one behind the other: torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, other], "
+                        f"milestones=[{self.num_steps}]).",
+                        stacklevel=5,
+                    )
+                return

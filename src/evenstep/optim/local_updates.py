@@ -88,8 +88,8 @@ class LocalUpdates:
         validate_together(model.world, "LocalUpdates", validate)
         self.model = model
         self.optimizer = optimizer
-        self.every = every
-        self.warmup_steps = warmup_steps
+        self.every = int(every)  # as plain numbers, whichever kind they are
+        self.warmup_steps = int(warmup_steps)
         self.num_steps = 0
         model.engine.stays_local = True
         policy = model.settings.on_nonfinite

@@ -465,6 +465,30 @@ def test_torchscript_is_not_put_off_and_what_is_beside_it_is(ranks, fresh_seed):
         assert_same(found, expected, "scripted")
 
 
+def beside_another(seed: int) -> list[int]:
+    """How much was on its way when the backward pass of another wrapped model had ended, step by step."""
+    world = over_gloo()
+    torch.manual_seed(seed)
+    first, other = (evenstep.DistributedDataParallel(MODELS["layers"]().double(), world=world) for _ in range(2))
+    optimizer = evenstep.ShardedOptimizer(first, torch.optim.SGD, lr=0.1, overlap_gather=True)
+    hold_back(first)
+    arriving = []
+    for _ in range(6):
+        for model in (first, other):
+            model.backward(model(torch.ones(2, WIDTH, dtype=torch.float64)).square().mean(), weight=2)
+            if model is first:
+                optimizer.step()
+                optimizer.zero_grad()
+        arriving.append(exchange_of(first).num_arriving)
+    world.close()
+    return arriving
+
+
+def test_another_models_backward_does_not_wait_for_them(ranks, fresh_seed):
+    for arriving in ranks.run(beside_another, 2, fresh_seed):
+        assert min(arriving[2:]) > 0
+
+
 def kept_memory(seed: int) -> tuple[list[int], list[bool]]:
     """(how much was on its way, whether what was kept was new at once), step by step."""
     world = over_gloo()

@@ -41,8 +41,7 @@ class ShardedOptimizer(DividedOptimizer):
 
     During the backward pass gradients are summed so that each rank gets its shard only; `step` updates the shard, and
     every rank gets the new values of all. What stands in `p.grad` meanwhile raises when it is read: clip with
-    `evenstep.clip_grad_norm_`. In a world of one nothing is divided and `p.grad` is what it always is, but for
-    gradients that a `reduce_dtype` has converted: those are stepped as they are, and reading raises as well.
+    `evenstep.clip_grad_norm_`. In a world of one nothing is divided and `p.grad` is what it always is.
 
     Optimizers whose step isn't known to be element-wise (Adafactor, Muon, classes of your own) are divided at
     parameter boundaries: gradients are those of an unsharded optimizer, state and work are divided.

@@ -39,7 +39,9 @@ from evenstep.transport.base import Work
 # What of an arriving parameter may be asked without waiting for its values.
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
-_WITHOUT_VALUES = frozenset((_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__))
+_TENSOR: Any = Tensor
+_HOOKS = _TENSOR._post_accumulate_grad_hooks
+_WITHOUT_VALUES = frozenset((_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__, _REQUIRES_GRAD.__get__, _HOOKS.__get__))
 _under_way: set[Arrival] = set()  # keeps alive what parameters refer to by their class
 
 

@@ -111,19 +111,22 @@ class CallThread:
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:
-            run, work = item
-            error = self.failure
-            if error is None:
-                try:
-                    # In no other mode may it write to tensors that a caller has made in this one. What callers hang on
-                    # the end of a call (futures) runs outside: what it makes is to be trained with.
-                    with torch.inference_mode():
-                        run()
-                except EvenstepError as raised:
-                    error = raised
-                except Exception as raised:  # whatever it is, whoever waits has to be told
-                    error = PeerLostError(f"{work!r} failed: {raised}")
-                if error is not None:
-                    self.failure = self.failure or error
-                    self._let_go()
-            work.end(error)
+            self._run_one(*item)
+            del item  # and so the tensors of a call that is over
+
+    def _run_one(self, run: Callable[[], object], work: QueuedWork) -> None:
+        error = self.failure
+        if error is None:
+            try:
+                # In no other mode may it write to tensors that a caller has made in this one. What callers hang on
+                # the end of a call (futures) runs outside: what it makes is to be trained with.
+                with torch.inference_mode():
+                    run()
+            except EvenstepError as raised:
+                error = raised
+            except Exception as raised:  # whatever it is, whoever waits has to be told
+                error = PeerLostError(f"{work!r} failed: {raised}")
+            if error is not None:
+                self.failure = self.failure or error
+                self._let_go()
+        work.end(error)

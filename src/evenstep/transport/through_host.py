@@ -4,16 +4,16 @@ NCCL takes one rank a GPU, and Gloo would send what lies there through TCP.
 
 [Note: a call]
 
-    caller    notes on its stream when the tensors are ready; goes on
-    thread    has them copied to the host behind that, makes the call of the transport there, has the result copied back
-    wait      until the thread is done; work that is queued later on the caller's stream runs behind the copy
+    caller    has the tensors copied to the host, on another stream behind what is queued on its own; goes on
+    thread    waits for that copy, makes the call of the transport there, has the result copied back on a third stream
+    wait      until the thread is done; work that is queued later on the caller's stream runs behind that copy
 
 Calls run one after the other, in the order in which they were made, so ranks can't meet in different ones.
 """
 
 from __future__ import annotations
 
-import collections
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,37 +23,53 @@ from torch import Tensor
 from evenstep.errors import PeerLostError
 from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.call_thread import CallThread, QueuedWork
+from evenstep.transport.segment import SMALL_BYTES
 
-_MAX_KEPT = 32  # sizes of tensors for which memory of the host is kept
-_LOCKED_BYTES = 64 << 10  # from here on it is worth locking pages
+_MAX_FREE = 64  # pieces of the host's memory that are kept
 
 
 class HostMemory:
-    """Memory of the host for tensors of a GPU, kept for the next call of the same size.
+    """Memory of the host for tensors of a GPU, kept for later calls.
 
     Args:
-        allocator: Makes it. Its pages are locked, where CUDA does that, so that copies are quick.
+        allocator: Makes what is large, where the other ranks reach it. Pages are locked, so that copies are quick and
+            nobody waits for them.
     """
 
     def __init__(self, allocator: Transport) -> None:
         self._allocator = allocator
-        self._kept: collections.OrderedDict[tuple[int, torch.dtype, int], Tensor] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._free: list[tuple[Tensor, torch.cuda.Event]] = []  # with the end of the last copy from there
         self._locked: set[int] = set()
 
-    def of(self, place: int, tensor: Tensor) -> Tensor:
-        """[numel] for a tensor; for the one with another number in the same call it is other memory."""
-        key = (place, tensor.dtype, tensor.numel())
-        host = self._kept.get(key)
-        if host is None:
-            if len(self._kept) >= _MAX_KEPT:
-                self._forget(self._kept.popitem(last=False)[1])
-            host = self._allocator.allocate(tensor.numel(), dtype=tensor.dtype, device=torch.device("cpu"))
-            self._kept[key] = host
-            if host.nbytes >= _LOCKED_BYTES:
-                self._lock_pages(host, tensor.device)
-        else:
-            self._kept.move_to_end(key)
+    def take(self, like: Tensor, stream: torch.cuda.Stream) -> Tensor:
+        """[numel] for a tensor, until it is given back.
+
+        Args:
+            like: The tensor.
+            stream: What is queued there from now on may write to it.
+        """
+        with self._lock:
+            for index in reversed(range(len(self._free))):  # what was used last is in the cache
+                host, copied = self._free[index]
+                if host.dtype is like.dtype and host.numel() == like.numel():
+                    del self._free[index]
+                    stream.wait_event(copied)
+                    return host
+        if like.nbytes <= SMALL_BYTES:
+            return torch.empty(like.numel(), dtype=like.dtype, device="cpu", pin_memory=True)
+        host = self._allocator.allocate(like.numel(), dtype=like.dtype, device=torch.device("cpu"))
+        self._lock_pages(host, like.device)
         return host
+
+    def give_back(self, hosts: Sequence[Tensor], copied: torch.cuda.Event) -> None:
+        """Others may have it behind an event."""
+        with self._lock:
+            self._free += [(host, copied) for host in hosts]
+            forgotten, self._free = self._free[:-_MAX_FREE], self._free[-_MAX_FREE:]
+        for host, event in forgotten:
+            event.synchronize()
+            self._unlock(host)
 
     def _lock_pages(self, host: Tensor, device: torch.device) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -65,7 +81,7 @@ class HostMemory:
         except RuntimeError:
             torch.zeros(1, device=device)
 
-    def _forget(self, host: Tensor) -> None:
+    def _unlock(self, host: Tensor) -> None:
         if host.data_ptr() in self._locked:
             self._locked.remove(host.data_ptr())
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -73,8 +89,10 @@ class HostMemory:
 
     def close(self) -> None:
         """Let go of it."""
-        while self._kept:
-            self._forget(self._kept.popitem()[1])
+        for host, copied in self._free:
+            copied.synchronize()
+            self._unlock(host)
+        self._free = []
 
 
 class _HostWork:
@@ -112,7 +130,7 @@ class ThroughHostTransport:
         self._behind = behind
         self._memory = HostMemory(behind)
         self._thread = CallThread("evenstep through the host", let_go=behind.close)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Transport.allocate`: ordinary memory."""
@@ -201,30 +219,40 @@ class ThroughHostTransport:
         if device is None:
             queued = self._thread.submit(what, lambda _: lambda: call(*tensors).wait())
             return _HostWork(queued, None, torch.device("cpu"))
-        stream = self._stream_of(device)
-        ready = torch.cuda.current_stream(device).record_event()
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        for tensor in tensors:
-            tensor.record_stream(stream)
+        out, back = self._streams_of(device)
+        there, copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-        def run() -> None:
-            hosts = [self._memory.of(place, tensor) for place, tensor in enumerate(tensors)]
-            with torch.cuda.stream(stream):
-                stream.wait_event(ready)
+        def prepare(_: int) -> Callable[[], object]:
+            out.wait_stream(torch.cuda.current_stream(device))
+            hosts = [self._memory.take(tensor, out) for tensor in tensors]
+            with torch.cuda.stream(out), torch.no_grad():
                 for tensor, host in zip(reads, hosts, strict=False):
                     host.view(tensor.shape).copy_(tensor, non_blocking=True)
-                stream.synchronize()
+                there.record(out)
+            for tensor in tensors:
+                tensor.record_stream(out)
+                tensor.record_stream(back)
+
+            def run() -> None:
+                there.synchronize()
                 call(*hosts).wait()
-                for tensor, host in zip(tensors, hosts, strict=True):
-                    if any(tensor is each for each in writes):
-                        tensor.copy_(host.view(tensor.shape), non_blocking=True)
-                copied.record(stream)
+                with torch.cuda.stream(back):
+                    back.wait_event(there)
+                    for tensor, host in zip(tensors, hosts, strict=True):
+                        if any(tensor is each for each in writes):
+                            tensor.copy_(host.view(tensor.shape), non_blocking=True)
+                    copied.record(back)
+                self._memory.give_back(hosts, copied)
 
-        return _HostWork(self._thread.submit(what, lambda _: run), copied, device)
+            return run
 
-    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        return _HostWork(self._thread.submit(what, prepare), copied, device)
+
+    def _streams_of(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """For copies to the host, and for those from there."""
         if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            made = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams[device] = made
         return self._streams[device]
 
     def __repr__(self) -> str:

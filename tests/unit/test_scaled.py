@@ -58,3 +58,26 @@ def test_an_unscaled_loss_is_recognised(name):
 def test_a_sum_of_scaled_and_unscaled_terms_is_refused(name):
     with pytest.raises(UsageError, match=r"rank 1: of the terms of the loss some were scaled .* 1024 times as much"):
         found(MIXED[name])
+
+
+def test_nothing_that_a_checkpoint_has_put_away_is_computed_again():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    weight, num_forwards = torch.nn.Parameter(torch.ones(4)), 0
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        nonlocal num_forwards
+        num_forwards += 1
+        return x * x * torch.ones(4)
+
+    loss = torch.utils.checkpoint.checkpoint(forward, weight, use_reentrant=False).sum()
+    assert not is_scaled(loss, scaler, rank=0)
+    assert num_forwards == 1
+
+
+def test_many_terms_are_all_looked_at():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    weight = torch.nn.Parameter(torch.ones(4))
+    terms = [scaler.scale((weight * index).sum()) for index in range(100)]
+    assert is_scaled(sum(terms[1:], terms[0]), scaler, rank=0)
+    with pytest.raises(UsageError, match="some were scaled"):
+        is_scaled(sum(terms, (weight * weight).sum()), scaler, rank=0)

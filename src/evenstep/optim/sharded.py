@@ -6,6 +6,7 @@ Parameter Models", 2020).
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -233,10 +234,18 @@ class ShardedOptimizer(DividedOptimizer):
         others = _shardings_of_others(self.model, sharding.owner)
         return divide_gradients(engine, others | {i: (sharding, group) for i, group in self._groups_by_index().items()})
 
-    def _validate(self, parameters: list[Tensor]) -> None:
+    def _stepped_by_others(self) -> set[int]:
+        """Ids of parameters that other optimizers divide which are alive."""
         taken = _shardings_of_others(self.model, -1 if self._sharding is None else self._sharding.owner)
         others = [each for each in self.model.engine.options.alive if each is not self]
         stepped = {id(parameter) for each in others for group in each.param_groups for parameter in group["params"]}
+        return stepped | {id(self.model.engine.parameters[index]) for index in taken}
+
+    def _validate(self, parameters: list[Tensor]) -> None:
+        stepped = self._stepped_by_others()
+        if not stepped.isdisjoint(map(id, parameters)):
+            gc.collect()  # an optimizer is in a cycle: what looks alive may have been left long ago
+            stepped = self._stepped_by_others()
         for parameter in parameters:
             index = self._index_of.get(id(parameter))
             if index is None:
@@ -245,7 +254,7 @@ class ShardedOptimizer(DividedOptimizer):
                     f"and trains. Wrap the model after unfreezing or adding parameters, and take them from "
                     f"model.parameters()."
                 )
-            if index in taken or id(parameter) in stepped:
+            if id(parameter) in stepped:
                 raise ConfigurationError(
                     f"parameter {self.model.engine.names[index]!r} belongs to another ShardedOptimizer of this model."
                 )

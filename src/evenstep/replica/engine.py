@@ -168,8 +168,8 @@ class Engine:
         """
         is_whole = isinstance(weight, float) and weight > 0 and self._begin_whole_window()
         scale = self.exchange.weight_scale(weight, opens_window=self._window is None)
-        multiplied.begin(weight, scale, is_scaled=is_scaled, by=self)
         try:
+            multiplied.begin(weight, scale, is_scaled=is_scaled, by=self)
             if is_whole:
                 self._pass, self.was_scaled = WHOLE_WINDOW, is_scaled
             else:
@@ -309,14 +309,14 @@ class Engine:
         if self._pass is None and self.lanes is None and self._thread == threading.get_ident():
             if self._window is None:
                 self.carried.make_way(self.exchange)
-            else:
+            elif self._window.kind is Kind.WEIGHTED:
                 self.exchange.weight_from(*weight[:2], opens_window=False)
             self._is_expecting = True
             self.readiness.begin()
 
     def expect_no_more(self, *, has_failed: bool) -> None:
         """See `multiplied.Reached`. Collective if gradients have come, but none by way of the outputs."""
-        if self._is_expecting:
+        if self._is_expecting and self._thread == threading.get_ident():
             if not has_failed and self.readiness.any_has_come():
                 self._open_unasked(discards=False)
                 self._confirm()

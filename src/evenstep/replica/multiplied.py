@@ -23,7 +23,8 @@ from torch import Tensor, nn
 Weight = tuple[float | Tensor, float, bool]  # the scale that it was divided by, and whether a GradScaler scales, too
 
 by_thread: dict[int, list[Weight]] = {}  # innermost last; empty while no `model.backward` runs
-models: weakref.WeakSet[Reached] = weakref.WeakSet()  # those that are told
+# Those that are told, in the order of wrapping, which is the same on all ranks: what they do may be collective.
+models: weakref.WeakKeyDictionary[Reached, None] = weakref.WeakKeyDictionary()
 
 
 class Reached(Protocol):
@@ -45,9 +46,15 @@ class Reached(Protocol):
 def enter(model: Reached) -> None:
     """From now on tell a model, and no longer one of the same parameters, which the collector may not have seen."""
     mine = set(map(id, model.parameters))
-    for each in [each for each in models if not mine.isdisjoint(map(id, each.parameters))]:
-        models.discard(each)
-    models.add(model)
+    for each in _alive():
+        if not mine.isdisjoint(map(id, each.parameters)):
+            models.pop(each, None)
+    models[model] = None
+
+
+def _alive() -> list[Reached]:
+    """Those that are told; another thread may wrap one meanwhile."""
+    return [model for reference in models.keyrefs() if (model := reference()) is not None]
 
 
 def begin(weight: float | Tensor, scale: float, *, is_scaled: bool, by: Reached) -> None:
@@ -61,7 +68,7 @@ def begin(weight: float | Tensor, scale: float, *, is_scaled: bool, by: Reached)
     """
     by_thread.setdefault(threading.get_ident(), []).append((weight, scale, is_scaled))
     if len(models) > 1:
-        for each in list(models):
+        for each in _alive():
             if each is not by:
                 each.expect_pass((weight, scale, is_scaled))
 
@@ -70,7 +77,7 @@ def end(*, by: Reached, has_failed: bool) -> None:
     """The last `begin` of this thread is over, or has raised an exception."""
     try:
         if len(models) > 1:
-            for each in list(models):
+            for each in _alive():
                 if each is not by:
                     each.expect_no_more(has_failed=has_failed)
     finally:

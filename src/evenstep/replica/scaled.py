@@ -9,7 +9,7 @@ from torch import Tensor
 
 from evenstep.errors import UsageError
 
-_MOST_NODES = 64
+_MOST_NODES = 1000
 _LINEAR = frozenset(  # a number times what is given, or the sum of it
     f"{name}Backward{number}"
     for name in ("Mul", "Div", "Neg", "ToCopy", "Sum", "Mean", "Squeeze", "Unsqueeze", "View", "UnsafeView", "Expand")
@@ -51,5 +51,6 @@ def is_scaled(loss: Tensor, scaler: torch.amp.GradScaler, *, rank: int) -> bool:
 
 def _is_by(node: Any, scale: Tensor) -> bool:
     """Whether a product has the scaler's number as its other factor."""
-    other = getattr(node, "_saved_other", None)
+    # Not `_saved_other`: what a checkpoint has put away would be computed again.
+    other = getattr(getattr(node, "_raw_saved_other", None), "data", None)
     return isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr()

@@ -232,6 +232,8 @@ class Arrivals:
             if take(semaphore, self.policy.look_every_s):
                 self._seen[phase][self._peer_of[semaphore]] += 1
                 continue
+            if self._has_left(self._rank):  # another thread has closed this end: it waits for this one
+                raise PeerLostError(f"{self._named(self._rank)} has closed its end in {what()}.")
             waited_s = time.monotonic() - started
             self.check_missing(phase, count, what, waited_s, timeout_s)
             if not reported and waited_s > self.policy.report_stopped_after_s:

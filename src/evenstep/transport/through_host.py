@@ -25,7 +25,7 @@ from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.call_thread import CallThread, QueuedWork
 from evenstep.transport.segment import SMALL_BYTES
 
-_MAX_FREE = 64  # pieces of the host's memory that are kept
+_MAX_FREE = 512  # pieces of the host's memory that are kept
 
 
 class HostMemory:
@@ -40,10 +40,10 @@ class HostMemory:
         self._allocator = allocator
         self._lock = threading.Lock()
         self._free: list[tuple[Tensor, torch.cuda.Event]] = []  # with the end of the last copy from there
-        self._locked: set[int] = set()
+        self._locked: dict[int, tuple[Tensor, torch.device]] = {}  # by address; kept, for it mustn't be unmapped so
 
-    def take(self, like: Tensor, stream: torch.cuda.Stream) -> Tensor:
-        """[numel] for a tensor, until it is given back.
+    def take(self, like: Tensor, stream: torch.cuda.Stream) -> Tensor | None:
+        """[numel] for a tensor, until it is given back; None: it has to be made.
 
         Args:
             like: The tensor.
@@ -56,8 +56,13 @@ class HostMemory:
                     del self._free[index]
                     stream.wait_event(copied)
                     return host
-        if like.nbytes <= SMALL_BYTES:
+        if like.nbytes > SMALL_BYTES:
+            return None
+        with torch.inference_mode(False):
             return torch.empty(like.numel(), dtype=like.dtype, device="cpu", pin_memory=True)
+
+    def make(self, like: Tensor) -> Tensor:
+        """[numel] for a large tensor. Waits for the calls that run, so not for the caller's thread."""
         host = self._allocator.allocate(like.numel(), dtype=like.dtype, device=torch.device("cpu"))
         self._lock_pages(host, like.device)
         return host
@@ -74,7 +79,7 @@ class HostMemory:
     def _lock_pages(self, host: Tensor, device: torch.device) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0)) == 0:
-            self._locked.add(host.data_ptr())
+            self._locked[host.data_ptr()] = host, device
             return
         try:  # CUDA tells of a refusal once more, where something is asked of it next
             torch.zeros(1, device=device)
@@ -82,15 +87,15 @@ class HostMemory:
             torch.zeros(1, device=device)
 
     def _unlock(self, host: Tensor) -> None:
-        if host.data_ptr() in self._locked:
-            self._locked.remove(host.data_ptr())
+        if self._locked.pop(host.data_ptr(), None) is not None:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             runtime.cudaHostUnregister(host.data_ptr())
 
     def close(self) -> None:
-        """Let go of it."""
-        for host, copied in self._free:
-            copied.synchronize()
+        """Let go of it, also of what a call that has failed did not give back."""
+        for device in {device for _, device in self._locked.values()}:
+            torch.cuda.synchronize(device)
+        for host, _ in list(self._locked.values()):
             self._unlock(host)
         self._free = []
 
@@ -194,6 +199,7 @@ class ThroughHostTransport:
 
     def split(self) -> Transport:
         """See `Transport.split`."""
+        self.barrier().wait()  # behind the calls that are queued: the transport behind is asked in this thread
         return ThroughHostTransport(self._behind.split())
 
     def close(self) -> None:
@@ -220,22 +226,36 @@ class ThroughHostTransport:
             queued = self._thread.submit(what, lambda _: lambda: call(*tensors).wait())
             return _HostWork(queued, None, torch.device("cpu"))
         out, back = self._streams_of(device)
-        there, copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready, there, copied = (torch.cuda.Event() for _ in range(3))  # type: ignore[no-untyped-call]
 
-        def prepare(_: int) -> Callable[[], object]:
-            out.wait_stream(torch.cuda.current_stream(device))
-            hosts = [self._memory.take(tensor, out) for tensor in tensors]
+        def copy_to(hosts: Sequence[Tensor]) -> None:
             with torch.cuda.stream(out), torch.no_grad():
+                out.wait_event(ready)
                 for tensor, host in zip(reads, hosts, strict=False):
                     host.view(tensor.shape).copy_(tensor, non_blocking=True)
                 there.record(out)
+
+        def prepare(_: int) -> Callable[[], object]:
+            ready.record(torch.cuda.current_stream(device))
             for tensor in tensors:
                 tensor.record_stream(out)
                 tensor.record_stream(back)
+            taken = [self._memory.take(tensor, out) for tensor in tensors]
+            at_once = [host for host in taken if host is not None]
+            is_all_there = len(at_once) == len(taken)
+            if is_all_there:
+                copy_to(at_once)
 
             def run() -> None:
+                hosts = at_once
+                if not is_all_there:
+                    hosts = [
+                        self._memory.make(tensor) if host is None else host
+                        for tensor, host in zip(tensors, taken, strict=True)
+                    ]
+                    copy_to(hosts)
                 there.synchronize()
-                call(*hosts).wait()
+                call(*(host.view(tensor.shape) for tensor, host in zip(tensors, hosts, strict=True))).wait()
                 with torch.cuda.stream(back):
                     back.wait_event(there)
                     for tensor, host in zip(tensors, hosts, strict=True):

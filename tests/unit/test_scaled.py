@@ -63,6 +63,7 @@ def test_a_sum_of_scaled_and_unscaled_terms_is_refused(name):
 def test_nothing_that_a_checkpoint_has_put_away_is_computed_again():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     weight, num_forwards = torch.nn.Parameter(torch.ones(4)), 0
+    scaler.scale(weight.sum())  # so that it has a scale
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         nonlocal num_forwards

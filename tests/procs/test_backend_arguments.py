@@ -130,8 +130,9 @@ def between_hosts(names: str) -> list[str]:
             told.append(f"{type(error).__name__}: {error}")
         assert time.monotonic() - started < 20
         dist.destroy_process_group(group)
-        # What rank 1 alone has left to Gloo is sometimes waited for until its deadline when the group goes: the destructor
-        # of torch's ProcessGroupGloo joins its threads, and `abort` doesn't end the call.
+        # What rank 1 alone has left to Gloo is sometimes waited for until its deadline when the group goes: the
+        # destructor of torch's ProcessGroupGloo joins its threads, and `abort` doesn't end the call.
+        del group
         world.barrier()
     return told
 

@@ -81,14 +81,19 @@ def test_loss_backward_averages_what_comes_before_the_outputs(ranks, fresh_seed,
     assert max(ranks.run(plain_passes, nproc, fresh_seed, way, zeroed)) < 1e-12
 
 
-def passes_through_two(seed: int, way: str, zeroed: str, reaches: bool, accumulates: bool) -> float:
-    """`decoder.backward` with a penalty on a parameter of the encoder; the largest difference from one process."""
-    world = evenstep.init(quiet=True)
+def build_alike(seed: int) -> tuple[list[Layer], list[Layer], list[evenstep.DistributedDataParallel]]:
+    """Two layers for one process, the same two for the ranks, and those wrapped."""
     torch.manual_seed(seed)
     singles = [Layer(), Layer()]
     torch.manual_seed(seed)
     inner = [Layer(), Layer()]
-    models = [evenstep.DistributedDataParallel(each) for each in inner]
+    return singles, inner, [evenstep.DistributedDataParallel(each) for each in inner]
+
+
+def passes_through_two(seed: int, way: str, zeroed: str, reaches: bool, accumulates: bool) -> float:
+    """`decoder.backward` with a penalty on a parameter of the encoder; the largest difference from one process."""
+    world = evenstep.init(quiet=True)
+    singles, inner, models = build_alike(seed)
     reference, ours = build_optimizers(singles, "plain"), build_optimizers(models, way)
 
     def passed(layers: list[Any], x: Tensor) -> Tensor:
@@ -126,11 +131,7 @@ def test_backward_of_one_model_weighs_a_penalty_on_another(ranks, fresh_seed, np
 def passes_of_weight_zero(seed: int) -> tuple[float, bool]:
     """A rank whose weight is 0, with a penalty that is no number there: (difference from one process, all alike)."""
     world = evenstep.init(quiet=True)
-    torch.manual_seed(seed)
-    singles = [Layer(), Layer()]
-    torch.manual_seed(seed)
-    inner = [Layer(), Layer()]
-    models = [evenstep.DistributedDataParallel(each) for each in inner]
+    singles, inner, models = build_alike(seed)
     reference, ours = build_optimizers(singles, "plain"), build_optimizers(models, "plain")
     for step in range(3):
         x = torch.randn(7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + step))

@@ -165,7 +165,7 @@ class BucketExchange:
         if last is not None:
             self._pack(last, window)
         self._units.hear(reads=window.kind is not Kind.PLAIN)
-        if isinstance(window.weight, Tensor):  # see `_execute`; what is in no bucket
+        if isinstance(window.weight, Tensor):  # see `_pack`; what is in no bucket
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
         self._recorder.mark(WAITING)
         self.announce()

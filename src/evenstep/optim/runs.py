@@ -20,7 +20,8 @@ from torch import Tensor
 
 from evenstep.optim.kinds import is_divided
 from evenstep.replica.bucket import HALF_PRECISION
-from evenstep.replica.sharded_bucket import Piece, ShardedBucket, in_memory_order
+from evenstep.replica.pieces import Piece, in_memory_order
+from evenstep.replica.sharded_bucket import ShardedBucket
 
 State = dict[str, Any]
 MASTER = "master_weights"  # in the state of a parameter: its value in full precision

@@ -15,7 +15,6 @@ same memory, and what an owner has written is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,57 +26,12 @@ from evenstep.replica.comm_hook import HookQueue, HookWork
 from evenstep.replica.hidden_gradient import HiddenGradient
 from evenstep.replica.host_copy import HostCopy
 from evenstep.replica.layout import BucketLayout
+from evenstep.replica.pieces import in_memory_order, plan_pieces
 from evenstep.transport.base import Transport, Work
 from evenstep.transport.local import LocalTransport
 
 # Their `reduce_scatter` may write its result over this rank's part of its input: the others never read that.
 _REDUCE_IN_PLACE = ("local", "shared memory", "host memory", "nccl")
-
-
-def in_memory_order(whole: Tensor, parameter: Tensor) -> Tensor:
-    """[numel], a tensor of a parameter's shape in the order in which the parameter lies in memory."""
-    if parameter.is_contiguous():
-        return whole.reshape(-1)
-    strides = parameter.stride()
-    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
-    return whole.permute(order).reshape(-1)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The part of one parameter that lies in one rank's shard.
-
-    Attributes:
-        parameter: Index of the parameter in registration order.
-        index: Number of its slot in the bucket.
-        begin: First element, counted in the shard.
-        offset: The same element, counted in the parameter, in the order of its memory.
-        numel: Number of elements; 0 if nothing of the parameter is here.
-    """
-
-    parameter: int
-    index: int
-    begin: int
-    offset: int
-    numel: int
-
-    @property
-    def end(self) -> int:
-        """Behind the last element, counted in the shard."""
-        return self.begin + self.numel
-
-
-def plan_pieces(layout: BucketLayout, rank: int, num_shards: int) -> tuple[Piece, ...]:
-    """What lies in a rank's shard, one piece per slot. Pure."""
-    length = layout.numel // num_shards
-    first, last = rank * length, (rank + 1) * length
-    pieces = []
-    for index, slot in enumerate(layout.slots):
-        begin = min(max(slot.offset_numel, first), last)
-        end = max(min(slot.offset_numel + slot.numel, last), begin)
-        offset = begin - slot.offset_numel if end > begin else 0
-        pieces.append(Piece(slot.parameter, index, begin - first, offset, end - begin))
-    return tuple(pieces)
 
 
 class ShardedBucket(Bucket):

@@ -110,7 +110,7 @@ def test_what_gloo_carries_has_the_calls_own_deadline(ranks: RankPool) -> None:
 
 def between_hosts(names: str) -> list[str]:
     """What a rank is told where rank 1 alone leaves a call to Gloo, or gives what can't be used; then sparse sums."""
-    world = evenstep.init(quiet=True)
+    evenstep.init(quiet=True)
     told = []
     for case in range(3):
         with on_hosts(names):
@@ -130,10 +130,8 @@ def between_hosts(names: str) -> list[str]:
             told.append(f"{type(error).__name__}: {error}")
         assert time.monotonic() - started < 20
         dist.destroy_process_group(group)
-        # What rank 1 alone has left to Gloo is sometimes waited for until its deadline when the group goes: the
-        # destructor of torch's ProcessGroupGloo joins its threads, and `abort` doesn't end the call.
         del group
-        world.barrier()
+        assert time.monotonic() - started < 20  # what rank 1 alone has left to Gloo isn't waited for
     return told
 
 

@@ -10,9 +10,11 @@ torch calls for a collective is in `group_calls`.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -176,10 +178,28 @@ class EvenstepGroup(GroupCalls):
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.close()
+        running = [work for work in tuple(self._at_gloo) if not work.is_completed()]
+        if running:
+            threading.Thread(target=_outlast, args=(running, self._inner), name="evenstep gloo", daemon=True).start()
 
     def __repr__(self) -> str:
         carrier = self._shared if self._shared is not None else self.why_gloo or "closed"
         return f"<EvenstepGroup rank {self.rank()}/{self.size()} {carrier}>"
+
+
+def _outlast(works: Iterable[Any], holder: object) -> None:
+    """Hold a group's Gloo until its calls have ended, if only by their deadline.
+
+    The destructor of torch's ProcessGroupGloo waits for them, and `abort` doesn't end them. Where this rank alone has
+    made a call, that would keep whoever destroys the group for as long.
+
+    Args:
+        works: The calls.
+        holder: Has Gloo.
+    """
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            work.wait()
 
 
 def _make_nccl(

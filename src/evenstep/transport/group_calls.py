@@ -74,6 +74,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         self._arguments = Arguments(name, rank, size, refused=weakref.WeakMethod(self._refuse))
         self._coalescing = threading.local()
         self._is_coalescing = False  # whether any thread ever has
+        self._at_gloo: set[Any] = set()  # works that may be under way there
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
         """Combine over the ranks, in place."""
@@ -261,9 +262,11 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             with _outside_transforms():
                 self._refuse(str(error).partition("\n")[0])
             raise
+        self._at_gloo.difference_update([each for each in tuple(self._at_gloo) if each.is_completed()])
+        self._at_gloo.add(carried)
         with _outside_transforms():
             compared = self._shared.announce(collective)
-        work = GloosWork(compared, carried)
+        work = GloosWork(compared, carried, ended=self._at_gloo.discard)
         last = args[-1]  # the call's options or its timeout, where it has one
         timeout = last if isinstance(last, timedelta) else None
         return self._made([work], flat_list(args[0]), last, timeout=timeout)

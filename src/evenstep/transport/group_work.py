@@ -35,11 +35,13 @@ class GloosWork:
     Args:
         compared: Done when all ranks make this call.
         carried: Gloo's.
+        ended: Called with Gloo's when somebody has waited for its end.
     """
 
-    def __init__(self, compared: ToldWork, carried: dist.Work) -> None:
+    def __init__(self, compared: ToldWork, carried: dist.Work, ended: Callable[[dist.Work], object]) -> None:
         self._compared = compared
         self._carried = carried
+        self._ended = ended
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `ToldWork`. What Gloo raises is a RuntimeError."""
@@ -48,6 +50,7 @@ class GloosWork:
             self._carried.wait()
         else:
             self._carried.wait(timedelta(seconds=timeout_s))
+        self._ended(self._carried)
 
     def is_completed(self) -> bool:
         """See `ToldWork`."""

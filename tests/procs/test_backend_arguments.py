@@ -143,3 +143,9 @@ def test_between_hosts_they_are_errors_on_all_too(ranks: RankPool) -> None:
         assert "2 outputs for 1 inputs" in unequal
         assert unequal.startswith("ConfigurationError" if rank == 1 else "MismatchError")
         assert total == "[[6.0, 0.0], [0.0, 6.0]]"
+
+
+def test_a_process_can_end_while_such_a_call_is_under_way(capfd: pytest.CaptureFixture[str]) -> None:
+    told = evenstep.launch(between_hosts, 3, ("aab",))
+    assert told[-1] == "[[6.0, 0.0], [0.0, 6.0]]"
+    assert "terminate called" not in capfd.readouterr().err

@@ -10,11 +10,11 @@ torch calls for a collective is in `group_calls`.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +31,8 @@ from evenstep.transport.process_group import ProcessGroupTransport
 from evenstep.transport.uncompiled import uncompiled
 
 NAME = "evenstep"
+
+_LOOK_S = 0.1  # between two looks at calls that nobody waits for
 
 
 def register_backend() -> None:
@@ -187,19 +189,19 @@ class EvenstepGroup(GroupCalls):
         return f"<EvenstepGroup rank {self.rank()}/{self.size()} {carrier}>"
 
 
-def _outlast(works: Iterable[Any], holder: object) -> None:
+def _outlast(works: Sequence[Any], holder: object) -> None:
     """Hold a group's Gloo until its calls have ended, if only by their deadline.
 
     The destructor of torch's ProcessGroupGloo waits for them, and `abort` doesn't end them. Where this rank alone has
     made a call, that would keep whoever destroys the group for as long.
 
     Args:
-        works: The calls.
+        works: The calls. They are looked at now and then: a thread that waits inside C++ when the interpreter ends
+            takes the process with it (std::terminate).
         holder: Has Gloo.
     """
-    for work in works:
-        with contextlib.suppress(RuntimeError):
-            work.wait()
+    while not all(work.is_completed() for work in works):
+        time.sleep(_LOOK_S)
 
 
 def _make_nccl(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,7 +149,26 @@ def test_between_hosts_they_are_errors_on_all_too(ranks: RankPool) -> None:
         assert total == "[[6.0, 0.0], [0.0, 6.0]]"
 
 
-def test_a_process_can_end_while_such_a_call_is_under_way(capfd: pytest.CaptureFixture[str]) -> None:
-    told = evenstep.launch(between_hosts, 3, ("aab",))
-    assert told[-1] == "[[6.0, 0.0], [0.0, 6.0]]"
-    assert "terminate called" not in capfd.readouterr().err
+ENDING = """
+import evenstep
+from tests.procs.test_backend_arguments import between_hosts
+
+if __name__ == "__main__":
+    print(evenstep.launch(between_hosts, 3, ("aab",))[-1])
+"""
+
+
+def test_a_process_can_end_while_such_a_call_is_under_way(tmp_path: Path) -> None:
+    script = tmp_path / "ending.py"
+    script.write_text(ENDING)
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout.splitlines()[-1:] == ["[[6.0, 0.0], [0.0, 6.0]]"], ended.stderr
+    assert ended.returncode == 0
+    assert "terminate called" not in ended.stderr  # of a rank

@@ -2,9 +2,10 @@
 
     python benchmarks/step.py                    # the five models, one and two ranks
     python benchmarks/step.py --ranks 2 --models "wide MLP" GPT --json result.json
+    python benchmarks/step.py --ranks 2 --sides sharded shared --steps 10
     python benchmarks/step.py --device cuda          # on GPUs alone; else on the CPU, and on GPUs where there are some
 
-Seven sides of the same training take turns within one run, in blocks of equally many steps:
+Eight sides of the same training take turns within one run, in blocks of equally many steps:
 
     bare       the module itself: nothing is exchanged
     tutorial   torch's DistributedDataParallel as its tutorials write it, with their optimizer
@@ -13,6 +14,7 @@ Seven sides of the same training take turns within one run, in blocks of equally
     evenstep   evenstep.DistributedDataParallel with a fused optimizer
     flat       the same with evenstep.fuse, which steps few long tensors
     sharded    the same with evenstep.ShardedOptimizer
+    shared     the same with share_parameters=True, on several CPU ranks
 
 In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. While others run, torch's
 global optimizer hooks are taken off, through which evenstep sees optimizers. What a side adds is the difference of
@@ -41,7 +43,7 @@ from torch.optim import optimizer as torch_optimizer
 import evenstep
 
 Step = Callable[[], None]
-SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "flat", "sharded"]
+SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "flat", "sharded", "shared"]
 OURS = SIDES[4:]
 
 
@@ -60,8 +62,10 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
         model = module
     fused = {} if side == "tutorial" else {"fused": True}
     optimizer: torch.optim.Optimizer
-    if side == "sharded":
-        optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
+    if side in ("sharded", "shared"):
+        optimizer = evenstep.ShardedOptimizer(
+            model, torch.optim.AdamW, lr=1e-4, fused=True, share_parameters=side == "shared"
+        )
     elif side == "ZeRO":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     else:
@@ -91,7 +95,9 @@ def only_torchs_own() -> Iterator[None]:
             each.update(before)
 
 
-def measure(name: str, sides: list[str], blocks: int, block_s: float, device: Device) -> dict[str, list[float]]:
+def measure(
+    name: str, sides: list[str], blocks: int, block_s: float, asked_steps: int | None, device: Device
+) -> dict[str, list[float]]:
     """On a rank: seconds per step of each side, block by block."""
     case = CASES[name]
     world = evenstep.init(quiet=True, device=device.name, transport=device.transport)
@@ -104,7 +110,11 @@ def measure(name: str, sides: list[str], blocks: int, block_s: float, device: De
     for _ in range(5):
         steps["bare"]()
     synchronise(world.device)
-    num_steps = int(world.broadcast_object(max(3, round(block_s / ((time.perf_counter() - started) / 5)))))
+    fitting = max(3, round(block_s / ((time.perf_counter() - started) / 5)))
+    fitting = int(world.broadcast_object(fitting))
+    num_steps = asked_steps or fitting
+    if num_steps < fitting:  # of short blocks there are more, for as long as the others take
+        blocks = round(blocks * min(10, fitting / num_steps))
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     for block in range(blocks + 1):
         for side in sides if block % 2 else sides[::-1]:
@@ -124,12 +134,12 @@ def measure(name: str, sides: list[str], blocks: int, block_s: float, device: De
 
 
 def on_ranks(
-    names: list[str], sides: list[str], blocks: int, block_s: float, device: Device
+    names: list[str], sides: list[str], blocks: int, block_s: float, steps: int | None, device: Device
 ) -> dict[str, dict[str, list[float]]]:
     """On a rank: all models, one after the other."""
     torch.set_num_threads(1)  # a rank that is alone would have all cores
     try:
-        return {name: measure(name, sides, blocks, block_s, device) for name in names}
+        return {name: measure(name, sides, blocks, block_s, steps, device) for name in names}
     finally:
         if dist.is_initialized():
             evenstep.init(quiet=True, device=device.name, transport=device.transport).close()
@@ -195,8 +205,8 @@ def speeds_of_sharded(results: dict[str, dict[str, dict[str, list[float]]]]) -> 
         side: statistics.geometric_mean(
             each[side]["step_us"][1] / each["sharded"]["step_us"][1] for each in results.values()
         )
-        for side in SIDES[:-1]
-        if side in sides
+        for side in SIDES
+        if side in sides and side != "sharded"
     }
 
 
@@ -209,6 +219,7 @@ def main() -> None:
     parser.add_argument("--device", nargs="+", choices=["cpu", "cuda"], help="where; without it, on all that there is")
     parser.add_argument("--blocks", type=int, default=21, help="of each side")
     parser.add_argument("--block-s", type=float, default=0.25, help="about how long a block of bare steps takes")
+    parser.add_argument("--steps", type=int, help="of a block, instead; where they are fewer there are more blocks")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
     whole: dict[str, object] = {"machine": describe_machine()}
@@ -216,8 +227,11 @@ def main() -> None:
     for num_ranks in arguments.ranks:
         for device in choose_devices(arguments.device, num_ranks, torch.cuda.device_count()):
             asked = arguments.sides or (["evenstep"] if num_ranks == 1 else SIDES)
-            sides = [side for side in SIDES if side in asked or side == "bare"]
-            given = (arguments.models, sides, arguments.blocks, arguments.block_s, device)
+            shares_memory = num_ranks > 1 and not device.is_cuda
+            sides = [
+                side for side in SIDES if side == "bare" or (side in asked and (shares_memory or side != "shared"))
+            ]
+            given = (arguments.models, sides, arguments.blocks, arguments.block_s, arguments.steps, device)
             measured = evenstep.launch(on_ranks, num_ranks, given, device=device.name)
             results = {name: summarise(seconds) for name, seconds in measured.items()}
             print(f"\n{table(num_ranks, device.told, results)}", flush=True)

@@ -944,7 +944,7 @@ def copies(seed):
         twin(batches[world.rank]).square().mean().backward()
         assert_same(grads(twin), expected, rtol=0, atol=1e-12)
         assert twin.engine.num_reductions == 1
-        assert twin.forward_sync_buffers is twin.engine.module_buffers.is_on is False
+        assert twin.forward_sync_buffers is twin.engine.trained.module_buffers.is_on is False
     assert set(get_model_state_dict(model)) == set(make().state_dict())
     model.load_state_dict({f"module.{name}": torch.zeros_like(value) for name, value in make().state_dict().items()})
     assert not model.module[0].weight.any()

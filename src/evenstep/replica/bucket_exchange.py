@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from evenstep.errors import UsageError
-from evenstep.health.telemetry import REDUCED, WAITING, Recorder
+from evenstep.health.telemetry import REDUCED, WAITING
 from evenstep.replica.bucket import HALF_PRECISION, Bucket, CastBucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.drift import NOTHING, DriftWatch
 from evenstep.replica.lane_sums import LaneSums
-from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, plan_layout
-from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.layout import BucketLayout, Layout, ParameterSpec, plan_layout
 from evenstep.replica.nonfinite import NonFiniteGuard, OwnWatch, SumWatch
 from evenstep.replica.options import NOTHING as NO_OPTIONS
 from evenstep.replica.options import OptionsWatch
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.sparse import sum_over_ranks
+from evenstep.replica.trained import Trained
 from evenstep.replica.uneven import Uneven
 from evenstep.replica.units import Units
 from evenstep.replica.weighting import Header, Kind, Window, zero_where
@@ -27,45 +27,23 @@ from evenstep.transport.base import Transport, Work
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.segment import MAX_BESIDE_BYTES
 from evenstep.transport.shared_memory import SharedMemoryTransport
-from evenstep.world import World
 
 
 class BucketExchange:
     """Adds gradients over ranks in buckets, in order, while the backward pass runs.
 
     Args:
-        names: Of the parameters, for messages.
-        parameters: Those with dense gradients in registration order, then those with sparse ones.
-        num_dense: How many have dense gradients, and lie in buckets.
-        world: Who takes part.
-        policy: Sizes and dtype of buckets.
-        module_buffers: Sent along, or None.
-        recorder: Of what happens when.
-        transport: Carries buckets and headers, and what else belongs to the same pass.
+        trained: Whose gradients.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        num_dense: int,
-        world: World,
-        policy: BucketPolicy,
-        module_buffers: BufferBroadcast | None,
-        recorder: Recorder,
-        transport: Transport,
-    ) -> None:
-        self._names = names
-        self._recorder = recorder
-        self._parameters = parameters
-        self._num_dense = num_dense
-        self._world = world
-        self._transport = transport
-        self._policy = policy
+    def __init__(self, trained: Trained) -> None:
+        self._names, self._parameters = trained.names, trained.parameters
+        self._num_dense, self._policy = trained.num_dense, trained.policy
+        self._world, self._transport = trained.world, trained.transport
+        self._recorder, self._module_buffers = trained.recorder, trained.module_buffers
         self.sums: SumWatch | None = None
-        self._module_buffers = module_buffers
-        self._specs = [self._describe(index) for index in range(num_dense)]
-        self._header = Header(len(parameters), parameters[0].device)
+        self._specs = [self._describe(index) for index in range(trained.num_dense)]
+        self._header = Header(len(trained.parameters), trained.parameters[0].device)
         self._was_weighted: bool | None = None  # the last window; None: not known, as always on a GPU
         self.hook: CommHook | None = None
         self.looker: NonFiniteGuard | OwnWatch | None = None
@@ -75,14 +53,14 @@ class BucketExchange:
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
         self._used: list[bool] = []
-        self._all_used = [True] * len(parameters)
+        self._all_used = [True] * len(trained.parameters)
         # A backward pass reaches the last layers first; the second layout knows better.
-        self._build(self._plan(range(num_dense - 1, -1, -1)))
+        self._build(self._plan(range(trained.num_dense - 1, -1, -1)))
         # Autograd multiplies weights into gradients of the parameters' dtype, whatever these are added in.
-        has_half_precision = any(each.dtype in HALF_PRECISION for each in parameters) or any(
+        has_half_precision = any(each.dtype in HALF_PRECISION for each in trained.parameters) or any(
             bucket.has_half_precision for bucket in self.buckets
         )
-        self._units = Units(parameters, transport, is_needed=has_half_precision)
+        self._units = Units(trained.parameters, trained.transport, is_needed=has_half_precision)
 
     def _describe(self, index: int) -> ParameterSpec:
         parameter = self._parameters[index]
@@ -177,7 +155,7 @@ class BucketExchange:
         self._header.fill(window, self._used, told, found, options=options, unit=self._units.take())
         header_work = self._send_header(last, carrier)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._world)
-        sent_buffers = self._module_buffers.start(src) if self._module_buffers is not None else []
+        sent_buffers = self._module_buffers.start(src)
         for index, bucket in enumerate(self.buckets):
             bucket.wait()
             self.reducer.arrived(index)
@@ -203,8 +181,7 @@ class BucketExchange:
         self._divide(window)
         for bucket in self.buckets:
             bucket.unpack()
-        if self._module_buffers is not None:
-            self._module_buffers.finish(sent_buffers)
+        self._module_buffers.finish(sent_buffers)
         if self._uneven is not None:
             self._uneven.end_window()
 

@@ -52,18 +52,8 @@ def divide_gradients(engine: Engine, shardings: Mapping[int, tuple[Sharding, int
         before.reshard(shardings)
         made = before
     else:
-        made = ShardedExchange(
-            engine.names,
-            engine.parameters,
-            engine.num_dense,
-            engine.world,
-            engine.policy,
-            engine.module_buffers,
-            engine.recorder,
-            engine.transport,
-            shardings,
-            hook=before.hook if isinstance(before, BucketExchange) else None,
-        )
+        hook = before.hook if isinstance(before, BucketExchange) else None
+        made = ShardedExchange(engine.trained, shardings, hook=hook)
     engine.replace_exchange(made)
     this = weakref.WeakMethod(engine.gradient_came)
     made.tell_of_early(lambda: None if (tell := this()) is None else tell())

@@ -35,7 +35,6 @@ from evenstep.replica.drift import build_watch
 from evenstep.replica.exchange import Exchange, build_exchange
 from evenstep.replica.in_backward import InBackward
 from evenstep.replica.lane_sums import LaneSums
-from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.no_exchange import NoExchange
 from evenstep.replica.nonfinite import OwnWatch, build_guard, build_sum_watch
 from evenstep.replica.options import OptionsWatch
@@ -43,6 +42,7 @@ from evenstep.replica.output_hooks import OutputHooks
 from evenstep.replica.passes import WHOLE_WINDOW, Pass
 from evenstep.replica.readiness import Readiness, at_end_of_backward
 from evenstep.replica.settings import Settings
+from evenstep.replica.trained import Trained
 from evenstep.replica.weighting import Kind, Window, divide_by_weight, drop_grads
 from evenstep.transport.base import Transport
 from evenstep.world import World
@@ -59,20 +59,10 @@ class Engine:
     """
 
     def __init__(self, module: nn.Module, world: World, settings: Settings, transport: Transport) -> None:
-        trained = settings.trained(module)
-        dense = [named for named in trained if named[0] not in settings.sparse]
-        trained = [*dense, *(named for named in trained if named[0] in settings.sparse)]
-        self.names = [name for name, _ in trained]
-        self.parameters = [parameter for _, parameter in trained]
-        buffers = BufferBroadcast(module, transport, settings.ignored, is_on=settings.sync_buffers)
-        self.recorder = world.telemetry.open()
-        self.num_dense = len(dense)
-        self.policy = settings.policy
-        self.transport = transport
-        self.module_buffers = buffers
-        self.exchange: Exchange = build_exchange(
-            self.names, self.parameters, self.num_dense, world, settings.policy, buffers, self.recorder, transport
-        )
+        self.trained = trained = Trained.of(module, world, settings, transport)
+        self.names, self.parameters, self.num_dense = trained.names, trained.parameters, trained.num_dense
+        self.world, self.transport, self.recorder = world, transport, trained.recorder
+        self.exchange: Exchange = build_exchange(trained)
         self.guard = build_guard(settings.on_nonfinite, world, transport)
         self.sums = build_sum_watch(settings.on_nonfinite, world, transport)
         self.drift = build_watch(settings, self.names, self.parameters, world, transport)
@@ -86,7 +76,6 @@ class Engine:
         self.stays_local = self.is_apart = False  # local SGD: windows end on this rank; parameters differ between ranks
         self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
         self.num_reductions, self.has_learned_order = 0, False
-        self.world = world
         self.in_backward = InBackward(self.parameters if self._travels else ())
         self._hooks = OutputHooks(self._outputs_reached)
         self._window: Window | None = None

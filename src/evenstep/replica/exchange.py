@@ -9,20 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from evenstep.health.telemetry import Recorder
 from evenstep.replica.bucket import Bucket
 from evenstep.replica.bucket_exchange import BucketExchange
 from evenstep.replica.comm_hook import CommHook
 from evenstep.replica.lane_sums import LaneSums
-from evenstep.replica.layout import BucketPolicy, Layout
-from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.layout import Layout
 from evenstep.replica.no_exchange import NoExchange
+from evenstep.replica.trained import Trained
 from evenstep.replica.uneven import Uneven
 from evenstep.replica.weighting import Window
-from evenstep.transport.base import Transport
-from evenstep.world import World
 
 
 class Exchange(Protocol):
@@ -102,17 +99,6 @@ class Exchange(Protocol):
         """Forget a window that failed."""
 
 
-def build_exchange(
-    names: Sequence[str],
-    parameters: Sequence[nn.Parameter],
-    num_dense: int,
-    world: World,
-    policy: BucketPolicy,
-    module_buffers: BufferBroadcast | None,
-    recorder: Recorder,
-    transport: Transport,
-) -> Exchange:
-    """The exchange that suits a world. Its arguments are those of `BucketExchange`."""
-    if world.world_size == 1:
-        return NoExchange(parameters)
-    return BucketExchange(names, parameters, num_dense, world, policy, module_buffers, recorder, transport)
+def build_exchange(trained: Trained) -> Exchange:
+    """The exchange that suits a world."""
+    return NoExchange(trained.parameters) if trained.world.world_size == 1 else BucketExchange(trained)

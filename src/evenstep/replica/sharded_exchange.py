@@ -12,22 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.errors import EvenstepError, UsageError
-from evenstep.health.telemetry import Recorder
 from evenstep.heap import give_back_freed_memory
 from evenstep.replica.arriving import Arrival
 from evenstep.replica.bucket import Bucket
 from evenstep.replica.bucket_exchange import BucketExchange
 from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.host_copy import HostCopy
-from evenstep.replica.layout import BucketLayout, BucketPolicy, Layout, ParameterSpec, Sharding, plan_layout
-from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.layout import BucketLayout, Layout, ParameterSpec, Sharding, plan_layout
 from evenstep.replica.sharded_bucket import ShardedBucket
 from evenstep.replica.torch_interface import compilation_is_in_use
+from evenstep.replica.trained import Trained
 from evenstep.replica.uneven import Uneven
 from evenstep.replica.weighting import Window
 from evenstep.transport.base import Transport
 from evenstep.transport.common import is_in_common
-from evenstep.world import World
 
 _NUM_LENT = 2  # buckets that may be under way at once where their memory is lent
 
@@ -55,46 +53,31 @@ class ShardedExchange(BucketExchange):
     """`BucketExchange`, but buckets with a sharding are reduce-scattered, and their gradients hidden.
 
     Args:
-        names: As in `BucketExchange`, and so up to `recorder`.
-        parameters: As in `BucketExchange`.
-        num_dense: As in `BucketExchange`.
-        world: As in `BucketExchange`.
-        policy: As in `BucketExchange`.
-        module_buffers: As in `BucketExchange`.
-        recorder: As in `BucketExchange`.
+        trained: As in `BucketExchange`.
         shardings: By index of the parameter, how it is divided, and the number of its parameter group.
         hook: Averages buckets instead of the transport, or None.
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[nn.Parameter],
-        num_dense: int,
-        world: World,
-        policy: BucketPolicy,
-        module_buffers: BufferBroadcast | None,
-        recorder: Recorder,
-        transport: Transport,
-        shardings: Mapping[int, tuple[Sharding, int]],
-        *,
-        hook: CommHook | None,
+        self, trained: Trained, shardings: Mapping[int, tuple[Sharding, int]], *, hook: CommHook | None
     ) -> None:
         self._shardings = dict(shardings)
         self._followers: list[weakref.ref[Follower]] = []
         self._lent: dict[tuple[object, ...], Tensor] = {}
         self._borrowers: dict[tuple[object, ...], ShardedBucket] = {}
         self._order: Sequence[int] = ()
-        self._host_copy = HostCopy(world, transport)
-        self._reduced: list[Tensor | None] = [parameter.grad for parameter in parameters]  # what new buckets take
+        self._host_copy = HostCopy(trained.world, trained.transport)
+        self._reduced: list[Tensor | None] = [
+            parameter.grad for parameter in trained.parameters
+        ]  # what new buckets take
         self._seen: set[int] = set()  # parameters of which reading is noticed
         self._is_forward_seen = False  # whether the model has run since the last step
         self._unread: list[nn.Parameter] = []  # whose values still were on their way when the backward pass began
         self._pass_begins: Callable[[], object] | None = None
-        super().__init__(names, parameters, num_dense, world, policy, module_buffers, recorder, transport)
+        super().__init__(trained)
         if hook is not None:
             self.set_hook(hook)
-        world.before_close.append(_weak_call(self))
+        trained.world.before_close.append(_weak_call(self))
 
     @property
     def shardings(self) -> Mapping[int, tuple[Sharding, int]]:

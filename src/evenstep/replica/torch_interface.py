@@ -166,7 +166,7 @@ class TorchInterface(TorchDistributedDataParallel):
                 "Leave it on."
             )
         self.settings = dataclasses.replace(self.settings, sync_buffers=bool(value))
-        self.engine.module_buffers.is_on = bool(value)
+        self.engine.trained.module_buffers.is_on = bool(value)
 
     @property
     def modules_buffers(self) -> list[Tensor]:  # type: ignore[override]

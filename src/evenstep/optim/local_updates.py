@@ -39,7 +39,8 @@ class LocalUpdates:
     them empty. From now on backward passes of the model don't exchange gradients, until `close`: `p.grad` is this
     rank's mean, which may be clipped. Weights of `model.backward` count within a rank; all ranks count the same in a
     mean. What the optimizer keeps (momenta) stays each rank's own. A `Checkpointer` counts and saves the steps behind
-    which ranks have the same.
+    which parameters are the same on all ranks; of momenta it saves one rank's, so a run that is resumed goes on with
+    the same bits only if the optimizer keeps none.
 
     A gradient that isn't finite is this rank's alone until parameters are averaged; then all ranks know of it, and do
     what the model's `on_nonfinite` says: "warn" says it once, with rank and parameter, on CPUs; "skip" has left out

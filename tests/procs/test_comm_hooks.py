@@ -163,6 +163,62 @@ def test_the_hooks_of_torchs_zero_optimizer_refuse_gloo_under_both_classes(ranks
         assert "Gloo backend" in first
 
 
+def weighted_beside_torch(seed):
+    """PowerSGD, which keeps what it leaves out for the next step, where batches have different sizes in each step."""
+    world = evenstep.init(quiet=True)
+    found = []
+    for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
+        torch.manual_seed(seed)
+        # One bucket: with two torch's ranks would begin the collectives of PowerSGD in different orders.
+        model = wrap(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12)).double(), bucket_cap_mb=64)
+        state = powerSGD_hook.PowerSGDState(dist.group.WORLD, 1, start_powerSGD_iter=2, min_compression_rate=0.5)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            sizes = [(40, 3, 17, 30, 1)[step] + rank for rank in range(world.world_size)]
+            size = sizes[world.rank]
+            generator = torch.Generator().manual_seed(seed + 10 * step + world.rank)
+            loss = model(torch.randn(size, 8, generator=generator, dtype=torch.float64)).square().mean()
+            if wrap is evenstep.DistributedDataParallel:
+                model.backward(loss, weight=size)
+            else:
+                (loss * (size * world.world_size / sum(sizes))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().clone() for p in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_what_power_sgd_keeps_for_later_doesnt_depend_on_weights(ranks, fresh_seed):
+    for nproc in (2, 3):
+        ranks.run(weighted_beside_torch, nproc, fresh_seed)
+
+
+def counted_in_tokens(gloo):
+    """Gradients of one, whose weights are beyond what 16 bits hold; some ranks have no sample."""
+    world = evenstep.init(quiet=True)
+    if gloo:
+        world = evenstep.World.from_process_group(transport="gloo", device="cpu")
+    model = evenstep.DistributedDataParallel(nn.Linear(4, 2, bias=False), world=world)
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    found = []
+    for weights in ([90_000, 90_000], [0, 90_000], [0, 0]):
+        weight = weights[world.rank]
+        with model.accumulate():
+            model.backward(model(torch.ones(2, 4)).sum(1).mean(), weight=weight)
+        model.backward(model(torch.ones(2 if weight else 0, 4)).sum(1).mean(), weight=weight)
+        grad = model.module.weight.grad
+        found.append(None if grad is None else grad.unique().tolist())
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("gloo", [False, True])
+def test_large_weights_dont_overflow_in_a_hook_of_16_bits(ranks, gloo):
+    assert ranks.run(counted_in_tokens, 2, gloo) == [[[1.0], [1.0], None]] * 2
+
+
 LIKE_TORCH = ["quantization_pertensor_hook", "quantization_perchannel_hook", "batched_powerSGD_hook"]
 
 
@@ -240,3 +296,42 @@ def look_at_buckets():
 
 def test_a_hook_sees_what_torchs_class_would_show_it(ranks):
     ranks.run(look_at_buckets, 2)
+
+
+RESULTS = {
+    "too short": (lambda buffer: buffer[:-2], r"gave float32 \[30\] for bucket 0; .*: float32 \[32\]\."),
+    "too short elsewhere": (lambda buffer: buffer[:-2].clone(), r"gave float32 \[30\]"),
+    "complex": (lambda buffer: buffer.to(torch.complex64), r"gave complex64 \[32\]"),
+    "nothing": (lambda buffer: None, "gave a NoneType"),
+    "an empty list": (lambda buffer: [], "gave a list"),
+    "transposed": (lambda buffer: buffer.view(4, 8).t(), None),
+    "in a list": (lambda buffer: [buffer.view(1, -1)], None),
+    "wider": (lambda buffer: buffer.double(), None),
+}
+
+
+def wrong_results():
+    world = evenstep.init(quiet=True)
+    for make, message in RESULTS.values():
+        model = evenstep.DistributedDataParallel(nn.Linear(4, 8, bias=False), world=world)
+        given = []
+
+        def hook(state, bucket, make=make, given=given):
+            given.append(make(bucket.buffer().clone()))
+            future = torch.futures.Future()
+            future.set_result(make(bucket.buffer()))
+            return future
+
+        model.register_comm_hook(None, hook)
+        loss = (model(torch.ones(1, 4)) * torch.arange(8.0)).sum()
+        if message is None:
+            loss.backward()
+            wanted = given[0][0] if isinstance(given[0], list) else given[0]
+            assert torch.equal(model.module.weight.grad.reshape(-1), wanted.float().reshape(-1))
+        else:
+            with pytest.raises(ConfigurationError, match=message):
+                loss.backward()
+
+
+def test_a_hooks_result_that_is_no_average_is_named(ranks):
+    ranks.run(wrong_results, 2)

@@ -310,6 +310,17 @@ def wrong_local() -> None:
     model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
     with pytest.raises(ConfigurationError, match="plain torch optimizer"):
         evenstep.LocalUpdates(model, evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1), every=1)
+    first, last = list(model.module[0].parameters()), list(model.module[2].parameters())
+    plain = torch.optim.SGD(first, lr=0.1)
+    for kind in (torch.optim.SGD, torch.optim.Adafactor):  # the second would step each rank with its own gradients
+        divided = evenstep.ShardedOptimizer(model, kind, last, lr=0.1)
+        with pytest.raises(UsageError, match="the model has a ShardedOptimizer"):
+            evenstep.LocalUpdates(model, plain, every=2)
+        del divided  # one that has gone doesn't matter
+        local = evenstep.LocalUpdates(model, plain, every=2)
+        with pytest.raises(UsageError, match="the model has a LocalUpdates"):
+            evenstep.ShardedOptimizer(model, kind, last, lr=0.1)
+        local.close()
 
 
 def test_wrong_local_updates_are_named(ranks):

@@ -6,6 +6,7 @@ between two averages replicas differ.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,8 @@ class LocalUpdates:
     them empty. From now on backward passes of the model don't exchange gradients, until `close`: `p.grad` is this
     rank's mean, which may be clipped. Weights of `model.backward` count within a rank; all ranks count the same in a
     mean. What the optimizer keeps (momenta) stays each rank's own. A `Checkpointer` counts and saves the steps behind
-    which ranks have the same.
+    which parameters are the same on all ranks; of momenta it saves one rank's, so a run that is resumed goes on with
+    the same bits only if the optimizer keeps none.
 
     A gradient that isn't finite is this rank's alone until parameters are averaged; then all ranks know of it, and do
     what the model's `on_nonfinite` says: "warn" says it once, with rank and parameter, on CPUs; "skip" has left out
@@ -52,7 +54,8 @@ class LocalUpdates:
 
     Raises:
         ConfigurationError: No such model, a divided optimizer, one of other parameters, or a number out of its range.
-        UsageError: Gradients have been added since they were last averaged, or ranks step on their own already.
+        UsageError: Gradients have been added since they were last averaged, ranks step on their own already, or a
+            ShardedOptimizer has parameters of the model.
         MismatchError: The ranks were given different numbers.
     """
 
@@ -69,6 +72,11 @@ class LocalUpdates:
             validate_optimizer("optimizer", optimizer)
             if isinstance(optimizer, DividedOptimizer):
                 raise checks.refuse("optimizer", optimizer, "a plain torch optimizer: every rank steps all parameters")
+            if _has_divided(model):
+                raise UsageError(
+                    "the model has a ShardedOptimizer, which steps with the mean of all ranks' gradients, and from now "
+                    "on there would be none. Give its parameters to the plain optimizer."
+                )
             own = {id(parameter) for parameter in model.parameters()}
             strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
             if strangers:
@@ -242,3 +250,10 @@ class LocalUpdates:
         if not isinstance(state, Mapping):
             raise checks.refuse(f"{where}: state", state, "what state_dict() returned")
         self.num_steps = checks.whole(f"{where}: num_steps", state.get("num_steps"), least=0)
+
+
+def _has_divided(model: DistributedDataParallel) -> bool:
+    """Whether a ShardedOptimizer of the model is in use."""
+    if model.engine.options.alive:
+        gc.collect()  # an optimizer is in a cycle: what looks alive may have been left long ago
+    return bool(model.engine.options.alive)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from evenstep import checks
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.optim import arguments
 from evenstep.optim.divided import DividedOptimizer, defaults_of, without_state
 from evenstep.optim.elements import ElementDivision
@@ -70,7 +70,8 @@ class ShardedOptimizer(DividedOptimizer):
     Raises:
         ConfigurationError: No such model or optimizer, a parameter that isn't the model's, or one that belongs to
             another ShardedOptimizer. Raised on all ranks if it is so on one.
-        UsageError: Made between a backward pass and the reduction of its gradients. The same.
+        UsageError: Made between a backward pass and the reduction of its gradients, or while there is a LocalUpdates of
+            the model. The same.
         MismatchError: The ranks were given different arguments. Raised on all of them. Later on, backward passes raise
             it where options of the groups have come to differ between ranks.
     """
@@ -242,6 +243,11 @@ class ShardedOptimizer(DividedOptimizer):
         return stepped | {id(self.model.engine.parameters[index]) for index in taken}
 
     def _validate(self, parameters: list[Tensor]) -> None:
+        if self.model.engine.stays_local:
+            raise UsageError(
+                "the model has a LocalUpdates, so its gradients aren't averaged over ranks, and there is nothing to "
+                "divide. Close that first."
+            )
         stepped = self._stepped_by_others()
         if not stepped.isdisjoint(map(id, parameters)):
             gc.collect()  # an optimizer is in a cycle: what looks alive may have been left long ago

@@ -19,6 +19,7 @@ from evenstep.replica.options import NOTHING as NO_OPTIONS
 from evenstep.replica.options import OptionsWatch
 from evenstep.replica.reducer import BucketState, LaunchReduce, Reducer
 from evenstep.replica.sparse import sum_over_ranks
+from evenstep.replica.total_weight import TotalWeight
 from evenstep.replica.trained import Trained
 from evenstep.replica.uneven import Uneven
 from evenstep.replica.units import Units
@@ -51,6 +52,7 @@ class BucketExchange:
         self.options: OptionsWatch | None = None
         self.lanes: LaneSums | None = None
         self._hooks: HookQueue | None = None
+        self._total_weight = TotalWeight(trained.transport, trained.parameters[0].device)  # for hooks
         self._uneven: Uneven | None = None
         self._used: list[bool] = []
         self._all_used = [True] * len(trained.parameters)
@@ -143,6 +145,7 @@ class BucketExchange:
         if last is not None:
             self._pack(last, window)
         self._units.hear(reads=window.kind is not Kind.PLAIN)
+        self._total_weight.end_window()
         if isinstance(window.weight, Tensor):  # see `_pack`; what is in no bucket
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
         self._recorder.mark(WAITING)
@@ -280,6 +283,8 @@ class BucketExchange:
         for action in actions:
             if self._uneven is not None:
                 self._uneven.announce_bucket()
+            if self._hooks is not None:
+                self._total_weight.ask(window, self._units.of_window)
             bucket = self.buckets[action.bucket]
             self._pack(bucket, window)
             bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)
@@ -293,6 +298,8 @@ class BucketExchange:
         if isinstance(window.weight_held, Tensor):
             # On a GPU a weight isn't read, so a window of weight 0 hasn't been recognised: contribute zeros.
             zero_where(window.weight_held == 0, [bucket.flat])
+        if self._hooks is not None and window.kind is Kind.WEIGHTED:
+            self._total_weight.divide(bucket.flat)
         if self.lanes is not None:
             self.lanes.add_to(bucket)
         if self.looker is not None:
@@ -320,6 +327,8 @@ class BucketExchange:
         elif self._uneven is not None and not self._uneven.divide_by_initial_world_size:
             divisor = self._header.num_plain()
         for bucket in self.buckets:
+            if self._hooks is not None and weighted:
+                continue  # see `_pack`
             is_averaged = self._hooks is not None or self._divides_first(bucket, is_weighted=weighted)
             by = divisor / num_ranks if is_averaged else divisor
             if isinstance(by, Tensor):

@@ -139,11 +139,23 @@ class HookWork:
         self._queue.advance()  # those before this one have been waited for, so now it has begun
         assert self._future is not None
         result: Any = self._future.wait()
-        if isinstance(result, list | tuple):
+        if isinstance(result, list | tuple) and result:
             result = result[0]
         flat = self.bucket.flat
-        if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
+        self._validate(result, flat)
+        if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype or not result.is_contiguous():
             flat.copy_(result.reshape(flat.shape))
+
+    def _validate(self, result: Any, flat: Tensor) -> None:
+        is_tensor = isinstance(result, Tensor)
+        # One that is too short may begin where the bucket does: what is behind it would stay this rank's own.
+        if is_tensor and result.numel() == flat.numel() and torch.can_cast(result.dtype, flat.dtype):
+            return
+        found = f"{str(result.dtype)[6:]} {list(result.shape)}" if is_tensor else f"a {type(result).__name__}"
+        raise ConfigurationError(
+            f"the communication hook's future gave {found} for bucket {self.bucket.layout.index}; it gives the average "
+            f"of what bucket.buffer() had: {str(flat.dtype)[6:]} {list(flat.shape)}."
+        )
 
     def is_completed(self) -> bool:
         """Whether the hook has given its result."""

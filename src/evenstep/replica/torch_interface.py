@@ -237,8 +237,9 @@ class TorchInterface(TorchDistributedDataParallel):
         """Have a hook average buckets over ranks instead of the transport: compression, for example.
 
         torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. A hook averages; with
-        `backward(loss, weight=)` what it gives is then multiplied by the number of ranks over the sum of weights, so
-        that weights stay exact. In a world of one nothing travels and the hook is not called.
+        `backward(loss, weight=)` ranks add up their weights before, and what it is handed is multiplied by the number
+        of ranks over that sum, so that weights stay exact, and neither overflow 16 bits nor change what a hook keeps
+        for later. In a world of one nothing travels and the hook is not called.
 
         Args:
             state: Passed to every call; often a process group, or None for the default one.

@@ -40,6 +40,11 @@ class Units:
         self._asked: tuple[Work, Tensor] | None = None
         self._of_window: float | None = None
 
+    @property
+    def of_window(self) -> float:
+        """By what the passes of this window so far have divided weights."""
+        return self._of_window or 1.0
+
     def ask(self, weight: float | Tensor | None = None) -> None:
         """Collective, once per window while it is due, before anything else of the window: begin to ask.
 

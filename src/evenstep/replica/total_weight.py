@@ -1,0 +1,61 @@
+"""The sum of all ranks' weights, known before gradients travel: communication hooks are handed means.
+
+A hook compresses, and that depends on the unit. Gradients times a large weight overflow in 16 bits; and what PowerSGD
+leaves out for the next step would count as much as that step's weights, after a full batch and before a short one many
+times too much.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from evenstep.replica.weighting import Kind, Window
+from evenstep.transport.base import Transport, Work
+
+
+class TotalWeight:
+    """By what gradients of a weighted window are divided before a hook averages them.
+
+    A rank without samples doesn't know whether the others' passes have weights, so all ask in every window.
+
+    Args:
+        transport: Carries the sum.
+        device: Where it is needed.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self._transport = transport
+        self._device = device
+        self._asked: tuple[Work, Tensor] | None = None
+
+    def ask(self, window: Window, unit: float) -> None:
+        """Collective, before the first bucket of a window: begin to add weights. Again in the same window: nothing.
+
+        Args:
+            window: This rank's, which is complete.
+            unit: What weights were divided by before they multiplied gradients.
+        """
+        if self._asked is not None:
+            return
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if window.kind is Kind.WEIGHTED:
+            total += window.weight / unit
+        self._asked = self._transport.all_reduce(total), total
+
+    def divide(self, flat: Tensor) -> None:
+        """Divide weighted gradients of this rank, so that the mean over ranks of what is left is the mean of all.
+
+        Args:
+            flat: A bucket's; zeros where no rank has a weight.
+        """
+        assert self._asked is not None
+        work, total = self._asked
+        work.wait()
+        flat.div_(torch.where(total > 0, total / self._transport.world_size, torch.inf).to(flat.device))
+
+    def end_window(self) -> None:
+        """Wait for what nobody has waited for."""
+        if self._asked is not None:
+            self._asked[0].wait()
+            self._asked = None

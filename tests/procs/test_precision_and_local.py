@@ -223,6 +223,29 @@ def test_a_bad_gradient_raises_on_every_rank_and_is_the_scalers_business(ranks, 
     assert "'inner.0.weight'" in told[0]
 
 
+def not_told_of_the_scaler(seed: int) -> list[str]:
+    """What is said of an overflow, with and without a scaler that only the loss has heard of."""
+    world = evenstep.init(quiet=True)
+    said = []
+    for scales in (True, False):
+        model = evenstep.DistributedDataParallel(Poisoned(seed), on_nonfinite="raise")
+        model.module.poison = world.rank == 0
+        loss = model(torch.randn(4, 6, dtype=torch.float64)).sum()
+        scaler = torch.amp.GradScaler("cpu", enabled=scales and world.rank == world.world_size - 1)
+        with pytest.raises(NonFiniteError) as caught:
+            model.backward(scaler.scale(loss))
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_who_has_not_told_of_a_scaler_learns_how(ranks, fresh_seed, nproc):
+    """A plain "raise" ended the run at the first overflow, and "skip" left torch's scaler without gradients."""
+    for with_scaler, without in ranks.run(not_told_of_the_scaler, nproc, fresh_seed):
+        assert "model.backward(loss, scaler=scaler)" in with_scaler
+        assert "scaler" not in without
+
+
 def autocast(seed: int, dtype: torch.dtype) -> list[float]:
     """Losses of a training in mixed precision, clipped between unscaling and the step."""
     world = evenstep.init(quiet=True)

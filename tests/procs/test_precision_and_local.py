@@ -223,6 +223,29 @@ def test_a_bad_gradient_raises_on_every_rank_and_is_the_scalers_business(ranks, 
     assert "'inner.0.weight'" in told[0]
 
 
+def not_told_of_the_scaler(seed: int) -> list[str]:
+    """What is said of an overflow, with and without a scaler that only the loss has heard of."""
+    world = evenstep.init(quiet=True)
+    said = []
+    for scales in (True, False):
+        model = evenstep.DistributedDataParallel(Poisoned(seed), on_nonfinite="raise")
+        model.module.poison = world.rank == 0
+        loss = model(torch.randn(4, 6, dtype=torch.float64)).sum()
+        scaler = torch.amp.GradScaler("cpu", enabled=scales and world.rank == world.world_size - 1)
+        with pytest.raises(NonFiniteError) as caught:
+            model.backward(scaler.scale(loss))
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_who_has_not_told_of_a_scaler_learns_how(ranks, fresh_seed, nproc):
+    """A plain "raise" ended the run at the first overflow, and "skip" left torch's scaler without gradients."""
+    for with_scaler, without in ranks.run(not_told_of_the_scaler, nproc, fresh_seed):
+        assert "model.backward(loss, scaler=scaler)" in with_scaler
+        assert "scaler" not in without
+
+
 def autocast(seed: int, dtype: torch.dtype) -> list[float]:
     """Losses of a training in mixed precision, clipped between unscaling and the step."""
     world = evenstep.init(quiet=True)
@@ -489,3 +512,45 @@ def test_what_cant_be_reduced_so_is_named(ranks):
     assert [skipped for _, skipped in told] == [1, 1]
     assert "on rank 1: " in told[0][0][0]
     assert "'2.bias'" in told[0][0][0]
+
+
+def small_gradients(seed: int, gloo: bool, way: str, dtype: torch.dtype, options: dict) -> float:
+    """How far a scaled and clipped step is from one process's, in parts of that step; float16 is too coarse for it."""
+    world = evenstep.init(quiet=True)
+    if gloo:
+        world = evenstep.World.from_process_group(transport="gloo", device="cpu")
+    module = build(seed, dtype)
+    twin = copy.deepcopy(module).float()
+    model = evenstep.DistributedDataParallel(module, bucket_cap_mb=5e-4, reduce_dtype=torch.float16, world=world)
+    if way == "sharded":
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=1.0, **options)
+    else:
+        optimizer = evenstep.fuse(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    x = torch.randn(world.world_size, 4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_() if parameter.dim() == 1 else None  # so that the step can be told from the value
+    twin.load_state_dict(module.state_dict())
+    model.backward(model(x[world.rank]).float().square().mean() * 1e-7, weight=4, scaler=scaler)
+    scaler.unscale_(optimizer)
+    norm = evenstep.clip_grad_norm_(optimizer, 1e-9)
+    scaler.step(optimizer)
+    (twin(x.flatten(0, 1).float()).square().mean() * 1e-7).backward()
+    expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 1e-9)
+    got = torch.cat([-p.detach().float() for p in module.parameters() if p.dim() == 1])
+    step = torch.cat([p.grad for p in twin.parameters() if p.dim() == 1])
+    if gloo:
+        world.close()
+    return max(float((got - step).abs().max() / step.abs().max()), abs(float(norm / expected) - 1.0))
+
+
+@pytest.mark.parametrize("gloo", [False, True])
+@pytest.mark.parametrize(
+    ("way", "dtype", "options"),
+    [("fused", torch.float32, {}), ("sharded", torch.float32, {}),
+     ("sharded", torch.float32, {"shard_gradients": True}), ("sharded", torch.bfloat16, {"master_weights": True})],
+)  # fmt: skip
+def test_what_a_scaler_has_kept_is_not_lost_when_it_is_unscaled(ranks, fresh_seed, way, dtype, options, gloo):
+    """A divided gradient was unscaled and clipped in the float16 in which it was added."""
+    assert max(ranks.run(small_gradients, 3, fresh_seed, gloo, way, dtype, options)) < 0.03

@@ -239,6 +239,54 @@ def test_what_is_written_into_16_bit_parameters_counts(ranks, fresh_seed, nproc,
         assert got == pytest.approx(written, rel=0.02, abs=0.002)
 
 
+def kept_beside(seed: int, when: str, options: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """(values of full precision beside parameters that were written to, as `when` finds them; what was written)."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(build(seed).bfloat16(), bucket_cap_mb=5e-4)
+    first, *rest = parameters = list(model.parameters())
+    is_later = when == "another group"
+    given = rest if is_later else parameters
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, given, lr=1e-6, master_weights=True, **options)
+    before = optimizer.state_dict()
+    for _ in range(2):
+        backward(model, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+    other = build(seed + 1).bfloat16()
+    world.barrier()
+    model.module.load_state_dict(other.state_dict())
+    world.barrier()
+    if when == "shards":
+        _, shards = optimizer.state_shards()
+        pieces = {(each.path[1], each.offset_numel): each.values for each in shards if each.path[2] == "master_weights"}
+        told = [value.detach().reshape(-1) for value in other.parameters()]
+        written = [told[number][offset : offset + len(values)] for (number, offset), values in pieces.items()]
+        return torch.cat([*pieces.values()]).tolist(), torch.cat(written).tolist()
+    if is_later:
+        optimizer.add_param_group({"params": [first]})
+        rest.append(first)
+    if when == "an older state":
+        optimizer.load_state_dict(before)
+    if when != "state":
+        backward(model, seed)
+        optimizer.step()
+    state, numbers = optimizer.state_dict()["state"], {id(p): number for number, p in enumerate(rest)}
+    wholes = [state[numbers[id(p)] if is_later else index]["master_weights"] for index, p in enumerate(parameters)]
+    world.barrier()
+    return tuple(
+        torch.cat([p.detach().float().reshape(-1) for p in each]).tolist() for each in (wholes, other.parameters())
+    )
+
+
+@SIZES
+@pytest.mark.parametrize("when", ["state", "shards", "another group", "an older state"])
+@pytest.mark.parametrize("options", [{}, {"shard_gradients": True}, {"share_parameters": True}])
+def test_what_is_written_counts_also_before_the_next_step(ranks, fresh_seed, nproc, when, options):
+    """A state held values of before the writing, and what took them up again put them back into the parameters."""
+    for got, written in ranks.run(kept_beside, nproc, fresh_seed, when, options):
+        assert got == pytest.approx(written, rel=1e-3, abs=1e-3)
+
+
 # ---------------------------------------------------------------------- clipping
 
 

@@ -101,8 +101,7 @@ class ElementDivision:
         """Collective: step this rank's shards, and give every rank the values of all."""
         self._arrive()
         host_copy = self._host_copy
-        if self._master:
-            self._take_over_changes()
+        self._take_over_changes()
         if host_copy is None:
             for bucket in self._buckets:
                 bucket.keep_hold()
@@ -193,6 +192,7 @@ class ElementDivision:
     def let_go(self) -> dict[int, State]:
         """Collective: by index of the parameter its whole state, on every rank, on the parameter's device."""
         self._arrive()
+        self._take_over_changes()
         told = self._tell_each_other()
         wholes: dict[int, State] = {index: dict(scalars) for index, (scalars, _) in told.items()}
         for bucket in self._buckets:
@@ -232,7 +232,7 @@ class ElementDivision:
             copy_options(self._kind, group, own)
             inner_groups.append(own)
         self._inner = self._kind(inner_groups, **self._defaults)
-        self._versions = self._count_changes()
+        self._versions = []  # so that the next step compares: a state that was loaded may be of other parameters
         for run in self._runs:
             if run.state:
                 self._inner.state[run.values] = {
@@ -293,6 +293,9 @@ class ElementDivision:
         Args:
             path_of: Where a parameter's state belongs.
         """
+        if self._master:
+            self._arrive()
+        self._take_over_changes()
         told = self._tell_each_other()
         permuted = self._gather_permuted(told)
         found = []

@@ -122,9 +122,14 @@ class NonFiniteGuard:
         mine = self.own_findings()
         if not found or scaled:
             return False
-        told = {str(rank): names for rank, names in enumerate(self._world.exchange(mine)) if names}
-        text = "; ".join(f"rank {rank}: {listed(names)}" for rank, names in told.items())
+        told = self._world.exchange({"names": mine, "has_scaler": _has_scaler()})
+        text = "; ".join(f"rank {rank}: {listed(each['names'])}" for rank, each in enumerate(told) if each["names"])
         message = f"a gradient was infinite or not a number before gradients were averaged, on {text}."
+        if any(each["has_scaler"] for each in told):
+            message += (
+                " If a GradScaler has scaled the loss, say so, and its overflows are left to it: "
+                "model.backward(loss, scaler=scaler)."
+            )
         if self._policy == "raise":
             raise NonFiniteError(f"{message} The model is as before this step.")
         self.num_skipped += 1

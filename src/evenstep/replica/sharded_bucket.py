@@ -3,13 +3,17 @@
 [Note: what lies where]
 
     flat      gradients     [numel]        slot | slot | slot ...| padding       all of this rank's own, before the sum
-    shard     gradients     [numel / n]            ^^^^^^^^                      what this rank has of the sum
+    reduced   gradients     [numel / n]            ^^^^^^^^                      what this rank has of the sum
+    shard     gradients     [numel / n]            ^^^^^^^^                      the mean; the same memory, or wider
     values    parameters    [numel]        slot | slot | slot ...| padding       the same places as in `flat`
     own       parameters    [numel / n]            ^^^^^^^^                      what this rank steps; then all gather
 
 Parameters are views of `values`, so that gathering writes to where they are. With shared memory every rank copies the
 others' shards from where their owners have written them. With a `HostCopy` the `values` of all ranks of a host are the
 same memory, and what an owner has written is there.
+
+What is added in a narrower dtype than the parameters' is unscaled, clipped and stepped in theirs: divided by a
+GradScaler's scale, float16 would lose what the scale has kept.
 """
 
 from __future__ import annotations
@@ -75,7 +79,10 @@ class ShardedBucket(Bucket):
         own = slice(rank * length, (rank + 1) * length)
         self._is_in_place = lent is None and (self.num_shards == 1 or transport.name in _REDUCE_IN_PLACE)
         self._own_of_flat = self.flat[own]
-        self.shard = self._own_of_flat if self._is_in_place else torch.zeros_like(self._own_of_flat)
+        self._sum = self._own_of_flat if self._is_in_place else torch.zeros_like(self._own_of_flat)
+        stepped_in = torch.promote_types(layout.dtype, self.parameters[0].dtype)
+        self._is_widened = stepped_in is not layout.dtype
+        self.shard = torch.zeros_like(self._sum, dtype=stepped_in) if self._is_widened else self._sum
         if values is None:
             values = allocator.allocate(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
         self.values = values
@@ -117,8 +124,8 @@ class ShardedBucket(Bucket):
 
     @property
     def reduced(self) -> Tensor:
-        """What this rank has of the sum after `wait`: its shard."""
-        return self.shard
+        """What this rank has of the sum after `wait`."""
+        return self._sum
 
     def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
         """As `Bucket.pack`; what is in `flat` is hidden in `p.grad`, so that the original's memory is free."""
@@ -135,14 +142,19 @@ class ShardedBucket(Bucket):
             super().launch(hooks, is_last=is_last)
             return
         self._version = self._versions()
-        self.work = self.transport.reduce_scatter(self.shard, self.flat)
+        self.work = self.transport.reduce_scatter(self._sum, self.flat)
 
     def wait(self) -> None:
-        """Return when the shard holds the sum over ranks."""
+        """Return when `reduced` holds this rank's part of the sum over ranks."""
         was_hooked = isinstance(self.work, HookWork)
         super().wait()
         if was_hooked and not self._is_in_place:
-            self.shard.copy_(self._own_of_flat)
+            self._sum.copy_(self._own_of_flat)
+
+    def unpack(self) -> None:
+        """`reduced` holds the mean: the shard does, too."""
+        if self._is_widened:
+            self.shard.copy_(self._sum)
 
     def publish(self, used_anywhere: Callable[[int], bool]) -> None:
         """As `Bucket.publish`."""
@@ -156,13 +168,21 @@ class ShardedBucket(Bucket):
             grad = reduced[self.layout.slots[index].parameter]
             if grad is None:
                 view.zero_()
-            else:
-                view.copy_(grad)
-                parameter.grad = self._stand_in(index)
+                continue
+            view.copy_(grad)
+            parameter.grad = self._stand_in(index)
+            if self._is_widened:  # by way of the view it would be rounded
+                self._fill_part(self.shard, index, grad)
         if self._gaps:
             torch._foreach_zero_(self._gaps)
-        if not self._is_in_place:
+        if not (self._is_in_place or self._is_widened):
             self.shard.copy_(self._own_of_flat)
+
+    def _fill_part(self, shard: Tensor, index: int, grad: Tensor) -> None:
+        """Put this rank's part of a whole gradient where it belongs in something that lies like the shard."""
+        piece = self.pieces[index]
+        part = in_memory_order(grad, self._homes[index])[piece.offset : piece.offset + piece.numel]
+        shard[piece.begin : piece.end].copy_(part)
 
     def _stand_in(self, index: int) -> Tensor:
         hidden = self._hidden[index]
@@ -311,15 +331,13 @@ class ShardedBucket(Bucket):
             return
         kept = self.shard.clone()
         for piece, grad in zip(self.pieces, grads, strict=True):
-            part = kept[piece.begin : piece.end]
             if grad is None:
-                part.zero_()
+                kept[piece.begin : piece.end].zero_()
                 continue
             if piece.index not in self._early:
                 self.parameters[piece.index].grad = None
             if not isinstance(grad, HiddenGradient):  # zeros, or what the user has put there, the same on all ranks
-                home = self._homes[piece.index]
-                part.copy_(in_memory_order(grad, home)[piece.offset : piece.offset + piece.numel])
+                self._fill_part(kept, piece.index, grad)
         self._carried = kept, held
 
     def put_back(self, *, add: bool) -> None:

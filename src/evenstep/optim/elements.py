@@ -129,6 +129,8 @@ class ElementDivision:
 
         Where it wrote nothing those are kept. Written by way of `p.data` it isn't noticed.
         """
+        if not self._master:
+            return
         if self._host_copy is None:  # else another rank's writing isn't counted here
             is_replaced = any(bucket.replaced() is not None for bucket in self._buckets)
             for bucket in self._buckets:
@@ -293,8 +295,7 @@ class ElementDivision:
         Args:
             path_of: Where a parameter's state belongs.
         """
-        if self._master:
-            self._arrive()
+        self._arrive()
         self._take_over_changes()
         told = self._tell_each_other()
         permuted = self._gather_permuted(told)

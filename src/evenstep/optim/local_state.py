@@ -1,0 +1,105 @@
+"""What an optimizer keeps on ranks that step on their own: to a checkpoint, and back.
+
+[Note: rows]
+
+    what is kept of a parameter     of every rank           in the checkpoint
+    a tensor of shape [...]         another one             one tensor of shape [ranks, ...], each rank writes its row
+    numbers, small tensors          another one             a list, one entry per rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from evenstep.errors import ConfigurationError
+from evenstep.optim.shards import Shard
+from evenstep.world import World
+
+_ROWS = "rows"
+
+
+def take_apart(optimizer: optim.Optimizer, world: World) -> tuple[dict[str, Any], list[Shard]]:
+    """Collective: the states of all ranks' optimizers, as pieces.
+
+    Args:
+        optimizer: This rank's.
+        world: The ranks.
+
+    Returns:
+        (what `put_together` takes without its rows, equal on all ranks; this rank's row of each tensor).
+
+    Raises:
+        ConfigurationError: Ranks keep tensors of different shapes. Raised on all of them.
+    """
+    whole = optimizer.state_dict()
+    kept: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for number, entries in whole["state"].items():
+        large = {key: value for key, value in entries.items() if isinstance(value, Tensor) and value.dim() > 0}
+        tensors[str(number)] = large
+        kept[str(number)] = {key: value for key, value in entries.items() if key not in large}
+    shapes = {n: {key: _told(value) for key, value in each.items()} for n, each in tensors.items()}
+    told = world.exchange({"state": kept, "shapes": shapes, "param_groups": whole["param_groups"]})
+    shards = []
+    for (number, key), (dtype, shape) in _agreed([each["shapes"] for each in told]).items():
+        values = tensors.get(number, {}).get(key)
+        row = torch.zeros(shape, dtype=getattr(torch, dtype)) if values is None else values.detach()
+        begin = world.rank * row.numel()
+        shards.append(Shard((_ROWS, number, key), (world.world_size, *shape), begin, row.reshape(-1)))
+    return {"ranks": told}, shards
+
+
+def put_together(state: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Local: a state dict for this rank's optimizer.
+
+    Args:
+        state: What `take_apart` returned, with the rows as tensors.
+        world: The ranks now. As many as there were: each has its own again. Others have the mean of all ranks'
+            tensors, and rank 0's numbers.
+    """
+    told, rows = state["ranks"], state.get(_ROWS, {})
+    if len(told) == world.world_size:
+        mine = told[world.rank]
+        found = {
+            int(number): {**entries, **{key: rows[number][key][world.rank] for key in mine["shapes"][number]}}
+            for number, entries in mine["state"].items()
+        }
+        return {"state": found, "param_groups": mine["param_groups"]}
+    found = {}
+    for number in sorted({int(number) for each in told for number in each["state"]}):
+        having = [rank for rank, each in enumerate(told) if str(number) in each["state"]]
+        first = told[having[0]]
+        found[number] = {
+            **first["state"][str(number)],
+            **{key: _mean(rows[str(number)][key][having]) for key in first["shapes"][str(number)]},
+        }
+    return {"state": found, "param_groups": told[0]["param_groups"]}
+
+
+def _told(value: Tensor) -> list[Any]:
+    return [str(value.dtype).removeprefix("torch."), list(value.shape)]
+
+
+def _agreed(shapes: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[tuple[str, str], tuple[str, tuple[int, ...]]]:
+    """By number of the parameter and name, dtype and shape of what some rank keeps. Pure."""
+    found: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
+    for rank, each in enumerate(shapes):
+        for number, entries in each.items():
+            for key, (dtype, shape) in entries.items():
+                told = dtype, tuple(shape)
+                if found.setdefault((number, key), told) != told:
+                    raise ConfigurationError(
+                        f"{key!r} of parameter {number} is {dtype} {list(shape)} on rank {rank} and "
+                        f"{found[number, key][0]} {list(found[number, key][1])} on a rank before it. Of an optimizer "
+                        f"whose state grows differently on each rank no checkpoint can be made."
+                    )
+    return found
+
+
+def _mean(rows: Tensor) -> Tensor:
+    """Of [ranks, ...]; of whole numbers the first."""
+    return rows.mean(0) if rows.is_floating_point() or rows.is_complex() else rows[0]

@@ -278,7 +278,7 @@ class World:
             tensor: [n, ...]; n may differ between ranks and be 0. A 0-dim tensor counts as [1].
 
         Returns:
-            [sum of n, ...], on every rank, on `tensor`'s device.
+            [sum of n, ...], on every rank, on `tensor`'s device. No gradient flows back through it.
 
         Raises:
             MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.

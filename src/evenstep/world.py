@@ -305,9 +305,11 @@ class World:
             raise ConfigurationError(f"broadcast_object: src={src!r}, but ranks are 0 to {self.world_size - 1}.")
         return broadcast_value(self.control, value, src)
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of rank, on every rank. Collective; the same kinds as `broadcast_object`."""
-        return exchange(self.control, value)
+    def exchange(self, value: Any, *, what: str = "an exchange of values") -> list[Any]:
+        """Every rank's value, in order of rank, on every rank. Collective; the same kinds as `broadcast_object`.
+
+        `what` is told to all ranks where some are at another exchange."""
+        return exchange(self.control, value, what=what)
 
     def main_first(self) -> contextlib.AbstractContextManager[bool]:
         """Rank 0 runs the block first (downloads, prepares); the others wait for it, as long as it takes, and follow.

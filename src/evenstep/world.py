@@ -278,7 +278,7 @@ class World:
             tensor: [n, ...]; n may differ between ranks and be 0. A 0-dim tensor counts as [1].
 
         Returns:
-            [sum of n, ...], on every rank, on `tensor`'s device.
+            [sum of n, ...], on every rank, on `tensor`'s device. No gradient flows back through it.
 
         Raises:
             MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.
@@ -305,9 +305,11 @@ class World:
             raise ConfigurationError(f"broadcast_object: src={src!r}, but ranks are 0 to {self.world_size - 1}.")
         return broadcast_value(self.control, value, src)
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of rank, on every rank. Collective; the same kinds as `broadcast_object`."""
-        return exchange(self.control, value)
+    def exchange(self, value: Any, *, what: str = "an exchange of values") -> list[Any]:
+        """Every rank's value, in order of rank, on every rank. Collective; the same kinds as `broadcast_object`.
+
+        `what` is told to all ranks where some are at another exchange."""
+        return exchange(self.control, value, what=what)
 
     def main_first(self) -> contextlib.AbstractContextManager[bool]:
         """Rank 0 runs the block first (downloads, prepares); the others wait for it, as long as it takes, and follow.

@@ -19,6 +19,7 @@ PROGRAMS = {
 SAYS = {
     "flat.py": r"18 parameters, stepped flat",
     "sharded.py": r"\d+ bytes of state here; the norm was \d+\.\d{3}",
+    "finetune.py": r"body trained too: True",
     "shared.py": r"a weight is 0\.5 of what it was",
     "precision.py": r"scale 256, 0 steps skipped",
     "rates.py": r"linear rule, times 4.*\n0\.0004 in the first step",

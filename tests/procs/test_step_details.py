@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import ConfigurationError, MismatchError, UsageError
 
 SIZES = pytest.mark.parametrize("nproc", [1, 2, 3])
 
@@ -427,3 +427,40 @@ def test_a_checkpointer_saves_where_ranks_have_the_same(ranks, fresh_seed, nproc
     for averaged, count in ranks.run(saved_alone, nproc, fresh_seed, str(tmp_path / "runs")):
         assert averaged == [False, False, True, False, False, True, False]
         assert count == 2
+
+
+# ---------------------------------------------------------------------- what only some ranks do
+
+
+def alone(seed: int) -> str:
+    """What this rank is told when rank 0 alone saves the optimizer."""
+    world = evenstep.init(quiet=True)
+    model = wrap(seed)
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+    backward(model, seed)
+    optimizer.step()
+    with pytest.raises(MismatchError) as caught:
+        optimizer.state_dict() if world.is_main else world.gather(torch.ones(2))
+    optimizer.state_dict()  # nobody waits for anybody
+    return str(caught.value)
+
+
+def test_a_state_dict_of_one_rank_alone_is_told_to_all(ranks, fresh_seed):
+    """The others' next values were taken for state: an error about unpacking."""
+    told = ranks.run(alone, 2, fresh_seed)
+    assert told[0] == told[1]
+    assert told[0].startswith(
+        "the ranks are at different calls. rank 0: a state_dict of an optimizer; rank 1: world.gather. Every rank"
+    )
+
+
+def test_torchs_wrapper_is_called_torchs(ranks):
+    with pytest.raises(Exception, match=r"not torch's DistributedDataParallel\. Wrap the model first"):
+        ranks.run(wrapped_by_torch, 1)
+
+
+def wrapped_by_torch() -> None:
+    evenstep.init(quiet=True)
+    theirs = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(theirs)  # without a process group
+    evenstep.ShardedOptimizer(theirs, torch.optim.AdamW, lr=0.1)

@@ -90,3 +90,20 @@ wait()
         "    wait()",
         "evenstep.errors.PeerLostError: gone",
     ]
+
+
+def test_a_users_mistake_is_told_with_the_users_line_and_not_pythons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+import contextlib
+from evenstep.errors import UsageError
+
+error = UsageError("so not")
+scope = {"error": error, "contextlib": contextlib}
+exec(compile("@contextlib.contextmanager\\ndef block():\\n    yield\\n    raise error", PACKAGES, "exec"), scope)
+with scope["block"]():
+    pass
+""".replace("PACKAGES", repr(str(Path(cli.__file__).with_name("some.py"))))
+    told = describe(raised_by_running(tmp_path, text, monkeypatch))
+    assert told.splitlines()[-1].strip() == f"at {tmp_path}/script.py, line 8, in <module>"

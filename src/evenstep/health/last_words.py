@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from evenstep.health.blame import CrashReport, write_report
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _MACHINERY = (str(_PACKAGE / "launcher"), "<frozen runpy>", "runpy.py")
+_PYTHONS_OWN = sysconfig.get_path("stdlib") + "/"  # such as contextlib, behind whose frames a `with` of ours raises
 _WORKER = str(_PACKAGE / "launcher" / "worker.py")
 
 
@@ -130,11 +132,11 @@ def _is_machinery(path: str) -> bool:
 
 
 def _where_the_user_called(tb: TracebackType | None) -> str:
-    """The innermost frame that belongs neither to evenstep nor to an installed package."""
+    """The innermost frame that belongs neither to evenstep nor to an installed package or python itself."""
     where = ""
     for frame in traceback.extract_tb(_without_machinery(tb)):
         path = frame.filename
-        if str(_PACKAGE) in path or "site-packages" in path or path.startswith("<"):
+        if str(_PACKAGE) in path or "site-packages" in path or path.startswith(("<", _PYTHONS_OWN)):
             continue
         where = f"{path}, line {frame.lineno}, in {frame.name}"
     return where

@@ -11,7 +11,7 @@ from torch import Tensor, optim
 from evenstep.optim.inner import copy_options, update_options
 from evenstep.optim.kinds import step_without_hooks
 from evenstep.optim.runs import Run, State, build_runs
-from evenstep.optim.shards import Shard
+from evenstep.optim.shards import STATE_DICT, Shard
 from evenstep.replica.bucket import view_like
 from evenstep.replica.host_copy import HostCopy
 from evenstep.replica.layout import Sharding
@@ -266,7 +266,7 @@ class ElementDivision:
                 mine[str(piece.parameter)] = [scalars, elements]
         told: dict[int, tuple[State, dict[str, str]]] = {}
         is_whole = self._world is None or all(bucket.num_shards == 1 for bucket in self._buckets)
-        for each in [mine] if is_whole or self._world is None else self._world.exchange(mine):
+        for each in [mine] if is_whole or self._world is None else self._world.exchange(mine, what=STATE_DICT):
             told |= {int(index): (scalars, elements) for index, (scalars, elements) in each.items()}
         return {index: told[index] for index in sorted(told)}
 

@@ -95,9 +95,10 @@ class ShardedOptimizer(DividedOptimizer):
     ) -> None:
         with telling_others(model):
             if not isinstance(model, DistributedDataParallel):
+                torchs = "torch's " if isinstance(model, nn.parallel.DistributedDataParallel) else "a "
                 raise ConfigurationError(
-                    f"ShardedOptimizer takes an evenstep.DistributedDataParallel, not a {type(model).__name__}. Wrap "
-                    f"the model first: model = evenstep.DistributedDataParallel(model)."
+                    f"ShardedOptimizer takes an evenstep.DistributedDataParallel, not {torchs}{type(model).__name__}. "
+                    f"Wrap the model first: model = evenstep.DistributedDataParallel(model)."
                 )
         self.model = model
         self._kind = kind

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+STATE_DICT = "a state_dict of an optimizer"  # what ranks are at, for those of them that aren't
+
 
 @dataclass(frozen=True)
 class Shard:

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from evenstep.optim.inner import copy_options, update_options
 from evenstep.optim.kinds import step_without_hooks
 from evenstep.optim.runs import MASTER, State
-from evenstep.optim.shards import Shard
+from evenstep.optim.shards import STATE_DICT, Shard
 from evenstep.replica.bucket import view_like
 from evenstep.world import World
 
@@ -186,7 +186,7 @@ class WholeDivision:
                 else:
                     scalars[str(index)][key] = value
         told: dict[int, State] = {}
-        for each in self._world.exchange(scalars) if self._world.world_size > 1 else [scalars]:
+        for each in self._world.exchange(scalars, what=STATE_DICT) if self._world.world_size > 1 else [scalars]:
             told |= {int(index): state for index, state in each.items()}
         return {index: told[index] for index in sorted(told)}, found
 

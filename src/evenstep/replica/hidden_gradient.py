@@ -106,8 +106,9 @@ class HiddenGradient(Tensor):
             otherwise = "an optimizer that is neither fused nor sharded, or no reduce_dtype"
         return UsageError(
             f"the gradient of {self.parameter_name!r} is {where}, and was read by {by}. Clip with "
-            f"evenstep.clip_grad_norm_(optimizer, ...) or evenstep.clip_grad_value_; what else needs whole gradients "
-            f"needs {otherwise}."
+            f"evenstep.clip_grad_norm_(optimizer, ...) or evenstep.clip_grad_value_; to log norms, "
+            f"evenstep.clip_grad_norm_([parameter], math.inf) returns one and changes nothing. What else needs whole "
+            f"gradients needs {otherwise}."
         )
 
     @property

@@ -267,8 +267,15 @@ class Readiness:
 
 def _accumulator(parameter: Tensor) -> Any:
     """The node of autograd that accumulates into `parameter.grad`. It lives only as long as somebody holds it."""
-    with torch.enable_grad():
-        node = parameter.expand_as(parameter).grad_fn
+    is_frozen = not parameter.requires_grad
+    if is_frozen:  # it has none meanwhile; when it is trained again, it has this one, which is held
+        parameter.requires_grad_()
+    try:
+        with torch.enable_grad():
+            node = parameter.expand_as(parameter).grad_fn
+    finally:
+        if is_frozen:
+            parameter.requires_grad_(False)
     assert node is not None
     return node.next_functions[0][0]
 

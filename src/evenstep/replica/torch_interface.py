@@ -347,7 +347,7 @@ class TorchInterface(TorchDistributedDataParallel):
             if parameter.requires_grad:
                 raise UsageError(
                     f"parameter {name!r} was frozen when the model was wrapped and is trained now; its gradient would "
-                    f"not be averaged. Unfreeze it before wrapping, or wrap the module again."
+                    f"not be averaged. Freeze parameters after wrapping, or wrap the module again."
                 )
         if registrations.counted != self._num_registrations:
             self._num_registrations = registrations.counted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from evenstep.errors import ConfigurationError, MismatchError
 from evenstep.transport.base import Transport
 from evenstep.transport.codec import decode, encode, to_bytes, to_tensor
 
+_NAME_BYTES = 64  # of a call's name, where ranks are at different ones
 
-def exchange(transport: Transport, value: Any) -> list[Any]:
+
+def exchange(transport: Transport, value: Any, *, what: str = "an exchange of values") -> list[Any]:
     """Every rank's value, in order of rank, on every rank.
 
     Collective: every rank calls this, in the same order.
@@ -20,14 +23,18 @@ def exchange(transport: Transport, value: Any) -> list[Any]:
     Args:
         transport: Carries the messages, on the CPU.
         value: What `encode` takes.
+        what: What the ranks are at. Values of one call would be nonsense in another.
 
     Raises:
+        MismatchError: Some ranks are at another call. Raised on all ranks.
         ConfigurationError: `encode` doesn't take some rank's value. Raised on all ranks.
     """
     data, is_problem = _encode_or_explain(value)
     numbers = torch.empty(2 * transport.world_size, dtype=torch.int64, device="cpu")
-    transport.all_gather(numbers, torch.tensor([len(data), is_problem], device="cpu")).wait()
-    lengths, problems = numbers.view(transport.world_size, 2).unbind(1)
+    transport.all_gather(numbers, torch.tensor([len(data), 2 * crc32(what.encode()) + is_problem], device="cpu")).wait()
+    lengths, headers = numbers.view(transport.world_size, 2).unbind(1)
+    if len(set((headers // 2).tolist())) > 1:
+        raise MismatchError(_different_calls(transport, what))
     longest = int(lengths.max())
     padded = to_tensor(data.ljust(longest, b"\0"))
     out = torch.empty(transport.world_size * longest, dtype=torch.uint8, device="cpu")
@@ -36,10 +43,22 @@ def exchange(transport: Transport, value: Any) -> list[Any]:
         to_bytes(row[: int(length)])
         for row, length in zip(out.view(transport.world_size, longest), lengths, strict=True)
     ]
-    for rank, problem in enumerate(problems.tolist()):
+    for rank, problem in enumerate((headers % 2).tolist()):
         if problem:
             raise ConfigurationError(f"exchange: on rank {rank} {told[rank].decode()}")
     return [decode(each) for each in told]
+
+
+def _different_calls(transport: Transport, what: str) -> str:
+    """Collective: what is said where ranks met in different calls."""
+    names = torch.empty(transport.world_size * _NAME_BYTES, dtype=torch.uint8, device="cpu")
+    transport.all_gather(names, to_tensor(what.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0"))).wait()
+    told = [to_bytes(row).rstrip(b"\0").decode(errors="replace") for row in names.view(transport.world_size, -1)]
+    where = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(told))
+    return (
+        f"the ranks are at different calls. {where}. Every rank makes the same calls, in the same order: look for a "
+        f"branch that only some ranks take, such as a state_dict of rank 0 alone."
+    )
 
 
 def broadcast_value(transport: Transport, value: Any, src: int) -> Any:
@@ -90,7 +109,7 @@ def gather_rows(transport: Transport, control: Transport, tensor: Tensor) -> Ten
         MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.
     """
     tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
-    seen = exchange(control, {"shape": list(tensor.shape), "dtype": str(tensor.dtype)})
+    seen = exchange(control, {"shape": list(tensor.shape), "dtype": str(tensor.dtype)}, what="world.gather")
     for rank, other in enumerate(seen):
         if other["shape"][1:] != seen[0]["shape"][1:] or other["dtype"] != seen[0]["dtype"]:
             raise MismatchError(

@@ -1,0 +1,80 @@
+"""Fine-tuning: layers that are frozen at first, and trained later, beside one process with torch's optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import evenstep
+
+# Which layers are trained, from which step on.
+GRADUALLY = {0: {4}, 2: {2, 4}, 4: {0, 2, 4}}
+IN_TURNS = {0: {2, 4}, 2: {0, 4}, 4: {0, 2}, 6: {0, 2, 4}}
+KINDS: dict[str, dict[str, Any]] = {
+    "stage 1": {},
+    "stage 2": {"shard_gradients": True},
+    "one copy": {"share_parameters": True},
+    "at boundaries": {"elementwise": False},
+}
+
+
+def build(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 3)).double()
+
+
+def choose(net: nn.Sequential, layers: set[int]) -> list[nn.Parameter]:
+    """Train these layers only; their parameters."""
+    for number in (0, 2, 4):
+        net[number].requires_grad_(number in layers)
+    return [parameter for number in sorted(layers) for parameter in net[number].parameters()]
+
+
+def fine_tune(net: nn.Sequential, model: Any, kind: str, plan: dict[int, set[int]], *, adds: bool, seed: int) -> Tensor:
+    """[numel], float64: the parameters in the end, of one process if `model` is None."""
+    chosen = choose(net, plan[0])  # after wrapping
+    given = chosen if adds else list(net.parameters())
+    if model is None or kind == "fuse":
+        optimizer: Any = torch.optim.AdamW(given, lr=1e-2)
+        if model is not None:
+            optimizer = evenstep.fuse(optimizer, model)
+    else:
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, given, lr=1e-2, **KINDS[kind])
+    known = {id(parameter) for parameter in given}
+    for step in range(9):
+        if step in plan:
+            late = [parameter for parameter in choose(net, plan[step]) if id(parameter) not in known]
+            if late:
+                optimizer.add_param_group({"params": late, "lr": 3e-3})
+                known |= {id(parameter) for parameter in late}
+        x = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + step))
+        if model is None:
+            net(x).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        else:
+            x = x[model.world.rank :: model.world.world_size]
+            model.backward(model(x).square().mean(), weight=len(x))
+            evenstep.clip_grad_norm_(optimizer, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def compare(seed: int, kind: str, plan: dict[int, set[int]], adds: bool) -> float:
+    evenstep.init(quiet=True)
+    net = build(seed)
+    got = fine_tune(net, evenstep.DistributedDataParallel(net), kind, plan, adds=adds, seed=seed)
+    return float((got - fine_tune(build(seed), None, kind, plan, adds=adds, seed=seed)).abs().max())
+
+
+@pytest.mark.parametrize("adds", [True, False], ids=["groups are added", "all from the start"])
+@pytest.mark.parametrize("plan", [GRADUALLY, IN_TURNS], ids=["gradually", "in turns"])
+@pytest.mark.parametrize("kind", [*KINDS, "fuse"])
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_layers_that_are_frozen_when_an_optimizer_is_made_are_trained_later(ranks, fresh_seed, nproc, kind, plan, adds):
+    if kind == "fuse" and adds:
+        pytest.skip("groups are added to the plain optimizer, before it is fused")
+    assert max(ranks.run(compare, nproc, fresh_seed, kind, plan, adds)) < 1e-12

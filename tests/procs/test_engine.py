@@ -810,6 +810,51 @@ def test_what_this_version_cannot_keep_in_step_is_refused(ranks):
     ranks.run(unfrozen, 2)
 
 
+def replaced(how):
+    """Other parameters under the names of those that were wrapped: all are told, as often as they go on."""
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    model(x, [0, 1]).sum().backward()
+    if how == "assigned":
+        model.module.load_state_dict({k: v.clone() for k, v in model.module.state_dict().items()}, assign=True)
+    else:
+        model.module.layers[0].weight = nn.Parameter(model.module.layers[0].weight.detach().clone())
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"'layers.0.weight' is another one than when the model was wrapped"):
+            model(x, [0, 1])
+    model = evenstep.DistributedDataParallel(model.module)
+    model(x, [0, 1]).sum().backward()
+    tied = model.module.layers[1]
+    tied.weight = model.module.layers[0].weight  # one that is known already
+    model(x, [0, 1]).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["assigned", "put there"])
+def test_a_parameter_that_was_replaced_is_named(ranks, how):
+    ranks.run(replaced, 2, how)
+
+
+def converted(there, back):
+    """Elsewhere, and perhaps back, as a program does that saves a model: autograd has other nodes then."""
+    model = evenstep.DistributedDataParallel(Branches(2, 4, 0))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for _ in range(2):
+        model.zero_grad()
+        model(x, [0, 1]).sum().backward()
+    model.zero_grad(set_to_none=back)
+    model.to(there)
+    if back:
+        model.to(torch.float64)
+    with pytest.raises(UsageError, match=r"'.*(was converted or moved|Convert or move a model before)"):
+        model(x if back else x.to(there), [0, 1]).sum().backward()
+
+
+@pytest.mark.parametrize("back", [True, False])
+@pytest.mark.parametrize("there", [torch.float32, torch.bfloat16])
+def test_a_model_that_was_converted_is_told_of(ranks, there, back):
+    ranks.run(converted, 2, there, back)
+
+
 def gradient_penalty():
     """torch.autograd.grad through the wrapped module averages nothing and disturbs nothing."""
     world = evenstep.init(quiet=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -279,6 +280,17 @@ def reads_of_gradients(seed: int) -> list[str]:
         lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
         lambda: torch.optim.SGD(model.parameters(), lr=1.0).step(),
+        lambda: weight.grad.tolist(),
+        lambda: weight.grad.numpy(),
+        lambda: np.asarray(weight.grad),
+        lambda: np.from_dlpack(weight.grad),  # what has no memory: this read anywhere, those below ended the process
+        lambda: torch.from_dlpack(weight.grad),
+        lambda: weight.grad.apply_(abs),
+        lambda: weight.grad.share_memory_(),
+        lambda: weight.grad.data_ptr(),
+        lambda: weight.grad.untyped_storage(),
+        lambda: weight.grad.data,
+        lambda: torch.add(torch.ones_like(weight), 1, out=weight.grad),
         lambda: optimizer.state[weight],
     ]
     told = []

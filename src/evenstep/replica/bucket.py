@@ -122,9 +122,21 @@ class Bucket:
                 into.append(view)
                 what.append(grad)
         self._fill(into, what, there, divide_by, totals)
-        for parameter, grad, instead in zip(self.parameters, grads, shown, strict=True):
+        for index, (parameter, grad, instead) in enumerate(zip(self.parameters, grads, shown, strict=True)):
             if grad is not None and grad is not instead:
-                parameter.grad = instead
+                try:
+                    parameter.grad = instead
+                except RuntimeError:
+                    raise self._converted(index, instead) from None
+
+    def _converted(self, index: int, then: Tensor | None) -> UsageError:
+        """The error for a parameter that doesn't take its gradient, by number of its slot."""
+        now, then = self.parameters[index], self.views[index] if then is None else then
+        return UsageError(
+            f"parameter {self.names[index]!r} is {str(now.dtype)[6:]} {list(now.shape)} on {now.device} now, and was "
+            f"{str(then.dtype)[6:]} {list(then.shape)} on {then.device} when the model was wrapped. Convert or move a "
+            f"model before wrapping it."
+        )
 
     def _fill(
         self,
@@ -282,6 +294,14 @@ def late_gradient(names: Sequence[str]) -> UsageError:
     return UsageError(
         f"{which} received another gradient in the same backward pass, after its bucket had been sent. Checkpoint "
         f"with use_reentrant=False, or do that part in a pass of its own."
+    )
+
+
+def moved_parameter(names: Sequence[str]) -> UsageError:
+    """The error for a parameter, the first of these, that autograd doesn't find where it was."""
+    return UsageError(
+        f"parameter {names[0]!r} was converted or moved after the model was wrapped, perhaps there and back. Convert "
+        f"or move a copy (copy.deepcopy(model.module)), or wrap the model again behind that."
     )
 
 

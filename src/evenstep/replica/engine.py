@@ -28,7 +28,7 @@ from evenstep.errors import UsageError
 from evenstep.health import page
 from evenstep.health.telemetry import BACKWARD
 from evenstep.replica import multiplied
-from evenstep.replica.bucket import Bucket, late_gradient
+from evenstep.replica.bucket import Bucket, late_gradient, moved_parameter
 from evenstep.replica.bucket_exchange import BucketExchange
 from evenstep.replica.carried import Carried
 from evenstep.replica.drift import build_watch
@@ -273,7 +273,7 @@ class Engine:
 
     def gradient_late(self, parameter: int) -> None:
         """See `readiness.Listener`."""
-        raise late_gradient([self.names[parameter]])
+        raise (moved_parameter if self.readiness.is_another(parameter) else late_gradient)([self.names[parameter]])
 
     def _plain_pass_ended(self) -> None:
         current = self._pass

@@ -78,7 +78,8 @@ class HiddenGradient(Tensor):
         if func is _UNSCALE:
             _unscale(*args, **(kwargs or {}))
             return None
-        hidden = next(each for each in _leaves(args) if isinstance(each, HiddenGradient))
+        given = _leaves((args, tuple((kwargs or {}).values())))  # `out=`, too
+        hidden = next(each for each in given if isinstance(each, HiddenGradient))
         if func is _aten.zero_.default:
             hidden.bucket.show_zeros(hidden.slot_number)
             return hidden
@@ -118,6 +119,15 @@ class HiddenGradient(Tensor):
         assert bucket is not None, "buckets live as long as the engine, and longer than what it puts into p.grad"
         return bucket
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """Nothing.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise self.refusal("data")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<HiddenGradient of {self.parameter_name!r} {list(self.shape)}, divided over the ranks>"
 
@@ -125,6 +135,33 @@ class HiddenGradient(Tensor):
         raise UsageError(
             f"the gradient of {self.parameter_name!r} is divided over the ranks and can't be copied or saved."
         )
+
+
+# What looks at memory without an operation that torch would ask about, and finds none: some of it ends the process.
+_BY_MEMORY = (
+    "__array__",
+    "__dlpack__",
+    "apply_",
+    "data_ptr",
+    "map2_",
+    "map_",
+    "numpy",
+    "share_memory_",
+    "storage",
+    "tolist",
+    "untyped_storage",
+)
+
+
+def _refuse(name: str) -> Callable[..., Any]:
+    def refused(self: HiddenGradient, *_: Any, **__: Any) -> Any:
+        raise self.refusal(name)
+
+    return refused
+
+
+for _name in _BY_MEMORY:
+    setattr(HiddenGradient, _name, _refuse(_name))
 
 
 def local_parts(gradients: Iterable[HiddenGradient]) -> list[Tensor]:

@@ -140,6 +140,10 @@ class Readiness:
             if not self._await(bucket):
                 self._vacant.append(bucket)  # complete, once the pass is known to be a real one
 
+    def is_another(self, parameter: int) -> bool:
+        """Whether a parameter was converted or moved: autograd has another node for it then, also when it is back."""
+        return _accumulator(self._parameters[parameter]) is not self._nodes[parameter]
+
     def any_has_come(self) -> bool:
         """Whether any parameter has received a gradient in this pass; looks at all of them."""
         everything = range(len(self._parameters))

@@ -350,14 +350,23 @@ class TorchInterface(TorchDistributedDataParallel):
                     f"not be averaged. Freeze parameters after wrapping, or wrap the module again."
                 )
         if registrations.counted != self._num_registrations:
-            self._num_registrations = registrations.counted
-            known = set(self._names)
-            new = [name for name, p in self.module.named_parameters() if name not in known and p.requires_grad]
+            counted = registrations.counted
+            trained = [(name, p) for name, p in self.settings.kept(self.module) if p.requires_grad]
+            known, own = set(self._names), set(map(id, self._module_parameters))
+            replaced = [name for name, p in trained if name in known and id(p) not in own]
+            if replaced:  # whose gradients would come where nobody looks
+                raise UsageError(
+                    f"parameter {replaced[0]!r} is another one than when the model was wrapped "
+                    f"(load_state_dict(assign=True), or an nn.Parameter put in its place); its gradient would not be "
+                    f"averaged. Copy into parameters instead, or wrap the model, and make its optimizer, behind that."
+                )
+            new = [name for name, _ in trained if name not in known]
             if new:
                 raise UsageError(
                     f"parameter {new[0]!r} was added after the model was wrapped; its gradient would not be averaged. "
                     f"Wrap the module again."
                 )
+            self._num_registrations = counted  # not before: who catches these is told again
 
     # ------------------------------------------------------------------ pickling
 

@@ -812,6 +812,7 @@ def test_what_this_version_cannot_keep_in_step_is_refused(ranks):
 
 def replaced(how):
     """Other parameters under the names of those that were wrapped: all are told, as often as they go on."""
+    evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Branches(2, 4, 0))
     x = torch.ones(2, 4, dtype=torch.float64)
     model(x, [0, 1]).sum().backward()
@@ -836,6 +837,7 @@ def test_a_parameter_that_was_replaced_is_named(ranks, how):
 
 def converted(there, back):
     """Elsewhere, and perhaps back, as a program does that saves a model: autograd has other nodes then."""
+    evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Branches(2, 4, 0))
     x = torch.ones(2, 4, dtype=torch.float64)
     for _ in range(2):
@@ -853,6 +855,24 @@ def converted(there, back):
 @pytest.mark.parametrize("there", [torch.float32, torch.bfloat16])
 def test_a_model_that_was_converted_is_told_of(ranks, there, back):
     ranks.run(converted, 2, there, back)
+
+
+def a_part_converted():
+    """torch moves what `p.grad` shows of a bucket along with the parameter; no other parameter of the bucket tells."""
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double())
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for _ in range(2):
+        model.zero_grad(set_to_none=False)
+        model(x).sum().backward()
+    model.module[2].float().double()
+    model.zero_grad(set_to_none=False)
+    with pytest.raises(UsageError, match=r"'2.bias' was converted or moved after"):
+        model(x).sum().backward()
+
+
+def test_a_part_of_a_model_that_was_converted_is_told_of(ranks):
+    ranks.run(a_part_converted, 2)
 
 
 def gradient_penalty():

@@ -12,7 +12,8 @@ from evenstep.checkpoint.plan import Policy
 from evenstep.checkpoint.snapshot import unwrapped
 from evenstep.checkpoint.storage import LocalDirectory, Storage
 from evenstep.checkpoint.streams import NAME as RANDOM
-from evenstep.errors import ConfigurationError, MismatchError
+from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.world import World
 
 LANES = "lanes"
@@ -53,6 +54,28 @@ def validate_objects(objects: Mapping[str, Any]) -> None:
         lacks = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(target, method, None))]
         if lacks:
             raise ConfigurationError(f"{name}= is a {type(value).__name__} without {' and '.join(lacks)}.")
+
+
+def validate_local(objects: Mapping[str, Any]) -> None:
+    """Refuse to save a run whose ranks' optimizers differ, unless who knows of that is among the objects.
+
+    Raises:
+        UsageError: The model has a `LocalUpdates`, and it isn't; or its optimizer is, too.
+    """
+    for model in objects.values():
+        local: Any = model.engine.local_by if isinstance(model, DistributedDataParallel) else None
+        if local is None:
+            continue
+        if not any(each is local for each in objects.values()):
+            raise UsageError(
+                "the model has a LocalUpdates, whose ranks keep different momenta. Give that to the Checkpointer, in "
+                "place of its optimizer: Checkpointer(..., model=model, local=local)."
+            )
+        name = next((name for name, each in objects.items() if each is local.optimizer), None)
+        if name is not None:
+            raise UsageError(
+                f"{name}= is the optimizer of a LocalUpdates, which saves what it keeps on every rank. Leave it out."
+            )
 
 
 def facts(

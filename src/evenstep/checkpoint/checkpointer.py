@@ -213,6 +213,7 @@ class Checkpointer:
         self._open()
         if self._last_saved is None:
             self._directory.refuse_later_than(self.num_steps)
+        arguments.validate_local(self._objects)
         self._commit_samples()
         self.num_steps += 1
         now = time.monotonic()
@@ -250,6 +251,7 @@ class Checkpointer:
         self._open()
         if self._last_saved is None:
             self._directory.refuse_later_than(self.num_steps)
+        arguments.validate_local(self._objects)
         self._note(metrics)
         self._save(waits=True, raises=True)
 

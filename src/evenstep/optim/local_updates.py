@@ -18,6 +18,8 @@ from evenstep import checks
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.optim.divided import DividedOptimizer
 from evenstep.optim.kinds import validate_optimizer
+from evenstep.optim.local_state import put_together, take_apart
+from evenstep.optim.shards import Shard
 from evenstep.optim.together import telling_others
 from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.replica.nonfinite import NonFiniteGuard, listed
@@ -39,8 +41,8 @@ class LocalUpdates:
     them empty. From now on backward passes of the model don't exchange gradients, until `close`: `p.grad` is this
     rank's mean, which may be clipped. Weights of `model.backward` count within a rank; all ranks count the same in a
     mean. What the optimizer keeps (momenta) stays each rank's own. A `Checkpointer` counts and saves the steps behind
-    which parameters are the same on all ranks; of momenta it saves one rank's, so a run that is resumed goes on with
-    the same bits only if the optimizer keeps none.
+    which parameters are the same on all ranks. It is given this object, and not the optimizer, whose state on every
+    rank is saved with it: `Checkpointer(..., model=model, local=local)`.
 
     A gradient that isn't finite is this rank's alone until parameters are averaged; then all ranks know of it, and do
     what the model's `on_nonfinite` says: "warn" says it once, with rank and parameter, on CPUs; "skip" has left out
@@ -99,7 +101,7 @@ class LocalUpdates:
         self.every = int(every)  # as plain numbers, whichever kind they are
         self.warmup_steps = int(warmup_steps)
         self.num_steps = 0
-        model.engine.stays_local = True
+        model.engine.local_by = self
         policy = model.settings.on_nonfinite
         self._policy = policy if policy in ("skip", "raise") or model.world.device.type == "cpu" else None
         self._look = NonFiniteGuard("skip", model.world, model.engine.transport)
@@ -232,7 +234,7 @@ class LocalUpdates:
         engine = self.model.engine
         if engine.stays_local:
             engine.end_local_window()
-            engine.stays_local = False
+            engine.local_by = None
             if self.model.world.world_size > 1:
                 drop_grads(engine.parameters)
 
@@ -240,8 +242,26 @@ class LocalUpdates:
         """How many steps have been made. Save parameters behind an average, where ranks have the same."""
         return {"num_steps": self.num_steps}
 
+    def state_shards(self) -> tuple[dict[str, Any], list[Shard]]:
+        """Collective: as `state_dict`, and all that the ranks' optimizers keep, which isn't the same.
+
+        Returns:
+            (equal on all ranks, this rank's pieces). `evenstep.Checkpointer` writes each rank's pieces; put together
+            they are what `load_state_dict` takes.
+
+        Raises:
+            ConfigurationError: What ranks keep has different shapes. Raised on all of them.
+        """
+        state, shards = take_apart(self.optimizer, self.model.world)
+        return {**self.state_dict(), **state}, shards
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from there.
+        """Go on from there. What is a checkpoint's has the optimizer's state, too.
+
+        On as many ranks as there were each has its own again; on others every rank has the mean of what all have kept.
+
+        Args:
+            state: What `state_dict` returned, or what a `Checkpointer` has put together of `state_shards`.
 
         Raises:
             ConfigurationError: It is no state of this class.
@@ -249,7 +269,10 @@ class LocalUpdates:
         where = "LocalUpdates.load_state_dict"
         if not isinstance(state, Mapping):
             raise checks.refuse(f"{where}: state", state, "what state_dict() returned")
-        self.num_steps = checks.whole(f"{where}: num_steps", state.get("num_steps"), least=0)
+        num_steps = checks.whole(f"{where}: num_steps", state.get("num_steps"), least=0)
+        if "ranks" in state:
+            self.optimizer.load_state_dict(put_together(state, self.model.world))
+        self.num_steps = num_steps
 
 
 def _has_divided(model: DistributedDataParallel) -> bool:

@@ -48,6 +48,7 @@ class Bucket:
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
         self.names = [names[slot.parameter] for slot in layout.slots]
         self.views = self._views_of(self.flat)
+        self._addresses_of_views = [view.data_ptr() for view in self.views]
         self.sent_views = self.views  # the same of what travels
         self.work: Work | None = None
         self.is_full = False
@@ -113,10 +114,12 @@ class Bucket:
         into: list[Tensor] = []
         what: list[Tensor] = []
         there: list[Tensor] = []
-        for grad, view in zip(grads, self.views, strict=True):
+        for index, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
             if grad is None:
                 view.zero_()
             elif grad is view:
+                if view.data_ptr() != self._addresses_of_views[index]:
+                    raise moved_parameter([self.names[index]])  # torch moves what `p.grad` is, too
                 there.append(view)
             else:
                 into.append(view)
@@ -258,6 +261,7 @@ class CastBucket(Bucket):
         super().__init__(layout, parameters, names, transport, allocator=allocator)
         self._own = torch.zeros(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
         self.views = self._views_of(self._own)
+        self._addresses_of_views = [view.data_ptr() for view in self.views]
 
     @property
     def is_zero(self) -> bool:

@@ -73,7 +73,8 @@ class Engine:
         self.readiness = Readiness(self.parameters, self.exchange.layout, self)
         self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
         self.synchronise = True  # whether the next backward pass ends the window
-        self.stays_local = self.is_apart = False  # local SGD: windows end on this rank; parameters differ between ranks
+        self.local_by: object = None  # local SGD: what lets windows end on this rank
+        self.is_apart = False  # local SGD: parameters differ between ranks
         self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
         self.num_reductions, self.has_learned_order = 0, False
         self.in_backward = InBackward(self.parameters if self._travels else ())
@@ -202,6 +203,11 @@ class Engine:
     def is_in_pass(self) -> bool:
         """Whether a backward pass is running."""
         return self._pass is not None
+
+    @property
+    def stays_local(self) -> bool:
+        """Whether windows end on this rank, and gradients aren't exchanged."""
+        return self.local_by is not None
 
     @property
     def is_accumulating(self) -> bool:

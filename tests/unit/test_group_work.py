@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,9 +52,21 @@ class Carried:
         self.future.wait()
 
 
+def gloos(compared: Heard, carried: Carried, ended: Callable[[Any], object] = lambda _: None) -> GloosWork:
+    return GloosWork(compared, carried, ended)  # type: ignore[arg-type]
+
+
+def test_who_has_waited_for_gloo_tells() -> None:
+    compared, carried, ended = Heard(), Carried(), list[Carried]()
+    work = gloos(compared, carried, ended.append)
+    carried.future.set_result([])
+    work.wait()
+    assert ended == [carried]
+
+
 def test_a_future_waits_for_what_gloo_carries_beside_the_rest() -> None:
     compared, carried, last, copy = Heard(), Carried(), Heard(), torch.zeros(2)
-    work = GroupWork([GloosWork(compared, carried), last], [copy], [(copy, torch.ones(2))])  # type: ignore[arg-type]
+    work = GroupWork([gloos(compared, carried), last], [copy], [(copy, torch.ones(2))])
     future = work.get_future()
     compared.end()
     last.end()
@@ -65,7 +78,7 @@ def test_a_future_waits_for_what_gloo_carries_beside_the_rest() -> None:
 
 def test_a_future_ends_with_the_first_that_fails() -> None:
     compared, carried, last = Heard(), Carried(), Heard()
-    work = GroupWork([GloosWork(compared, carried), last], [])  # type: ignore[arg-type]
+    work = GroupWork([gloos(compared, carried), last], [])
     future = work.get_future()
     last.end(MismatchError("they disagree"))
     with pytest.raises(RuntimeError, match="they disagree"):

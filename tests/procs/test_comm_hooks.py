@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import evenstep
@@ -211,6 +213,8 @@ def counted_in_tokens(gloo):
         grad = model.module.weight.grad
         found.append(None if grad is None else grad.unique().tolist())
         model.zero_grad()
+    if gloo:
+        world.close()
     return found
 
 
@@ -335,3 +339,99 @@ def wrong_results():
 
 def test_a_hooks_result_that_is_no_average_is_named(ranks):
     ranks.run(wrong_results, 2)
+
+
+# ---------------------------------------------------------------------- weights that are waited for in a pass
+
+
+def draw(seed, *shape):
+    """The same on all ranks."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def normalised_by_all(seed):
+    """A rank without samples takes part in statistics, in the middle of its pass, and sends all buckets behind that."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    alone = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
+    model = evenstep.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(alone))
+    model = evenstep.DistributedDataParallel(model, bucket_cap_mb=5e-5)
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    for step in range(4):
+        sizes = [4, 2 * (step % 2)]
+        xs = draw(seed + step, sum(sizes), 6).split(sizes)
+        x = xs[world.rank]
+        model.backward(model(x).square().mean(), weight=len(x))
+        alone(torch.cat(xs)).square().mean().backward()
+        assert_same([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+        model.zero_grad()
+        alone.zero_grad()
+
+
+def test_weights_are_known_before_others_wait_in_their_statistics(ranks, fresh_seed):
+    ranks.run(normalised_by_all, 2, fresh_seed)
+
+
+def through_two_models(seed, shares_group):
+    """An encoder and a decoder with hooks; rank 1 has no samples in some steps."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    alone = [nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)).double() for _ in range(2)]
+    models = [evenstep.DistributedDataParallel(copy.deepcopy(each), bucket_cap_mb=5e-5) for each in alone]
+    groups = [None if shares_group else dist.new_group() for _ in models]
+    for model, group in zip(models, groups, strict=True):
+        model.register_comm_hook(group, default_hooks.allreduce_hook)
+    for step in range(4):
+        sizes = [4, 2 * (step % 2)]
+        xs = draw(seed + step, sum(sizes), 6).split(sizes)
+        x = xs[world.rank]
+        models[1].backward(models[1](models[0](x)).square().mean(), weight=len(x))
+        alone[1](alone[0](torch.cat(xs))).square().mean().backward()
+        for model, other in zip(models, alone, strict=True):
+            assert_same([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
+            model.zero_grad()
+            other.zero_grad()
+    for group in groups:
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("shares_group", [False, True])
+def test_hooks_of_several_models_dont_wait_for_each_others_weights(ranks, fresh_seed, shares_group):
+    ranks.run(through_two_models, 2, fresh_seed, shares_group)
+
+
+def two_in_a_join(seed, is_weighted):
+    """Rank 0 leaves first; what the others send by way of a hook comes behind their telling it so."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    alone = [nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).double() for _ in range(2)]
+    models = [evenstep.DistributedDataParallel(copy.deepcopy(each), bucket_cap_mb=5e-5) for each in alone]
+    for model in models:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    xs = draw(seed, 4, 2, 3, 6)
+    with Join(models):
+        for step in range(2 if world.rank == 0 else 4):
+            for model in models:
+                loss = model(xs[step, world.rank]).square().mean()
+                model.backward(loss, weight=3) if is_weighted else loss.backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+                model.zero_grad()
+    for step, parts in enumerate(xs):
+        for other in alone:
+            loss = other(parts.flatten(0, 1) if step < 2 else parts[1]).square().mean()
+            (loss if is_weighted or step < 2 else loss / 2).backward()
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+            other.zero_grad()
+    for model, other in zip(models, alone, strict=True):
+        assert_same(list(model.parameters()), list(other.parameters()))
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_join_of_several_models_with_hooks(ranks, fresh_seed, is_weighted):
+    ranks.run(two_in_a_join, 2, fresh_seed, is_weighted)

@@ -223,6 +223,30 @@ def test_several_models_join_in_any_order(ranks, fresh_seed, nproc, through_both
     ranks.run(several_joined, nproc, fresh_seed, through_both, order, weighted)
 
 
+def joined_in_16_bits(seed):
+    """The unit of weights is asked for with a first bucket; ranks that have left hear of the window behind that."""
+    world = evenstep.init(quiet=True)
+    models = [evenstep.DistributedDataParallel(square(s).bfloat16(), bucket_cap_mb=1e-4) for s in (1, 2)]
+    modules = [square(s) for s in (1, 2)]
+    with Join(models, divide_by_initial_world_size=False):
+        for step in range(1 + world.rank):
+            for model in models:
+                model(batch(seed + step, rows=4).bfloat16()).square().mean().backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+                model.zero_grad()
+    for step in range(world.world_size):
+        for module in modules:
+            module(batch(seed + step, rows=4)).square().mean().backward()
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+            module.zero_grad()
+    for model, module in zip(models, modules, strict=True):
+        assert_same([p.double() for p in model.parameters()], module.parameters(), rtol=0, atol=0.02)
+
+
+def test_several_models_of_16_bits_join(ranks, fresh_seed):
+    ranks.run(joined_in_16_bits, 3, fresh_seed)
+
+
 def zero_redundancy(model, **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, when it is imported

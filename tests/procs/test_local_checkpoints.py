@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import evenstep
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import CheckpointError, ConfigurationError, UsageError
 from evenstep.testing import RankPool
 
 KINDS: dict[str, Any] = {
@@ -124,7 +124,8 @@ def without(what: str, where: Path) -> None:
     objects: dict[str, Any] = {"optimizer": optimizer}
     if what == "both":
         objects["local"] = local
-    with evenstep.Checkpointer(where, model=model, every_minutes=None, **objects) as checkpoint:
+    saved = torch.compile(model) if what == "compiled" else model
+    with evenstep.Checkpointer(where, model=saved, every_minutes=None, **objects) as checkpoint:
         with pytest.raises(UsageError, match="LocalUpdates"):
             checkpoint.save()
         with pytest.raises(UsageError, match=r"Leave it out|local=local"):
@@ -132,9 +133,42 @@ def without(what: str, where: Path) -> None:
         local.close()
 
 
-@pytest.mark.parametrize("what", ["alone", "both"])
+@pytest.mark.parametrize("what", ["alone", "both", "compiled"])
 def test_a_checkpoint_without_local_updates_is_refused(ranks: RankPool, tmp_path: Path, what: str) -> None:
     ranks.run(without, 2, what, tmp_path)
+
+
+def load_other(where: Path) -> tuple[str, int, int]:
+    """(what is said of a checkpoint of another model, steps and states that are loaded of it with strict=False)."""
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    local = evenstep.LocalUpdates(model, optimizer, every=3)
+    with evenstep.Checkpointer(where, model=model, local=local, every_minutes=None) as checkpoint:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.resume()
+        checkpoint.resume(strict=False)
+    local.close()
+    return str(caught.value), local.num_steps, len(optimizer.state)
+
+
+def save_narrow(where: Path) -> None:
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(nn.Linear(1, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    local = evenstep.LocalUpdates(model, optimizer, every=1)
+    model.backward(model(torch.ones(2, 1)).sum())
+    local.step()
+    with evenstep.Checkpointer(where, model=model, local=local, every_minutes=None) as checkpoint:
+        checkpoint.save()
+    local.close()
+
+
+def test_momenta_of_other_shapes_are_not_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(save_narrow, 2, tmp_path)
+    for said, num_steps, num_states in ranks.run(load_other, 2, tmp_path):
+        assert "local: rows.0.momentum_buffer was [2, 1], and its parameter is [2, 3] here" in said
+        assert (num_steps, num_states) == (0, 0)
 
 
 def grown() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,3 +106,11 @@ def test_groups_not_used_for_longest_make_room() -> None:
         assert len(pool.pids) == 2
         with pytest.raises(ConfigurationError, match="1 to 2 ranks"):
             pool.run(sum_of_ranks, 3)
+
+
+def test_the_start_of_processes_isnt_the_first_cases_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a busy machine a case failed in which nothing had been done yet."""
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(5)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with RankPool() as pool:
+        assert pool.run(double, 1, torch.ones(1), timeout_s=4.5)[0].tolist() == [2.0]

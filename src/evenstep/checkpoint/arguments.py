@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from torch import nn
+
 from evenstep import checks
 from evenstep.checkpoint.plan import Policy
 from evenstep.checkpoint.snapshot import unwrapped
@@ -63,6 +65,8 @@ def validate_local(objects: Mapping[str, Any]) -> None:
         UsageError: The model has a `LocalUpdates`, and it isn't; or its optimizer is, too.
     """
     for model in objects.values():
+        while not isinstance(model, DistributedDataParallel) and isinstance(model, nn.Module):
+            model = getattr(model, "_orig_mod", None)  # of a compiled one
         local: Any = model.engine.local_by if isinstance(model, DistributedDataParallel) else None
         if local is None:
             continue

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from evenstep.checkpoint.manifest import ObjectEntry
 from evenstep.checkpoint.snapshot import unwrapped
+from evenstep.optim.local_state import ROWS
+from evenstep.optim.local_updates import LocalUpdates
 
 # What optimizers keep of each parameter in the parameter's own shape.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
@@ -26,8 +28,11 @@ def differences(name: str, saved: ObjectEntry, target: Any) -> list[str]:
     target = unwrapped(target)
     if isinstance(target, nn.Module):
         return _module_differences(name, saved, target)
+    structure: Any = saved.structure if isinstance(saved.structure, dict) else {}
     if isinstance(getattr(target, "param_groups", None), list):
-        return _optimizer_differences(name, saved, target)
+        return _optimizer_differences(name, saved, structure.get("param_groups"), target)
+    if isinstance(target, LocalUpdates) and "ranks" in structure:
+        return _optimizer_differences(name, saved, structure["ranks"][0]["param_groups"], target.optimizer)
     return []
 
 
@@ -66,9 +71,7 @@ def _module_differences(name: str, saved: ObjectEntry, target: nn.Module) -> lis
     return lines
 
 
-def _optimizer_differences(name: str, saved: ObjectEntry, target: Any) -> list[str]:
-    structure = saved.structure if isinstance(saved.structure, dict) else {}
-    groups = structure.get("param_groups")
+def _optimizer_differences(name: str, saved: ObjectEntry, groups: Any, target: Any) -> list[str]:
     if not isinstance(groups, list):
         return [f"{name}: {saved.kind} was saved, which has no param_groups; it is a {_kind(target)} here"]
     lines = []
@@ -86,10 +89,11 @@ def _optimizer_differences(name: str, saved: ObjectEntry, target: Any) -> list[s
     for key, tensor in saved.tensors.items():
         first, _, rest = key.partition(".")
         index, _, what = rest.partition(".")
-        if first == "state" and index.isdigit() and what in _LIKE_PARAMETER and int(index) < len(parameters):
+        if first in ("state", ROWS) and index.isdigit() and what in _LIKE_PARAMETER and int(index) < len(parameters):
             shape = tuple(parameters[int(index)].shape)
-            if shape != tensor.shape:
-                lines.append(f"{name}: {key} was {list(tensor.shape)}, and its parameter is {list(shape)} here")
+            was = tensor.shape[1:] if first == ROWS else tensor.shape
+            if shape != was:
+                lines.append(f"{name}: {key} was {list(was)}, and its parameter is {list(shape)} here")
     return lines
 
 

@@ -19,7 +19,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.optim.shards import Shard
 from evenstep.world import World
 
-_ROWS = "rows"
+ROWS = "rows"  # what the tensors of all ranks stand under
 
 
 def take_apart(optimizer: optim.Optimizer, world: World) -> tuple[dict[str, Any], list[Shard]]:
@@ -49,7 +49,7 @@ def take_apart(optimizer: optim.Optimizer, world: World) -> tuple[dict[str, Any]
         values = tensors.get(number, {}).get(key)
         row = torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu") if values is None else values.detach()
         begin = world.rank * row.numel()
-        shards.append(Shard((_ROWS, number, key), (world.world_size, *shape), begin, row.reshape(-1)))
+        shards.append(Shard((ROWS, number, key), (world.world_size, *shape), begin, row.reshape(-1)))
     return {"ranks": told}, shards
 
 
@@ -61,7 +61,7 @@ def put_together(state: Mapping[str, Any], world: World) -> dict[str, Any]:
         world: The ranks now. As many as there were: each has its own again. Others have the mean of all ranks'
             tensors, and rank 0's numbers.
     """
-    told, rows = state["ranks"], state.get(_ROWS, {})
+    told, rows = state["ranks"], state.get(ROWS, {})
     if len(told) == world.world_size:
         mine = told[world.rank]
         found = {

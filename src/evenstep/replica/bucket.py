@@ -304,8 +304,9 @@ def late_gradient(names: Sequence[str]) -> UsageError:
 def moved_parameter(names: Sequence[str]) -> UsageError:
     """The error for a parameter, the first of these, that autograd doesn't find where it was."""
     return UsageError(
-        f"parameter {names[0]!r} was converted or moved after the model was wrapped, perhaps there and back. Convert "
-        f"or move a copy (copy.deepcopy(model.module)), or wrap the model again behind that."
+        f"parameter {names[0]!r} was converted or moved after the model was wrapped, perhaps there and back, or its "
+        f"p.grad.data was set. Convert or move a copy (copy.deepcopy(model.module)), or wrap the model again behind "
+        f"that; change a gradient in place (p.grad.copy_(...))."
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from evenstep.errors import UsageError
 from evenstep.health.telemetry import REDUCED, WAITING
+from evenstep.replica import multiplied
 from evenstep.replica.bucket import HALF_PRECISION, Bucket, CastBucket
 from evenstep.replica.comm_hook import CommHook, HookQueue
 from evenstep.replica.drift import NOTHING, DriftWatch
@@ -127,17 +128,39 @@ class BucketExchange:
         all_views = all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
         return all_views and bucket.is_zero
 
+    def weigh(self, window: Window) -> None:
+        """See `exchange.Exchange.weigh`; collective where there is a hook, which is handed means."""
+        if self._hooks is not None:
+            if self._units.is_due:
+                self._units.ask()
+            if self._uneven is not None:
+                self._uneven.announce_bucket()
+            self._total_weight.ask(window, self._units.of_window)
+
     def complete(self, bucket: int, window: Window) -> None:
         """See `exchange.Exchange.complete`."""
         if self._units.is_due:
             self._units.ask()
-        self._execute(self.reducer.complete(bucket), window)
+        if not self._waits_for_others(window):
+            self._execute(self.reducer.complete(bucket), window)
+
+    def _waits_for_others(self, window: Window) -> bool:
+        """Whether buckets go when the pass has ended: before that, others may wait for this rank elsewhere.
+
+        Before a bucket is handed to a hook weights of all ranks are waited for. Where a loss may go through several
+        models, a rank without samples tells that of one behind all of another. And ranks that have left a join of
+        several models are told when a window ends; a hook's calls may be of the group in which that is.
+        """
+        is_early = self._hooks is not None and (window.kind is Kind.WEIGHTED or self._uneven is not None)
+        return is_early and multiplied.are_several()
 
     def finish(self, window: Window) -> None:
         """See `exchange.Exchange.finish`."""
+        self.announce()  # before anything is waited for
         if self._units.is_due:
-            self.announce()
             self._units.ask()
+        if self._hooks is not None:
+            self._total_weight.ask(window, self._units.of_window)
         launches = list(self.reducer.finish())
         carrier = self._carrier if self._uneven is None else None  # who has left a join sends nothing beside
         last = None if carrier is None else self.buckets[launches.pop().bucket]
@@ -149,7 +172,6 @@ class BucketExchange:
         if isinstance(window.weight, Tensor):  # see `_pack`; what is in no bucket
             zero_where(window.weight == 0, [p.grad for p in self._parameters[self._num_dense :] if p.grad is not None])
         self._recorder.mark(WAITING)
-        self.announce()
         self._used = self._used_here()
         # Within a join some have left, and are made equal when it ends.
         told = NOTHING if self.drift is None or self._uneven is not None else self.drift.tell()
@@ -283,8 +305,6 @@ class BucketExchange:
         for action in actions:
             if self._uneven is not None:
                 self._uneven.announce_bucket()
-            if self._hooks is not None:
-                self._total_weight.ask(window, self._units.of_window)
             bucket = self.buckets[action.bucket]
             self._pack(bucket, window)
             bucket.launch(self._hooks, is_last=action.bucket == len(self.buckets) - 1)

@@ -367,6 +367,8 @@ class Engine:
         if self._window is None:
             self._window = Window()
         self._window.add(self._pass.kind, self._pass.weight, is_scaled=self._pass.is_scaled)
+        if self._pass.synchronised:
+            self.exchange.weigh(self._window)
 
     def _close_pass(self) -> None:
         current = self._pass

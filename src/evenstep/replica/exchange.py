@@ -65,6 +65,9 @@ class Exchange(Protocol):
     def is_clear(self, bucket: Bucket) -> bool:
         """Whether a bucket's gradients are its views and all zero, as far as that can be seen without waiting."""
 
+    def weigh(self, window: Window) -> None:
+        """The last pass of a window has begun, and its weight is counted: tell the others, if they need it early."""
+
     def complete(self, bucket: int, window: Window) -> None:
         """A bucket has all its gradients: send it when its turn comes."""
 

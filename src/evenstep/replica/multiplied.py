@@ -52,6 +52,11 @@ def enter(model: Reached) -> None:
     models[model] = None
 
 
+def are_several() -> bool:
+    """Whether a loss may go through more than one wrapped model."""
+    return len(models) > 1
+
+
 def _alive() -> list[Reached]:
     """Those that are told; another thread may wrap one meanwhile."""
     return [model for reference in models.keyrefs() if (model := reference()) is not None]
@@ -67,7 +72,7 @@ def begin(weight: float | Tensor, scale: float, *, is_scaled: bool, by: Reached)
         by: Whose `backward` it is; the others are told.
     """
     by_thread.setdefault(threading.get_ident(), []).append((weight, scale, is_scaled))
-    if len(models) > 1:
+    if are_several():
         for each in _alive():
             if each is not by:
                 each.expect_pass((weight, scale, is_scaled))
@@ -76,7 +81,7 @@ def begin(weight: float | Tensor, scale: float, *, is_scaled: bool, by: Reached)
 def end(*, by: Reached, has_failed: bool) -> None:
     """The last `begin` of this thread is over, or has raised an exception."""
     try:
-        if len(models) > 1:
+        if are_several():
             for each in _alive():
                 if each is not by:
                     each.expect_no_more(has_failed=has_failed)

@@ -52,6 +52,9 @@ class NoExchange:
         """See `exchange.Exchange.is_clear`; there are no buckets."""
         return False
 
+    def weigh(self, window: Window) -> None:
+        """See `exchange.Exchange.weigh`; there is nobody."""
+
     def complete(self, bucket: int, window: Window) -> None:
         """See `exchange.Exchange.complete`; there are no buckets."""
 

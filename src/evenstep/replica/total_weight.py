@@ -17,7 +17,9 @@ from evenstep.transport.base import Transport, Work
 class TotalWeight:
     """By what gradients of a weighted window are divided before a hook averages them.
 
-    A rank without samples doesn't know whether the others' passes have weights, so all ask in every window.
+    A rank without samples doesn't know whether the others' passes have weights, so all ask in every window. Who has a
+    pass asks as it begins, and waits for the answer in the middle of it, before the first bucket goes: by then nobody
+    may need this rank for asking, also who waits for it in the statistics of a SyncBatchNorm.
 
     Args:
         transport: Carries the sum.
@@ -30,10 +32,10 @@ class TotalWeight:
         self._asked: tuple[Work, Tensor] | None = None
 
     def ask(self, window: Window, unit: float) -> None:
-        """Collective, before the first bucket of a window: begin to add weights. Again in the same window: nothing.
+        """Collective, once a window's last pass has begun: begin to add weights. Again in the same window: nothing.
 
         Args:
-            window: This rank's, which is complete.
+            window: This rank's, to which nothing is added any more.
             unit: What weights were divided by before they multiplied gradients.
         """
         if self._asked is not None:

@@ -42,7 +42,7 @@ class TotalWeight:
             return
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if window.kind is Kind.WEIGHTED:
-            total += window.weight / unit
+            total += torch.as_tensor(window.weight / unit, dtype=total.dtype, device=self._device)
         self._asked = self._transport.all_reduce(total), total
 
     def divide(self, flat: Tensor) -> None:

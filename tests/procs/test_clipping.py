@@ -215,6 +215,27 @@ def test_nothing_is_read_on_the_host(ranks, fresh_seed, nproc):
         assert found == {way: [] for way in ("plain", "flat", "stage 1", "stage 2")}
 
 
+def norms_with_a_tensor_of_one(seed: int) -> list[float]:
+    """The norm behind clipping, by a number in a tensor with a dimension."""
+    world = evenstep.init(quiet=True)
+    norms = []
+    for by_group in (False, True):
+        model = evenstep.DistributedDataParallel(build(seed))
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, groups_of(model), lr=0.1)
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed + world.rank)).double()
+        model.backward(10 * model(x).square().mean(), weight=3)
+        limit = torch.tensor([1e-3])
+        evenstep.clip_grad_norm_(optimizer, [limit] * len(groups_of(model)) if by_group else limit, by_group=by_group)
+        norms += evenstep.clip_grad_norm_(optimizer, math.inf, by_group=by_group).view(-1).tolist()
+    return norms
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_largest_norm_in_a_tensor_of_one_number(ranks, fresh_seed, nproc):
+    for norms in ranks.run(norms_with_a_tensor_of_one, nproc, fresh_seed):
+        assert norms == [pytest.approx(1e-3, rel=2e-3)] * len(norms)
+
+
 def norms_of_16_bits(seed: int) -> list[float]:
     """Of the same gradients, whichever way they are there; the sums are made in float32."""
     world = evenstep.init(quiet=True)

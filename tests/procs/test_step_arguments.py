@@ -320,6 +320,43 @@ def test_a_shape_that_the_class_refuses_is_said_on_all_ranks(ranks, late):
         assert "Muon: Muon only supports 2D parameters" in heard
 
 
+class Empty(nn.Module):
+    """A linear layer, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.empty.sum()
+
+
+def parameter_without_elements(late: bool) -> tuple[str, bool]:
+    """Adafactor divides by the number of elements: (what a rank hears, whether the rest can be stepped)."""
+    evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Empty())
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.Adafactor, model.module.layer.parameters(), lr=0.1)
+    empty = [model.module.empty]
+    with pytest.raises(ConfigurationError) as caught:
+        _ = (
+            optimizer.add_param_group({"params": empty})
+            if late
+            else type(optimizer)(model, torch.optim.Adafactor, empty)
+        )
+    before = model.module.layer.weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return str(caught.value), not torch.equal(before, model.module.layer.weight)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_parameter_without_elements_that_the_class_cant_step_is_said_on_all_ranks(ranks, late):
+    for heard, was_stepped in ranks.run(parameter_without_elements, 2, late):
+        assert "Adafactor doesn't step a parameter of shape [0, 4], which has no elements (ZeroDivisionError" in heard
+        assert was_stepped
+
+
 def copies_of_optimizers() -> list[str]:
     """What copying says."""
     evenstep.init(quiet=True)
@@ -340,3 +377,41 @@ def test_a_divided_optimizer_is_not_copied(ranks):
     for heard in ranks.run(copies_of_optimizers, 2):
         assert len(heard) == 4
         assert all("can't be copied or pickled" in text and "state_dict()" in text for text in heard)
+
+
+def states_of_other_classes(way: str) -> tuple[str, float]:
+    """(what loading them says, by how much a state that an older torch has saved is off what was saved)."""
+    world = evenstep.init(quiet=True)
+    plain = build(1)
+    momentum = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    adam = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.OneCycleLR(adam, 0.1, total_steps=9)
+    plain(torch.ones(2, 6, dtype=torch.float64)).square().mean().backward()
+    momentum.step()
+    adam.step()
+    older = adam.state_dict()
+    for option in ("decoupled_weight_decay", "fused"):
+        del older["param_groups"][0][option]
+    model = evenstep.DistributedDataParallel(build(2), world=world)
+    own = torch.optim.AdamW(model.parameters(), lr=0.3)
+    flat = evenstep.fuse(own, model) if way == "flat" else None
+    optimizer = flat or evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.3, shard_gradients=way == "stage 2")
+    wrong = momentum if world.rank == 0 else torch.optim.Adadelta(plain.parameters())
+    with pytest.raises(ConfigurationError) as caught:
+        optimizer.load_state_dict(wrong.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    optimizer.load_state_dict(older)
+    loaded = optimizer.state_dict()["state"]
+    off = max(float((loaded[n]["exp_avg"] - state["exp_avg"]).abs().max()) for n, state in older["state"].items())
+    return str(caught.value), off
+
+
+@pytest.mark.parametrize("way", ["stage 1", "stage 2", "flat"])
+def test_a_state_of_another_class_is_refused_where_it_is_loaded(ranks, way):
+    for rank, (heard, off) in enumerate(ranks.run(states_of_other_classes, 2, way)):
+        strange = "rho" if rank == 1 else "dampening, momentum, nesterov"
+        assert f"on rank {rank}: parameter group 0 has " in heard
+        assert f"{strange}, and " in heard
+        assert "lacks betas" in heard
+        assert "it was saved from another class of optimizer than AdamW" in heard
+        assert off == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from typing import Any
 
@@ -464,3 +465,61 @@ def wrapped_by_torch() -> None:
     theirs = torch.nn.parallel.DistributedDataParallel.__new__(torch.nn.parallel.DistributedDataParallel)
     nn.Module.__init__(theirs)  # without a process group
     evenstep.ShardedOptimizer(theirs, torch.optim.AdamW, lr=0.1)
+
+
+class Wide(torch.optim.Optimizer):
+    """Element-wise, with state in dtypes of its own beside parameters of 16 bits, and a text."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {
+                        "sum": torch.zeros(p.shape),
+                        "count": torch.zeros(p.shape, dtype=torch.int64),
+                        "told": "x",
+                    }
+                state["count"].add_(1)
+                state["sum"].mul_(0.9).add_(p.grad.float())
+                p.copy_(p.float() - group["lr"] * state["sum"] / state["count"])
+
+
+def state_of_other_dtypes(seed: int, elementwise: bool) -> list[str]:
+    """What differs from the optimizer that isn't divided, when a group was added between two steps."""
+    evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    first = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 5)).bfloat16()
+    models = [evenstep.DistributedDataParallel(copy.deepcopy(first), bucket_cap_mb=1e-4) for _ in range(2)]
+    heads, bodies = ([list(model.module[n].parameters()) for model in models] for n in (0, 1))
+    optimizers = [evenstep.ShardedOptimizer(models[0], Wide, heads[0], elementwise=elementwise), Wide(heads[1])]
+    for step in range(5):
+        x = torch.randn(4, 6).bfloat16()
+        for model, optimizer, body in zip(models, optimizers, bodies, strict=True):
+            if step == 3:
+                optimizer.add_param_group({"params": body})
+            model(x).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+    named = zip(models[0].module.named_parameters(), models[1].module.parameters(), strict=True)
+    wrong = [name for (name, ours), theirs in named if not torch.equal(ours, theirs)]
+    ours, theirs = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for number, state in theirs.items():
+        for key, value in state.items():
+            other = ours[number][key]
+            is_same = value == other if key == "told" else value.dtype is other.dtype and torch.equal(value, other)
+            if not is_same:
+                wrong.append(f"{key} of {number}")
+    return wrong
+
+
+@pytest.mark.parametrize("elementwise", [False, True])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_state_keeps_the_dtype_that_its_optimizer_chose_when_a_group_is_added(ranks, fresh_seed, nproc, elementwise):
+    assert ranks.run(state_of_other_dtypes, nproc, fresh_seed, elementwise) == [[]] * nproc

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.optim.divided import defaults_of
+from evenstep.optim.kinds import step_without_hooks
 
 Groups = list[Any]
 
@@ -61,11 +62,25 @@ def try_out(kind: type[optim.Optimizer], params: Groups, arguments: Mapping[str,
 def try_whole(kind: type[optim.Optimizer], groups: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> None:
     """Make an optimizer that is thrown away: its class may refuse a shape, which only that parameter's owner would see.
 
+    What has no elements is stepped, too, as nothing is lost: some classes divide by their number.
+
     Raises:
-        ConfigurationError: It does.
+        ConfigurationError: It does, or can't step what has no elements.
     """
     with torchs_refusals(kind):
         kind([dict(group) for group in groups], **arguments)
+    for group in groups:
+        for shape in {tuple(parameter.shape) for parameter in group["params"] if not parameter.numel()}:
+            nobodys = nn.Parameter(torch.empty(shape, device="cpu"))
+            nobodys.grad = torch.empty_like(nobodys)
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            try:
+                step_without_hooks(kind)(kind([{**options, "params": [nobodys]}], **arguments))
+            except Exception as error:
+                raise ConfigurationError(
+                    f"{kind.__name__} doesn't step a parameter of shape {list(shape)}, which has no elements "
+                    f"({type(error).__name__}: {error}). Leave it out of the optimizer's parameters."
+                ) from None
 
 
 @contextlib.contextmanager

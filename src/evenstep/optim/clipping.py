@@ -287,6 +287,7 @@ def _limits(max_norm: Any, num_groups: int, *, by_group: bool) -> tuple[list[Any
     limits = list(max_norm) if is_list else [max_norm] * num_groups
     if len(limits) != num_groups:
         raise checks.refuse("clip_grad_norm_: max_norm", max_norm, f"a number, or one for each of {num_groups} groups")
+    limits = [each.reshape(()) if isinstance(each, Tensor) and each.numel() == 1 else each for each in limits]
     told: list[float | None] = []
     for limit in limits if is_list else limits[:1]:
         if isinstance(limit, Tensor) and limit.numel() == 1 and limit.device.type != "cpu":

@@ -13,6 +13,7 @@ from evenstep.errors import ConfigurationError, UsageError
 from evenstep.optim.elements import ElementDivision
 from evenstep.optim.kinds import is_divided
 from evenstep.optim.runs import State
+from evenstep.optim.together import telling_others
 from evenstep.optim.whole import WholeDivision
 from evenstep.replica.distributed import DistributedDataParallel
 
@@ -28,6 +29,8 @@ class DividedOptimizer(optim.Optimizer):
 
     model: DistributedDataParallel | None
     _division: Division | None = None
+    _kind: type[optim.Optimizer]
+    _defaults_given: Mapping[str, Any]  # the arguments of `_kind`
     _index_of: dict[int, int]  # by id of the parameter
     _names: Sequence[str]  # by index
     _rank: int = 0
@@ -84,14 +87,18 @@ class DividedOptimizer(optim.Optimizer):
         Every rank gives the same.
 
         Raises:
-            ConfigurationError: It is no state dict, or a tensor of it doesn't have its parameter's shape.
+            ConfigurationError: It is no state dict, or that of another class of optimizer, or a tensor of it doesn't
+                have its parameter's shape. Nothing was taken up.
             ValueError: torch's own, where parameter groups don't match.
         """
-        _validate_state_dict(state_dict)
+        with telling_others(self):
+            _validate_state_dict(state_dict)
         heard: list[Mapping[str, Any]] = []
 
         def take_state(_: optim.Optimizer, given: Any) -> dict[str, Any]:
-            self._validate_loaded(given)
+            with telling_others(self):
+                self._validate_options(given)
+                self._validate_loaded(given)
             heard.append(given)
             return {**given, "state": {}}
 
@@ -107,7 +114,7 @@ class DividedOptimizer(optim.Optimizer):
             state = heard[0]["state"].get(number)
             if state:
                 by_index[self._index_of[id(parameter)]] = dict(state)
-        self._divided.take_up(by_index)
+        self._divided.take_up(by_index, is_loaded=True)
 
     @property
     def state_bytes(self) -> int:
@@ -155,6 +162,18 @@ class DividedOptimizer(optim.Optimizer):
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         return list(zip(saved, self._all_parameters(), strict=False))
 
+    def _validate_options(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise for the state of another class, in which the first step would look in vain for what it keeps."""
+        for number, group in enumerate(state_dict["param_groups"]):
+            strange = group.keys() - {"initial_lr"}.union(*self.param_groups)
+            lacking = _lacks(self._kind, self._defaults_given, group) if strange else set()
+            if lacking:  # what is strange alone may be a scheduler's, or another version's
+                raise ConfigurationError(
+                    f"load_state_dict on rank {self._rank}: parameter group {number} has {', '.join(sorted(strange))}, "
+                    f"and lacks {', '.join(sorted(lacking))}: it was saved from another class of optimizer than "
+                    f"{self._kind.__name__}. Make one of the class that was saved, or load no state."
+                )
+
     def _validate_loaded(self, state_dict: Mapping[str, Any]) -> None:
         if not self._divided.elementwise:
             return  # its optimizer's state has shapes of its own
@@ -177,6 +196,14 @@ def _validate_state_dict(given: Any) -> None:
         raise checks.refuse("load_state_dict: the state of a parameter", wrong[0], "values by name")
 
 
+def _lacks(kind: type[optim.Optimizer], arguments: Mapping[str, Any], group: Mapping[str, Any]) -> set[str]:
+    """Options of a class that a saved group lacks, but for those that the class adds to what older versions saved."""
+    tried = _try_out(kind, arguments)
+    wanted = set(tried.param_groups[0])
+    tried.load_state_dict({"state": {}, "param_groups": [{**group, "params": [0]}]})
+    return wanted - tried.param_groups[0].keys()
+
+
 class _DividedState(dict[Any, Any]):
     """`optimizer.state`: empty, and an error for whoever looks up a parameter in it."""
 
@@ -195,4 +222,8 @@ def without_state() -> dict[Any, Any]:
 
 def defaults_of(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What a class's arguments mean, as it says itself: asked with a parameter that is nobody's."""
-    return kind([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **arguments).defaults
+    return _try_out(kind, arguments).defaults
+
+
+def _try_out(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> optim.Optimizer:
+    return kind([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **arguments)

@@ -211,11 +211,12 @@ class ElementDivision:
         self._inner.param_groups.clear()
         self._inner.state.clear()
 
-    def take_up(self, kept: Mapping[int, State]) -> None:
+    def take_up(self, kept: Mapping[int, State], *, is_loaded: bool = False) -> None:
         """Keep a state, cut to this rank's shards.
 
         Args:
             kept: By index of the parameter, with tensors of the parameter's shape.
+            is_loaded: It comes from a state dict, so it is converted to what is stepped, as torch does.
         """
         self._buckets = [b for b in self._exchange.sharded_buckets if _owner_of(b) == self.owner]
         self._arrive()
@@ -225,7 +226,9 @@ class ElementDivision:
         self._runs = [
             run
             for bucket in self._buckets
-            for run in build_runs(bucket, lambda index: shardings[index][1], kept, master=self._master)
+            for run in build_runs(
+                bucket, lambda index: shardings[index][1], kept, master=self._master, is_loaded=is_loaded
+            )
         ]
         groups = self._groups()
         inner_groups = []

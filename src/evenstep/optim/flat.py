@@ -74,6 +74,7 @@ class FlatOptimizer(DividedOptimizer):
         parameters: Sequence[Any] = self._all_parameters() if replicated is None else replicated.engine.parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._names = list(map(str, range(len(parameters)))) if replicated is None else replicated.engine.names
+        self._rank = 0 if replicated is None else replicated.world.rank
         buckets: ShardedExchange | LocalBuckets
         if replicated is None:
             buckets = LocalBuckets(parameters, self._groups_by_index())
@@ -83,6 +84,7 @@ class FlatOptimizer(DividedOptimizer):
         owner = next(iter(buckets.shardings.values()))[0].owner if replicated is None else self._owner
         # Of the defaults, those that are arguments: some are what a class has derived from them.
         given = {k: v for k, v in optimizer.defaults.items() if k in inspect.signature(kind).parameters}
+        self._defaults_given = given
         self._division = ElementDivision(buckets, owner, kind, given, lambda: self.param_groups, None, master=False)
         self.load_state_dict(saved)
 

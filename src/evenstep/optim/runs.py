@@ -91,6 +91,7 @@ def build_runs(
     wholes: Mapping[int, State],
     *,
     master: bool,
+    is_loaded: bool,
 ) -> Iterator[Run]:
     """The runs of one bucket's shard, with their part of the state.
 
@@ -99,13 +100,18 @@ def build_runs(
         group_of: Number of the parameter group of a parameter (by index).
         wholes: By index of the parameter its state, with tensors of the parameter's shape.
         master: Keep values of 16 bits in float32.
+        is_loaded: The state takes on the values' dtype; else it keeps the one that its optimizer has chosen.
     """
 
     def kind(piece: Piece) -> Hashable:
         state, parameter = wholes.get(piece.parameter, {}), bucket.parameters[piece.index]
         scalars = {k: v for k, v in state.items() if not is_divided(k, v, parameter)}
         numbers = tuple(sorted((key, repr(_number(value))) for key, value in scalars.items()))
-        return group_of(piece.parameter), numbers, tuple(sorted(state.keys() - scalars.keys()))
+        return (
+            group_of(piece.parameter),
+            numbers,
+            tuple(sorted((k, str(v.dtype)) for k, v in state.items() if k not in scalars)),
+        )
 
     # Of a parameter without elements every rank has the whole, and its state: torch's optimizers keep one.
     here = [piece for piece in bucket.pieces if piece.numel or not bucket.parameters[piece.index].numel()]
@@ -114,18 +120,19 @@ def build_runs(
         group = group_of(pieces[0].parameter)
         values = bucket.own[pieces[0].begin : pieces[-1].end].detach()
         run = Run(bucket, pieces, group, values.float() if master and values.dtype in HALF_PRECISION else values)
-        _fill(run, [wholes.get(piece.parameter, {}) for piece in pieces])
+        _fill(run, [wholes.get(piece.parameter, {}) for piece in pieces], is_loaded=is_loaded)
         yield run
 
 
-def _fill(run: Run, states: Sequence[State]) -> None:
+def _fill(run: Run, states: Sequence[State], *, is_loaded: bool) -> None:
     """Cut this run's part out of its parameters' states."""
     for key, value in states[0].items():
         parameter = run.bucket.parameters[run.pieces[0].index]
         if not is_divided(key, value, parameter):
             run.state[key] = value.clone() if isinstance(value, Tensor) else value
             continue
-        into = run.values if key == MASTER else torch.zeros_like(run.values)
+        dtype = run.values.dtype if is_loaded else value.dtype
+        into = run.values if key == MASTER else torch.zeros_like(run.values, dtype=dtype)
         for piece, state in zip(run.pieces, states, strict=True):
             home = run.bucket.parameters[piece.index]
             run.part(into, piece).copy_(in_memory_order(state[key], home)[piece.offset : piece.offset + piece.numel])

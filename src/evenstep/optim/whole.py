@@ -100,11 +100,12 @@ class WholeDivision:
 
     # ------------------------------------------------------------------ state
 
-    def take_up(self, kept: Mapping[int, State]) -> None:
+    def take_up(self, kept: Mapping[int, State], *, is_loaded: bool = False) -> None:
         """Keep the part of a state that belongs to this rank's parameters.
 
         Args:
             kept: By index of the parameter.
+            is_loaded: It comes from a state dict, so it is converted to the parameters' dtypes, as torch does.
         """
         group_of = self._groups_by_index()
         self._owners = plan_owners({i: self._parameters[i].numel() for i in group_of}, self._world.world_size)
@@ -124,7 +125,7 @@ class WholeDivision:
         if states:
             self._inner.load_state_dict({"state": states, "param_groups": packed["param_groups"]})
             for number, state in states.items():
-                _keep_precision(self._inner.state[mine[number]], state)
+                _keep_as_it_was(self._inner.state[mine[number]], state, is_loaded=is_loaded)
 
     def _without_master(self, index: int, state: State) -> State:
         """A value that was kept in full precision becomes the parameter's: here nothing is kept beside it."""
@@ -201,9 +202,14 @@ class WholeDivision:
         return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
 
 
-def _keep_precision(loaded: State, given: State) -> None:
-    """Numbers such as NAdam's products stay in their dtype: torch loads them in the parameter's."""
+def _keep_as_it_was(loaded: State, given: State, *, is_loaded: bool) -> None:
+    """Numbers such as NAdam's products stay in their dtype, and texts are no lists: torch loads them otherwise.
+
+    What was not loaded, but only taken up again, keeps all dtypes, which its optimizer may have chosen.
+    """
     for key, value in given.items():
         there = loaded.get(key)
-        if isinstance(value, Tensor) and value.dim() == 0 and isinstance(there, Tensor):
+        if isinstance(value, Tensor) and isinstance(there, Tensor) and (value.dim() == 0 or not is_loaded):
             loaded[key] = value.detach().clone().to(there.device)
+        elif isinstance(value, str):
+            loaded[key] = value

@@ -142,6 +142,35 @@ def test_post_local_sgd_averages_in_its_subgroup(ranks, fresh_seed):
     ranks.run(local_steps, 4, fresh_seed)
 
 
+def power_of_two_models(seed: int) -> float:
+    """Two models in one backward pass, several buckets each, before compression begins: by how much too far off."""
+    world = evenstep.init(quiet=True)
+    found = []
+    for has_hook in (False, True):
+        torch.manual_seed(seed)
+        models = [
+            evenstep.DistributedDataParallel(
+                nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))).double(), bucket_cap_mb=1e-4
+            )
+            for _ in range(2)
+        ]
+        for model in models if has_hook else ():
+            state = powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=100)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        for step in range(20):
+            generator = torch.Generator().manual_seed(seed + 10 * step + world.rank)
+            for model in models:
+                model.zero_grad()
+            models[1](models[0](torch.randn(3, 4, dtype=torch.float64, generator=generator))).square().mean().backward()
+        found.append(torch.cat([p.grad.reshape(-1) for model in models for p in model.parameters()]))
+    return float((found[0] - found[1]).abs().max())
+
+
+def test_several_models_take_turns_in_the_same_order_on_all_ranks(ranks, fresh_seed):
+    for nproc in (1, 2, 3):
+        assert max(ranks.run(power_of_two_models, nproc, fresh_seed)) < 1e-12
+
+
 def zero_hooks():
     """The errors of the hooks that overlap torch's ZeroRedundancyOptimizer, for our class and torch's."""
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook

@@ -1,4 +1,4 @@
-"""What an optimizer keeps on ranks that step on their own: to a checkpoint, and back.
+"""What an optimizer keeps on ranks that step on their own: to a checkpoint, back, and the same on all of them.
 
 [Note: rows]
 
@@ -35,7 +35,45 @@ def take_apart(optimizer: optim.Optimizer, world: World) -> tuple[dict[str, Any]
     Raises:
         ConfigurationError: Ranks keep tensors of different shapes. Raised on all of them.
     """
+    return _take_apart(optimizer.state_dict(), world)
+
+
+def make_equal(optimizer: optim.Optimizer, world: World) -> None:
+    """Collective: every optimizer keeps the mean of all ranks' tensors, and the first rank's numbers.
+
+    Its parameter groups stay as they are.
+
+    Args:
+        optimizer: This rank's.
+        world: The ranks.
+
+    Raises:
+        ConfigurationError: Ranks keep tensors of different shapes, or what no message can carry. Raised on all of
+            them; nothing was changed.
+    """
     whole = optimizer.state_dict()
+    state, shards = _take_apart({**whole, "param_groups": []}, world)
+    told = state["ranks"]
+    means: dict[str, dict[str, Tensor]] = {}
+    for shard in shards:
+        number, key = map(str, shard.path[1:])
+        having = [rank for rank, each in enumerate(told) if key in each["shapes"].get(number, {})]
+        values = shard.values.to(world.device, copy=True)
+        flat = torch.view_as_real(values) if values.is_complex() else values
+        if flat.is_floating_point():
+            world.transport.all_reduce(flat).wait()  # who has none gives zeros
+            flat /= len(having)
+        else:
+            world.transport.broadcast(flat, having[0]).wait()
+        means.setdefault(number, {})[key] = values.view(shard.shape[1:])
+    found: dict[int, dict[str, Any]] = {}
+    for each in reversed(told):  # the first rank that has something is the last to say it
+        for number, entries in each["state"].items():
+            found[int(number)] = {**entries, **means.get(number, {})}
+    optimizer.load_state_dict({**whole, "state": found})
+
+
+def _take_apart(whole: Mapping[str, Any], world: World) -> tuple[dict[str, Any], list[Shard]]:
     kept: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     for number, entries in whole["state"].items():

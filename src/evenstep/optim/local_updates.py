@@ -18,7 +18,7 @@ from evenstep import checks
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.optim.divided import DividedOptimizer
 from evenstep.optim.kinds import validate_optimizer
-from evenstep.optim.local_state import put_together, take_apart
+from evenstep.optim.local_state import make_equal, put_together, take_apart
 from evenstep.optim.shards import Shard
 from evenstep.optim.together import telling_others
 from evenstep.replica.distributed import DistributedDataParallel
@@ -110,10 +110,10 @@ class LocalUpdates:
         self._has_warned = False
         self._scaler: torch.amp.GradScaler | None = None
         if model.engine.drift is not None:
-            model.engine.drift.doubt()  # momenta stay each rank's own, also behind the last average
+            model.engine.drift.pause()
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> bool:
-        """Step on this rank's gradients. Collective if parameters are averaged now; returns whether they were.
+        """Step on this rank's gradients. Collective if parameters are averaged now; returns whether they are equal.
 
         Args:
             scaler: The `torch.amp.GradScaler` by which losses were scaled: it steps the optimizer, and is updated.
@@ -128,9 +128,11 @@ class LocalUpdates:
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             with telling_others(self.model):
                 raise checks.refuse("LocalUpdates.step: scaler", scaler, "a torch.amp.GradScaler, or None")
-        engine.end_local_window()
+        is_open = self._is_open
+        if is_open:
+            engine.end_local_window()
         is_scaled = scaler is not None and scaler.is_enabled()
-        if engine.was_scaled and not is_scaled and any(p.grad is not None for p in engine.parameters):
+        if is_open and engine.was_scaled and not is_scaled and any(p.grad is not None for p in engine.parameters):
             raise UsageError(
                 "LocalUpdates.step: the gradients were scaled by a GradScaler. Call local.step(scaler=scaler), in "
                 "place of scaler.step and scaler.update."
@@ -140,14 +142,22 @@ class LocalUpdates:
             scaler.step(self.optimizer)
             scaler.update()
         else:
-            self._look_at_gradients()
+            if is_open:
+                self._look_at_gradients()
             self.optimizer.step()
         self.num_steps += 1
-        self.model.engine.is_apart = True
+        if not is_open:
+            return True
+        engine.is_apart = True
         is_due = self.num_steps <= self.warmup_steps or (self.num_steps - self.warmup_steps) % self.every == 0
         if is_due:
             self.average()
         return is_due
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether ranks step on their own."""
+        return self.model.engine.local_by is self
 
     @torch.no_grad()
     def average(self) -> None:
@@ -228,19 +238,33 @@ class LocalUpdates:
     def close(self) -> None:
         """Collective: average once more; from now on backward passes exchange gradients again.
 
-        Gradients that there are belong to this rank alone, and are dropped.
+        What the optimizer keeps becomes the same on all ranks, too: the mean of tensors, rank 0's numbers. With momenta
+        of their own ranks would step differently on equal gradients. Gradients that there are belong to this rank
+        alone, and are dropped. Behind it `step` is the optimizer's.
+
+        Raises:
+            NonFiniteError: See the class. Ranks still step on their own.
         """
+        world = self.model.world
+        if not self._is_open:
+            return
         self.average()
-        engine = self.model.engine
-        if engine.stays_local:
-            engine.end_local_window()
-            engine.local_by = None
-            if self.model.world.world_size > 1:
-                drop_grads(engine.parameters)
+        self._leave()
+        if world.world_size == 1:
+            return
+        try:
+            make_equal(self.optimizer, world)
+        except ConfigurationError as error:  # on all ranks
+            if world.is_main:
+                warnings.warn(
+                    f"LocalUpdates.close: what the optimizer keeps is each rank's own, and can't be averaged: {error} "
+                    f"To train on, make a new optimizer; with this one ranks would take different steps.",
+                    stacklevel=2,
+                )
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps have been made. Save parameters behind an average, where ranks have the same."""
-        return {"num_steps": self.num_steps}
+        """How many steps have been made, and whether it is closed. Save where ranks have the same parameters."""
+        return {"num_steps": self.num_steps, "is_closed": not self._is_open}
 
     def state_shards(self) -> tuple[dict[str, Any], list[Shard]]:
         """Collective: as `state_dict`, and all that the ranks' optimizers keep, which isn't the same.
@@ -273,6 +297,18 @@ class LocalUpdates:
         if "ranks" in state:
             self.optimizer.load_state_dict(put_together(state, self.model.world))
         self.num_steps = num_steps
+        if self._is_open and state.get("is_closed", False):
+            self._leave()
+
+    def _leave(self) -> None:
+        """Parameters are equal: backward passes exchange gradients again."""
+        engine = self.model.engine
+        engine.end_local_window()
+        engine.local_by = None
+        if self.model.world.world_size > 1:
+            drop_grads(engine.parameters)
+        if engine.drift is not None:
+            engine.drift.go_on()
 
 
 def _has_divided(model: DistributedDataParallel) -> bool:

@@ -274,7 +274,7 @@ class BucketExchange:
     def set_hook(self, hook: CommHook) -> None:
         """See `exchange.Exchange.set_hook`."""
         self.hook = hook
-        self._hooks = HookQueue(hook)
+        self._hooks = HookQueue(hook, self._world)
         self._policy = hook.suit(self._policy, self._header.tensor.device)
         self._build(self.layout)
 

@@ -5,7 +5,10 @@ torch's `GradBucket` can't be made outside its own reducer, so `HookBucket` answ
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from evenstep.errors import ConfigurationError
 from evenstep.replica.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketLayout, BucketPolicy
+from evenstep.world import World
 
 _ONE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 
@@ -63,7 +67,7 @@ class CommHook:
             pass  # a builtin without a signature
 
     def runs_one_by_one(self, device: torch.device) -> bool:
-        """Whether the hook has one bucket at a time: see `HookQueue`."""
+        """Whether the hook has one bucket at a time: see `HookTurns`."""
         return device.type == "cpu" and self.function not in _ONE_COLLECTIVE
 
     def suit(self, policy: BucketPolicy, device: torch.device) -> BucketPolicy:
@@ -88,63 +92,129 @@ class CommHook:
         return future
 
 
-class HookQueue:
-    """Runs a hook on one bucket after another.
+class HookTurns:
+    """Begins hooks on one bucket after another, whichever of a world's models it is of.
 
     A hook such as PowerSGD goes on in the callbacks of its own collectives. On a CPU these run in the backend's
     threads, and with two buckets under way two ranks may begin the next collectives of the two in a different order,
     and wait for each other for ever. So the next bucket's turn comes when the one before has its result. On a GPU
     callbacks are queued in order by the stream, and all buckets are begun at once; so are those of hooks of torch's
     that make one collective and no more, whose order is that of the buckets.
+
+    When a bucket is done depends on the rank. With turns of its own each model would begin its next bucket before or
+    behind another model's, here this way and there that way.
     """
 
-    def __init__(self, hook: CommHook) -> None:
-        self._hook = hook
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
         self._waiting: deque[HookWork] = deque()
         self._running: HookWork | None = None
 
-    def submit(self, bucket: Hooked, *, is_last: bool) -> HookWork:
-        """Run the hook on a bucket when its turn comes."""
-        work = HookWork(self, self._hook, bucket, is_last=is_last)
-        self._waiting.append(work)
-        self.advance()
-        return work
+    def add(self, work: HookWork) -> None:
+        """Begin a work when its turn comes."""
+        with self._lock:
+            self._waiting.append(work)
+            self.advance()
+        work.raise_if_failed()
 
     def advance(self) -> None:
         """Begin what may begin now."""
-        while self._waiting:
-            one_by_one = self._hook.runs_one_by_one(self._waiting[0].bucket.flat.device)
-            if one_by_one and self._running is not None and not self._running.is_completed():
-                return
-            self._running = self._waiting.popleft()
-            self._running.begin()
+        with self._lock:
+            while self._waiting:
+                running = self._running
+                if running is not None and running.goes_alone and not running.is_completed():
+                    return
+                self._running = self._waiting.popleft()
+                self._running.begin()
+
+    def advance_to(self, work: HookWork) -> None:
+        """Begin a work; those before it may be another model's, which nobody has waited for."""
+        self.advance()
+        while not work.has_begun:
+            running = self._running
+            if running is not None:
+                running.settle()
+            self.advance()
+
+    def forget(self, work: HookWork) -> None:
+        """A work is over: keep its bucket's memory no longer."""
+        with self._lock:
+            if self._running is work:
+                self._running = None
+
+
+_turns: weakref.WeakKeyDictionary[World, HookTurns] = weakref.WeakKeyDictionary()
+
+
+class HookQueue:
+    """Runs a model's hook on its buckets, in turns with those of the world's other models.
+
+    Args:
+        hook: The hook.
+        world: Whose models take turns.
+    """
+
+    def __init__(self, hook: CommHook, world: World) -> None:
+        self._hook = hook
+        self._turns = _turns.setdefault(world, HookTurns())
+
+    def submit(self, bucket: Hooked, *, is_last: bool) -> HookWork:
+        """Run the hook on a bucket when its turn comes."""
+        work = HookWork(self._turns, self._hook, bucket, is_last=is_last)
+        self._turns.add(work)
+        return work
 
 
 class HookWork:
     """A hook on one bucket, under way or waiting for its turn (see `transport.base.Work`)."""
 
-    def __init__(self, queue: HookQueue, hook: CommHook, bucket: Hooked, *, is_last: bool) -> None:
+    def __init__(self, turns: HookTurns, hook: CommHook, bucket: Hooked, *, is_last: bool) -> None:
         self.bucket = bucket
-        self._queue = queue
+        self.goes_alone = hook.runs_one_by_one(bucket.flat.device)
+        self._turns = turns
         self._hook = hook
         self._is_last = is_last
         self._future: torch.futures.Future[Tensor] | None = None
+        self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Call the hook."""
-        self._future = self._hook.start(self.bucket, is_last=self._is_last)
+        """Call the hook. What it raises is told to who waits for this one, who may be another than who advances."""
+        try:
+            self._future = self._hook.start(self.bucket, is_last=self._is_last)
+        except Exception as error:
+            self._error = error
+
+    def raise_if_failed(self) -> None:
+        """Raise what the hook has raised."""
+        if self._error is not None:
+            raise self._error
 
     def wait(self) -> None:
         """Return when the bucket's memory holds what the hook gave."""
-        self._queue.advance()  # those before this one have been waited for, so now it has begun
-        assert self._future is not None
-        result: Any = self._future.wait()
+        self._turns.advance_to(self)
+        try:
+            self.raise_if_failed()
+            assert self._future is not None
+            result: Any = self._future.wait()
+        finally:
+            self._turns.forget(self)
         if isinstance(result, list | tuple) and result:
             result = result[0]
         flat = self.bucket.flat
         self._validate(result, flat)
         if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype or not result.is_contiguous():
             flat.copy_(result.reshape(flat.shape))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the hook was called."""
+        return self._future is not None or self._error is not None
+
+    def settle(self) -> None:
+        """Return when the hook has given its result, whatever it is."""
+        if self._future is not None:
+            with contextlib.suppress(Exception):  # as in `begin`
+                self._future.wait()
 
     def _validate(self, result: Any, flat: Tensor) -> None:
         is_tensor = isinstance(result, Tensor)
@@ -159,7 +229,7 @@ class HookWork:
 
     def is_completed(self) -> bool:
         """Whether the hook has given its result."""
-        return self._future is not None and bool(self._future.done())
+        return self._error is not None or (self._future is not None and bool(self._future.done()))
 
 
 class HookBucket:

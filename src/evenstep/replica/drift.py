@@ -16,9 +16,10 @@ all know the same, without a collective of its own. Only where they differ is it
 
 - Parameters that are changed for one pass and put back before the optimizer steps (sharpness-aware minimisation, with
   each rank's own gradient). So a difference counts only if it is still there after the next step of an optimizer.
-- Ranks that step on their own: `LocalUpdates`, communication hooks other than torch's that average, optimizers that
-  step in an accumulation window, `init_sync=False`. Who sees such a thing doubts, and as soon as one doubts nobody
-  compares any more.
+- Ranks that step on their own: communication hooks other than torch's that average, optimizers that step in an
+  accumulation window, `init_sync=False`. Who sees such a thing doubts, and as soon as one doubts nobody compares any
+  more.
+- Ranks of a `LocalUpdates`, until it is closed, which makes parameters and what optimizers keep equal again.
 - Ranks within `join`, of which some have left. They are made equal at its end.
 - Ranks on unlike machines, which may round differently. They find out in the first window.
 - Parameters that aren't trained aren't read: training doesn't change them. Module buffers are either made equal at the
@@ -183,6 +184,7 @@ class DriftWatch:
         self._machine = describe_machine(self._device)
         self._doubts = 0.0
         self._is_off = False
+        self._is_paused = False  # on all ranks alike
         self._has_warned = False
         self._num_windows = 0
         self._versions: int | None = None
@@ -197,12 +199,21 @@ class DriftWatch:
     @property
     def is_on(self) -> bool:
         """Whether anything is compared, as far as this rank knows."""
-        return not self._is_off and not self._doubts
+        return not self._is_off and not self._doubts and not self._is_paused
 
     def doubt(self) -> None:
         """Replicas may be meant to differ from now on, unless the user vouches for the contrary."""
         if not self._is_vouched:
             self._doubts = 1.0
+
+    def pause(self) -> None:
+        """Ranks step on their own for a while, and end no windows together."""
+        self._is_paused = True
+
+    def go_on(self) -> None:
+        """Replicas are equal again, whatever there was before."""
+        self._is_paused, self._versions = False, None
+        self._watch_steps(None)
 
     def doubt_hook(self, function: Callable[..., Any]) -> None:
         """A communication hook decides what ranks get."""
@@ -213,7 +224,7 @@ class DriftWatch:
 
     def kept_back(self) -> None:
         """A backward pass has ended that ends no window."""
-        if self._versions is None and not self._is_off:
+        if self._versions is None and not self._is_off and not self._is_paused:
             self._versions = self._sum_versions()
 
     def tell(self) -> Sequence[float] | Tensor:

@@ -294,7 +294,7 @@ class ShardedExchange(BucketExchange):
         if self._world.world_size == 1:
             return
         self.hook = hook
-        self._hooks = HookQueue(hook)
+        self._hooks = HookQueue(hook, self._world)
         self._policy = hook.suit(self._policy, self._header.tensor.device)
         self._lay_out_again(self.layout)
 

@@ -85,7 +85,9 @@ def _take_apart(whole: Mapping[str, Any], world: World) -> tuple[dict[str, Any],
     shards = []
     for (number, key), (dtype, shape) in _agreed([each["shapes"] for each in told]).items():
         values = tensors.get(number, {}).get(key)
-        row = torch.zeros(shape, dtype=getattr(torch, dtype)) if values is None else values.detach()
+        row = (
+            torch.zeros(shape, dtype=getattr(torch, dtype), device=world.device) if values is None else values.detach()
+        )
         begin = world.rank * row.numel()
         shards.append(Shard((_ROWS, number, key), (world.world_size, *shape), begin, row.reshape(-1)))
     return {"ranks": told}, shards

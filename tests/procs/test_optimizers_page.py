@@ -22,6 +22,7 @@ SAYS = {
     "finetune.py": r"body trained too: True",
     "shared.py": r"a weight is 0\.5 of what it was",
     "precision.py": r"scale 256, 0 steps skipped",
+    "contrastive.py": r"loss \d\.\d{4} over 1 pairs",
     "rates.py": r"linear rule, times 4.*\n0\.0004 in the first step",
     "averages.py": r"evaluated with the average of 4 states",
 }
@@ -46,3 +47,18 @@ def test_program_of_the_page(ranks, name):
     told = ranks.run(run, 2, PROGRAMS[name])
     assert re.search(SAYS[name], told[0]), told[0]
     assert told[1] == ""
+
+
+def test_a_loss_over_all_ranks_is_that_of_one_process(ranks):
+    program = PROGRAMS["contrastive.py"].replace("randn(22, 8)", "randn(22, 8).double()")
+    program = program.replace("Linear(8, 4)", "Linear(8, 4).double()").replace(
+        'world.print(f"loss {loss.item():.4f}', 'print(f"{float(model.module.weight.sum().detach()):.10f}'
+    )
+    told = [run_alike(ranks, program, nproc) for nproc in (1, 2, 3)]
+    assert told[0] == told[1] == told[2]
+
+
+def run_alike(ranks, program, nproc):
+    told = ranks.run(run, nproc, program)
+    assert len(set(told)) == 1
+    return told[0].splitlines()[-1]

@@ -146,12 +146,15 @@ class Reference:
             self.added[number] = self.added[number].nan_to_num(0.0, 0.0) * (1.0 if is_left else remembered)
 
     def follow(self, model: nn.Module) -> None:
-        """The next gradients are those of the ranks' parameters, and where they are rounded so is what is stepped."""
+        """The next gradients are those of the ranks' parameters, and where they are rounded so is what is stepped.
+
+        A rank that has left a join has none, and gives what is stepped here: errors of its steps add up.
+        """
         case = self.case
         theirs = [each.detach() for each in model.parameters()]
         for number, own, stepped in self.pairs():
             own.data.copy_(theirs[number])
-            if not (case.is_exact or case.is_master):
+            if not (case.is_exact or case.is_master or model is self.stepped):
                 stepped.data.copy_(theirs[number])
                 self.since[number] = torch.zeros((), dtype=torch.float64)
 

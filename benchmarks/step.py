@@ -227,10 +227,8 @@ def main() -> None:
     for num_ranks in arguments.ranks:
         for device in choose_devices(arguments.device, num_ranks, torch.cuda.device_count()):
             asked = arguments.sides or (["evenstep"] if num_ranks == 1 else SIDES)
-            shares_memory = num_ranks > 1 and not device.is_cuda
-            sides = [
-                side for side in SIDES if side == "bare" or (side in asked and (shares_memory or side != "shared"))
-            ]
+            absent = [] if num_ranks > 1 and not device.is_cuda else ["shared"]
+            sides = [side for side in SIDES if side == "bare" or (side in asked and side not in absent)]
             given = (arguments.models, sides, arguments.blocks, arguments.block_s, arguments.steps, device)
             measured = evenstep.launch(on_ranks, num_ranks, given, device=device.name)
             results = {name: summarise(seconds) for name, seconds in measured.items()}

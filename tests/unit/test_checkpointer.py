@@ -115,6 +115,21 @@ def test_in_the_middle_of_an_accumulation_nothing_is_counted_or_saved(tmp_path: 
     assert steps(tmp_path) == [1]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own parts
+def test_a_compiled_model_that_accumulates_is_seen(tmp_path: Path):
+    world = World.alone(device="cpu")
+    model = evenstep.DistributedDataParallel(nn.Linear(4, 2), world=world)
+    checkpoint = Checkpointer(tmp_path, model=torch.compile(model), every_steps=1, world=world)
+    with model.accumulate():
+        model.backward(model(torch.ones(2, 4)).mean(), weight=2)
+        checkpoint.step()
+    assert checkpoint.num_steps == 0
+    model.backward(model(torch.ones(2, 4)).mean(), weight=2)
+    checkpoint.step()
+    assert checkpoint.num_steps == 1
+    checkpoint.close()
+
+
 # ---------------------------------------------------------------------- a kill at every effect
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -58,16 +58,23 @@ def validate_objects(objects: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{name}= is a {type(value).__name__} without {' and '.join(lacks)}.")
 
 
+def wrapped_models(objects: Mapping[str, Any]) -> Iterator[DistributedDataParallel]:
+    """Those of the objects that are replicated, also behind `torch.compile`."""
+    for model in objects.values():
+        while not isinstance(model, DistributedDataParallel) and isinstance(model, nn.Module):
+            model = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            yield model
+
+
 def validate_local(objects: Mapping[str, Any]) -> None:
     """Refuse to save a run whose ranks' optimizers differ, unless who knows of that is among the objects.
 
     Raises:
         UsageError: The model has a `LocalUpdates`, and it isn't; or its optimizer is, too.
     """
-    for model in objects.values():
-        while not isinstance(model, DistributedDataParallel) and isinstance(model, nn.Module):
-            model = getattr(model, "_orig_mod", None)  # of a compiled one
-        local: Any = model.engine.local_by if isinstance(model, DistributedDataParallel) else None
+    for model in wrapped_models(objects):
+        local: Any = model.engine.local_by
         if local is None:
             continue
         if not any(each is local for each in objects.values()):

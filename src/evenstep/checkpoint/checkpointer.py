@@ -22,7 +22,6 @@ from evenstep.checkpoint.stopping import Agreement, Status, StopSignals
 from evenstep.checkpoint.storage import Storage
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, UsageError
 from evenstep.health import page
-from evenstep.replica.distributed import DistributedDataParallel
 from evenstep.transport.agreement import validate_together
 from evenstep.world import World
 
@@ -208,7 +207,7 @@ class Checkpointer:
             UsageError: The directory has checkpoints of later steps than this one.
             SystemExit: With status 75: the run was asked to stop, and has been saved.
         """
-        if any(isinstance(o, DistributedDataParallel) and o.engine.is_accumulating for o in self._objects.values()):
+        if any(model.engine.is_accumulating for model in arguments.wrapped_models(self._objects)):
             return
         self._open()
         if self._last_saved is None:
@@ -243,7 +242,7 @@ class Checkpointer:
             CheckpointError: It could not be saved, also with `on_save_error="continue"`.
             UsageError: In the middle of an accumulation, whose gradients would be lost.
         """
-        if any(isinstance(o, DistributedDataParallel) and o.engine.is_accumulating for o in self._objects.values()):
+        if any(model.engine.is_accumulating for model in arguments.wrapped_models(self._objects)):
             raise UsageError(
                 "checkpoint.save in the middle of an accumulation: its gradients would be lost. Call it after the "
                 "optimizer's step; of LocalUpdates, behind an average."

@@ -128,25 +128,24 @@ class LocalUpdates:
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             with telling_others(self.model):
                 raise checks.refuse("LocalUpdates.step: scaler", scaler, "a torch.amp.GradScaler, or None")
-        is_open = self._is_open
-        if is_open:
-            engine.end_local_window()
         is_scaled = scaler is not None and scaler.is_enabled()
-        if is_open and engine.was_scaled and not is_scaled and any(p.grad is not None for p in engine.parameters):
-            raise UsageError(
-                "LocalUpdates.step: the gradients were scaled by a GradScaler. Call local.step(scaler=scaler), in "
-                "place of scaler.step and scaler.update."
-            )
+        if self._is_open:
+            engine.end_local_window()
+            if engine.was_scaled and not is_scaled and any(p.grad is not None for p in engine.parameters):
+                raise UsageError(
+                    "LocalUpdates.step: the gradients were scaled by a GradScaler. Call local.step(scaler=scaler), in "
+                    "place of scaler.step and scaler.update."
+                )
+            if not is_scaled:
+                self._look_at_gradients()
         if is_scaled and scaler is not None:
             self._scaler = scaler
             scaler.step(self.optimizer)
             scaler.update()
         else:
-            if is_open:
-                self._look_at_gradients()
             self.optimizer.step()
         self.num_steps += 1
-        if not is_open:
+        if not self._is_open:
             return True
         engine.is_apart = True
         is_due = self.num_steps <= self.warmup_steps or (self.num_steps - self.warmup_steps) % self.every == 0

@@ -47,13 +47,17 @@ class Bucket:
         self.flat: Tensor = self._allocate(allocator)
         self.parameters = [parameters[slot.parameter] for slot in layout.slots]
         self.names = [names[slot.parameter] for slot in layout.slots]
-        self.views = self._views_of(self.flat)
-        self._addresses_of_views = [view.data_ptr() for view in self.views]
+        self._show(self.flat)
         self.sent_views = self.views  # the same of what travels
         self.work: Work | None = None
         self.is_full = False
         self._version = 0
         self._transport = transport
+
+    def _show(self, flat: Tensor) -> None:
+        """Gradients are views of this, and where they lie is known: torch moves them along with a parameter."""
+        self.views = self._views_of(flat)
+        self._addresses_of_views = [view.data_ptr() for view in self.views]
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """Views with the parameters' shapes of something that lies like the bucket."""
@@ -119,7 +123,7 @@ class Bucket:
                 view.zero_()
             elif grad is view:
                 if view.data_ptr() != self._addresses_of_views[index]:
-                    raise moved_parameter([self.names[index]])  # torch moves what `p.grad` is, too
+                    raise moved_parameter([self.names[index]])
                 there.append(view)
             else:
                 into.append(view)
@@ -260,8 +264,7 @@ class CastBucket(Bucket):
     ) -> None:
         super().__init__(layout, parameters, names, transport, allocator=allocator)
         self._own = torch.zeros(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
-        self.views = self._views_of(self._own)
-        self._addresses_of_views = [view.data_ptr() for view in self.views]
+        self._show(self._own)
 
     @property
     def is_zero(self) -> bool:

@@ -3,12 +3,14 @@
 
 PYTHON ?= python3
 RUN := .venv/bin/python -m
+# A file at a time in each of two processes.
+PYTEST := CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu test-launchers test-hosts test-peers lint format stress stress-checkpoint clean
+.PHONY: help install demo test test-all test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist lint format stress stress-checkpoint clean
 .PHONY: bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
-.PHONY: bench-predict bench-compression
+.PHONY: bench-predict bench-compression bench-house
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -19,14 +21,23 @@ install: ## make .venv with everything the other targets need; they do it themse
 demo: install ## train on handwritten digits with two replicas, and compare with one process
 	$(RUN) evenstep run --nproc-per-node 2 examples/digits.py
 
-test: lint ## lint, types and all tests but the slow ones, a file at a time in each of two processes
-	CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
+test: lint ## lint, types, unit tests and a core of the others that touches every room; under 6 minutes on two cores
+	$(PYTEST) --part core
+
+test-all: install ## the tests that `make test` leaves out; some 15 minutes
+	$(PYTEST) --part rest
+
+# An environment of its own for each pair, so that .venv stays as it is.
+TORCH ?=
+PART ?= core
+TORCH_VENV = build/venv-torch-$(TORCH)-$(notdir $(PYTHON))
+test-torch: ## the tests on another torch and python: TORCH=2.15.0 PYTHON=python3.12, PART=core or rest; see docs/versions.md
+	@test -n "$(TORCH)" || { echo "make test-torch: which torch? Such as: make test-torch TORCH=2.15.0 PYTHON=python3.12" >&2; exit 1; }
+	@sh requirements/install.sh "$(PYTHON)" "$(TORCH_VENV)" "$(TORCH)"
+	CUDA_VISIBLE_DEVICES= "$(TORCH_VENV)/bin/python" -m pytest --numprocesses 2 --dist loadfile --part $(PART)
 
 test-gpu: install ## what needs a GPU: one is enough, over NCCL too; some minutes
 	$(RUN) pytest tests/gpu
-
-test-slow: install ## what `make test` leaves out: whole programs once more; some minutes
-	CUDA_VISIBLE_DEVICES= $(RUN) pytest -m slow --numprocesses 2 --dist loadfile
 
 test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root on Debian it installs them first
 	@sh requirements/launchers.sh
@@ -37,7 +48,15 @@ test-hosts: install ## faults of hosts, in network namespaces: late, cut off, fa
 
 test-peers: install ## install accelerate, Lightning Fabric and datasets into .venv, and train with them
 	$(RUN) pip install --quiet --requirement requirements/peers.txt --constraint requirements/test.txt
-	$(RUN) pytest tests/procs/test_backend.py tests/procs/test_hugging_face.py -k other_libraries
+	$(RUN) pytest tests/procs/transport/test_backend.py tests/procs/data/test_hugging_face.py -k other_libraries
+
+test-torchs-own: install ## torch's own tests, from its wheel, with ours in place of torch's, on 2 to 4 ranks; some 40 minutes
+	CUDA_VISIBLE_DEVICES= $(RUN) pytest tests/torchs_own
+
+dist: install ## build the source distribution and the wheel into dist/, and check what they say of themselves
+	$(RUN) pip install --quiet --requirement requirements/dist.txt --constraint requirements/test.txt
+	$(RUN) build --quiet .
+	$(RUN) twine check --strict dist/evenstep-*
 
 lint: install ## ruff (format and rules) and mypy --strict
 	$(RUN) ruff format --check .
@@ -49,9 +68,9 @@ format: install ## let ruff format the code and sort the imports
 	$(RUN) ruff format .
 
 stress: install ## 1,000 random windows of the engine, 300 random trainings, 100,000 random collectives, also while ranks are stopped; over an hour
-	$(RUN) tests.procs.test_engine 1000
-	$(RUN) tests.procs.test_step_combinations 300
-	$(RUN) tests.procs.test_transport_stress 100000
+	$(RUN) tests.procs.replica.test_engine 1000
+	$(RUN) tests.procs.replica.test_step_combinations 300
+	$(RUN) tests.procs.transport.test_stress 100000
 
 bench-collectives: install ## shared memory against Gloo, 64 B to 256 MiB on 2 and 4 ranks; some minutes, on a quiet machine
 	$(RUN:-m=) benchmarks/collectives.py --json build/collectives.json
@@ -79,7 +98,7 @@ bench-checkpoint: install ## saving and loading 500 MB, beside torch.save, torch
 
 stress-checkpoint: install ## 200 kills of all ranks at random instants, 1,000 flipped bits, 100 truncations; some minutes
 	$(RUN) tests.faults.kill_loop --kills 200
-	EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flipped or truncated" tests/unit/test_checkpointer.py
+	EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flipped or truncated" tests/unit/checkpoint/test_checkpointer.py
 
 bench-faults: install ## faults at every phase, rank and transport, 200 cascades, torch's DDP beside; 40 minutes
 	$(RUN:-m=) benchmarks/faults.py --recoveries 20 --cascades 200 --ddp-cascades 10 --json build/faults.json
@@ -104,6 +123,10 @@ bench-compression: install ## compression hooks of torch's over two hosts at 1 G
 bench-predict: install ## steps of four ranks predicted from one and two, then measured (network namespaces; needs root); some minutes
 	$(RUN:-m=) benchmarks/predict.py --json build/predict.json
 
+AGAINST ?= HEAD~1
+bench-house: install ## lines, folders, imports and private names of torch, beside those of the commit AGAINST=HEAD~1
+	$(RUN:-m=) benchmarks/house.py --against $(AGAINST) --json build/house.json
+
 clean: ## remove .venv, caches and what the examples wrote
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build runs src/evenstep.egg-info
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist runs src/evenstep.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -213,7 +213,7 @@ def measure_loads(megabytes: float, ranks: int, rounds: int, root: Path) -> tupl
 
 
 def main() -> None:
-    """Print a table, and write JSON if asked."""
+    """Print a table, and write JSON on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=500.0)
     parser.add_argument("--rounds", type=int, default=7)

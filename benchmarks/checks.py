@@ -29,32 +29,34 @@ from measuring import describe_machine
 from models import CASES
 
 import evenstep
-from evenstep.health import page, peer_pages, steps
-from evenstep.health.blame import read_reports
-from evenstep.health.budgets import Budgets, find_late
+from evenstep.health import heartbeat, peer_heartbeats, steps
+from evenstep.health.first_failure import read_reports
+from evenstep.health.phase_timeouts import PhaseTimeouts, find_awaited
 from evenstep.health.telemetry import Recorder
-from evenstep.launcher.watch import observe
-from evenstep.replica import bucket
-from evenstep.replica.drift import DEFAULT_EVERY, DriftWatch
-from evenstep.replica.nonfinite import OwnWatch
-from evenstep.transport import reduction
-from evenstep.transport.collectives import Exchange
+from evenstep.launcher.failure.detection import observe
+from evenstep.launcher.failure.hangs import HangWatch, Seen
+from evenstep.processes import time_on_core_ns
+from evenstep.replica.gradients.buckets import bucket
+from evenstep.replica.monitors.drift import DEFAULT_EVERY, DriftWatch
+from evenstep.replica.monitors.nonfinite import OwnWatch
+from evenstep.transport.core import reduction
+from evenstep.transport.shm.collectives import ProgramContext
 
 TRANSPORTS = ("shared memory", "gloo")
 MOST = 0.005  # of a step
 
 # Where each is looked up, and what is called there.
 COUNTED: dict[str, list[tuple[Any, str]]] = {
-    "page: phase": [(page, "mark"), (steps, "mark")],
-    "page: collective": [(page, "mark_collective")],
-    "page: waiting": [(page, "mark_waiting")],
+    "page: phase": [(heartbeat, "mark"), (steps, "mark")],
+    "page: collective": [(heartbeat, "mark_collective")],
+    "page: waiting": [(heartbeat, "mark_waiting")],
     "telemetry": [(Recorder, "mark"), (Recorder, "forward"), (Recorder, "end")],
 }
 # Those that are timed in the step itself, as they take longer there.
 TIMED: dict[str, list[tuple[Any, str]]] = {
-    "fingerprints": [(Exchange, "_read_headers")],
+    "fingerprints": [(ProgramContext, "_read_headers")],
     "sums": [(reduction, "check_sum")],
-    "own gradients": [(bucket, "total_of"), (OwnWatch, "look")],
+    "own gradients": [(bucket, "total_of"), (OwnWatch, "inspect")],
 }
 
 
@@ -103,15 +105,16 @@ def account(num_steps: int, transport: str) -> dict[str, Any]:
         for owner, name, original in kept:
             setattr(owner, name, original)
         recorder = Recorder()
-        watch = steps.SlowWatch()
+        watch = steps.StragglerWatch()
         costs = {
-            "page: phase": unit_cost(lambda: page.mark(page.Phase.BETWEEN_STEPS)),
-            "page: collective": unit_cost(lambda: page.mark_collective(7)),
-            "page: waiting": unit_cost(lambda: page.mark_waiting(False)),
+            "page: phase": unit_cost(lambda: heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)),
+            "page: collective": unit_cost(lambda: heartbeat.mark_collective(7)),
+            "page: waiting": unit_cost(lambda: heartbeat.mark_waiting(False)),
             "telemetry": unit_cost(lambda: recorder.mark(0), 2_000),
             **{what: min(all_steps) * num_steps / max(1, counts[what]) for what, all_steps in in_steps.items()},
-            "drift": cost_of_digests(model.engine.drift, world.world_size),
-            "slow ranks": unit_cost(lambda: watch.look(time.monotonic())) + 0.1 * unit_cost(peer_pages.read_all, 2_000),
+            "drift": cost_of_digests(model.monitors.drift, world.world_size),
+            "slow ranks": unit_cost(lambda: watch.look(time.monotonic()))
+            + 0.1 * unit_cost(peer_heartbeats.read_all, 2_000),
         }
         per_step = {what: count / num_steps for what, count in counts.items()} | {"slow ranks": 1 / 16, "drift": 1.0}
         world.barrier()
@@ -140,28 +143,35 @@ def cost_of_digests(watch: DriftWatch, num_ranks: int) -> float:
     for _ in range(10):
         for number in range(DEFAULT_EVERY):
             began = time.perf_counter()
-            told = watch.tell()
+            numbers = watch.header_numbers()
             took = time.perf_counter() - began
-            sums = torch.tensor(told, dtype=torch.float64) * num_ranks  # as if all had told the same
+            sums = torch.tensor(numbers, dtype=torch.float64) * num_ranks  # as if all ranks sent the same
             began = time.perf_counter()
-            watch.hear(sums)
+            watch.read_header(sums)
             least[number] = min(least[number], took + time.perf_counter() - began)
     assert watch.is_on
     return sum(least) / DEFAULT_EVERY
 
 
 def cost_of_a_look(num_ranks: int) -> float:
-    """Seconds of the launcher's core: state, size and page of every rank, and whether one has told of its end."""
+    """Seconds of the launcher's core: state, size and page of every rank, and whether one has reported its end."""
+    watch = HangWatch(after_s=600.0, timeouts=PhaseTimeouts(), num_ranks=num_ranks)
     with tempfile.TemporaryDirectory() as directory:
         for rank in range(num_ranks):
-            page.open_page(page.page_file(Path(directory), rank, 0))
-        page.close_page()
+            heartbeat.open_page(heartbeat.page_file(Path(directory), rank, 0))
+        heartbeat.close_page()
 
         def look() -> None:
-            pages = {rank: page.read_page(page.page_file(Path(directory), rank, 0)) for rank in range(num_ranks)}
+            pages = {
+                rank: heartbeat.read_page(heartbeat.page_file(Path(directory), rank, 0)) for rank in range(num_ranks)
+            }
             for _ in range(num_ranks):
                 observe(os.getpid())
-            find_late(pages, Budgets(), now_ns=time.monotonic_ns())
+            find_awaited(pages, PhaseTimeouts(), now_ns=time.monotonic_ns())
+            now_ns, on_core_ns = time.monotonic_ns(), time_on_core_ns(os.getpid())
+            watch.observe(now_ns, {rank: Seen(rank, seen, "S", on_core_ns) for rank, seen in pages.items()})
+            assert not watch.is_due(now_ns)
+            watch.judge(now_ns)
             read_reports(Path(directory))
 
         return unit_cost(look, 500)
@@ -184,8 +194,10 @@ def main() -> None:
     print(f"\nthe launcher: {1e6 * look_s:.0f} us per look, ten looks a second: {1000 * look_s:.2f} % of one core")
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        told = {transport: {"share": shares[transport], **each} for transport, each in found.items()}
-        args.json.write_text(json.dumps({"machine": describe_machine(), "look_s": look_s, "transports": told}))
+        found_by_transport = {transport: {"share": shares[transport], **each} for transport, each in found.items()}
+        args.json.write_text(
+            json.dumps({"machine": describe_machine(), "look_s": look_s, "transports": found_by_transport})
+        )
     sys.exit(0 if max(shares.values()) <= MOST else 1)
 
 

@@ -4,7 +4,7 @@
     python benchmarks/collectives.py --ranks 2 --max-bytes 65536 --json result.json
     make bench-collectives                                   # the first, into build/collectives.json
 
-Blocks of calls over shared memory and over Gloo take turns, so that whatever else the machine does meets both. A
+Blocks of calls over shared memory and over Gloo take turns, so that other load on the machine affects both. A
 block is timed from barrier to barrier on the slowest rank. The ratio of each pair of neighbouring blocks is one
 observation; the table has their median, with the quartiles. "bucket" is a tensor that the transport allocated, as the
 engine's are; "tensor" is any other; "dist" is the same tensor through `torch.distributed.all_reduce` on the backend
@@ -32,11 +32,11 @@ from measuring import describe_machine, ratios, spread
 from torch import Tensor
 
 import evenstep
-from evenstep.transport import fall_through
-from evenstep.transport.arrivals import plan_waiting
+from evenstep.transport import fallback
 from evenstep.transport.base import Transport
-from evenstep.transport.host import connect_shared_memory
-from evenstep.transport.process_group import ProcessGroupTransport
+from evenstep.transport.process_group.transport import ProcessGroupTransport
+from evenstep.transport.shm.handshake import connect_shared_memory
+from evenstep.transport.shm.sync import plan_waiting
 
 CPU = torch.device("cpu")
 
@@ -84,7 +84,7 @@ def measure(sizes: list[int], num_blocks: int) -> list[Row]:
     backend = dist.new_group(backend="evenstep")
     deepspeed = deepspeeds_operator(world)
     rows = [measure_size(size, gloo, shared, backend, deepspeed, num_blocks) for size in sizes]
-    assert fall_through.total == 0, fall_through
+    assert fallback.total == 0, fallback
     dist.destroy_process_group(backend)
     gloo.close()
     shared.close()
@@ -161,14 +161,14 @@ def measure_size(
     )
 
 
-def time_block(call: Callable[[], object], meeting: Transport, num_calls: int) -> float:
+def time_block(call: Callable[[], object], barrier: Transport, num_calls: int) -> float:
     """Seconds per call, of the slowest rank."""
-    meeting.all_reduce(torch.zeros(1)).wait()
+    barrier.all_reduce(torch.zeros(1)).wait()
     started = time.perf_counter()
     for _ in range(num_calls):
         call()
     took = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-    meeting.all_reduce(took, "max").wait()
+    barrier.all_reduce(took, "max").wait()
     return float(took) / num_calls
 
 

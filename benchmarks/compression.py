@@ -1,10 +1,10 @@
-"""Compressed gradients over two hosts: evenstep beside torch's DDP with the same communication hook of torch's.
+"""Compressed gradients over two nodes: evenstep beside torch's DDP with the same communication hook of torch's.
 
     python benchmarks/compression.py                 # two network namespaces, 1 Gbit/s between them; needs root
 
 The wide MLP of the other benchmarks, trained by both in blocks of equally many steps that take turns within one run.
 A block is timed from barrier to barrier, on the slowest rank. Both begin with the same parameters and see the same
-batches, so that the loss at the end tells whether they have learned the same.
+batches, so that equal losses at the end show equal learning.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import describe_machine, ratios, run_on_hosts, spread
+from measuring import Namespaces, describe_machine, ratios, run_on_hosts, spread
 from models import CASES
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import evenstep
-from evenstep.testing.namespaces import Namespaces
 
 CASE = CASES["wide MLP"]
 SIDES = ["torch", "evenstep"]
@@ -126,7 +125,7 @@ def table(measured: dict[str, dict[str, dict[str, object]]]) -> str:
 def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each host's wire")
+    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each node's wire")
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--hooks", nargs="+", choices=list(HOOKS), default=list(HOOKS))
     parser.add_argument("--blocks", type=int, default=15, help="of each side and hook")

@@ -1,4 +1,4 @@
-"""Faults at every phase, rank and transport: what is noticed when, who is blamed, what is lost, what is left behind.
+"""Faults at every phase, rank and transport: what is noticed when, which rank is named, what is lost or left behind.
 
     python benchmarks/faults.py                                 # the matrix, and torch's DDP under torchrun beside it
     python benchmarks/faults.py --small --no-ddp                # one victim, one transport: some minutes
@@ -6,12 +6,12 @@
 
 What has been run is in the JSON file after every run, and in the tables if it is interrupted.
 
-Of every run is recorded, in seconds after the fault: when a surviving rank noticed, when the screen named somebody,
-when the launcher had ended; who was blamed; the exit status; what is left of processes, of files in /dev/shm and in
-the temporary directory. Runs with restarts also tell how soon the next step was taken, how many steps were made twice,
-and whether any sample was lost or used twice in the history that counts.
+The record of a run has, in seconds after the fault: when a surviving rank noticed, when the screen named a rank, when
+the launcher had ended; which rank was named; the exit status; what is left of processes, of files in /dev/shm and in
+the temporary directory. Runs with restarts also record how soon the next step was taken, how many steps were made
+twice, and whether any sample was lost or used twice in the history that counts.
 
-A cascade is four ranks, a fault of chance at a rank, step and phase of chance; the others fall over each other.
+A cascade is four ranks, a random fault at a random rank, step and phase, and the other ranks' secondary failures.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Outcome:
     noticed_s: float = math.nan
     named_s: float = math.nan
     ended_s: float = math.nan
-    blamed: int | None = None
+    named_rank: int | None = None
     status: int | None = None
     left: list[str] = field(default_factory=list)
     recovered_s: float = math.nan
@@ -80,8 +80,8 @@ class Outcome:
 
     @property
     def is_right(self) -> bool:
-        """Whether the victim was blamed. Where ranks disagree, nobody is: both calls are shown."""
-        return self.blamed == self.victim or (self.kind == "shape" and _DISAGREE.search(self.last_line) is not None)
+        """Whether the victim was named. Where ranks disagree, none is: both calls are shown."""
+        return self.named_rank == self.victim or (self.kind == "shape" and _DISAGREE.search(self.last_line) is not None)
 
 
 class Call:
@@ -187,7 +187,16 @@ def run(
             command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
             target += ["--engine", "ddp", "--ddp-timeout-s", str(_DDP_TIMEOUT_S)]
         else:
-            flags = ["--device", "cpu", "--stopped-grace", "0", "--budget", "step=1", "--max-restarts", str(restarts)]
+            flags = [
+                "--device",
+                "cpu",
+                "--stopped-grace",
+                "0",
+                "--phase-timeout",
+                "step=1",
+                "--max-restarts",
+                str(restarts),
+            ]
             command = ["-m", "evenstep", "run", "--nproc-per-node", str(num_ranks), *flags]
             target += ["--transport", transport, "--save-every", "4" if restarts else "0"]
         call = Call([sys.executable, *command, *target], directory)
@@ -197,9 +206,9 @@ def run(
         outcome.ended_s = ended - struck if outcome.status is not None else math.nan
         noticed = [_time(path) for path in diary.glob("noticed-*") if path.name != f"noticed-{victim}"]
         outcome.noticed_s = min(noticed, default=math.nan) - struck
-        blames = [(at, int(found[1])) for at, line in call.lines if (found := _blame(line))]
-        if blames:
-            outcome.named_s, outcome.blamed = blames[-1][0] - struck, blames[-1][1]
+        named = [(at, int(found[1])) for at, line in call.lines if (found := _named_rank(line))]
+        if named:
+            outcome.named_s, outcome.named_rank = named[-1][0] - struck, named[-1][1]
         disagree = next(((at, line) for at, line in call.lines if _DISAGREE.search(line)), None)
         if disagree is not None:
             outcome.named_s, outcome.last_line = disagree[0] - struck, disagree[1]
@@ -213,7 +222,7 @@ def run(
     return outcome
 
 
-def _blame(line: str) -> re.Match[str] | None:
+def _named_rank(line: str) -> re.Match[str] | None:
     return next((found for pattern in _BLAMED if (found := pattern.search(line))), None)
 
 
@@ -255,14 +264,25 @@ def percentile(values: Iterable[float], share: float) -> float:
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """A row per side and kind of fault. Pure."""
-    head = ["side", "fault", "runs", "noticed by a peer", "named", "ended", "blame right", "wrong", "nobody", "status"]
+    head = [
+        "side",
+        "fault",
+        "runs",
+        "noticed by a peer",
+        "named",
+        "ended",
+        "right rank named",
+        "wrong",
+        "none",
+        "status",
+    ]
     rows = ["| " + " | ".join([*head, "left behind"]) + " |", "| --- " * (len(head) + 1) + "|"]
     for side, kind in dict.fromkeys((each.side, each.kind) for each in outcomes):
         group = [each for each in outcomes if (each.side, each.kind) == (side, kind)]
         times = [_spread(getattr(o, name) for o in group) for name in ("noticed_s", "named_s", "ended_s")]
         right = sum(each.is_right for each in group)
-        nobody = sum(each.blamed is None and not each.is_right for each in group)
-        cells = [side, kind, len(group), *times, right, len(group) - right - nobody, nobody, _statuses(group)]
+        none = sum(each.named_rank is None and not each.is_right for each in group)
+        cells = [side, kind, len(group), *times, right, len(group) - right - none, none, _statuses(group)]
         rows.append("| " + " | ".join(map(str, [*cells, sum(len(each.left) for each in group)])) + " |")
     return "\n".join(rows)
 
@@ -370,9 +390,9 @@ def report(found: dict[str, list[Outcome]]) -> str:
         texts.append(f"{len(found['recoveries'])} recoveries\n\n{recovery_table(found['recoveries'])}")
     for side in dict.fromkeys(each.side for each in found["cascades"]):
         group = [each for each in found["cascades"] if each.side == side]
-        wrong = sum(each.blamed is not None and not each.is_right for each in group)
+        wrong = sum(each.named_rank is not None and not each.is_right for each in group)
         right = sum(each.is_right for each in group)
-        title = f"{len(group)} cascades of 4 ranks, {side}: blame right in {right}, wrong in {wrong}"
+        title = f"{len(group)} cascades of 4 ranks, {side}: right rank named in {right}, wrong in {wrong}"
         texts.append(f"{title}\n\n{table(group)}")
     return "Seconds after the fault: p50 / p99 / max.\n\n" + "\n\n".join(texts)
 

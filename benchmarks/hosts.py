@@ -1,8 +1,8 @@
-"""All-reduce over two hosts of two ranks: shared memory and Gloo together, against Gloo alone.
+"""All-reduce over two nodes of two ranks: shared memory and Gloo together, against Gloo alone.
 
     python benchmarks/hosts.py                       # two network namespaces, 1 Gbit/s between them; needs root
 
-The hosts are network namespaces with process numbers of their own, so that ranks of different ones can't share memory;
+The nodes are network namespaces with process numbers of their own, so that ranks of different ones can't share memory;
 `tc tbf` slows what each sends. Both sides take turns in every repetition; a time is that of the slowest rank.
 """
 
@@ -17,12 +17,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import describe_machine, ratios, run_on_hosts, spread
+from measuring import Namespaces, describe_machine, ratios, run_on_hosts, spread
 
-from evenstep.testing.namespaces import Namespaces
 from evenstep.transport.base import Transport
-from evenstep.transport.choice import open_transports
-from evenstep.transport.exchange import exchange
+from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.factory import open_transports
 
 SIZES = [64, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26]
 
@@ -74,7 +73,7 @@ def table(measured: dict[str, dict[str, list[float]]]) -> str:
 def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each host's wire")
+    parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each node's wire")
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15, help="of each side and size")
     parser.add_argument("--json", type=Path, help="where to write the result")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: how spread is told, what machine it was, and ranks on several hosts."""
+"""What the benchmarks share: spreads, the machine's description, and ranks on several nodes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 
-from evenstep.testing.namespaces import Namespaces
+sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is, also when a benchmark runs from elsewhere
+from tests.namespaces import Namespaces
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,12 @@ class Device:
     Attributes:
         name: As `evenstep.init(device=)` takes it.
         transport: As `evenstep.init(transport=)` takes it; None: the one that is chosen.
-        told: For people.
+        label: How tables name it.
     """
 
     name: str
     transport: str | None
-    told: str
+    label: str
 
     @property
     def is_cuda(self) -> bool:
@@ -38,27 +40,27 @@ class Device:
         return self.name.startswith("cuda")
 
 
-def choose_devices(asked: Sequence[str] | None, num_ranks: int, num_gpus: int) -> list[Device]:
+def choose_devices(requested: Sequence[str] | None, num_ranks: int, num_gpus: int) -> list[Device]:
     """Where so many ranks are measured. Pure.
 
     Args:
-        asked: "cpu" and "cuda", or None for all that there are.
-        num_ranks: Ranks, on this host.
+        requested: "cpu" and "cuda", or None for all that there are.
+        num_ranks: Ranks, on this node.
         num_gpus: GPUs that torch can use.
 
     Raises:
-        SystemExit: A GPU was asked for, and there is none.
+        SystemExit: A GPU is requested, and there is none.
     """
     cpu = Device("cpu", None, "on the CPU, one thread each")
     if num_gpus == 0:
-        if asked is not None and "cuda" in asked:
-            raise SystemExit("--device cuda: this host has no GPU that torch can use.")
+        if requested is not None and "cuda" in requested:
+            raise SystemExit("--device cuda: this node has no GPU that torch can use.")
         return [cpu]
     if num_ranks <= num_gpus:
         cuda = Device("cuda", None if num_ranks == 1 else "nccl", "one GPU each, over NCCL" if num_ranks > 1 else "GPU")
     else:
         cuda = Device("cuda:0", None, "which share a GPU")
-    return [each for each, name in ((cpu, "cpu"), (cuda, "cuda")) if asked is None or name in asked]
+    return [each for each, name in ((cpu, "cpu"), (cuda, "cuda")) if requested is None or name in requested]
 
 
 def synchronise(device: torch.device) -> None:

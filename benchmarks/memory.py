@@ -10,7 +10,7 @@ is what gradients don't lie in of that. `peak` is the largest resident size whil
 above that before the model was made: what ranks share counts for each of them. `host` is what all ranks together have
 between a backward pass and the step, pages that they share counted once (PSS), above that before the models were made;
 `host's parameters` is that of the parameters alone, by their storages. On a GPU `peak` is the most that torch has had
-allocated there while training, and there is nothing that ranks of a host have in common.
+allocated there while training, and there is nothing that ranks of a node have in common.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ SIDES = {
     "evenstep": {},
     "sharded": {},
     "sharded, stage 2": {"shard_gradients": True},
-    "sharded, shared": {"share_parameters": True},
-    "stage 2, shared": {"shard_gradients": True, "share_parameters": True},
 }
 COLUMNS = ["parameters", "gradients", "optimizer", "buckets", "peak"]
 OF_HOST = ["host's parameters", "host"]  # of all ranks together
@@ -57,10 +55,10 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None], counted: set[int]) -> 
     return total
 
 
-def torch_bucket_bytes(told: Mapping[str, Any]) -> int:
+def torch_bucket_bytes(logged: Mapping[str, Any]) -> int:
     """Of all buckets that torch's DDP has, by its own account. Pure."""
-    name = "rebuilt_bucket_sizes" if told.get("has_rebuilt_buckets") else "bucket_sizes"
-    return sum(int(size) for size in told[name].split(","))
+    name = "rebuilt_bucket_sizes" if logged.get("has_rebuilt_buckets") else "bucket_sizes"
+    return sum(int(size) for size in logged[name].split(","))
 
 
 def resident_bytes() -> int:
@@ -132,20 +130,18 @@ def measure(side: str, width: int, steps: int, device: Device) -> dict[str, int]
     world.barrier()
     host = proportional_bytes() - host_before
     world.barrier()
-    # One of the ranks stands for all where they have the same memory.
-    is_counted = world.is_main or not SIDES[side].get("share_parameters")
     optimizer.step()
     if device.is_cuda:
         torch.cuda.synchronize(world.device)
         peak = torch.cuda.max_memory_allocated(world.device) - before
         return dict(zip(COLUMNS, [parameters, gradients, state, buckets, peak], strict=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    sizes = [parameters, gradients, state, buckets, peak, parameters if is_counted else 0, host]
+    sizes = [parameters, gradients, state, buckets, peak, parameters, host]
     return dict(zip([*COLUMNS, *OF_HOST], sizes, strict=True))
 
 
 def on_rank(side: str, width: int, steps: int, device: Device) -> dict[str, int]:
-    """On a rank: the largest of all ranks, by kind, and of a host the sum."""
+    """On a rank: the largest of all ranks, by kind, and of a node the sum."""
     try:
         mine = measure(side, width, steps, device)
         world = evenstep.init(quiet=True, device=device.name, transport=device.transport)
@@ -180,13 +176,11 @@ def main() -> None:
     whole: dict[str, object] = {"machine": machine, "ranks": arguments.ranks}
     for device in choose_devices(arguments.device, arguments.ranks, torch.cuda.device_count()):
         results = {}
-        for side, options in SIDES.items():
-            if device.is_cuda and "share_parameters" in options:
-                continue  # for CPU ranks
+        for side in SIDES:
             given = (side, arguments.width, arguments.steps, device)
             results[side] = evenstep.launch(on_rank, arguments.ranks, given, device=device.name)
             print(side, results[side], flush=True)
-        print(f"\n{arguments.ranks} ranks {device.told}\n\n{table(results)}", flush=True)
+        print(f"\n{arguments.ranks} ranks {device.label}\n\n{table(results)}", flush=True)
         whole["bytes on GPUs" if device.is_cuda else "bytes"] = results
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

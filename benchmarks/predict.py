@@ -1,11 +1,11 @@
-"""Steps on four ranks, predicted from one and two, and then measured: hosts with a wire of a given rate.
+"""Steps on four ranks, predicted from one and two, and then measured: nodes with a wire of a given rate.
 
     python benchmarks/predict.py                     # network namespaces; needs root
 
-The hosts are network namespaces, `tc tbf` slows what each sends, and layers sleep instead of computing, so that two
+The nodes are network namespaces, `tc tbf` slows what each sends, and layers sleep instead of computing, so that two
 cores are enough for four ranks. Measured are: a step on one rank, alone; buckets and the memory on two ranks of one
-host; the wire between two hosts of one rank. From that `evenstep.bench.simulate` predicts steps on two hosts of two
-ranks and on four hosts of one, which are measured then, on fresh hosts.
+node; the wire between two nodes of one rank. From that `evenstep.bench.predict.simulate` predicts steps on two nodes of
+two ranks and on four nodes of one, which are measured then, on fresh nodes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import describe_machine, run_on_hosts
+from measuring import Namespaces, describe_machine, run_on_hosts
 from torch import Tensor, nn
 
 import evenstep
-from evenstep.bench.cost import Hosts, Link, Network
-from evenstep.bench.network import Level, Sweep, levels_from_json, measure, plan_sizes
-from evenstep.bench.profile import combine, profile_of
-from evenstep.bench.simulate import Profile, Variant, simulate_step
-from evenstep.testing.namespaces import Namespaces
+from evenstep.bench.predict.cost import Link, Network, Topology
+from evenstep.bench.predict.network import Level, Sweep, levels_from_json, measure, plan_sizes
+from evenstep.bench.predict.profile import combine, profile_of
+from evenstep.bench.predict.simulate import Profile, Variant, simulate_step
 
 TOLERANCE = 0.15
 VARIANTS: tuple[Variant, ...] = ("all-reduce", "sharded", "sharded, stage 2")
@@ -119,45 +118,45 @@ def train(world: evenstep.World, case: Case, variant: Variant, num_steps: int) -
 def on_rank(out: Path, variants: list[Variant], num_steps: int, *, measures_network: bool) -> None:
     """On every rank: all cases in all variants, and the network; rank 0 writes it."""
     torch.set_num_threads(1)
-    told: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     with evenstep.init(quiet=True) as world:
         if measures_network:
             sweep = Sweep(plan_sizes("1K", "16M"), ("all_reduce",), repeats=5)
-            told["network"] = measure(world, sweep).to_json()
+            found["network"] = measure(world, sweep).to_json()
         for case in CASES:
             for variant in variants:
                 step_s, profile = train(world, case, variant, num_steps)
-                told[f"{case.name}, {variant}"] = {"step_s": step_s, "profile": profile.to_json()}
+                found[f"{case.name}, {variant}"] = {"step_s": step_s, "profile": profile.to_json()}
         if world.is_main:
-            out.write_text(json.dumps(told))
+            out.write_text(json.dumps(found))
 
 
 def run(
-    hosts: Hosts, rate_mbit: float, num_steps: int, variants: Sequence[Variant], *, measures_network: bool = False
+    topology: Topology, rate_mbit: float, num_steps: int, variants: Sequence[Variant], *, measures_network: bool = False
 ) -> dict[str, Any]:
     """Start ranks on namespaces, and return what rank 0 wrote."""
     arguments = ["--steps", str(num_steps), "--variants", ";".join(variants)]
     arguments += ["--network"] * measures_network
-    with Namespaces(hosts.num_hosts, rate_mbit=rate_mbit) as namespaces:
-        told: dict[str, Any] = run_on_hosts(namespaces, hosts.ranks_per_host, __file__, arguments)
-    return told
+    with Namespaces(topology.num_nodes, rate_mbit=rate_mbit) as namespaces:
+        found: dict[str, Any] = run_on_hosts(namespaces, topology.ranks_per_node, __file__, arguments)
+    return found
 
 
 def measure_small(rate_mbit: float, num_steps: int) -> tuple[dict[str, Profile], dict[str, Level]]:
-    """All that predictions are made from: one rank, two on a host, two hosts of one. Profiles by name of the case."""
-    alone = run(Hosts(1, 1), rate_mbit, num_steps, ["all-reduce"])
-    together = run(Hosts(1, 2), rate_mbit, num_steps, ["all-reduce"], measures_network=True)
-    apart = run(Hosts(2, 1), rate_mbit, num_steps, [], measures_network=True)
+    """All that predictions are made from: one rank, two on a node, two nodes of one. Profiles by name of the case."""
+    alone = run(Topology(1, 1), rate_mbit, num_steps, ["all-reduce"])
+    together = run(Topology(1, 2), rate_mbit, num_steps, ["all-reduce"], measures_network=True)
+    apart = run(Topology(2, 1), rate_mbit, num_steps, [], measures_network=True)
     profiles = {}
     for case in CASES:
-        one, two = (Profile.from_json(told[f"{case.name}, all-reduce"]["profile"]) for told in (alone, together))
+        one, two = (Profile.from_json(found[f"{case.name}, all-reduce"]["profile"]) for found in (alone, together))
         profile = combine(one, two)
         # What a step takes beyond what its parts say: the loop around them.
         rest_s = max(0.0, alone[f"{case.name}, all-reduce"]["step_s"] - profile.compute_s)
         profiles[case.name] = Profile(**{**vars(profile), "other_s": profile.other_s + rest_s})
     levels = {
         **levels_from_json(together["network"], where="two ranks"),
-        **levels_from_json(apart["network"], where="two hosts"),
+        **levels_from_json(apart["network"], where="two nodes"),
     }
     return profiles, levels
 
@@ -165,23 +164,23 @@ def measure_small(rate_mbit: float, num_steps: int) -> tuple[dict[str, Profile],
 def compare(rate_mbit: float, num_steps: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """One row for each topology, case and variant; and the links that predictions are made from."""
     profiles, levels = measure_small(rate_mbit, num_steps)
-    inside, between = levels["inside"].link, levels["between"].link
-    print(f"inside {inside}; between {between}", flush=True)
+    intra_node, inter_node = levels["intra_node"].link, levels["inter_node"].link
+    print(f"intra-node {intra_node}; inter-node {inter_node}", flush=True)
     links = {name: asdict(level) for name, level in levels.items()}
     rows = []
-    for hosts in (Hosts(2, 2), Hosts(4, 1)):
+    for topology in (Topology(2, 2), Topology(4, 1)):
         # Predicted before it is measured.
         predicted = {
-            (case.name, variant): predict_s(profiles[case.name], hosts, inside, between, variant)
+            (case.name, variant): predict_s(profiles[case.name], topology, intra_node, inter_node, variant)
             for case in CASES
             for variant in VARIANTS
         }
-        measured = run(hosts, rate_mbit, num_steps, VARIANTS)
+        measured = run(topology, rate_mbit, num_steps, VARIANTS)
         for (name, variant), predicted_s in predicted.items():
             rows.append(
                 {
                     "case": name,
-                    "hosts": asdict(hosts),
+                    "topology": asdict(topology),
                     "variant": variant,
                     "alone_s": profiles[name].compute_s,
                     "predicted_s": predicted_s,
@@ -192,9 +191,9 @@ def compare(rate_mbit: float, num_steps: int) -> tuple[list[dict[str, Any]], dic
     return rows, links
 
 
-def predict_s(profile: Profile, hosts: Hosts, inside: Link, between: Link, variant: Variant) -> float:
+def predict_s(profile: Profile, topology: Topology, intra_node: Link, inter_node: Link, variant: Variant) -> float:
     """Seconds of a step. Pure."""
-    return simulate_step(profile, hosts, Network(inside, between, "lanes"), variant).step_s
+    return simulate_step(profile, topology, Network(intra_node, inter_node, "hierarchical"), variant).step_s
 
 
 def error(row: dict[str, Any]) -> float:
@@ -205,12 +204,12 @@ def error(row: dict[str, Any]) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """For people, and for the documentation. Pure."""
     lines = [
-        "| case | hosts x ranks | variant | one rank, ms | predicted, ms | measured, ms | off by |",
+        "| case | nodes x ranks | variant | one rank, ms | predicted, ms | measured, ms | off by |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         seconds = " | ".join(f"{row[name] * 1e3:,.0f}" for name in ("alone_s", "predicted_s", "measured_s"))
-        where = f"{row['hosts']['num_hosts']} x {row['hosts']['ranks_per_host']}"
+        where = f"{row['topology']['num_nodes']} x {row['topology']['ranks_per_node']}"
         lines.append(f"| {row['case']} | {where} | {row['variant']} | {seconds} | {error(row):+.1%} |")
     return "\n".join(lines)
 
@@ -219,7 +218,7 @@ def main() -> int:
     """Predict, measure, print the table, write the JSON; status 1 if a prediction is off by more than 15 %."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--steps", type=int, default=8, help="of each measurement")
-    parser.add_argument("--rate-mbit", type=float, default=200.0, help="of each host's wire")
+    parser.add_argument("--rate-mbit", type=float, default=200.0, help="of each node's wire")
     parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--variants", default="", help=argparse.SUPPRESS)

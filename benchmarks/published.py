@@ -1,23 +1,24 @@
-"""Cases that others have measured and published, simulated from data sheets: `evenstep bench --published`.
+"""Cases that others have measured and published, simulated from data sheets.
+
+    python benchmarks/published.py
 
 [Note: fixed beforehand]
 
 Nothing here was chosen so that a result comes out. The parameters are those of data sheets, of the papers' own
 descriptions, and of one table of speeds of a single GPU; `docs/scaling.md` says where each comes from, and shows by how
-much the simulation misses. What no data sheet tells is left out: the share of a wire's rate that programs reach, ranks
+much the simulation misses. What no data sheet has is left out: the share of a wire's rate that programs reach, ranks
 that are late, loaders, the networks of shared clusters. So efficiencies come out too high, and by how much is a measure
 of what was left out.
 """
 
 from __future__ import annotations
 
-import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from evenstep.bench.cost import Algorithm, Hosts, Link, Network
-from evenstep.bench.simulate import Bucket, Profile, simulate_step
+from evenstep.bench.predict.cost import Algorithm, Link, Network, Topology
+from evenstep.bench.predict.simulate import Bucket, Profile, simulate_step
 
 # Latencies of messages of NCCL's rings and trees ("Simple" protocol), microseconds, by which it chooses between them:
 # NCCL 2.9, src/graph/tuning.cc, `hwLat`.
@@ -145,7 +146,7 @@ class Case:
         layers: Of the model.
         batch: Images of a GPU.
         images_per_s: Of one GPU.
-        hosts: The ranks.
+        topology: The ranks.
         baseline: The ranks that it is compared with.
         network: What they talk through.
         fusion: What travels together.
@@ -157,8 +158,8 @@ class Case:
     layers: tuple[Layer, ...]
     batch: int
     images_per_s: float
-    hosts: Hosts
-    baseline: Hosts
+    topology: Topology
+    baseline: Topology
     network: Network
     fusion: Fusion
     published: float
@@ -182,14 +183,14 @@ class Case:
             has_latency: Messages take time, however short they are.
         """
         profile, network = self.profile(), self.network if has_latency else _without_latency(self.network)
-        many = simulate_step(profile, self.hosts, network).step_s
+        many = simulate_step(profile, self.topology, network).step_s
         return simulate_step(profile, self.baseline, network).step_s / many
 
 
-def _network(inside: str, gbit: float, algorithm: Algorithm) -> Network:
-    kind = "PCIe" if inside.startswith("PCIe") else "NVLink"
+def _network(intra_node: str, gbit: float, algorithm: Algorithm) -> Network:
+    kind = "PCIe" if intra_node.startswith("PCIe") else "NVLink"
     return Network(
-        Link.from_gbit(_RING_US[kind], _INSIDE_GBIT[inside]),
+        Link.from_gbit(_RING_US[kind], _INSIDE_GBIT[intra_node]),
         Link.from_gbit(_RING_US["network"], gbit),
         algorithm,
         tree=(_TREE_US["inside"] * 1e-6, _TREE_US["network"] * 1e-6),
@@ -197,8 +198,8 @@ def _network(inside: str, gbit: float, algorithm: Algorithm) -> Network:
 
 
 def _without_latency(network: Network) -> Network:
-    inside, between = (replace(link, latency_s=0.0) for link in (network.inside, network.between))
-    return replace(network, inside=inside, between=between, tree=(0.0, 0.0))
+    intra_node, inter_node = (replace(link, latency_s=0.0) for link in (network.intra_node, network.inter_node))
+    return replace(network, intra_node=intra_node, inter_node=inter_node, tree=(0.0, 0.0))
 
 
 def _resnet101_images_per_s() -> float:
@@ -214,7 +215,7 @@ _50, _101, _152 = (3, 4, 6, 3), (3, 4, 23, 3), (3, 8, 36, 3)
 
 def cases() -> list[Case]:
     """All of them."""
-    one = Hosts(1, 1)
+    one = Topology(1, 1)
     horovod = _network("PCIe 3.0 x16", 25.0, "ring")
     of_horovod = [
         ("Inception V3", inception_v3(), P100_IMAGES_PER_S["Inception V3", 64], 0.90),
@@ -228,8 +229,8 @@ def cases() -> list[Case]:
             tuple(resnet(_50)),
             32,
             P100_IMAGES_PER_S["ResNet-50", 32],
-            Hosts(32, 8),
-            Hosts(1, 8),
+            Topology(32, 8),
+            Topology(1, 8),
             _network("4 x NVLink 1", 50.0, "halving"),
             by_layer,
             0.90,
@@ -241,7 +242,7 @@ def cases() -> list[Case]:
                 tuple(layers),
                 64,
                 speed,
-                Hosts(128, 4),
+                Topology(128, 4),
                 one,
                 horovod,
                 by_cycle,
@@ -255,7 +256,7 @@ def cases() -> list[Case]:
             tuple(resnet(_50)),
             32,
             P100_IMAGES_PER_S["ResNet-50", 32] * _V100_OVER_P100,
-            Hosts(32, 8),
+            Topology(32, 8),
             one,
             _network("6 x NVLink 2", 100.0, "nccl"),
             by_size,
@@ -279,11 +280,6 @@ def published_table() -> str:
     return "\n".join(lines)
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """`evenstep bench --published` has no flags."""
-
-
-def main(args: Namespace) -> int:
-    """Print the table."""
-    sys.stdout.write(published_table() + "\n")
-    return 0
+if __name__ == "__main__":
+    ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    print(published_table())

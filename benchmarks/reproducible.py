@@ -1,19 +1,21 @@
-"""What reproducible mode costs: lanes beside the ordinary step, and beside accumulation with the same micro-batches.
+"""What reproducible mode costs: virtual ranks beside the ordinary step, and beside accumulation with the same
+micro-batches.
 
-    python benchmarks/reproducible.py                                   # 1, 2 and 4 ranks, lanes 1, 4 and 8
+    python benchmarks/reproducible.py                                   # 1, 2 and 4 ranks, virtual ranks 1, 4 and 8
     python benchmarks/reproducible.py --ranks 2 --models GPT --blocks 5 --json result.json
 
 Three sides of the same training, on the same global batch:
 
     ordinary      one micro-batch per rank
-    accumulated   `model.microbatches(batch, lanes / ranks)` in ordinary mode: the fair rival, whose kernels have the
+    accumulated   `model.microbatches(batch, virtual_ranks / ranks)` in ordinary mode: the fair rival, whose kernels
+    have the
                   same shapes
-    lanes         reproducible mode
+    virtual ranks         reproducible mode
 
-Where the numbers of lanes and ranks are equal, accumulation is the ordinary step. A process computes in one of the two
-modes at a time, because the switches of torch are the process's; so modes take turns in blocks of equally many steps,
-and between two blocks the switches are changed and not counted. Times are from barrier to barrier, on the slowest rank;
-the table has medians of the ratios of neighbouring blocks, with quartiles.
+Where the numbers of virtual ranks and ranks are equal, accumulation is the ordinary step. A process computes in one of
+the two modes at a time, because the switches of torch are the process's; so modes take turns in blocks of equally many
+steps, and between two blocks the switches are changed and not counted. Times are from barrier to barrier, on the
+slowest rank; the table has medians of the ratios of neighbouring blocks, with quartiles.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from models import CASES, Case
 
 import evenstep
 from evenstep import determinism
-from evenstep.lanes import Lanes
+from evenstep.virtual_ranks import VirtualRanks
 
 Step = Callable[[], None]
 _COPIES = 8  # a global batch is that many batches of a case
@@ -57,20 +59,20 @@ def build_step(case: Case, world: evenstep.World, num_parts: int) -> Step:
 class Mode:
     """One side, and the mode in which it computes."""
 
-    def __init__(self, case: Case, world: evenstep.World, side: str, num_lanes: int) -> None:
-        self.world, self.lanes = world, None
-        if side == "lanes":
-            self.lanes = Lanes(num_lanes, world.rank, world.world_size, 0)
-        num_parts = num_lanes // world.world_size if side == "accumulated" else 1
+    def __init__(self, case: Case, world: evenstep.World, side: str, num_virtual_ranks: int) -> None:
+        self.world, self.virtual_ranks = world, None
+        if side == "virtual_ranks":
+            self.virtual_ranks = VirtualRanks(num_virtual_ranks, world.rank, world.world_size, 0)
+        num_parts = num_virtual_ranks // world.world_size if side == "accumulated" else 1
         undo = self.enter()
         self.step = build_step(case, world, num_parts)
         undo()
 
     def enter(self) -> Callable[[], None]:
         """Switch the mode on; returns what switches it off."""
-        self.world.lanes = self.lanes
-        undo: list[Callable[[], object]] = [lambda: setattr(self.world, "lanes", None)]
-        if self.lanes is not None:
+        self.world.virtual_ranks = self.virtual_ranks
+        undo: list[Callable[[], object]] = [lambda: setattr(self.world, "virtual_ranks", None)]
+        if self.virtual_ranks is not None:
             assert self.world.transport_name in ("local", "shared memory")  # whose order is a tree
             undo.append(determinism.switch_on(self.world.device, threads=torch.get_num_threads()))
 
@@ -94,11 +96,15 @@ class Mode:
             undo()
 
 
-def measure(name: str, num_lanes: int, blocks: int, block_s: float) -> dict[str, list[float]]:
+def measure(name: str, num_virtual_ranks: int, blocks: int, block_s: float) -> dict[str, list[float]]:
     """On a rank: seconds per step of each side, block by block."""
     world = evenstep.init(quiet=True)
-    sides = ["ordinary", "lanes"] if num_lanes == world.world_size else ["ordinary", "accumulated", "lanes"]
-    modes = {side: Mode(CASES[name], world, side, num_lanes) for side in sides}
+    sides = (
+        ["ordinary", "virtual_ranks"]
+        if num_virtual_ranks == world.world_size
+        else ["ordinary", "accumulated", "virtual_ranks"]
+    )
+    modes = {side: Mode(CASES[name], world, side, num_virtual_ranks) for side in sides}
     for mode in modes.values():
         mode.timed(3)
     num_steps = int(world.broadcast_object(max(2, round(block_s / modes["ordinary"].timed(3)))))
@@ -111,15 +117,17 @@ def measure(name: str, num_lanes: int, blocks: int, block_s: float) -> dict[str,
     return {side: world.gather(torch.tensor([each])).amax(0).tolist() for side, each in seconds.items()}
 
 
-def on_ranks(names: list[str], all_lanes: list[int], blocks: int, block_s: float) -> dict[str, dict[str, list[float]]]:
-    """On a rank: all models and numbers of lanes that the ranks divide."""
+def on_ranks(
+    names: list[str], all_virtual_ranks: list[int], blocks: int, block_s: float
+) -> dict[str, dict[str, list[float]]]:
+    """On a rank: all models and numbers of virtual ranks that the ranks divide."""
     try:
         num_ranks = evenstep.init(quiet=True).world_size
         return {
-            f"{name}, {num_lanes} lanes": measure(name, num_lanes, blocks, block_s)
+            f"{name}, {num_virtual_ranks} virtual ranks": measure(name, num_virtual_ranks, blocks, block_s)
             for name in names
-            for num_lanes in all_lanes
-            if num_lanes % num_ranks == 0
+            for num_virtual_ranks in all_virtual_ranks
+            if num_virtual_ranks % num_ranks == 0
         }
     finally:
         if dist.is_initialized():
@@ -127,12 +135,12 @@ def on_ranks(names: list[str], all_lanes: list[int], blocks: int, block_s: float
 
 
 def summarise(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Quartiles of the ordinary step, and of the ratios of lanes to it and to accumulation. Pure."""
+    """Quartiles of the ordinary step, and of the ratios of virtual ranks to it and to accumulation. Pure."""
     rival = seconds.get("accumulated", seconds["ordinary"])
     return {
         "ordinary_ms": quartiles([each * 1e3 for each in seconds["ordinary"]]),
-        "times_ordinary": ratios(seconds["lanes"], seconds["ordinary"]),
-        "times_accumulated": ratios(seconds["lanes"], rival),
+        "times_ordinary": ratios(seconds["virtual_ranks"], seconds["ordinary"]),
+        "times_accumulated": ratios(seconds["virtual_ranks"], rival),
     }
 
 
@@ -141,7 +149,7 @@ def table(num_ranks: int, results: dict[str, dict[str, list[float]]]) -> str:
     lines = [
         f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, one thread each",
         "",
-        "| model | ordinary step, ms | lanes, times ordinary | lanes, times accumulation |",
+        "| model | ordinary step, ms | virtual ranks, times ordinary | virtual ranks, times accumulation |",
         "| --- | ---: | ---: | ---: |",
     ]
     for name, each in results.items():
@@ -156,7 +164,7 @@ def main() -> None:
     """Measure, print the tables, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="world sizes")
-    parser.add_argument("--lanes", type=int, nargs="+", default=[1, 4, 8], help="numbers of lanes")
+    parser.add_argument("--virtual-ranks", type=int, nargs="+", default=[1, 4, 8], help="numbers of virtual ranks")
     parser.add_argument(
         "--models",
         nargs="+",
@@ -172,7 +180,10 @@ def main() -> None:
     print(whole["machine"])
     for num_ranks in arguments.ranks:
         measured = evenstep.launch(
-            on_ranks, num_ranks, (arguments.models, arguments.lanes, arguments.blocks, arguments.block_s), device="cpu"
+            on_ranks,
+            num_ranks,
+            (arguments.models, arguments.virtual_ranks, arguments.blocks, arguments.block_s),
+            device="cpu",
         )
         results = {name: summarise(seconds) for name, seconds in measured.items()}
         print(f"\n{table(num_ranks, results)}", flush=True)

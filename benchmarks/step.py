@@ -2,7 +2,7 @@
 
     python benchmarks/step.py                    # the five models, one and two ranks
     python benchmarks/step.py --ranks 2 --models "wide MLP" GPT --json result.json
-    python benchmarks/step.py --ranks 2 --sides sharded shared --steps 10
+    python benchmarks/step.py --ranks 2 --sides sharded --steps 10
     python benchmarks/step.py --device cuda          # on GPUs alone; else on the CPU, and on GPUs where there are some
 
 Eight sides of the same training take turns within one run, in blocks of equally many steps:
@@ -14,13 +14,12 @@ Eight sides of the same training take turns within one run, in blocks of equally
     evenstep   evenstep.DistributedDataParallel with a fused optimizer
     flat       the same with evenstep.fuse, which steps few long tensors
     sharded    the same with evenstep.ShardedOptimizer
-    shared     the same with share_parameters=True, on several CPU ranks
 
 In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. While others run, torch's
 global optimizer hooks are taken off, through which evenstep sees optimizers. What a side adds is the difference of
 neighbouring blocks to bare. A block is timed from barrier to barrier, on the slowest rank; the tables have medians over
 blocks, with quartiles. On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first: torch's DDP
-has Gloo then, evenstep the host's memory. A barrier there waits for all that was queued.
+has Gloo then, evenstep too. A barrier there waits for all that was queued.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from torch.optim import optimizer as torch_optimizer
 import evenstep
 
 Step = Callable[[], None]
-SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "flat", "sharded", "shared"]
+SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "flat", "sharded"]
 OURS = SIDES[4:]
 
 
@@ -62,10 +61,8 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
         model = module
     fused = {} if side == "tutorial" else {"fused": True}
     optimizer: torch.optim.Optimizer
-    if side in ("sharded", "shared"):
-        optimizer = evenstep.ShardedOptimizer(
-            model, torch.optim.AdamW, lr=1e-4, fused=True, share_parameters=side == "shared"
-        )
+    if side == "sharded":
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     elif side == "ZeRO":
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     else:
@@ -226,14 +223,13 @@ def main() -> None:
     print(whole["machine"])
     for num_ranks in arguments.ranks:
         for device in choose_devices(arguments.device, num_ranks, torch.cuda.device_count()):
-            asked = arguments.sides or (["evenstep"] if num_ranks == 1 else SIDES)
-            absent = [] if num_ranks > 1 and not device.is_cuda else ["shared"]
-            sides = [side for side in SIDES if side == "bare" or (side in asked and side not in absent)]
+            requested = arguments.sides or (["evenstep"] if num_ranks == 1 else SIDES)
+            sides = [side for side in SIDES if side == "bare" or side in requested]
             given = (arguments.models, sides, arguments.blocks, arguments.block_s, arguments.steps, device)
             measured = evenstep.launch(on_ranks, num_ranks, given, device=device.name)
             results = {name: summarise(seconds) for name, seconds in measured.items()}
-            print(f"\n{table(num_ranks, device.told, results)}", flush=True)
-            key = f"{num_ranks} ranks" + (f" {device.told}" if device.is_cuda else "")
+            print(f"\n{table(num_ranks, device.label, results)}", flush=True)
+            key = f"{num_ranks} ranks" + (f" {device.label}" if device.is_cuda else "")
             whole[key] = {
                 "sides": results,
                 "shares_of_best": shares_of_best(results),

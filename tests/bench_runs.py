@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from evenstep.bench.plan import Setting
-from evenstep.bench.records import DATA, DATA_END, SYNC, Facts, RankRecord, Usage
-from evenstep.bench.runs import Measured, Wish, remarks
-from evenstep.bench.scaling import Run
+from evenstep.bench.measure.plan import Setting
+from evenstep.bench.measure.records import DATA, DATA_END, SYNC, Facts, RankRecord, Usage
+from evenstep.bench.measure.runs import Measured, Wish, remarks
+from evenstep.bench.measure.scaling import Run
 from evenstep.health.telemetry import (
     BACKWARD,
     END,

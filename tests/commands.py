@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evenstep.processes import state_and_start
 from tests.launcher_server import ForkedCall, server
 
 DEADLINE_S = 90.0
@@ -112,10 +113,7 @@ class Command:
 
 def is_running(pid: int) -> bool:
     """Whether a process exists and is no zombie, which nobody has asked for its status yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return state_and_start(pid)[0] not in ("", "Z")
 
 
 def start(

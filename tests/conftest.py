@@ -65,12 +65,25 @@ class Traces:
         return found
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Divide the tests into the part that a person runs and the rest."""
+    text = "core: what `make test` runs; rest: what `make test-all` runs; without it, both"
+    parser.addoption("--part", choices=["core", "rest"], help=text)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave slow tests to `make test-slow`, and say so."""
-    if "slow" not in config.option.markexpr:
-        for item in items:
-            if item.get_closest_marker("slow") is not None:
-                item.add_marker(pytest.mark.skip(reason="slow: `make test-slow` runs it"))
+    """Deselect what belongs to the other part."""
+    part = config.getoption("--part")
+    if part is not None:
+        others = [item for item in items if _is_extended(item) is not (part == "rest")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if _is_extended(item) is (part == "rest")]
+
+
+def _is_extended(item: pytest.Item) -> bool:
+    """Whether a test is marked `extended`, or `extended(ranks=n)` and runs on n ranks or more."""
+    num_ranks = getattr(item, "callspec", None) and item.callspec.params.get("nproc", 0)  # type: ignore[attr-defined]
+    return any((num_ranks or 0) >= mark.kwargs.get("ranks", 0) for mark in item.iter_markers("extended"))
 
 
 @pytest.fixture(autouse=True)
@@ -141,17 +154,22 @@ def _listening() -> Iterator[str]:
 
 
 def _used_by_strangers(name: str) -> bool:
-    """Whether a file in /dev/shm is in use by a process that is no descendant of this one: not the test's, then."""
+    """Whether a file in /dev/shm is in use by a process that is no descendant of this one: not the test's, then.
+
+    multiprocessing keeps the names of its semaphores for a while after the processes that used them. So beside another
+    pytest process one that nobody of ours uses is a stranger's, too.
+    """
     ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    is_semaphore = name.startswith("sem.mp-") and "PYTEST_XDIST_WORKER" in os.environ
     for process in Path("/proc").glob("[0-9]*"):
-        if int(process.name) in ours:
+        if (int(process.name) in ours) is not is_semaphore:
             continue
         try:
             if f"/dev/shm/{name}" in (process / "maps").read_text():
-                return True
+                return not is_semaphore
         except OSError:
             continue
-    return False
+    return is_semaphore
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

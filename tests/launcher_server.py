@@ -1,6 +1,6 @@
 """`python -m evenstep ...` without its seconds of imports: a process that has made them, and is forked for each call.
 
-One per pytest process, started when first needed. What runs in a fork is `evenstep.cli.main`, with arguments,
+One per pytest process, started when first needed. What runs in a fork is `evenstep.cli.main.main`, with arguments,
 variables, directory, path and streams as `python -m evenstep` has them; EVENSTEP_TEST_FRESH=1 starts new pythons
 instead, and so do the tests of what python does at its start.
 """
@@ -141,7 +141,9 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 def _rewrite_mark(mark: str) -> None:
     """Change the variable that /proc/PID/environ shows: what this process was started with lies on its stack."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    from evenstep.processes import stat_fields  # a caller that only starts a server needs nothing of evenstep
+
+    fields = stat_fields("self")
     start, end = int(fields[47]), int(fields[48])
     where = ctypes.string_at(start, end - start).find(f"{MARK}={_NO_MARK}".encode())
     assert where >= 0
@@ -171,7 +173,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _become(arguments: list[str], variables: dict[str, str], directory: str, descriptors: list[int]) -> None:
-    from evenstep.launcher.copy_state import settle
+    from evenstep.launcher.spawn.post_fork import settle
 
     os.setsid()
     os.chdir(directory)
@@ -187,15 +189,15 @@ def _become(arguments: list[str], variables: dict[str, str], directory: str, des
 
 
 def _main() -> None:
-    import evenstep.cli
-    from evenstep.launcher.lifeline import die_with_parent
+    import evenstep.cli.main
+    from evenstep.launcher.spawn.start_worker import die_with_parent
 
     die_with_parent(int(sys.argv[2]))
     with contextlib.suppress(Exception):
         __import__("torch._dynamo")
     with contextlib.suppress(_Become):
         _serve(socket.socket(fileno=int(sys.argv[1])))
-    sys.exit(evenstep.cli.main())
+    sys.exit(evenstep.cli.main.main())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hosts played by network namespaces of this machine: own addresses, own process numbers, a wire of a given rate.
+"""Nodes played by network namespaces of this machine: own addresses, own process numbers, a wire of a given rate.
 
     with Namespaces(2, rate_mbit=1000) as hosts:
         for host in range(2):

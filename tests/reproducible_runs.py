@@ -19,18 +19,18 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep import world as worlds
-from evenstep.lanes import begin_of
+from evenstep.virtual_ranks import begin_of
 
 PADDING = -100
 
 
 @contextlib.contextmanager
-def reproducible(seed, lanes=8, **arguments):
+def reproducible(seed, virtual_ranks=8, **arguments):
     """A world in reproducible mode, in place of the one that is kept between tests."""
     before = worlds.initialised()
     if before is not None:
         before.close()
-    with evenstep.init(seed=seed, quiet=True, reproducible=True, lanes=lanes, **arguments) as world:
+    with evenstep.init(seed=seed, quiet=True, reproducible=True, virtual_ranks=virtual_ranks, **arguments) as world:
         yield world
 
 
@@ -84,7 +84,7 @@ class Digits(nn.Module):
             self.seen += len(x)
             x = x + 0.01 * random.random() + 0.01 * float(numpy.random.rand())
         features = self.dropout(self.features(x).flatten(1))
-        # A layer that some lanes use, and others don't.
+        # A layer that some virtual ranks use, and others don't.
         extra = self.spare(features) if not self.training or random.random() < 0.3 else 0.0
         return self.head(features) + extra
 
@@ -106,7 +106,7 @@ class Augmented(torch.utils.data.Dataset):
 
 
 def digits(num_steps, seed, sharded=False, transport=None, num_workers=0, plain=False, device=None):
-    """103 samples in global batches of 20: the last one has 3, so that most lanes are empty."""
+    """103 samples in global batches of 20: the last one has 3, so that most virtual ranks are empty."""
     with reproducible(seed, transport=transport, device=device) as world:
         model = evenstep.DistributedDataParallel(Digits(), bucket_cap_mb=0.01, first_bucket_cap_mb=0.002)
         if sharded:
@@ -212,7 +212,7 @@ def sentences(num_samples, seed):
 
 
 def language(num_steps, seed, sharded=None, transport=None, scaled=False, device=None):
-    """Global batches of 26 in lanes of two parts, 70 samples: the last batch has 18."""
+    """Global batches of 26 in virtual ranks of two parts, 70 samples: the last batch has 18."""
     with reproducible(seed, transport=transport, device=device) as world:
         model = evenstep.DistributedDataParallel(Language(), bucket_cap_mb=0.02, first_bucket_cap_mb=0.01)
         if sharded is None:
@@ -248,7 +248,7 @@ def language(num_steps, seed, sharded=None, transport=None, scaled=False, device
     raise AssertionError("unreachable")
 
 
-# ---------------------------------------------------------------------- statistics over lanes
+# ---------------------------------------------------------------------- statistics over virtual ranks
 
 
 def _normalising(layer):
@@ -257,7 +257,8 @@ def _normalising(layer):
 
 
 def normalised(seed, transport=None):
-    """A SyncBatchNorm, a lane on each rank, some of them empty; and how far it is from one process's BatchNorm."""
+    """A SyncBatchNorm, a virtual rank on each rank, some of them empty; and how far it is from one process's
+    BatchNorm."""
     generator = torch.Generator().manual_seed(seed)
     batches = [torch.randn(num, 3, dtype=torch.float64, generator=generator) for num in (11, 8, 2, 0, 5)]
     alone = _normalising(nn.BatchNorm1d)
@@ -266,8 +267,8 @@ def normalised(seed, transport=None):
         plain.zero_grad()
         alone(x).square().mean().backward()
         plain.step()
-    num_lanes = worlds.initialised().world_size
-    with reproducible(seed, lanes=num_lanes, transport=transport) as world:
+    num_virtual_ranks = worlds.initialised().world_size
+    with reproducible(seed, virtual_ranks=num_virtual_ranks, transport=transport) as world:
         model = evenstep.DistributedDataParallel(_normalising(evenstep.SyncBatchNorm))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []

@@ -262,7 +262,7 @@ MISTAKES = {
 
 # Reproducible mode, and the same with a rank that counts for more.
 REPRODUCIBLE = f"""{_EVENSTEP}
-with evenstep.init(seed=0, reproducible=True, lanes=8, quiet=True) as world:
+with evenstep.init(seed=0, reproducible=True, virtual_ranks=8, quiet=True) as world:
     model = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 3))
     model = evenstep.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -68,6 +68,16 @@ def load_train_objects():
 def main(rank, args, meeting_point):
     torch.set_num_threads(1)  # spawned processes would otherwise take all cores each
     ddp_setup(rank, args.nproc, meeting_point)
+    try:
+        loss = train(rank, args)
+        if rank == 0:
+            print(f"final loss: {loss:.4f}")
+    finally:
+        dist.destroy_process_group()
+
+
+def train(rank, args):
+    """Loss of the last epoch. The model ends with this function: torch's must not outlive its process group."""
     if args.classes == "torch":
         from torch.nn.parallel import DistributedDataParallel
         from torch.utils.data.distributed import DistributedSampler
@@ -76,11 +86,7 @@ def main(rank, args, meeting_point):
     dataset, model, optimizer = load_train_objects()
     sampler = DistributedSampler(dataset, shuffle=args.shuffle)
     train_data = DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
-    trainer = Trainer(DistributedDataParallel(model), train_data, optimizer, rank)
-    loss = trainer.train(args.epochs)
-    dist.destroy_process_group()
-    if rank == 0:
-        print(f"final loss: {loss:.4f}")
+    return Trainer(DistributedDataParallel(model), train_data, optimizer, rank).train(args.epochs)
 
 
 if __name__ == "__main__":

@@ -62,26 +62,14 @@ def run_epoch(model, loader, optimizer, accumulation):
     return total.item() / len(loader) / dist.get_world_size()
 
 
-def main():
-    parser = argparse.ArgumentParser(description="AdamW with accumulation, checkpoints and resume")
-    parser.add_argument("--with", dest="classes", choices=["evenstep", "torch"], default="evenstep")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=25, help="samples per replica and microbatch")
-    parser.add_argument("--accumulation", type=int, default=4, help="microbatches per step")
-    parser.add_argument("--snapshot", type=Path, help="file to write every epoch, and to resume from")
-    parser.add_argument(
-        "--no-shuffle", dest="shuffle", action="store_false", help="keep the order, which the two shuffle differently"
-    )
-    args = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.exit(2, "torchrun.py needs a launcher: evenstep run --nproc-per-node 2 examples/textbook/torchrun.py\n")
+def train(args):
+    """Loss of the last epoch. The model ends with this function: torch's must not outlive its process group."""
     if args.classes == "torch":
         from torch.nn.parallel import DistributedDataParallel
         from torch.utils.data.distributed import DistributedSampler
     else:
         from evenstep import DistributedDataParallel, DistributedSampler
 
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     dataset = make_dataset()
     sampler = DistributedSampler(dataset, shuffle=args.shuffle)
@@ -106,9 +94,29 @@ def main():
             print(f"epoch {epoch}: loss {loss:.4f}", flush=True)
             if args.snapshot is not None:
                 save_snapshot(args.snapshot, model, optimizer, epoch + 1, loss)
-    dist.destroy_process_group()
-    if rank == 0:
-        print(f"final loss: {loss:.4f}")
+    return loss
+
+
+def main():
+    parser = argparse.ArgumentParser(description="AdamW with accumulation, checkpoints and resume")
+    parser.add_argument("--with", dest="classes", choices=["evenstep", "torch"], default="evenstep")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=25, help="samples per replica and microbatch")
+    parser.add_argument("--accumulation", type=int, default=4, help="microbatches per step")
+    parser.add_argument("--snapshot", type=Path, help="file to write every epoch, and to resume from")
+    parser.add_argument(
+        "--no-shuffle", dest="shuffle", action="store_false", help="keep the order, which the two shuffle differently"
+    )
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.exit(2, "torchrun.py needs a launcher: evenstep run --nproc-per-node 2 examples/textbook/torchrun.py\n")
+    dist.init_process_group("gloo")
+    try:
+        loss = train(args)
+        if dist.get_rank() == 0:
+            print(f"final loss: {loss:.4f}")
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

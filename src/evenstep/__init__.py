@@ -2,24 +2,23 @@
 
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.data.loader import DataLoader
-from evenstep.data.records import Records
-from evenstep.data.sampler import DistributedSampler
-from evenstep.data.tokens import TokenDataset
-from evenstep.data.weighted import WeightedSampler
+from evenstep.data.sampler import DistributedSampler, WeightedSampler
+from evenstep.data.sources.records import Records
+from evenstep.data.sources.tokens import TokenDataset
 from evenstep.errors import EvenstepError
 from evenstep.joining import init
 from evenstep.launcher.launch import launch
 from evenstep.logger.logger import Logger
-from evenstep.optim.average import ExponentialAverage
 from evenstep.optim.clipping import clip_grad_norm_, clip_grad_value_
-from evenstep.optim.flat import fuse
+from evenstep.optim.ema import ExponentialMovingAverage
+from evenstep.optim.fuse import fuse
 from evenstep.optim.learning_rate import LinearWarmup, scale_learning_rate
-from evenstep.optim.local_updates import LocalUpdates
-from evenstep.optim.sharded import ShardedOptimizer
-from evenstep.replica.data_parallel import DataParallel
-from evenstep.replica.distributed import DistributedDataParallel
-from evenstep.replica.sync_batchnorm import SyncBatchNorm
-from evenstep.transport.backend import register_backend
+from evenstep.optim.local_sgd.local_sgd import LocalSGD
+from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
+from evenstep.replica.data_parallel.wrapper import DataParallel
+from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
+from evenstep.replica.wrapper.distributed import DistributedDataParallel, backward
+from evenstep.transport.backend.backend import register_backend
 from evenstep.world import World
 
 __all__ = [
@@ -29,9 +28,9 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "EvenstepError",
-    "ExponentialAverage",
+    "ExponentialMovingAverage",
     "LinearWarmup",
-    "LocalUpdates",
+    "LocalSGD",
     "Logger",
     "Records",
     "ShardedOptimizer",
@@ -39,6 +38,7 @@ __all__ = [
     "TokenDataset",
     "WeightedSampler",
     "World",
+    "backward",
     "clip_grad_norm_",
     "clip_grad_value_",
     "fuse",

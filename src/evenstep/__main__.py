@@ -2,6 +2,6 @@
 
 import sys
 
-from evenstep.cli import main
+from evenstep.cli.main import main
 
 sys.exit(main())

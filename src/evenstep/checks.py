@@ -1,4 +1,4 @@
-"""What an argument may be: wherever one is given, what is wrong with it is said in the same way. Pure.
+"""Checks of single arguments, with one form of error message for all of evenstep. Pure.
 
 Each function returns the value in the type that is meant, or raises a `ConfigurationError` that begins with `what`: who
 was given which argument, as in "DataLoader: timeout". Numbers and switches may be numpy's.
@@ -20,7 +20,7 @@ def shown(value: object) -> str:
     """A value as messages show it: in one line, and not longer than that."""
     try:
         text = " ".join(repr(value).split())
-    except Exception:  # somebody else's __repr__
+    except Exception:  # a foreign __repr__
         text = f"a {type(value).__name__}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
@@ -110,7 +110,10 @@ def number(
 
 
 def as_float(value: Any) -> float | None:
-    """A real number of any kind as a float, NaN and infinities too; None for what is none, texts and switches too."""
+    """A real number of any kind as a float, also NaN and infinities; None for anything else.
+
+    Texts and switches are no numbers here.
+    """
     if isinstance(value, str | bytes | bytearray | complex) or is_switch_type(value):
         return None
     try:
@@ -149,8 +152,8 @@ def choice(what: str, value: Any, choices: Sequence[str], *, otherwise: str = ""
     """
     if isinstance(value, str) and value in choices:
         return value
-    told = [repr(each) for each in choices]
-    raise refuse(what, value, f"{', '.join(told[:-1])} or {told[-1]}{_or(otherwise)}")
+    words = [repr(each) for each in choices]
+    raise refuse(what, value, f"{', '.join(words[:-1])} or {words[-1]}{_or(otherwise)}")
 
 
 def text(what: str, value: Any, *, wanted: str = "a text", otherwise: str = "") -> str:
@@ -165,7 +168,7 @@ def text(what: str, value: Any, *, wanted: str = "a text", otherwise: str = "") 
 
 
 def function(what: str, value: Any, *, otherwise: str = "") -> Callable[..., Any]:
-    """What can be called.
+    """A function, or another object that can be called.
 
     Raises:
         ConfigurationError: It can't be.
@@ -176,7 +179,7 @@ def function(what: str, value: Any, *, otherwise: str = "") -> Callable[..., Any
 
 
 def is_switch_type(value: Any) -> bool:
-    """Whether a value is a bool: python's, or numpy's, whose name is "bool_" before numpy 2."""
+    """Whether a value is python's or numpy's bool, which numpy 1 names "bool_"."""
     return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
 
 

@@ -1,16 +1,23 @@
-"""What a person sees while training runs: rank 0's lines and one progress bar."""
+"""What a person sees while training runs: lines on stderr and one progress bar."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TypeVar
 
 from evenstep import checks
 
 Item = TypeVar("Item")
+
+
+def say(line: str) -> None:
+    """Print a line to stderr at once."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201
 
 
 def progress(
@@ -78,12 +85,28 @@ def _lines(items: Iterable[Item], description: str, total: int | None, interval_
             now = time.monotonic()
             if now - last >= interval_s:
                 last = now
-                _say(f"{description}: {count}{of}, {count / (now - start):.1f} a second")
+                say(f"{description}: {count}{of}, {count / (now - start):.1f} a second")
     finally:
         elapsed = time.monotonic() - start
         rate = f", {count / elapsed:.1f} a second" if elapsed > 0 else ""
-        _say(f"{description}: {count}{of} in {elapsed:.1f} s{rate}")
+        say(f"{description}: {count}{of} in {elapsed:.1f} s{rate}")
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+def quieten() -> Callable[[], None]:
+    """Have this process log nothing below ERROR and show no warnings. Returns a function that undoes it.
+
+    For ranks other than 0 that share a terminal. What a library logs at ERROR concerns this rank, and is shown.
+    """
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    filters = warnings.filters[:]
+    warnings.simplefilter("ignore")
+    mine = warnings.filters[0]
+
+    def restore() -> None:
+        logging.disable(before)
+        if mine not in filters and mine in warnings.filters:
+            warnings.filters.remove(mine)  # type: ignore[attr-defined]
+            warnings._filters_mutated()  # type: ignore[attr-defined]
+
+    return restore

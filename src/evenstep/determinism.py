@@ -1,6 +1,6 @@
-"""What makes a rank compute the same bits every time: torch's switches, all set in this one place, and their limits.
+"""Deterministic torch: all switches that make a rank compute the same bits every time.
 
-What can't be switched on is told instead: `facts` has everything else that bits are known to depend on.
+Some causes of other bits can't be switched off: `facts` lists everything else that bits are known to depend on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BACKENDS: tuple[tuple[Any, str, Any], ...] = (
     (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
     (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
     (torch.backends.cuda.matmul, "allow_fp16_accumulation", False),
-    # Memory that nobody has written is nobody's answer; filling it would cost a pass over every new tensor.
+    # No result reads memory that was never written; filling it would cost a pass over every new tensor.
     (torch.utils.deterministic, "fill_uninitialized_memory", False),
 )
 
@@ -60,22 +60,25 @@ def switch_on(device: torch.device, *, threads: int) -> Callable[[], None]:
 
 
 def facts(device: torch.device) -> dict[str, str]:
-    """Everything else that bits depend on, by what people call it. The same facts give the same bits."""
+    """Everything else that bits depend on. The same facts give the same bits.
+
+    Checkpoints hold them: keys never change. `virtual_ranks` has what people call them.
+    """
     found = {
-        "the CPU": _cpu_model(),
-        "the CPU's vector instructions": torch.backends.cpu.get_cpu_capability(),
-        "the number of CPU threads": str(torch.get_num_threads()),
+        "cpu": _cpu_model(),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "oneDNN": _line_of_build("oneDNN", "MKL-DNN"),
-        "the BLAS library": _line_of_build("Math Kernel Library", "OpenBLAS", "BLAS_INFO"),
+        "onednn": _line_of_build("oneDNN", "MKL-DNN"),
+        "blas": _line_of_build("Math Kernel Library", "OpenBLAS", "BLAS_INFO"),
     }
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         found["numpy"] = importlib.metadata.version("numpy")
     if device.type == "cuda":
-        found["the GPU"] = torch.cuda.get_device_name(device)
-        found["CUDA"] = str(torch.version.cuda)
-        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["cuda"] = str(torch.version.cuda)
+        found["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
     return found
 
 

@@ -1,49 +1,54 @@
-"""Which device a rank computes on."""
+"""The device of a rank, and copies from it that nothing waits for."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from evenstep.checks import counted
 from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
 
+Coming = tuple[Tensor, Any]  # a copy on the host, and the event after which it is there
 
-def parse_device(asked: str | torch.device) -> torch.device:
+
+def parse_device(requested: str | torch.device) -> torch.device:
     """A device that ranks can compute on. Pure.
 
     Raises:
         ConfigurationError: There is no such device, or none of these.
     """
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
     except (RuntimeError, TypeError, ValueError):
-        raise ConfigurationError(f"device={str(asked)!r} is no device; use 'cpu', 'cuda' or 'cuda:1'.") from None
+        raise ConfigurationError(f"device={str(requested)!r} is no device; use 'cpu', 'cuda' or 'cuda:1'.") from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigurationError(f"device={str(asked)!r}: evenstep trains on 'cpu' and 'cuda'.")
+        raise ConfigurationError(f"device={str(requested)!r}: evenstep trains on 'cpu' and 'cuda'.")
     return device
 
 
-def choose_device(asked: str | torch.device | None, placement: Placement, *, num_gpus: int) -> torch.device:
+def choose_device(requested: str | torch.device | None, placement: Placement, *, num_gpus: int) -> torch.device:
     """The device of one rank. Pure.
 
     Args:
-        asked: "cpu", "cuda" (the rank's own GPU), "cuda:1" (that one, shared if need be), or None to take GPUs if
+        requested: "cpu", "cuda" (the rank's own GPU), "cuda:1" (that one, shared if need be), or None to take GPUs if
             there are any.
-        placement: Where the rank stands among those of its host.
-        num_gpus: GPUs that torch can use on this host.
+        placement: Where the rank stands among those of its node.
+        num_gpus: GPUs that torch can use on this node.
 
     Raises:
         ConfigurationError: No such device, or more ranks than GPUs.
     """
-    if asked is None:
-        asked = "cuda" if num_gpus else "cpu"
-    device = parse_device(asked)
+    if requested is None:
+        requested = "cuda" if num_gpus else "cpu"
+    device = parse_device(requested)
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is not None:
         if device.index >= num_gpus:
-            raise ConfigurationError(f"device={str(asked)!r}, but this host has {_gpus(num_gpus)}.")
+            raise ConfigurationError(f"device={str(requested)!r}, but this node has {_gpus(num_gpus)}.")
         return device
     if num_gpus == 1 and placement.has_one_gpu_of_its_own:
         return torch.device("cuda", 0)  # another one on every rank, all of them number 0
@@ -51,7 +56,7 @@ def choose_device(asked: str | torch.device | None, placement: Placement, *, num
         most = counted(num_gpus, "rank")
         remedy = f"Start at most {most}, or pass device='cpu', or name one to be shared: device='cuda:0'."
         raise ConfigurationError(
-            f"{counted(placement.local_world_size, 'rank')} on this host, but it has {_gpus(num_gpus)}: each rank "
+            f"{counted(placement.local_world_size, 'rank')} on this node, but it has {_gpus(num_gpus)}: each rank "
             f"needs one of its own. " + (remedy if num_gpus else "Pass device='cpu'.")
         )
     return torch.device("cuda", placement.local_rank)
@@ -59,3 +64,23 @@ def choose_device(asked: str | torch.device | None, placement: Placement, *, num
 
 def _gpus(count: int) -> str:
     return {0: "no GPU that torch can use", 1: "1 GPU"}.get(count, f"{count} GPUs")
+
+
+def start_copy(values: Tensor) -> Coming:
+    """Ask for values."""
+    if values.device.type != "cuda":
+        return values.cpu().clone(), None
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+    host.copy_(values, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return host, event
+
+
+def arrived(coming: Coming) -> list[float]:
+    """Return numbers that `start_copy` has begun to copy, a window ago."""
+    host, event = coming
+    if event is not None:
+        event.synchronize()  # it has happened
+    values: list[float] = host.tolist()
+    return values

@@ -1,7 +1,7 @@
-"""What can go wrong, as a tree.
+"""The errors that evenstep raises, as a tree.
 
-    EvenstepError                     everything that evenstep raises on purpose
-    ├── ConfigurationError            an argument, a flag or a variable is wrong (also a ValueError)   exit 78
+    EvenstepError                     everything that evenstep raises on purpose (a RuntimeError)
+    ├── ConfigurationError            an argument, a flag or a variable is wrong                       exit 78
     ├── UsageError                    calls that don't fit together, found while running               exit 1
     ├── DataError                     a sample can't be had: a damaged file, a worker that died        exit 1
     ├── MismatchError                 the ranks disagree: parameters, shapes, lengths                  exit 72
@@ -12,9 +12,13 @@
     ├── CheckpointError               a checkpoint can't be saved, read, or doesn't fit                exit 74
     └── RankFailedError               a rank of `evenstep.launch` died without an exception of its own
 
-`PeerLostError` and `CollectiveTimeoutError` are *consequences*: whoever raises them is a witness, not the culprit.
+Programs that were written for torch catch what torch raises, which for one kind of mistake is a RuntimeError here and a
+ValueError or a TypeError there. So all of these are RuntimeErrors, and a `ConfigurationError` is a ValueError and a
+TypeError, too; docs/ddp-compatibility.md has the list.
+
+`PeerLostError` and `CollectiveTimeoutError` are *consequences*: they show a secondary failure, not the root cause.
 A `ConfigurationError`, `UsageError`, `DataError`, `MismatchError`, `DriftError` or `CheckpointError` is explained by
-its message, so it is shown without a traceback. A run that was asked to stop, and has saved, ends with
+its message, so it is shown without a traceback. A run that has saved after a request to stop ends with
 `SystemExit(75)`: no error.
 """
 
@@ -22,15 +26,15 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-# Exit status of a rank that was asked to stop and has saved its checkpoint: nothing failed, and start it again later.
+# Exit status of a rank that has saved its checkpoint after a request to stop: nothing failed; start it again later.
 EXIT_PREEMPTED = 75
 
 
-class EvenstepError(Exception):
+class EvenstepError(RuntimeError):
     """Base of everything that evenstep raises on purpose.
 
     Attributes:
-        exit_code: Status with which a process ends when nobody catches the error.
+        exit_code: Status with which a process ends when the error isn't caught.
         is_users_mistake: The message says all there is to know; a traceback would only bury it.
         is_consequence: Raised because another rank failed first.
     """
@@ -40,34 +44,34 @@ class EvenstepError(Exception):
     is_consequence: ClassVar[bool] = False
 
 
-class ConfigurationError(EvenstepError, ValueError):
+class ConfigurationError(EvenstepError, ValueError, TypeError):
     """An argument, a flag or an environment variable is wrong; nothing was started."""
 
     exit_code = 78
     is_users_mistake = True
 
 
-class UsageError(EvenstepError, RuntimeError):
+class UsageError(EvenstepError):
     """Calls that don't fit together, found while running: what, where, and what to write instead."""
 
     exit_code = 1
     is_users_mistake = True
 
 
-class DataError(EvenstepError, RuntimeError):
-    """A sample can't be had: its file is damaged, or the worker that loaded it died. Data sets may raise it, too."""
+class DataError(EvenstepError):
+    """A sample can't be loaded: its file is damaged, or its worker died. Data sets may raise it, too."""
 
     exit_code = 1
     is_users_mistake = True
 
 
-class MainFailedError(UsageError):
-    """The block of `world.main_first()` raised on rank 0; raised on the others, which waited for it."""
+class OtherRankFailedError(UsageError):
+    """Code of the user failed on another rank, in what all ranks do together. Raised on the ranks beside it."""
 
     is_consequence = True
 
 
-class MismatchError(EvenstepError, RuntimeError):
+class MismatchError(EvenstepError):
     """The ranks disagree about something that must be equal. Raised on every rank with the same text."""
 
     exit_code = 72
@@ -80,7 +84,7 @@ class NonFiniteError(EvenstepError, ArithmeticError):
     exit_code = 73
 
 
-class DriftError(EvenstepError, RuntimeError):
+class DriftError(EvenstepError):
     """Parameters that must be the same on all ranks no longer are. Raised on every rank with the same text."""
 
     exit_code = 73
@@ -101,14 +105,14 @@ class CollectiveTimeoutError(EvenstepError, TimeoutError):
     is_consequence = True
 
 
-class CheckpointError(EvenstepError, RuntimeError):
+class CheckpointError(EvenstepError):
     """A checkpoint can't be saved or read, is damaged, or isn't one of these objects. Raised on every rank."""
 
     exit_code = 74
     is_users_mistake = True
 
 
-class RankFailedError(EvenstepError, RuntimeError):
+class RankFailedError(EvenstepError):
     """A rank that `evenstep.launch` started died without raising an exception that could be passed on.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Joining the ranks: `init`, and how a world comes to be out of what a launcher has said."""
+"""`init`: joins the ranks that a launcher started into a world."""
 
 from __future__ import annotations
 
@@ -16,21 +16,36 @@ import torch.distributed as dist
 
 from evenstep import checks, determinism, randomness
 from evenstep import world as worlds
+from evenstep.compat.torch_distributed import abort_process_groups, default_store, keep_groups, reset_group_count
+from evenstep.console import quieten, say
+from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_store
 from evenstep.device import choose_device
-from evenstep.environment import Placement, announcement, current_placement, host_identity, placement_from_hosts
-from evenstep.errors import ConfigurationError, MismatchError
-from evenstep.health import last_words, page, peer_pages
-from evenstep.health.quiet import quieten
+from evenstep.environment import (
+    Placement,
+    announcement,
+    claim_rank,
+    current_placement,
+    node_identity,
+    placement_from_nodes,
+)
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError, UsageError
+from evenstep.health import excepthook, heartbeat, peer_heartbeats
 from evenstep.health.steps import count_optimizer_steps
-from evenstep.lanes import DEFAULT_LANES, Lanes, disagreements, validate_division, validate_mode
-from evenstep.meeting import choose_gloo_interface, open_store
-from evenstep.transport.choice import TRANSPORTS, Transports, open_between, open_transports, validate_transport
-from evenstep.transport.exchange import exchange
+from evenstep.transport.backend import backend
+from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.factory import (
+    TRANSPORTS,
+    Transports,
+    open_between,
+    open_shared_memory,
+    open_transports,
+    validate_transport,
+)
 from evenstep.transport.local import LocalTransport
-from evenstep.transport.ordered import in_tree_order
-from evenstep.world import DEFAULT_TIMEOUT_S, World
-
-_LONGEST_TIMEOUT_S = 1e9  # torch counts in milliseconds and 64 bits, and python's timedelta has an end too
+from evenstep.transport.shm.transport import SharedMemoryTransport
+from evenstep.transport.tree_order import in_tree_order
+from evenstep.virtual_ranks import DEFAULT_VIRTUAL_RANKS, VirtualRanks, disagreements, validate_division, validate_mode
+from evenstep.world import DEFAULT_TIMEOUT_S, LONGEST_TIMEOUT_S, World
 
 
 def init(
@@ -42,14 +57,14 @@ def init(
     quiet: bool = False,
     log_on_all_ranks: bool = False,
     reproducible: bool = False,
-    lanes: int | None = None,
+    virtual_ranks: int | None = None,
     threads: int | None = None,
 ) -> World:
     """Join the ranks that a launcher started, or be a world of one.
 
-    Collective: every rank calls this, once. Under `evenstep run`, `evenstep.launch` or `torchrun` the ranks meet;
-    without a launcher no process group is made and no port is opened. A process group that the script made before is
-    adopted. Use as a context manager, or let it close at exit.
+    Collective: every rank calls this, once. Under `evenstep run`, `evenstep.launch` or `torchrun` the ranks
+    rendezvous; without a launcher no process group is made and no port is opened. A process group that the script made
+    before is adopted. Use as a context manager, or let it close at exit.
 
     Args:
         seed: Seeds python, numpy (if installed) and torch, equally on all ranks. From the first training forward on
@@ -57,15 +72,16 @@ def init(
         device: "cpu", "cuda" (this rank's own GPU), "cuda:1" (this one, shared if need be); None: what
             `evenstep run --device` said, else GPUs if there are any.
         transport: "shared memory", "gloo" or "nccl"; None: NCCL between GPUs of their own, else shared memory between
-            ranks of one host (for those that share a GPU, by way of the host's memory), else Gloo.
-        timeout_s: Seconds after which a collective gives up on a missing rank.
+            CPU ranks of one node, else Gloo.
+        timeout_s: Seconds after which a collective, or a save, gives up on a missing rank.
         quiet: Don't print the line that says what runs where.
-        log_on_all_ranks: Let every rank log and warn where all write to one terminal (torchrun, mpiexec, srun). Else
-            rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own, and all is kept.
+        log_on_all_ranks: Let every rank log and warn where all write to one terminal (`evenstep.launch`, torchrun,
+            mpiexec, srun). Else rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own,
+            and all is kept.
         reproducible: The same bits on any number of ranks: see docs/reproducible.md. Needs a seed, and training loops
             over `model.microbatches(batch)`.
-        lanes: With `reproducible`: in how many parts every global batch is computed, a power of two that the number of
-            ranks divides; None: 8.
+        virtual_ranks: With `reproducible`: in how many parts every global batch is computed, a power of two that the
+            number of ranks divides; None: 8.
         threads: With `reproducible`: CPU threads of every rank, which the bits depend on; None: 1.
 
     Returns:
@@ -75,58 +91,74 @@ def init(
         ConfigurationError: An argument or a launcher's variable is wrong; more ranks than GPUs; a second call with
             other arguments.
         MismatchError: The ranks were given different arguments. Raised on every rank.
+        UsageError: A constructor was called before, and made or adopted a world; or this process was forked from a
+            rank, whose connections it can't use.
     """
-    with last_words.telling_mistakes():
+    with excepthook.reporting_mistakes():
         seed = randomness.validate_seed("evenstep.init", seed)
         if transport is not None:
             checks.choice("evenstep.init: transport", transport, TRANSPORTS, otherwise="None to let evenstep choose")
-        timeout_s = checks.number("evenstep.init: timeout_s", timeout_s, above=0, most=_LONGEST_TIMEOUT_S)
+        timeout_s = checks.number("evenstep.init: timeout_s", timeout_s, above=0, most=LONGEST_TIMEOUT_S)
         checks.switch("evenstep.init: quiet", quiet)
         num_cores = os.cpu_count() or 1
-        validate_mode(reproducible=reproducible, lanes=lanes, threads=threads, seed=seed, num_cores=num_cores)
+        validate_mode(
+            reproducible=reproducible, virtual_ranks=virtual_ranks, threads=threads, seed=seed, num_cores=num_cores
+        )
     arguments: dict[str, object] = {
         "seed": seed,
         "device": None if device is None else str(device),
         "transport": transport,
         "timeout_s": timeout_s,
         "reproducible": reproducible,
-        "lanes": lanes,
+        "virtual_ranks": virtual_ranks,
         "threads": threads,
     }
     before = worlds.initialised()
     if before is not None:
+        if before._closed and before.world_size > 1:
+            raise UsageError(
+                f"evenstep.init: this process was forked from rank {before.rank} of {before.world_size}, whose "
+                f"connections it can't use. Start it as a new process (subprocess, or multiprocessing's spawn): that "
+                f"is a world of its own."
+            )
+        with excepthook.reporting_mistakes():
+            worlds.validate_is_first()
         made_with = before._init_arguments
-        if made_with is None or made_with == arguments:
+        assert made_with is not None
+        if made_with == arguments:
             return before
         differing = {k: (made_with[k], v) for k, v in arguments.items() if made_with[k] != v}
-        told = ", ".join(f"{name}={new!r} (was {old!r})" for name, (old, new) in differing.items())
+        changed = ", ".join(f"{name}={new!r} (was {old!r})" for name, (old, new) in differing.items())
         raise ConfigurationError(
-            f"evenstep.init was called before with other arguments: now {told}. Call it once, and pass the world on, "
+            f"evenstep.init was called before with other arguments: now {changed}. Call it once and pass the world on, "
             f"or close the first world before making another."
         )
     if any(map(_has_own_nccl, worlds.abandoned)):
         _give_up_nccl()
     worlds.close_abandoned()
     if dist.is_initialized():
-        world = World.from_process_group(device=device, seed=seed, transport=transport)
+        world = World.from_process_group(device=device, seed=seed, transport=transport, timeout_s=timeout_s)
     else:
         world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
-    if not (log_on_all_ranks or world.is_main or current_placement().launcher.startswith("evenstep")):
+    world._on_close.append(claim_rank())
+    if not (log_on_all_ranks or world.is_main or current_placement().launcher == "evenstep run"):
         world._on_close.append(quieten())
     _check_same_arguments(world, {name: value for name, value in arguments.items() if name != "device"})
     world._init_arguments = arguments
     if seed is not None:
         randomness.seed_everything(seed)
     if reproducible:
-        make_reproducible(world, num_lanes=lanes or DEFAULT_LANES, threads=threads or 1, timeout_s=timeout_s)
+        make_reproducible(
+            world, num_virtual_ranks=virtual_ranks or DEFAULT_VIRTUAL_RANKS, threads=threads or 1, timeout_s=timeout_s
+        )
     _announce(world, quiet=quiet)
     atexit.register(world.close)
     if _has_own_nccl(world):
         atexit.register(_give_up_after_failure)  # before the world is closed
     worlds.set_current(world)
-    if page.own_path() is not None:
+    if heartbeat.own_path() is not None:
         count_optimizer_steps()
-    page.mark(page.Phase.BETWEEN_STEPS)
+    heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
     return world
 
 
@@ -138,45 +170,53 @@ def _join(
     transport: str | None,
     timeout_s: float,
 ) -> World:
-    asked = device if device is not None else placement.device
-    with last_words.telling_mistakes():
-        chosen = choose_device(asked, placement, num_gpus=torch.cuda.device_count())
+    requested = device if device is not None else placement.device
+    with excepthook.reporting_mistakes():
+        chosen = choose_device(requested, placement, num_gpus=torch.cuda.device_count())
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    hook_before = last_words.install(placement)
+    hook_before = excepthook.install(placement)
 
     def restore_hook() -> None:
         sys.excepthook = hook_before
 
     if placement.world_size == 1:
-        transports = Transports(LocalTransport(), LocalTransport())
+        transports = Transports(LocalTransport(), LocalTransport(), timeout_s, transport)
         return World(placement, device=chosen, transports=transports, store=None, seed=seed, on_close=[restore_hook])
-    # Before the ranks meet: one that leaves a meeting at once lets go of a socket to which others still connect.
+    # Before the rendezvous: a rank that leaves it at once closes a socket to which others still connect.
     validate_transport(transport, chosen)
-    shares_a_gpu = chosen.type == "cuda" and asked is not None and torch.device(asked).index is not None
+    shares_a_gpu = chosen.type == "cuda" and requested is not None and torch.device(requested).index is not None
     speaks_nccl = chosen.type == "cuda" and (transport == "nccl" or (transport is None and not shares_a_gpu))
     choose_gloo_interface(placement)
+    shared: SharedMemoryTransport | None = None
     try:
         store = open_store(placement, timeout_s)
+        if chosen.type == "cpu" and transport != "gloo" and placement.num_nodes == 1:
+            shared = open_shared_memory(store, placement.rank, placement.world_size, timeout_s=timeout_s)
+        # torch's own Gloo would listen on a port from now on: see [Note: late Gloo] in `transport.backend`.
+        usual = "cpu:gloo,cuda:nccl" if speaks_nccl else "gloo"
         dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if speaks_nccl else "gloo",
+            backend=usual if shared is None else backend.NAME,
             store=store,
             rank=placement.rank,
             world_size=placement.world_size,
             timeout=timedelta(seconds=timeout_s),
             device_id=chosen if speaks_nccl else None,
+            pg_options=None if shared is None else shared.split(),
         )
     except ConfigurationError:
         raise
-    except (RuntimeError, ValueError) as error:
-        # torch counts a group that was not made, and would look for the next one under another name.
-        dist.distributed_c10d._world.group_count = 0
+    except (RuntimeError, ValueError, CollectiveTimeoutError) as error:
+        reset_group_count()
         raise ConfigurationError(_explain_rendezvous(placement, error)) from error
     try:
-        transports = open_transports(transport, chosen, timeout_s=timeout_s)
+        if shared is not None:
+            transports = Transports(shared, shared.split(), timeout_s, transport)
+        else:
+            transports = open_transports(transport, chosen, timeout_s=timeout_s)
         if placement.makes_store:
             placement = _complete(placement, transports, chosen)
-        end_pages = peer_pages.share_pages(partial(exchange, transports.control), rank=placement.rank)
+        end_pages = peer_heartbeats.share_pages(partial(exchange, transports.control), rank=placement.rank)
     except ConfigurationError:
         _destroy_default_group()
         raise
@@ -184,37 +224,42 @@ def _join(
         placement,
         device=chosen,
         transports=transports,
-        store=dist.distributed_c10d._get_default_store(),
+        store=default_store(),
         seed=seed,
         on_close=[end_pages, _destroy_default_group, restore_hook],
     )
 
 
 def _complete(placement: Placement, transports: Transports, device: torch.device) -> Placement:
-    """What launchers other than torchrun don't tell, or not reliably: which ranks share a host, and whether a GPU.
+    """Complete a placement with all ranks' nodes, and refuse GPUs given to two ranks.
+
+    Launchers other than torchrun don't say, or not reliably, which ranks share a node.
 
     Raises:
         ConfigurationError: Two ranks were given the same GPU, each as its only one. Raised on every rank.
     """
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     seen = exchange(
-        transports.control, {"host": host_identity(), "gpu": gpu, "alone": placement.has_one_gpu_of_its_own}
+        transports.control, {"node": node_identity(), "gpu": gpu, "alone": placement.has_one_gpu_of_its_own}
     )
     first_with: dict[tuple[str, str], int] = {}
     for rank, each in enumerate(seen):
-        first = first_with.setdefault((each["host"], each["gpu"]), rank)
+        first = first_with.setdefault((each["node"], each["gpu"]), rank)
         if each["gpu"] is not None and each["alone"] and first != rank:
             raise ConfigurationError(
                 f"ranks {first} and {rank} were both given the GPU {each['gpu']} as their only one "
                 f"(CUDA_VISIBLE_DEVICES). Give each rank its own, show all ranks all GPUs, or pass device='cuda:0' to "
                 f"share one."
             )
-    by_host = placement_from_hosts([each["host"] for each in seen], placement.rank)
-    return replace(placement, node_rank=by_host.node_rank, num_nodes=by_host.num_nodes)
+    by_node = placement_from_nodes([each["node"] for each in seen], placement.rank)
+    return replace(placement, node_rank=by_node.node_rank, num_nodes=by_node.num_nodes)
 
 
 def _check_same_arguments(world: World, mine: dict[str, object]) -> None:
-    """Collective: close the world and raise a MismatchError on every rank if the ranks were given different ones."""
+    """Check that all ranks passed the same arguments.
+
+    Collective. Else the world is closed, and every rank raises a MismatchError.
+    """
     first, *others = world.exchange(mine)
     for rank, other in enumerate(others, start=1):
         for name, value in first.items():
@@ -226,30 +271,34 @@ def _check_same_arguments(world: World, mine: dict[str, object]) -> None:
                 )
 
 
-def make_reproducible(world: World, *, num_lanes: int, threads: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Collective: from now on this world computes the same bits as one of another size.
+def make_reproducible(
+    world: World, *, num_virtual_ranks: int, threads: int, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> None:
+    """Make this world compute the same bits as one of another size from now on.
 
-    Warns, on rank 0, where the ranks' processors or libraries differ.
+    Collective. Warns, on rank 0, where the ranks' processors or libraries differ.
 
     Raises:
-        ConfigurationError: The lanes can't be divided over the ranks. Raised on all of them; the world is closed.
+        ConfigurationError: The virtual ranks can't be divided over the ranks. Raised on all of them; the world is
+            closed.
     """
     assert world.seed is not None
     try:
-        validate_division(num_lanes, world.world_size)
+        validate_division(num_virtual_ranks, world.world_size)
     except ConfigurationError:
         world.close()
         raise
     world._on_close.append(determinism.switch_on(world.device, threads=threads))
     facts = determinism.facts(world.device)
-    told = disagreements(world.exchange(facts))
-    if told and world.is_main:
+    differences = disagreements(world.exchange(facts))
+    if differences and world.is_main:
         warnings.warn(
-            f"reproducible mode: bits depend on which rank has which lane, because {'; '.join(told)}.", stacklevel=3
+            f"reproducible mode: bits depend on which rank has which virtual rank, because {'; '.join(differences)}.",
+            stacklevel=3,
         )
-    world.lanes = Lanes(num_lanes, world.rank, world.world_size, world.seed, facts)
-    hosts = world.exchange(host_identity())
-    world.transport = in_tree_order(world.transport, hosts, partial(open_between, timeout_s=timeout_s))
+    world.virtual_ranks = VirtualRanks(num_virtual_ranks, world.rank, world.world_size, world.seed, facts)
+    nodes = world.exchange(node_identity())
+    world.transport = in_tree_order(world.transport, nodes, partial(open_between, timeout_s=timeout_s))
 
 
 def _announce(world: World, *, quiet: bool) -> None:
@@ -257,29 +306,41 @@ def _announce(world: World, *, quiet: bool) -> None:
         return
     placement = current_placement()
     if placement.remark:
-        print(f"evenstep: {placement.remark}", file=sys.stderr, flush=True)  # noqa: T201
+        say(f"evenstep: {placement.remark}")
     if world.why_gloo is not None:
-        print(f"evenstep: Gloo, for want of shared memory: {world.why_gloo}", file=sys.stderr, flush=True)  # noqa: T201
-    line = announcement(
+        say(f"evenstep: Gloo, for want of shared memory: {world.why_gloo}")
+    known = announcement(
         world_size=world.world_size,
         num_nodes=world.num_nodes,
         device=world.device.type,
         num_threads=torch.get_num_threads(),
-        transport=world.transport_name,
     )
-    if world.lanes is not None:
-        mode = f"{world.lanes.num_lanes} lanes"
+    line = f"{known}, {world.transport_name}"
+    if world.virtual_ranks is not None:
+        mode = f"{world.virtual_ranks.num_virtual_ranks} virtual ranks"
         if placement.announced is None:
             line += f", {mode}"
         else:  # the launcher couldn't know, and has named its own number of threads
             threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
             line = f"evenstep: reproducible: {mode}, {threads} per rank in this mode, {world.transport_name}"
-    if line != placement.announced:
-        print(line, file=sys.stderr, flush=True)  # noqa: T201
+    elif known == placement.announced and world.transport_name == _usual_transport(world):
+        return  # the launcher has said the rest
+    say(line)
+
+
+def _usual_transport(world: World) -> str:
+    """The transport of such a world where nothing stands against it, and no argument asks for another."""
+    if world.world_size == 1:
+        return "local"
+    if world.device.type == "cuda":
+        return "nccl"
+    if world.num_nodes == 1:
+        return "shared memory"
+    return "gloo" if world.num_nodes == world.world_size else "shared memory + gloo"
 
 
 def _has_own_nccl(world: World) -> bool:
-    """Whether `init` has made NCCL's groups; those that a script has made are the script's to end."""
+    """Whether `init` has made NCCL's groups, and so has to end them."""
     return world.transport_name == "nccl" and world._adopted_group is None
 
 
@@ -289,9 +350,9 @@ def _give_up_after_failure() -> None:
 
 
 def _give_up_nccl() -> None:
-    """End the groups of a failed run. To destroy those of NCCL would wait for ranks that may be gone."""
+    """End the groups of a failed run, without waiting for ranks that may be gone."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
-        dist.distributed_c10d._abort_process_group()
+        abort_process_groups()
 
 
 def _destroy_default_group() -> None:
@@ -304,15 +365,22 @@ def _explain_rendezvous(placement: Placement, error: Exception) -> str:
     advice = "Check that every rank runs, and that nothing else uses the address and port."
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         advice = "The port is taken: choose another with --master-port, or leave it out and let the system choose."
-    return f"rank {placement.rank} of {placement.world_size} could not meet the others ({text}). {advice}"
+    return f"rank {placement.rank} of {placement.world_size} could not join the others ({text}). {advice}"
 
 
 def _disown() -> None:
-    """A forked child must not end its parent's world, nor throw its garbage away: groups wait for threads not here."""
+    """Keep a forked child from ending its parent's world, or from saying that it has ended.
+
+    Nor may it collect the parent's garbage, or release its groups at the end: they would wait for threads that the
+    child doesn't have.
+    """
     gc.freeze()
+    keep_groups()
+    atexit.unregister(_give_up_after_failure)
     world = worlds.initialised()
     if world is not None:
         world._closed = True
+        world._at_end.clear()
 
 
 os.register_at_fork(after_in_child=_disown)

@@ -1,4 +1,4 @@
-"""Ports and interfaces of this host: reserve, listen on one address only, say who holds what."""
+"""Ports, addresses and interfaces of this host: reserve, listen, look up owners."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import socket
 import struct
 from pathlib import Path
 
+LOOPBACK = "127.0.0.1"
 _LISTENING = "0A"
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class Reservation:
-    """A port of the loopback interface that nobody else is given, and on which nobody listens.
+    """Reserves a port of the loopback interface, on which no process listens.
 
     The socket is bound and never listens. With SO_REUSEADDR on both sides one process, the rank that hosts torch's
-    store, can still listen there; without the reservation the system could hand the port to somebody else in between.
+    store, can still listen there; without the reservation the system could give the port to another process in between.
     """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind(("127.0.0.1", 0))
+        self._socket.bind((LOOPBACK, 0))
         self.port: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
@@ -34,7 +35,7 @@ class Reservation:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether somebody listens on a port of this host. False for addresses that aren't this host's."""
+    """Whether a process listens on a port of this host. False for addresses that aren't this host's."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
@@ -51,7 +52,7 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def owner_of(port: int) -> str:
-    """ "pid 123 (python)" of the process that listens on a port, or "" where that can't be seen."""
+    """ "pid 123 (python)" of the process that listens on a port; "" where that is hidden."""
     inodes = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         if table.exists():
@@ -103,6 +104,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def bind_address(host: str) -> str:
+    """The address on which to serve a store that other nodes reach as `host`.
+
+    That address alone, so that no process connects through another network. All addresses where `host` is a name that
+    means loopback on this host only, as Debian's own name does (127.0.1.1): other nodes resolve it differently.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return "0.0.0.0" if is_loopback(host) else host
+    return host
+
+
 def is_own_address(host: str) -> bool:
     """Whether a name or an address is this host's, and not only loopback."""
     try:
@@ -113,17 +127,17 @@ def is_own_address(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """This host's own address on the way to another one (or to itself); None if there is no way."""
+    """This host's own address on the route to a host; None without a route."""
     with contextlib.suppress(OSError):
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing: it only asks the routing table
+            probe.connect(address)  # sends nothing: it only reads the routing table
             return str(probe.getsockname()[0])
     return None
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has an address of this host; None if none has. Linux."""
+    """The name of the interface with an address of this host; None without one. Linux."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.version == 6:
         table = Path("/proc/net/if_inet6")
@@ -139,7 +153,7 @@ def interface_of(address: str) -> str | None:
                 answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
                 if answer[20:24] == wanted.packed:
                     return name
-    # Every address of 127.0.0.0/8 is the loopback interface's, which tells only of its first.
+    # Every address of 127.0.0.0/8 is the loopback interface's, which reports only its first.
     return "lo" if wanted.is_loopback else None
 
 

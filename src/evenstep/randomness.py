@@ -2,7 +2,24 @@
 
 Until training starts, all ranks draw the same numbers: `random_split` and the initialisation of the model give the
 same on each of them. From the first training forward on, every rank except 0 draws its own (`diverge`), so that
-dropout masks are independent between replicas, and rank 0 draws what a single process would have drawn.
+dropout masks and augmentations are independent between replicas, and rank 0 draws what a single process would have
+drawn.
+
+[Note: replicas' draws]
+
+Whose streams are whose to reseed, when a model is first called in training:
+
+| the model's world | python's and numpy's | torch's |
+| --- | --- | --- |
+| made by `init`, or a group of its ranks | of each rank's own | of each rank's own |
+| adopted: the script never calls `init` | left alone (1) | of each rank's own, if they were shared (2) |
+| in reproducible mode | keyed by virtual rank inside the loop, shared outside | the same |
+
+(1) The script may decide by them what all ranks do. (2) Ranks had the same seed when the model was wrapped, and it
+hasn't been set since: a script that has seeded its ranks, or restored their streams, keeps what it has set.
+
+Ranks are numbered in the world of the model. With tensor parallelism, ranks that have parts of one replica are in
+different worlds with the same number: they keep equal streams, which they need for what they compute twice.
 """
 
 from __future__ import annotations
@@ -11,7 +28,7 @@ import contextlib
 import functools
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +39,7 @@ from evenstep import checks
 
 _MASK_64 = (1 << 64) - 1
 LARGEST_SEED = (1 << 63) - 1
+STREAMS = ("python", "torch", "numpy")  # torch's: on every device
 
 
 def mix(*words: int) -> int:
@@ -57,7 +75,7 @@ def validate_seed(what: str, seed: Any, *, otherwise: str = "None to seed nothin
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python's `random`, torch on every device, and numpy if it has been or can be imported."""
+    """Seed python's `random`, torch on every device, and numpy if it is installed."""
     random.seed(seed)
     _seed_torch(seed)
     with contextlib.suppress(ImportError):
@@ -70,21 +88,45 @@ def _seed_torch(seed: int) -> None:
     if _may_use_accelerators():
         torch.manual_seed(seed)  # CUDA's generators too, now or when they come to be
     else:
-        # Without a device to come, torch would still note for it who asked, with the whole stack: half a millisecond.
+        # Without a device to come, torch would still record the caller's whole stack for it: half a millisecond.
         torch.default_generator.manual_seed(seed)
 
 
 @functools.cache
 def _may_use_accelerators() -> bool:
-    # Whether torch was built for any: to ask the device itself would start it, and forked processes couldn't use it.
+    # Whether torch was built for any: querying the device itself would start it, and forked processes couldn't use it.
     return torch.accelerator.current_accelerator() is not None
 
 
-def diverge(rank: int) -> None:
-    """Give torch's streams of this rank a life of their own; rank 0 keeps its own."""
-    if rank != 0:
-        # Signed, because that is what CUDA's generators accept on every torch version.
-        torch.manual_seed(mix(torch.initial_seed(), rank) >> 1)
+def torch_seed(device: torch.device) -> int:
+    """The seed of torch's stream on a device, whatever has been drawn since."""
+    return torch.cuda.initial_seed() if device.type == "cuda" else torch.initial_seed()
+
+
+def diverge(rank: int, streams: Iterable[str] = STREAMS) -> None:
+    """Reseed random streams of this rank, each from what it would have drawn next; rank 0 keeps its own."""
+    for name in streams if rank else ():
+        _RESEED[name](rank)
+
+
+def _reseed_python(rank: int) -> None:
+    random.seed(mix(random.getrandbits(64), rank))
+
+
+def _reseed_torch(rank: int) -> None:
+    drawn = int(torch.randint(1 << 62, (), device="cpu").item())
+    # Signed, because that is what CUDA's generators accept on every torch version.
+    torch.manual_seed(mix(drawn, rank) >> 1)
+
+
+def _reseed_numpy(rank: int) -> None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:  # imported later, it seeds itself from the system's entropy
+        key = mix(int.from_bytes(numpy.random.bytes(8), "little"), rank)
+        numpy.random.seed([key & 0xFFFF_FFFF, key >> 32])  # it takes words of 32 bits
+
+
+_RESEED = {"python": _reseed_python, "torch": _reseed_torch, "numpy": _reseed_numpy}
 
 
 @dataclass(frozen=True)
@@ -97,10 +139,11 @@ class RandomState:
     numpy: Any | None
 
 
-def capture() -> RandomState:
-    """Take the state of every stream, without starting CUDA or importing numpy."""
+def capture(*, with_devices: bool = True) -> RandomState:
+    """Take the state of every stream, without starting CUDA or importing numpy; on request those of the CPU alone."""
     numpy = sys.modules.get("numpy")
-    cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    has_devices = with_devices and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = tuple(torch.cuda.get_rng_state_all()) if has_devices else ()
     return RandomState(
         python=random.getstate(),
         torch_cpu=torch.get_rng_state(),
@@ -122,7 +165,7 @@ def restore(state: RandomState) -> None:
 
 @contextlib.contextmanager
 def preserved() -> Iterator[None]:
-    """Whatever is drawn inside leaves no trace."""
+    """Restore every stream after the block, whatever it draws."""
     state = capture()
     try:
         yield

@@ -1,17 +1,17 @@
-"""Lanes: the fixed number of virtual ranks on which reproducible mode computes every global batch.
+"""Virtual ranks: the fixed number of parts in which reproducible mode computes every global batch.
 
-[Note: lanes]
+[Note: virtual ranks]
 
-    global batch      |   0   |   1   |   2   |   3   |   4   |   5   |   6   |   7   |     lanes = 8
+    global batch      |   0   |   1   |   2   |   3   |   4   |   5   |   6   |   7   |     virtual ranks = 8
     1 rank            |--------------------------- rank 0 ----------------------------|
     2 ranks           |----------- rank 0 ------------|----------- rank 1 ------------|
     4 ranks           |--- rank 0 ----|--- rank 1 ----|--- rank 2 ----|--- rank 3 ----|
 
-A rank computes its lanes one after the other. What a lane computes is the same on any number of ranks: the same samples
-in tensors of the same shape, the same random numbers, the same module buffers, the same number of threads. What lanes
-give is added in one binary tree over lanes, of which a rank has a subtree:
+A rank computes its virtual ranks one after the other. What a virtual rank computes is the same on any number of ranks:
+the same samples in tensors of the same shape, the same random numbers, the same module buffers, the same number of
+threads. What virtual ranks give is added in one binary tree over virtual ranks, of which a rank has a subtree:
 
-    lane   0   1   2   3   4   5   6   7
+    virtual rank   0   1   2   3   4   5   6   7
             \\ /     \\ /     \\ /     \\ /
              +       +       +       +            inside the rank, as far as it has both
               \\_____/         \\_____/
@@ -19,9 +19,9 @@ give is added in one binary tree over lanes, of which a rank has a subtree:
                   \\_____________/
                          +                        the rest by the transport, whose order is a tree over ranks
 
-*One rule of division* for loaders (into ranks) and for `microbatches` (into lanes): parts are contiguous, differ by at
-most one, and the longer ones come first. Neighbouring parts of such a division are such a division of what they cover,
-so a rank's share can be cut without knowing the others'.
+*One rule of division* for loaders (into ranks) and for `microbatches` (into virtual ranks): parts are contiguous,
+differ by at most one, and the longer ones come first. Neighbouring parts of such a division are such a division of what
+they cover, so a rank's share can be cut without knowing the others'.
 """
 
 from __future__ import annotations
@@ -35,33 +35,44 @@ from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.randomness import mix
 
-DEFAULT_LANES = 8
-_LANES_TAG = 0x6C616E65  # "lane": other streams from the same seed stay unrelated
+DEFAULT_VIRTUAL_RANKS = 8
+_TAG = 0x6C616E65  # keeps these random streams unrelated to others from the same seed
 _VERSION = 1
 _MOST_THREADS = 256
+# What people call the facts that bits depend on, where that is no name of its own.
+_WORDS = {
+    "cpu": "the CPU",
+    "vector_instructions": "the CPU's vector instructions",
+    "num_threads": "the number of CPU threads",
+    "onednn": "oneDNN",
+    "blas": "the BLAS library",
+    "gpu": "the GPU",
+    "cuda": "CUDA",
+    "cudnn": "cuDNN",
+}
 
 
 def begin_of(length: int, index: int, num_parts: int) -> int:
-    """Where part number `index` of `length` things begins; the end of the last is that of part `num_parts`. Pure."""
+    """The beginning of part number `index` of `length` things; for `num_parts`, their end. Pure."""
     each, rest = divmod(length, num_parts)
     return index * each + min(index, rest)
 
 
 @dataclass
-class Lanes:
-    """The lanes of a run, as one rank has them.
+class VirtualRanks:
+    """The virtual ranks of a run, as one rank has them.
 
     Attributes:
-        num_lanes: How many there are, a power of two.
+        num_virtual_ranks: How many there are, a power of two.
         rank: This rank.
-        world_size: Number of ranks; divides `num_lanes`.
+        world_size: Number of ranks; divides `num_virtual_ranks`.
         seed: Of all random streams.
-        facts: What the bits depend on beside lanes and seed (`determinism.facts`).
+        facts: What the bits depend on beside virtual ranks and seed (`determinism.facts`).
         num_loops: Loops over micro-batches so far, of all models; what random streams are keyed by.
-        current: The lane that is being computed; None between loops.
+        current: The virtual rank that is being computed; None between loops.
     """
 
-    num_lanes: int
+    num_virtual_ranks: int
     rank: int
     world_size: int
     seed: int
@@ -71,23 +82,23 @@ class Lanes:
 
     @property
     def per_rank(self) -> int:
-        """Lanes of each rank."""
-        return self.num_lanes // self.world_size
+        """Virtual ranks of each rank."""
+        return self.num_virtual_ranks // self.world_size
 
     @property
     def first(self) -> int:
         """This rank's first."""
         return self.rank * self.per_rank
 
-    def key(self, lane: int) -> int:
-        """Of the random streams of one lane in the present loop; 64 bits."""
-        return mix(_LANES_TAG, self.seed, self.num_loops, lane)
+    def key(self, virtual_rank: int) -> int:
+        """The key of one virtual rank's random streams in the present loop; 64 bits."""
+        return mix(_TAG, self.seed, self.num_loops, virtual_rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of it, in JSON types."""
+        """The state that a checkpoint saves, in JSON types."""
         return {
             "version": _VERSION,
-            "lanes": self.num_lanes,
+            "virtual_ranks": self.num_virtual_ranks,
             "seed": self.seed,
             "num_loops": self.num_loops,
             "facts": dict(self.facts),
@@ -99,11 +110,14 @@ class Lanes:
         Warns, on rank 0, of everything that may change bits and isn't as it was.
 
         Raises:
-            ConfigurationError: The state is of other lanes or another seed, and so of another run.
+            ConfigurationError: The state is of other virtual ranks or another seed, and so of another run.
         """
         if state.get("version") != _VERSION:
-            raise ConfigurationError(f"version {_VERSION} of lanes is known, this is {state.get('version')!r}.")
-        for name, value, argument in (("lanes", self.num_lanes, "lanes"), ("seed", self.seed, "seed")):
+            raise ConfigurationError(f"version {_VERSION} of virtual ranks is known, this is {state.get('version')!r}.")
+        for name, value, argument in (
+            ("virtual_ranks", self.num_virtual_ranks, "virtual_ranks"),
+            ("seed", self.seed, "seed"),
+        ):
             if state[name] != value:
                 raise ConfigurationError(
                     f"the run was made with {argument}={state[name]} and goes on with {argument}={value}: other bits. "
@@ -118,46 +132,51 @@ class Lanes:
             )
 
 
-def per_rank(lanes: Lanes | None) -> int:
-    """Parts of a global batch that each rank has: its lanes, or one. Pure."""
-    return 1 if lanes is None else lanes.per_rank
+def per_rank(virtual_ranks: VirtualRanks | None) -> int:
+    """Parts of a global batch that each rank has: its virtual ranks, or one. Pure."""
+    return 1 if virtual_ranks is None else virtual_ranks.per_rank
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """What is not as it was, in words. Pure."""
+    """The facts that have changed, in words. Pure."""
     return [
-        f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}"
+        f"{_WORDS.get(name, name)} was {before.get(name, 'unknown')} and is {now.get(name, 'unknown')}"
         for name in dict.fromkeys((*before, *now))
         if before.get(name) != now.get(name)
     ]
 
 
 def disagreements(facts: Sequence[dict[str, str]]) -> list[str]:
-    """Where the ranks of a run differ, in words: of each fact the first rank that has another than rank 0. Pure."""
+    """Differences between the ranks of a run, in words. Pure.
+
+    Of each fact, the first rank whose value differs from rank 0's is named.
+    """
     first = facts[0]
     found = []
     for name, value in first.items():
         rank = next((rank for rank, each in enumerate(facts) if each.get(name) != value), None)
         if rank is not None:
-            found.append(f"{name} is {value} on rank 0 and {facts[rank].get(name, 'unknown')} on rank {rank}")
+            found.append(
+                f"{_WORDS.get(name, name)} is {value} on rank 0 and {facts[rank].get(name, 'unknown')} on rank {rank}"
+            )
     return found
 
 
-def validate_mode(*, reproducible: Any, lanes: Any, threads: Any, seed: int | None, num_cores: int) -> None:
-    """Check what `init` was given, as far as one rank can tell. Pure.
+def validate_mode(*, reproducible: Any, virtual_ranks: Any, threads: Any, seed: int | None, num_cores: int) -> None:
+    """Check the arguments of `init`, as far as one rank can. Pure.
 
     Args:
         reproducible: See `init`.
-        lanes: See `init`.
-        threads: See `init`; more than there are cores, so that another host's bits can be had here, but not any number.
+        virtual_ranks: See `init`.
+        threads: See `init`; more than there are cores, so that another node's bits can be had here, but not any number.
         seed: See `init`.
-        num_cores: Of this host.
+        num_cores: Of this node.
 
     Raises:
         ConfigurationError: Something is wrong with it.
     """
     checks.switch("evenstep.init: reproducible", reproducible)
-    for name, value in (("lanes", lanes), ("threads", threads)):
+    for name, value in (("virtual_ranks", virtual_ranks), ("threads", threads)):
         if value is not None and not reproducible:
             raise checks.refuse(f"evenstep.init: {name}", value, "it goes with reproducible=True, which is missing")
         if value is not None:
@@ -165,7 +184,7 @@ def validate_mode(*, reproducible: Any, lanes: Any, threads: Any, seed: int | No
     most = max(_MOST_THREADS, 4 * num_cores)
     if threads is not None and threads > most:
         raise ConfigurationError(
-            f"evenstep.init: threads={threads}; at most {most} on this host, which has {num_cores} cores. Bits depend "
+            f"evenstep.init: threads={threads}; at most {most} on this node, which has {num_cores} cores. Bits depend "
             f"on the number: pass that of the runs to compare with, or leave it out, for 1."
         )
     if not reproducible:
@@ -174,24 +193,24 @@ def validate_mode(*, reproducible: Any, lanes: Any, threads: Any, seed: int | No
         raise ConfigurationError(
             "evenstep.init: reproducible=True without a seed; every random number comes from it. Pass seed=0."
         )
-    if lanes is not None and lanes & (lanes - 1):
-        below = 1 << (lanes.bit_length() - 1)
+    if virtual_ranks is not None and virtual_ranks & (virtual_ranks - 1):
+        below = 1 << (virtual_ranks.bit_length() - 1)
         raise ConfigurationError(
-            f"evenstep.init: lanes={lanes}; a power of two, such as {below} or {2 * below}, because lanes are added in "
-            f"a binary tree."
+            f"evenstep.init: virtual_ranks={virtual_ranks}; a power of two, such as {below} or {2 * below}, because "
+            f"virtual ranks are added in a binary tree."
         )
 
 
-def validate_division(num_lanes: int, world_size: int) -> None:
-    """Check that lanes can be divided over ranks. Pure; the same on all ranks.
+def validate_division(num_virtual_ranks: int, world_size: int) -> None:
+    """Check that virtual ranks can be divided over ranks. Pure; the same on all ranks.
 
     Raises:
         ConfigurationError: They can't.
     """
-    if num_lanes % world_size:
-        sizes = [str(1 << power) for power in range(num_lanes.bit_length())]
+    if num_virtual_ranks % world_size:
+        sizes = [str(1 << power) for power in range(num_virtual_ranks.bit_length())]
         fits = " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)
         raise ConfigurationError(
-            f"evenstep.init: lanes={num_lanes} can't be divided over {world_size} ranks. Start {fits} ranks, or pass "
-            f"another number of lanes (which gives other bits)."
+            f"evenstep.init: virtual_ranks={num_virtual_ranks} can't be divided over {world_size} ranks. Start {fits} "
+            f"ranks, or pass another number of virtual ranks (which gives other bits)."
         )

@@ -1,4 +1,4 @@
-"""Who am I: rank, size, device, groups, printing, and means over ranks.
+"""`World`: this rank's identity, device and transports, printing, and means over ranks.
 
 A `World` is made by `init` (launched ranks, or one process alone), by `World.from_process_group` (a script that made
 its group itself), or by `World.alone`. It holds two transports: `transport` carries gradients, `control` carries
@@ -9,31 +9,50 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import Store
 
-from evenstep import checks, console, heap, lanes, randomness
+# Imported while a group exists (by dynamo, with the first AdamW), its functions keep that group as their default
+# argument, and Gloo's threads live on when python ends: one that drops a tensor then aborts the process.
+import torch.distributed.nn.functional
+from torch import Tensor
+from torch.distributed import PrefixStore, Store
+
+from evenstep import checks, console, randomness, virtual_ranks
+from evenstep.compat.c_library import heap
+from evenstep.compat.torch_distributed import default_store
+from evenstep.coordination.main_first import main_first
 from evenstep.device import choose_device, parse_device
-from evenstep.environment import Placement, current_placement, host_identity, placement_from_hosts
+from evenstep.environment import Placement, claim_rank, current_placement, node_identity, placement_from_nodes
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.health import page
+from evenstep.health import heartbeat
 from evenstep.health.telemetry import Telemetry
-from evenstep.transport.arguments import validate_group
-from evenstep.transport.choice import Transports, open_transports
-from evenstep.transport.exchange import broadcast_value, check_mean, check_rows, exchange, gather_rows, weighted_mean
+from evenstep.transport.core.object_collectives import (
+    Gathering,
+    broadcast_value,
+    check_mean,
+    check_rows,
+    exchange,
+    gather_rows,
+    weighted_mean,
+)
+from evenstep.transport.core.store_gather import StoreGather
+from evenstep.transport.core.validation import validate_group
+from evenstep.transport.factory import Transports, open_transports
 from evenstep.transport.local import LocalTransport
-from evenstep.transport.turns import main_first
 
 Item = TypeVar("Item")
 
 DEFAULT_TIMEOUT_S = 600.0
+LONGEST_TIMEOUT_S = 1e9  # torch counts in milliseconds and 64 bits, and python's timedelta has an end too
 _current: World | None = None
+_made_for = ""  # the constructor that made or adopted the current world, because `init` hadn't been called
 
 
 class World:
@@ -42,17 +61,18 @@ class World:
     Attributes:
         rank: This rank, 0 to world_size - 1.
         world_size: Number of ranks.
-        local_rank, local_world_size: This rank among those of its host, and how many they are.
-        node_rank, num_nodes: This host among the hosts, and how many they are.
+        local_rank, local_world_size: This rank among those of its node, and how many they are.
+        node_rank, num_nodes: This node among all nodes, and how many they are.
         device: Where this rank's model and batches live.
         seed: What `init` was given.
         transport: Carries gradients, on `device`.
         control: Carries everything else, on the CPU.
-        telemetry: What the steps of the models wrapped in this world spent their time on.
+        telemetry: What the steps of the models wrapped in this world, or in a group of it, spent their time on.
         why_gloo: Why CPU ranks don't share memory, where they would if they could; else None.
+        timeout_s: Seconds after which a collective, or a save, gives up on a missing rank.
         has_diverged: Whether every rank draws random numbers of its own already.
-        lanes: In reproducible mode, the lanes of the run; else None.
-        stop_reason: Who asked this rank to stop: "SIGTERM", "request_stop()"; None while nobody has.
+        virtual_ranks: In reproducible mode, the virtual ranks of the run; else None.
+        stop_reason: Why this rank is to stop: "SIGTERM", "request_stop()"; None until then.
     """
 
     def __init__(
@@ -74,18 +94,22 @@ class World:
         self.seed = seed
         self.transport = transports.gradients
         self.control = transports.control
+        self.timeout_s = transports.timeout_s
+        self._requested_transport = transports.requested
         self.why_gloo = transports.why_gloo
         self._store = store
         self._on_close = list(on_close)
-        self.before_close: list[Callable[[], object]] = []  # while peers can still be reached
         self._num_main_first = 0
         self._closed = False
-        self._adopted_group: dist.ProcessGroup | None = None
+        # Weak, so that the group ends when the script destroys it: see the import of torch.distributed.nn above.
+        self._adopted_group: weakref.ref[dist.ProcessGroup] | None = None
         self.telemetry = Telemetry()
         self._of_groups: dict[dist.ProcessGroup, World] = {}
+        self._part_of: World | None = None
+        self._shared_seed: int | None = None  # of torch's stream, where a lower rank has the same one
         self._init_arguments: dict[str, object] | None = None
         self.has_diverged = False
-        self.lanes: lanes.Lanes | None = None
+        self.virtual_ranks: virtual_ranks.VirtualRanks | None = None
         self.stop_reason: str | None = None
         self._at_end: list[Callable[[BaseException | None], object]] = []
         if device.type == "cpu":
@@ -93,7 +117,9 @@ class World:
 
     @classmethod
     def alone(cls, *, device: str | torch.device | None = None, seed: int | None = None) -> World:
-        """A world of one beside whatever else exists: no process group, no port, no effect on the current world.
+        """Make a world of one rank, without effect on the current world.
+
+        No process group is made and no port is opened.
 
         Args:
             device: Where to compute; None: the first GPU if there is one, else the CPU.
@@ -104,7 +130,7 @@ class World:
         """
         randomness.validate_seed("World.alone", seed)
         chosen = choose_device(device, Placement(), num_gpus=torch.cuda.device_count())
-        transports = Transports(LocalTransport(), LocalTransport())
+        transports = Transports(LocalTransport(), LocalTransport(), DEFAULT_TIMEOUT_S)
         return cls(Placement(), device=chosen, transports=transports, store=None, seed=seed)
 
     @classmethod
@@ -114,6 +140,7 @@ class World:
         device: str | torch.device | None = None,
         seed: int | None = None,
         transport: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         group: dist.ProcessGroup | None = None,
     ) -> World:
         """Adopt a process group that a script made itself.
@@ -125,6 +152,7 @@ class World:
             device: Where this rank computes; None: the current CUDA device if the group speaks NCCL, else the CPU.
             seed: Seeds the default order of loaders; nothing is seeded here.
             transport: As for `evenstep.init`.
+            timeout_s: As for `evenstep.init`.
             group: The group; None: the default one, with all ranks.
 
         Raises:
@@ -132,6 +160,7 @@ class World:
             ConfigurationError: The transport can't be had, or another argument is wrong.
         """
         randomness.validate_seed("World.from_process_group", seed)
+        timeout_s = checks.number("World.from_process_group: timeout_s", timeout_s, above=0, most=LONGEST_TIMEOUT_S)
         validate_group("World.from_process_group: group", group)
         if not dist.is_initialized():
             raise UsageError(
@@ -143,23 +172,29 @@ class World:
         speaks_nccl = "nccl" in str(dist.get_backend_config(group))
         usual = torch.device("cuda", torch.cuda.current_device()) if speaks_nccl else "cpu"
         chosen = parse_device(usual if device is None else device)
-        transports = open_transports(transport, chosen, timeout_s=DEFAULT_TIMEOUT_S, group=group)
-        hosts = exchange(transports.control, host_identity())
+        transports = open_transports(transport, chosen, timeout_s=timeout_s, group=group)
+        nodes = exchange(transports.control, node_identity())
         world = cls(
-            placement_from_hosts(hosts, dist.get_rank(group)),
+            placement_from_nodes(nodes, dist.get_rank(group)),
             device=chosen,
             transports=transports,
-            store=dist.distributed_c10d._get_default_store(),
+            # Keys of one group must not meet those of another.
+            store=default_store() if group is None else PrefixStore(f"evenstep/{group.group_name}", default_store()),
             seed=seed,
         )
-        world._adopted_group = group or dist.group.WORLD
+        adopted = group or dist.group.WORLD
+        assert adopted is not None
+        world._adopted_group = weakref.ref(adopted)
         return world
 
     # ------------------------------------------------------------------ identity
 
     @property
     def is_initialised(self) -> bool:
-        """Whether `evenstep.init` made this world, and so may move modules and seed random streams."""
+        """Whether `evenstep.init` made this world, or the one that it is a part of.
+
+        Only then are modules moved, and all random streams evenstep's to seed.
+        """
         return self._init_arguments is not None
 
     @property
@@ -169,18 +204,20 @@ class World:
 
     @property
     def transport_name(self) -> str:
-        """What carries the gradients: "local", "shared memory", "host memory" (of GPUs), "gloo" or "nccl"."""
+        """Name of the transport that carries the gradients: "local", "shared memory", "gloo" or "nccl"."""
         return self.transport.name
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """torch's process group of these ranks; None in a world of one that has none."""
         if self._adopted_group is not None:
-            return self._adopted_group
+            return self._adopted_group()
         return dist.group.WORLD if self.world_size > 1 else None
 
     def of_group(self, group: dist.ProcessGroup | None) -> World:
-        """The world of a sub-group's ranks, on this world's device. Collective in the group, the first time.
+        """The world of a sub-group's ranks. Collective in the group, the first time.
+
+        It has this world's device, transport and timeout.
 
         Args:
             group: Some of this world's ranks; None or all of them: this world.
@@ -193,7 +230,19 @@ class World:
         if group is None or group is self.process_group:
             return self
         if group not in self._of_groups:
-            world = World.from_process_group(device=self.device, seed=self.seed, group=group)
+            # Ranks of one group may all be on nodes of their own, and have no memory to share: left open, it is used
+            # where they have.
+            requested = None if self._requested_transport == "shared memory" else self._requested_transport
+            world = World.from_process_group(
+                device=self.device,
+                seed=self.seed,
+                transport=requested,
+                timeout_s=self.timeout_s,
+                group=group,
+            )
+            world._init_arguments = self._init_arguments
+            world._part_of = self
+            world.telemetry = self.telemetry
             self._of_groups[group] = world
             self._on_close.append(world.close)
         return self._of_groups[group]
@@ -202,11 +251,39 @@ class World:
         state = " closed" if self._closed else ""
         return f"<World rank {self.rank}/{self.world_size} on {self.device} over {self.transport_name}{state}>"
 
+    # ------------------------------------------------------------------ random streams: see [Note: replicas' draws]
+
+    def compare_random_streams(self) -> None:
+        """Remember whether a lower rank draws the same numbers in the model as this one.
+
+        Collective: every rank calls this, when its replica of a model is wrapped.
+        """
+        if not self.is_initialised:
+            own = randomness.torch_seed(self.device)
+            self._shared_seed = own if self.exchange(own).index(own) < self.rank else None
+
     def diverge_random_streams(self) -> None:
-        """From now on every rank but 0 draws its own random numbers; once, and only in a world that `init` made."""
-        if not self.has_diverged and self.is_initialised and self.lanes is None:
-            self.has_diverged = True
+        """Let every rank but 0 draw its own random numbers from now on. Happens once, and not in reproducible mode."""
+        if self.has_diverged or self.virtual_ranks is not None:
+            return
+        self.has_diverged = True
+        if self._part_of is not None and self._part_of.has_diverged:
+            return
+        if self.is_initialised:
             randomness.diverge(self.rank)
+        elif randomness.torch_seed(self.device) == self._shared_seed:
+            randomness.diverge(self.rank, ["torch"])
+
+    @property
+    def draws_its_own(self) -> bool:
+        """Whether random streams have diverged, for a model of all ranks or of some; what a checkpoint remembers."""
+        return self.has_diverged or any(part.has_diverged for part in self._of_groups.values())
+
+    @draws_its_own.setter
+    def draws_its_own(self, value: bool) -> None:
+        """Restore it: what it was when the streams of this rank were as they are now."""
+        for world in (self, *self._of_groups.values()):
+            world.has_diverged = value
 
     # ------------------------------------------------------------------ talking to people
 
@@ -223,7 +300,9 @@ class World:
         total: int | None = None,
         interval_s: float = 10.0,
     ) -> Iterator[Item]:
-        """Iterate with one bar, on rank 0; a plain line per interval where the output is no terminal.
+        """Iterate with a progress bar on rank 0.
+
+        Where the output is no terminal, a plain line is printed per interval.
 
         Args:
             items: What is iterated, on every rank.
@@ -250,7 +329,7 @@ class World:
     def mean(self, value: Tensor, weight: float | Tensor = 1.0) -> Tensor: ...
 
     def mean(self, value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
-        """The weighted mean over ranks: sum of `weight * value` divided by the sum of `weight`.
+        """The weighted mean over ranks: sum(`weight * value`) / sum(`weight`).
 
         Collective: every rank calls this, in the same order, with values of one shape.
 
@@ -308,11 +387,27 @@ class World:
     def exchange(self, value: Any, *, what: str = "an exchange of values") -> list[Any]:
         """Every rank's value, in order of rank, on every rank. Collective; the same kinds as `broadcast_object`.
 
-        `what` is told to all ranks where some are at another exchange."""
-        return exchange(self.control, value, what=what)
+        Args:
+            value: This rank's.
+            what: Names this exchange in the error that all ranks raise if some are at another one.
+        """
+        return exchange(self.gathering(), value, what=what)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` has been called: of what ranks have in common only the store is left."""
+        return self._closed
+
+    def gathering(self) -> Gathering:
+        """What gathers messages of all ranks: `control`, or, for a save at the end, when that is closed, the store."""
+        if self._closed and self._store is not None:
+            return StoreGather(self._store, self.rank, self.world_size, timeout_s=self.timeout_s)
+        return self.control
 
     def main_first(self) -> contextlib.AbstractContextManager[bool]:
-        """Rank 0 runs the block first (downloads, prepares); the others wait for it, as long as it takes, and follow.
+        """Let rank 0 run a block first, such as a download; the other ranks follow.
+
+        They wait for as long as it takes.
 
         Collective. Yields whether this is rank 0. If the block fails on rank 0 it is not run elsewhere.
 
@@ -325,32 +420,45 @@ class World:
     # ------------------------------------------------------------------ the end
 
     def request_stop(self, reason: str = "request_stop()") -> None:
-        """Ask all ranks to stop, from any rank, thread or signal handler. At its next steps a `Checkpointer` saves, and
-        all ranks end with status 75; `reason`, which is printed then, is a text."""
-        checks.text("world.request_stop: reason", reason, wanted="a text that says who asks")
+        """Request that all ranks stop, from any rank, thread or signal handler.
+
+        A `Checkpointer` saves at one of its next steps, prints `reason`, and ends all ranks with status 75.
+        """
+        checks.text("world.request_stop: reason", reason, wanted="a text that says why")
         self.stop_reason = self.stop_reason or reason
 
     @property
     def store(self) -> Store | None:
-        """Where the ranks have met: small texts by key. None in a world of one."""
+        """The rendezvous store of the ranks: small texts by key. None in a world of one."""
         return self._store
 
     def at_end(self, callback: Callable[[BaseException | None], object]) -> None:
-        """Call back once the `with` block has ended, with its exception or None; only the store is left then."""
+        """Register a callback for the end of the `with` block.
+
+        It gets the block's exception, or None if the block ended well, as it does with `sys.exit(0)`. Of the world only
+        the store is left then. All callbacks are called, in this order, also where one of them raises.
+        """
         checks.function("world.at_end: callback", callback)
         self._at_end.append(callback)
 
+    def cancel_at_end(self, callback: Callable[[BaseException | None], object]) -> None:
+        """Take back what `at_end` was given, so that the world no longer keeps it alive; if it isn't there, nothing."""
+        if callback in self._at_end:
+            self._at_end.remove(callback)
+
     def close(self) -> None:
-        """Let go of sockets and groups. Local: waits for nobody. Twice is once."""
+        """Close transports and groups. Local: waits for no other rank. Twice is once.
+
+        What fails to close doesn't keep the rest open; its error is raised at the end.
+        """
         global _current
         if self._closed:
             return
         self._closed = True
         if _current is self:
             _current = None
-        for step in (*self.before_close, self.transport.close, self.control.close, *self._on_close):
-            step()
         atexit.unregister(self.close)
+        _call_all([self.transport.close, self.control.close, *self._on_close])
 
     def __enter__(self) -> World:
         return self
@@ -359,45 +467,78 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         global _current
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            page.mark(page.Phase.ENDED)
-            self.close()
+        first: list[Callable[[], object]] = []
+        if ended_well(error):
+            error = None
+            heartbeat.mark(heartbeat.Phase.ENDED)
+            first = [self.close]
         elif _current is self:
             # The sockets stay open until this process has said why it ends: peers see the connection break only
-            # after that, and so nobody takes a witness for the culprit. Closed at exit, or by the next `init`.
+            # after that, so no secondary failure looks like the root cause. Closed at exit, or by the next `init`.
             _current = None
-            self.before_close.clear()  # nothing that this rank has promised is kept
             abandoned.append(self)
-        while self._at_end:
-            self._at_end.pop(0)(error)
+        callbacks, self._at_end = self._at_end, []
+        _call_all([*first, *(partial(callback, error) for callback in callbacks)])
+
+
+def ended_well(error: BaseException | None) -> bool:
+    """Whether a block that ended with `error` has done its work: `sys.exit(0)` is an orderly end, too."""
+    return error is None or (isinstance(error, SystemExit) and not error.code)
 
 
 abandoned: list[World] = []  # that an exception has left open
 
 
-def current() -> World:
+def current(what: str = "") -> World:
     """The world that public constructors use when given none.
 
     The one that `init` made; else the script's own process group, adopted (collective, the first time); else, in a
-    process that nobody launched, a world of one.
+    process without a launcher, a world of one.
+
+    Args:
+        what: The constructor, for messages.
 
     Raises:
-        UsageError: A launcher started several ranks, and nobody called `init`.
+        UsageError: A launcher started several ranks, and `init` wasn't called.
     """
-    global _current
+    global _current, _made_for
     if _current is not None and not _is_stale(_current):
         return _current
     if dist.is_available() and dist.is_initialized():
-        _current = World.from_process_group()
-        return _current
+        world = World.from_process_group()
+        world._on_close.append(claim_rank())
+    else:
+        world = World.alone(device=_placement_of_one().device)
+    _current, _made_for = world, what
+    return world
+
+
+def _placement_of_one() -> Placement:
+    """Where this process stands, if no launcher started it as one of several ranks.
+
+    Raises:
+        UsageError: It is one of several.
+    """
     placement = current_placement()
     if placement.world_size > 1:
         raise UsageError(
             f"this is rank {placement.rank} of {placement.world_size}, but evenstep.init() has not been called. Call "
             f"it at the start of the script: with evenstep.init() as world: ..."
         )
-    _current = World.alone(device=placement.device)
-    return _current
+    return placement
+
+
+def validate_is_first() -> None:
+    """Raise UsageError if a constructor has made or adopted the current world: `init` would come too late."""
+    world = initialised()
+    if world is None or world.is_initialised:
+        return
+    did = "made a world of one" if world._adopted_group is None else "adopted the script's process group"
+    raise UsageError(
+        f"evenstep.init on rank {world.rank}: too late, {_made_for or 'a call'} has {did} already ({world!r}), and "
+        f"what init is given would be ignored. Call evenstep.init() at the start of the script, before anything of "
+        f"evenstep is made; or close that world, as `loader.world.close()` does, and make anew what was made in it."
+    )
 
 
 def chosen(world: World | None, what: str) -> World:
@@ -408,7 +549,7 @@ def chosen(world: World | None, what: str) -> World:
         UsageError: It is closed; or as `current`.
     """
     if world is None:
-        return current()
+        return current(what)
     if not isinstance(world, World):
         raise checks.refuse(f"{what}: world", world, "what evenstep.init() returned, or None for the current world")
     if world._closed:
@@ -422,8 +563,8 @@ def identity() -> tuple[int, int]:
         return _current.rank, _current.world_size
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    world = current()
-    return world.rank, world.world_size
+    placement = _placement_of_one()
+    return placement.rank, placement.world_size
 
 
 def set_current(world: World) -> None:
@@ -439,12 +580,26 @@ def initialised() -> World | None:
 
 def close_abandoned() -> None:
     """Close worlds that an exception has left open."""
-    while abandoned:
-        abandoned.pop().close()
+    worlds, abandoned[:] = list(abandoned), []
+    _call_all([world.close for world in reversed(worlds)])
+
+
+def _call_all(calls: Sequence[Callable[[], object]]) -> None:
+    """Call all of them in order, also where one raises; then print all errors but the first, and raise that."""
+    failures: list[BaseException] = []
+    for call in calls:
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+    if failures:
+        for other in failures[1:]:
+            console.say(f"evenstep: then also {type(other).__name__}: {other}")
+        raise failures[0]
 
 
 def _is_stale(world: World) -> bool:
     """Whether a world adopted a group that the script has since destroyed or replaced."""
     if world._adopted_group is None:
         return False
-    return not dist.is_initialized() or dist.group.WORLD is not world._adopted_group
+    return not dist.is_initialized() or dist.group.WORLD is not world._adopted_group()

@@ -25,9 +25,9 @@ import torch
 
 import evenstep
 from evenstep import environment
-from evenstep.checkpoint.folders import steps_in
-from evenstep.checkpoint.snapshot import bytes_of
-from evenstep.checkpoint.storage import LocalDirectory
+from evenstep.checkpoint.format.payload import bytes_of
+from evenstep.checkpoint.storage.directory import steps_in
+from evenstep.checkpoint.storage.storage import LocalDirectory
 from tests.checkpoint_runs import Training
 
 NUM_RANKS = 2
@@ -145,7 +145,7 @@ def main() -> None:
             ended, meeting, _ = attempt(directory, generator.uniform(0, 0.5 * took_s))
             num_kills += not ended
             reached |= set(steps_in(LocalDirectory(directory)))
-            left = [path.name for path in directory.glob(".*") if path.name != ".lock-new"]
+            left = [path.name for path in directory.glob(".*") if not path.name.startswith(".lock-")]
             assert len(left) <= 3, f"temporary files accumulate: {left}"
             if ended:
                 num_ends += 1

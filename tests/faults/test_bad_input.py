@@ -74,6 +74,7 @@ def test_a_mistake_is_one_message_and_an_exit_status(tmp_path: Path, mistake: st
     assert command.leaves_no_process()
 
 
+@pytest.mark.extended
 def test_under_torchrun_every_rank_says_it_and_ends(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PREAMBLE + MISTAKES["parameter shape"][0])
@@ -97,7 +98,7 @@ def test_without_a_launcher_the_status_is_the_same(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, check=False)
     assert result.returncode == 78
     first, message, where = result.stderr.splitlines()
-    assert first.startswith("evenstep: 1 rank on 1 host")
+    assert first.startswith("evenstep: 1 rank on 1 node")
     assert message.startswith("evenstep: ConfigurationError: ")
     assert where.startswith(f"  at {script}, line ")
 

@@ -7,11 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
-from evenstep.checkpoint.folders import steps_in
-from evenstep.checkpoint.storage import LocalDirectory
+import pytest
+
+from evenstep.checkpoint.storage.directory import steps_in
+from evenstep.checkpoint.storage.storage import LocalDirectory
 from tests.commands import Command, start
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +47,7 @@ def steps(directory: Path) -> list[int]:
     return steps_in(LocalDirectory(directory))
 
 
+@pytest.mark.extended
 def test_kills_at_random_instants_lose_nothing_but_what_was_not_committed(fresh_seed: int):
     """Some of the 200 of `make stress-checkpoint`."""
     command = [sys.executable, "-m", "tests.faults.kill_loop", "--steps", "24", "--seed", str(fresh_seed)]
@@ -76,6 +80,18 @@ def stopped(directory: Path, send) -> Command:
     assert not [name for name in command.left_files() if name.startswith("evenstep")]
     assert not list((directory / "runs").glob(".saving*"))
     return command
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_whose_loop_was_shorter_is_named_and_not_the_save_that_failed(tmp_path: Path, early: int):
+    (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
+    command = [sys.executable, "-m", "evenstep", "run", *FLAGS, str(tmp_path / "train.py"), str(tmp_path / "run"), "40"]
+    inject = ["--inject", f"exit:rank={early},step=4"]
+    done = subprocess.run([*command[:4], *inject, *command[4:]], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 72, done.stderr
+    assert re.search(rf"rank {early} .* had ended with status 0 while .* its loop was shorter", done.stderr)
+    assert "CheckpointError" not in done.stderr
 
 
 def test_sigterm_to_the_launcher_saves_and_ends_with_75(tmp_path: Path):

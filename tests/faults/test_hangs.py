@@ -11,11 +11,11 @@ import torch
 
 import evenstep
 from evenstep.errors import CollectiveTimeoutError, MismatchError
-from evenstep.health import page
-from evenstep.health.page import Phase
+from evenstep.health import heartbeat
+from evenstep.health.heartbeat import Phase
 from evenstep.testing import RankPool
-from evenstep.transport.arrivals import plan_waiting
-from evenstep.transport.host import connect_shared_memory
+from evenstep.transport.shm.handshake import connect_shared_memory
+from evenstep.transport.shm.sync import plan_waiting
 from tests.commands import call
 
 
@@ -47,9 +47,9 @@ def comes_late(phase: Phase, timeout_s: float, sleep_s: float) -> str:
     assert not isinstance(transport, str)
     try:
         if world.rank == 1:
-            page.mark(phase)
+            heartbeat.mark(phase)
             time.sleep(sleep_s)
-            page.mark(Phase.BETWEEN_STEPS)
+            heartbeat.mark(Phase.BETWEEN_STEPS)
         transport.barrier().wait()
     except CollectiveTimeoutError as error:
         return str(error)
@@ -59,6 +59,7 @@ def comes_late(phase: Phase, timeout_s: float, sleep_s: float) -> str:
     return "met"
 
 
+@pytest.mark.extended
 def test_deadlines_know_what_the_missing_rank_is_doing(ranks: RankPool) -> None:
     """FAULTS.md, 12 and 15: an evaluation may take six times as long as a step; who hangs is named with its phase."""
     assert ranks.run(comes_late, 2, Phase.EVALUATING, 0.5, 1.5) == ["met", "met"]
@@ -66,7 +67,8 @@ def test_deadlines_know_what_the_missing_rank_is_doing(ranks: RankPool) -> None:
     assert re.search(r"Missing: rank 1 \(pid \d+, in backward( of step \d+)?\)", told), told
 
 
-def test_the_launcher_gives_up_a_rank_whose_budget_is_used_up_and_shows_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.extended
+def test_the_launcher_gives_up_a_rank_whose_phase_times_out_and_shows_where_it_was(tmp_path: Path) -> None:
     """FAULTS.md, 11: it holds the interpreter lock, and its peers have 600 s before they speak."""
     script = """
         import evenstep, torch
@@ -79,7 +81,7 @@ def test_the_launcher_gives_up_a_rank_whose_budget_is_used_up_and_shows_where_it
                 optimizer.step()
                 optimizer.zero_grad()
     """
-    flags = ["--nproc-per-node", "2", "--device", "cpu", "--budget", "step=0.5", "--inject"]
+    flags = ["--nproc-per-node", "2", "--device", "cpu", "--phase-timeout", "step=0.5", "--inject"]
     code, command = call(tmp_path, [*flags, "hold:rank=1,step=5,phase=backward,seconds=80", "script.py"], script)
     assert code == 71, command.stderr
     last = command.stderr.splitlines()[-1]
@@ -93,7 +95,7 @@ def test_the_launcher_gives_up_a_rank_whose_budget_is_used_up_and_shows_where_it
     assert command.leaves_no_process()
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_slow_rank_is_named_once_on_rank_0(tmp_path: Path) -> None:
     """FAULTS.md, 14. The windows are shortened."""
     script = """

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from evenstep.launcher.membership import forget_attempt
-from evenstep.launcher.verdict import RestartLimit, Standing
+from evenstep.launcher.elastic.restarts import RestartLimit, Standing, forget_attempt
 from tests.commands import call
 
 TRAINS = """
@@ -123,14 +122,14 @@ def test_who_comes_later_counts_as_the_others_do() -> None:
         [ran.standing(num_restarts=2), came.standing(num_restarts=0)],
         [came.standing(num_restarts=0), ran.standing(num_restarts=2)],
     ):
-        together = Standing.by_all(standings)
+        together = Standing.of_all_nodes(standings)
         assert together == Standing(num_restarts=2, num_in_vain=2, saved_step=None, has_saved=False)
     for limit in (ran, came):
         limit.adopt(together)
         limit.note(attempt=3, saves=True, saved_step=None)
         assert limit.is_reached
     one_knows = [Standing(2, 1, None, False), Standing(2, 0, 9, True)]
-    came.adopt(Standing.by_all(one_knows))
+    came.adopt(Standing.of_all_nodes(one_knows))
     assert (came.num_in_vain, came.saved_step) == (0, 9)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -24,7 +27,7 @@ def is_up(command: Command, num_ranks: int = 2) -> bool:
 
 
 @pytest.mark.parametrize("attempt", range(3))
-@pytest.mark.slow
+@pytest.mark.extended
 def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path, attempt: int) -> None:
     """Rank 1 raises; rank 0 then loses its peer in an all-reduce, and with it its connection."""
     script = """
@@ -41,7 +44,7 @@ def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path
     )
     assert code == 1
     announced, state, logs, traceback, *_, last_of_traceback, verdict = command.stderr.splitlines()
-    assert announced.startswith("evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, ")
+    assert announced == "evenstep: 2 ranks on 1 node, cpu, 1 thread per rank"
     assert state.startswith("evenstep: run ")
     assert ", attempt 1 of 1, host " in state
     assert ": rank 1 (pid " in state, "the culprit's state, not the witness's"
@@ -57,6 +60,7 @@ def test_in_a_cascade_the_culprit_is_shown_and_the_witness_is_not(tmp_path: Path
     assert command.leaves_no_process()
 
 
+@pytest.mark.extended
 def test_a_rank_whose_loop_is_shorter_is_named_and_the_others_shown_where_they_waited(tmp_path: Path) -> None:
     script = """
         import evenstep, torch
@@ -108,7 +112,7 @@ def test_the_traceback_of_rank_0_is_shown_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL (by somebody: the kernel killed none"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL (from outside: the kernel killed none"),
         ("sys.exit(7)", 7, "exited with status 7"),
         ("ctypes.string_at(0)", 139, "was killed by SIGSEGV"),
     ],
@@ -142,7 +146,7 @@ def test_a_users_mistake_on_every_rank_is_one_message(tmp_path: Path) -> None:
     assert "script.py, line 3" in command.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_an_attempt_that_keeps_failing_ends_with_the_culprits_status(tmp_path: Path) -> None:
     code, command = call(
         tmp_path, ["--nproc-per-node", "1", "--max-restarts", "1", "script.py"], "import sys; sys.exit(9)"
@@ -267,6 +271,10 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path: Path, kind: str) -> 
     os.kill(command.process.pid, signal.SIGKILL)
     command.process.wait()
     assert command.leaves_no_process(within_s=1.0)
+    if kind == "program":
+        assert any(name.startswith("evenstep-run-") for name in command.left_files())
+        code, command = call(tmp_path, ["--nproc-per-node", "1", "--keep-logs", "0", "script.py"], "")
+        assert (code, command.left_files()) == (0, []), "what the killed one had to leave is removed"
 
 
 STEPS = """
@@ -296,7 +304,7 @@ def test_a_suspended_rank_is_named_and_given_up_with_71(tmp_path: Path) -> None:
     assert command.leaves_no_process()
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_a_rank_that_is_continued_in_time_goes_on(tmp_path: Path) -> None:
     script = STEPS.replace("100_000", "400").replace("if step == 100:", "if step == 100 or step == 399:")
     script = script.replace("for step in", "import time\n        for step in").replace(
@@ -313,7 +321,7 @@ def test_a_rank_that_is_continued_in_time_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("holds_the_lock", [False, True])
-@pytest.mark.slow
+@pytest.mark.extended
 def test_who_does_not_come_is_shown_where_it_is(tmp_path: Path, holds_the_lock: bool) -> None:
     """FAULTS.md, 11 and 12: its stack, also while it holds the interpreter lock."""
     sleep = "ctypes.PyDLL(None).sleep(100)" if holds_the_lock else "time.sleep(100)"
@@ -359,19 +367,19 @@ TRAINS = """
             "exit:rank=0,step=3,phase=forward",
             72,
             r"rank 0 .* had ended with status 0 .* early \((step|collective) \d+; the",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.extended,
         ),
         pytest.param(
             "drift:rank=1,step=2",
             73,
             r"drifted apart: ranks 0 and 1 differ in parameter 'weight', .* it is undecidable which is right",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.extended,
         ),
         pytest.param(
             "shape:rank=1,step=2,phase=optimizer",
             72,
             r"disagree in collective number \d+ .* rank 1: all_reduce\(sum\) of float32 \[3, 5, 7\]",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.extended,
         ),
         (
             "order:rank=0,step=3",
@@ -386,3 +394,70 @@ def test_injected_faults_end_with_their_status(tmp_path: Path, fault: str, code:
     assert status == code, command.stderr
     assert re.search(verdict, command.stderr, re.MULTILINE), command.stderr
     assert command.leaves_no_process()
+
+
+@pytest.mark.extended
+def test_a_child_of_a_rank_that_fails_is_none_of_the_launchers_business(tmp_path: Path) -> None:
+    """Children have the rank's variables, and a forked one its hooks and its world, too."""
+    script = """
+        import os, subprocess, sys
+        import evenstep
+
+        CHILD = "import evenstep; print(evenstep.init().world_size); raise ValueError('in the subprocess')"
+        with evenstep.init() as world:
+            if world.rank == 0:
+                done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
+                print(done.returncode, done.stdout.split(), "ValueError: in the subprocess" in done.stderr)
+                print("from which this process has inherited the launcher's variables" in done.stderr, flush=True)
+                for ending in ("raise", "exit", "init"):
+                    pid = os.fork()
+                    if pid == 0:
+                        if ending == "raise":
+                            raise ValueError("in the fork")
+                        if ending == "init":
+                            evenstep.init()
+                        sys.exit(3)
+                    print(ending, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+            print(world.mean(1.0 + world.rank))
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
+    assert code == 0, command.stderr
+    lines = ["1 ['1'] True", "True", "raise 1", "exit 3", "init 1", "1.5"]
+    assert command.stdout.splitlines() == lines, command.stderr
+    assert command.stderr.count("ValueError: in the fork") == 1
+    assert "this process was forked from rank 0 of 2, whose connections it can't use" in command.stderr
+    assert " failed: " not in command.stderr
+    assert command.leaves_no_process()
+
+
+def test_an_exit_handler_can_not_hide_that_a_rank_failed(tmp_path: Path) -> None:
+    script = """
+        import atexit, os
+        if os.environ["RANK"] == "1":
+            atexit.register(os._exit, 0)
+            raise ValueError("hidden")
+    """
+    code, command = call(tmp_path, ["--nproc-per-node", "2", "script.py"], script)
+    assert code == 1
+    assert command.stderr.count("Traceback") == 1
+    assert command.stderr.endswith("failed: ValueError: hidden\n")
+
+
+@pytest.mark.parametrize("flags", [[], pytest.param(["--cold-start"], marks=pytest.mark.extended)])
+def test_every_rank_is_started_once_and_its_end_known_where_sigchld_was_ignored(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    script = """
+        import os, signal, sys
+        print("started", os.environ["RANK"], signal.getsignal(signal.SIGCHLD).name, flush=True)
+        sys.exit(4)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", "1", *flags, "script.py"]
+    done = subprocess.run(
+        [sys.executable, "-c", ignoring, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (4, "started 0 SIG_DFL\n"), done.stderr

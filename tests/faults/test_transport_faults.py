@@ -28,10 +28,11 @@ from evenstep.errors import (
     RankFailedError,
 )
 from evenstep.testing import RankPool
-from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Transport
-from evenstep.transport.host import connect_shared_memory
-from evenstep.transport.shared_memory import SharedMemoryTransport
+from evenstep.transport.shm.handshake import connect_shared_memory
+from evenstep.transport.shm.sync import plan_waiting
+from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.limits import no_descriptors
 
 CPU = torch.device("cpu")
 
@@ -66,6 +67,7 @@ def all_reduce_until_somebody_dies(victim: int, numel: int, directory: Path) -> 
         raise
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("numel", [16, 1 << 20])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_peer_killed_in_the_middle_is_named_at_once(tmp_path: Path, victim: int, numel: int) -> None:
@@ -123,7 +125,7 @@ def refused_on_one_rank() -> list[tuple[str, str]]:
         odd = transport.rank == 1
         calls: list[Any] = [
             lambda t=transport, o=odd: t.all_reduce(torch.eye(3).to_sparse() if o else torch.eye(3)),
-            lambda t=transport, o=odd: t.all_reduce(torch.ones(3, dtype=torch.int64), "mean" if o else "sum"),
+            lambda t=transport, o=odd: t.all_reduce(torch.ones(3, dtype=torch.bool), "mean" if o else "sum"),
             lambda t=transport, o=odd: t.broadcast(torch.ones(3), 7 if o else 0),
             lambda t=transport, o=odd: t.all_gather(torch.empty(8 if o else 9), torch.ones(3)),
             lambda t=transport, o=odd: t.all_reduce(torch.ones(1).expand(100_000) if o else torch.ones(100_000)),
@@ -150,7 +152,7 @@ def test_what_one_rank_refuses_is_an_error_on_all_at_once(ranks: RankPool) -> No
         assert told.endswith(reason)
     assert "ranks 0, 2: all_reduce(sum) of float32 [3, 3]; rank 1" in first[0][0]
     reasons = [reason for reason, _ in second]
-    words = ("sparse", "mean of integers", "src=7", "3 times the elements", "share memory", "has to give out")
+    words = ("sparse", "neither true nor false", "src=7", "3 times the elements", "share memory", "has to give out")
     assert all(word in reason for word, reason in zip(words, reasons, strict=True)), reasons
 
 
@@ -281,7 +283,7 @@ def test_a_stopped_peer_is_waited_for_and_reported_once(ranks: RankPool) -> None
 
 def wait_for_a_late_peer() -> str:
     transport = connect()
-    arrivals = transport._exchange.arrivals
+    arrivals = transport._context.counters
     arrivals.policy = dataclasses.replace(arrivals.policy, report_stopped_after_s=0.1, report_missing_after_s=0.3)
     if transport.rank == 1:
         time.sleep(1.5)
@@ -297,6 +299,21 @@ def test_who_is_late_is_named_once_while_the_others_wait(ranks: RankPool) -> Non
     assert told.count("\n") == 1
     waits = r"evenstep: rank 0 has waited 0\.\d s in .*all_reduce.*"
     assert re.match(waits + r": rank 1 \(pid \d+, between steps( of step \d+)?\) is not there\.", told)
+
+
+def wait_without_descriptors() -> list[float]:
+    transport = connect()
+    if transport.rank == 1:
+        time.sleep(0.3)  # long enough for rank 0 to check on it
+    tensor = torch.ones(3)
+    with no_descriptors() if transport.rank == 0 else contextlib.nullcontext():
+        transport.all_reduce(tensor).wait()
+    transport.close()
+    return tensor.tolist()
+
+
+def test_who_has_no_descriptors_left_takes_nobody_for_dead(ranks: RankPool) -> None:
+    assert ranks.run(wait_without_descriptors, 2) == [[2.0] * 3] * 2
 
 
 def held() -> tuple[set[str], int, int]:

@@ -30,7 +30,7 @@ def world_over(transport: str) -> Iterator[evenstep.World]:
         before.close()
     on_one_gpu(transport)
     with evenstep.init(device=device_of(int(os.environ["WORLD_SIZE"])), transport=transport, quiet=True) as world:
-        assert world.transport_name == ("host memory" if transport == "shared memory" else transport)
+        assert world.transport_name == transport
         assert world.device.type == "cuda"
         yield world
 

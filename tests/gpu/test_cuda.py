@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.replica.reference import ReferenceReplica
+from evenstep.testing.reference import ReferenceReplica
 from tests.gpu.sharing import never_waiting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
@@ -20,7 +20,7 @@ def make_model():
 
 def equal_to_reference():
     world = evenstep.init(device="cuda:0", quiet=True)
-    assert world.transport_name == ("local" if world.world_size == 1 else "host memory")
+    assert world.transport_name == ("local" if world.world_size == 1 else "gloo")
     model = evenstep.DistributedDataParallel(make_model(), bucket_cap_mb=1e-3, world=world)
     module = make_model().cuda()
     for step in range(4):

@@ -14,8 +14,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import MismatchError
-from evenstep.replica.options import OptionsWatch
-from evenstep.replica.sharded_exchange import ShardedExchange
+from evenstep.replica.monitors.options import OptionsWatch
 from tests.gpu.sharing import never_waiting
 
 pytestmark = [
@@ -89,44 +88,6 @@ def other_rate(device: str) -> str:
 def test_a_rate_on_the_device_that_differs_is_named():
     told = evenstep.launch(other_rate, nproc=2, args=("cuda:0",), device="cuda:0")
     assert "lr of parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1" in told
-
-
-def overlapped(transport: str, device: str, other_stream: bool) -> tuple[int, float]:
-    """(in how many steps values were on their way, the largest difference from parameters that never are)."""
-    world = evenstep.init(device=device, transport=transport, quiet=True)
-    models, optimizers = [], []
-    for overlap in (True, False):
-        model = evenstep.DistributedDataParallel(make_model(), bucket_cap_mb=1e-3, world=world)
-        models.append(model)
-        optimizers.append(evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, overlap_gather=overlap))
-    num_overlapped = 0
-    for step in range(8):
-        x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).to(world.device)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model.backward(model(x).square().mean(), weight=4)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert isinstance(models[0].engine.exchange, ShardedExchange)
-        num_overlapped += models[0].engine.exchange.num_arriving > 0
-        if other_stream:  # the first who reads is on a stream of its own; the main one waits all the same
-            stream = torch.cuda.Stream(world.device)
-            stream.wait_stream(torch.cuda.current_stream(world.device))
-            with torch.cuda.stream(stream):
-                sums = [p.sum() for p in models[0].parameters()]
-            torch.cuda.current_stream(world.device).wait_stream(stream)
-            assert all(torch.isfinite(each) for each in sums)
-    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    difference = max(float((one - other).abs().max()) for one, other in pairs)
-    world.close()
-    return num_overlapped, difference
-
-
-@pytest.mark.parametrize("other_stream", [False, True])
-def test_gathers_behind_the_next_forward_pass(other_stream):
-    where = ("nccl", "cuda") if torch.cuda.device_count() > 1 else ("gloo", "cuda:0")
-    num_overlapped, difference = evenstep.launch(overlapped, nproc=2, args=(*where, other_stream), device=where[1])
-    assert num_overlapped > 2
-    assert difference == 0.0
 
 
 @pytest.mark.parametrize(

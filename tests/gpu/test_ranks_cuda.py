@@ -22,16 +22,16 @@ from torch.nn.parallel.distributed import _MixedPrecision
 import evenstep
 from evenstep.errors import EvenstepError, NonFiniteError
 from evenstep.testing import RankPool
-from evenstep.transport import fall_through
+from evenstep.transport import fallback
 from tests.commands import call
 from tests.gpu.sharing import device_of, never_waiting, on_one_gpu, world_over
-from tests.procs.test_engine import random_windows
+from tests.procs.replica.test_engine import random_windows
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use"),
     pytest.mark.timeout(180),
 ]
-TRANSPORTS = pytest.mark.parametrize("transport", ["nccl", "gloo", "shared memory"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["nccl", "gloo"])
 
 
 @pytest.fixture(scope="module")
@@ -335,8 +335,8 @@ def sharded(transport: str, options: dict[str, Any], half: bool) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize(
     ("options", "half"),
-    [({}, False), ({"shard_gradients": True}, False), ({"overlap_gather": True}, False), ({}, True)],
-    ids=["stage 1", "stage 2", "overlapped", "bfloat16"],
+    [({}, False), ({"shard_gradients": True}, False), ({}, True)],
+    ids=["stage 1", "stage 2", "bfloat16"],
 )
 def test_a_sharded_step_is_that_of_one_process(
     gpu_ranks: RankPool, transport: str, options: dict[str, Any], half: bool
@@ -533,7 +533,7 @@ def under_the_backend() -> dict[str, int]:
         rank = dist.get_rank()
         device = torch.device("cuda", 0 if torch.cuda.device_count() == 1 else rank)
         torch.cuda.set_device(device)
-        fall_through.reset()
+        fallback.reset()
         for where in ("cpu", device):
             value = torch.full((1000,), float(rank + 1), device=where)
             dist.all_reduce(value)
@@ -558,7 +558,7 @@ def under_the_backend() -> dict[str, int]:
         for a, b, c in zip(one.parameters(), ddp.parameters(), fsdp.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
             torch.testing.assert_close(a, c.full_tensor(), rtol=1e-10, atol=1e-12)
-        return fall_through.counts()
+        return fallback.counts()
     finally:
         dist.destroy_process_group()
 

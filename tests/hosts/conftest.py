@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.testing import namespaces
-from evenstep.testing.namespaces import Namespaces
+from tests import namespaces
+from tests.namespaces import Namespaces
 
 DEADLINE_S = 120.0
 

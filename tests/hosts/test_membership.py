@@ -91,8 +91,8 @@ def test_a_host_that_joins_costs_no_restart(
     everything = "".join(host.stderr for host in started)
     assert [host.wait() for host in started] == [0] * num_hosts, everything
     for host in started[:-1]:
-        assert host.stderr.startswith(f"evenstep: 1 rank on each of {len(before)} to 3 hosts, cpu, ")
-        assert host.stderr.count("evenstep: another host has come") == 1, host.stderr
+        assert host.stderr.startswith(f"evenstep: 1 rank on each of {len(before)} to 3 nodes, cpu, ")
+        assert host.stderr.count("evenstep: another node has come") == 1, host.stderr
     assert not any("restarting all ranks" in host.stderr or " failed: " in host.stderr for host in started), everything
     if saves:
         began = int("".join(host.stdout for host in started).split()[-1])

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import pytest
 
-from evenstep.testing import namespaces
+from tests import namespaces
 from tests.hosts.conftest import Hosts
 
 MEASURES = """
-    from evenstep.cli import main
+    from evenstep.cli.main import main
 
     flags = ["--min-size", "4K", "--max-size", "256K", "--repeats", "2", "--collectives", "all_reduce,broadcast"]
     raise SystemExit(main(["bench", "--network", *flags, "--json", "network.json"]))
@@ -28,25 +28,25 @@ def test_levels_of_two_hosts_of_two_ranks(make_hosts: Callable[[int], Hosts]) ->
     assert (first.wait(), second.wait()) == (0, 0), first.stderr + second.stderr
     report = json.loads((first.directory / "network.json").read_text())
     assert report["transport"] == "shared memory + gloo"
-    assert report["hosts"] == {"num_hosts": 2, "ranks_per_host": 2}
+    assert report["topology"] == {"num_nodes": 2, "ranks_per_node": 2}
     seen = {(each["level"], each["collective"], each["num_ranks"]) for each in report["figures"]}
     assert seen == {
         ("all", "all_reduce", 4),
         ("all", "broadcast", 4),
-        ("inside", "all_reduce", 2),
-        ("between", "all_reduce", 2),
+        ("intra_node", "all_reduce", 2),
+        ("inter_node", "all_reduce", 2),
     }
-    inside, between = (report["levels"][name] for name in ("inside", "between"))
-    assert inside["algorithm"] == between["algorithm"] == "lanes"
-    assert inside["link"]["latency_s"] < between["link"]["latency_s"]
+    intra_node, inter_node = (report["levels"][name] for name in ("intra_node", "inter_node"))
+    assert intra_node["algorithm"] == inter_node["algorithm"] == "hierarchical"
+    assert intra_node["link"]["latency_s"] < inter_node["link"]["latency_s"]
     assert not (second.directory / "network.json").exists()
-    assert "between hosts: " in first.stdout
+    assert "between nodes: " in first.stdout
     assert second.stdout == ""
 
 
 MAKES_NAMESPACES = """
     import time
-    from evenstep.testing.namespaces import Namespaces
+    from tests.namespaces import Namespaces
 
     with Namespaces(1) as hosts:
         print(hosts._prefix, flush=True)

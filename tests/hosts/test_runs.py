@@ -41,6 +41,7 @@ LASTS = """
 """
 
 
+@pytest.mark.extended
 @pytest.mark.brief
 def test_two_hosts_train_as_one_process_does(make_hosts: Callable[[int], Hosts]) -> None:
     hosts = make_hosts(2)
@@ -53,7 +54,7 @@ def test_two_hosts_train_as_one_process_does(make_hosts: Callable[[int], Hosts])
     told, total = first.stdout.strip().rsplit(", ", 1)
     assert told.startswith("2 ranks, 2 hosts, ")
     assert abs(float(total) - float(alone.rsplit(", ", 1)[1])) < 2e-5
-    assert "2 ranks on 2 hosts" in first.stderr
+    assert "2 ranks on 2 nodes" in first.stderr
 
 
 def test_a_host_that_comes_late_is_waited_for_by_name(make_hosts: Callable[[int], Hosts]) -> None:
@@ -76,7 +77,7 @@ def test_a_host_that_is_cut_off_is_named_in_seconds_with_76(make_hosts: Callable
     survivor = started[1 - victim]
     assert survivor.wait() == 76, survivor.stderr
     assert time.monotonic() - cut < 20, survivor.stderr  # 6 s on a quiet machine
-    expected = "host 1 (" if victim == 1 else "the host of the store, "
+    expected = "node 1 (" if victim == 1 else "the node of the store, "
     assert survivor.stderr.splitlines()[-1].startswith(f"evenstep: {expected}"), survivor.stderr
     assert started[victim].wait() == 76, started[victim].stderr
 
@@ -92,7 +93,7 @@ def test_who_failed_on_another_host_is_said_on_all(make_hosts: Callable[[int], H
     assert "ValueError: boom" in second.stderr
     assert first.wait() == 1, first.stderr
     last = first.stderr.splitlines()[-1]
-    assert last.startswith("evenstep: on host 1 ("), first.stderr
+    assert last.startswith("evenstep: on node 1 ("), first.stderr
     assert "rank 1 (pid " in last
     assert "failed: ValueError: boom" in last
 
@@ -113,7 +114,7 @@ TRAINS_ON = """
 
 
 def test_what_all_ranks_did_is_said_on_all_hosts(make_hosts: Callable[[int], Hosts]) -> None:
-    """FAULTS.md, 10, on several hosts: the culprit by name, where it was, and what the ranks of the others did."""
+    """FAULTS.md, 10, on several hosts: the root cause by name, where it was, and what the ranks of the others did."""
     hosts = make_hosts(2)
     flags = ["--inject", "stop:rank=1,step=40", "--stopped-grace", "3"]
     started = [hosts.start(host, TRAINS_ON, flags) for host in range(2)]
@@ -121,14 +122,14 @@ def test_what_all_ranks_did_is_said_on_all_hosts(make_hosts: Callable[[int], Hos
         assert host.wait() == 71, host.stderr
     here, there = started[1].stderr.splitlines(), started[0].stderr.splitlines()
     assert "is stopped (state T)" in here[-1]
-    assert there[-1].startswith("evenstep: on host 1 ("), there
+    assert there[-1].startswith("evenstep: on node 1 ("), there
     assert "rank 1 (pid " in there[-1]
     assert "is stopped (state T)" in there[-1]
     # Rank 0 waits in Gloo for rank 1, which has come to step 40 and goes no further.
     for lines in (here, there):
         assert any(line.startswith("evenstep: run ") and "rank 1 (pid " in line and "step 40" in line for line in lines)
     waits = (
-        r"evenstep: at that time, on host 0 \(.*\): rank 0 \(pid \d+\) was .*step 40.*, waiting for others for [\d.]+ s"
+        r"evenstep: at that time, on node 0 \(.*\): rank 0 \(pid \d+\) was .*step 40.*, waiting for others for [\d.]+ s"
     )
     assert any(re.fullmatch(waits, line) for line in here), here
 
@@ -157,5 +158,5 @@ def test_elastic_hosts_go_on_without_one_that_is_lost(make_hosts: Callable[[int]
     hosts.cut(1)
     assert first.wait() == 0, first.stderr
     assert "went on alone" in first.stdout
-    assert "host 1 (" in first.stderr
+    assert "node 1 (" in first.stderr
     assert second.process.poll() is None or second.process.returncode == 76

@@ -66,7 +66,7 @@ def test_the_ranks_meet_and_train_as_one_process_does(tmp_path: Path, kind: str)
     assert lines(done.stdout) == [
         f"rank {rank} of 2, {rank} of 2, host 0 of 1, {KINDS[kind]}, shared memory, {total}" for rank in range(2)
     ]
-    assert done.stderr.count("evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, shared memory") == 1
+    assert done.stderr.count("evenstep: 2 ranks on 1 node, cpu, 1 thread per rank, shared memory") == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -126,7 +126,7 @@ def test_a_port_in_use_is_named_with_its_owner(tmp_path: Path) -> None:
         )
     assert done.returncode != 0
     assert f"can't listen at 127.0.0.1:{port}: port {port} is in use by pid" in done.stderr
-    assert "somebody listens there, and does not answer as rank 0 would" in done.stderr
+    assert "another process listens there, and does not answer as rank 0 would" in done.stderr
 
 
 def test_evenstep_run_in_every_task_is_refused(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_script_of_evenstep_jobs_is_submitted_and_runs(slurm: OneNodeSlurm, tm
     job = slurm.call("sbatch", "--parsable", f"--export=ALL,{path}", "job.sh", cwd=tmp_path).strip()
     await_end(slurm, job)
     said = (tmp_path / "logs" / f"digits-{job}.log").read_text()
-    assert "evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, shared memory" in said
+    assert "evenstep: 2 ranks on 1 node, cpu, 1 thread per rank\n" in said
     assert [line.partition(",")[0] for line in lines(said)] == ["rank 0 of 2"], said
     others = [path.read_text() for path in (tmp_path / "logs").glob("*/rank-1.log")]
     assert len(others) == 1

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep import cli
+from evenstep.cli import main
 from evenstep.errors import CheckpointError, ConfigurationError, DataError, UsageError
 
 NAN, INF = float("nan"), float("inf")
@@ -38,11 +38,11 @@ def sharded(*positional, kind=torch.optim.SGD, **arguments):
 
 def local(**arguments):
     model = wrapped()
-    return evenstep.LocalUpdates(model, **{"optimizer": sgd(model), "every": 2, **arguments})
+    return evenstep.LocalSGD(model, **{"optimizer": sgd(model), "every": 2, **arguments})
 
 
 def average(**arguments):
-    return evenstep.ExponentialAverage(**{"model": nn.Linear(1, 1), **arguments})
+    return evenstep.ExponentialMovingAverage(**{"model": nn.Linear(1, 1), **arguments})
 
 
 def rates(**arguments):
@@ -207,7 +207,6 @@ CASES = [
     *each(sharded, "shard_gradients", *NO_SWITCH),
     *each(sharded, "elementwise", "x"),
     *each(sharded, "reduce_dtype", "x", torch.int32),
-    *each(sharded, "share_parameters", *NO_SWITCH),
     *each(fused, "optimizer", 5, None),
     *each(fused, "model", 5),
     *each(local, "every", 0, "x"),
@@ -322,7 +321,7 @@ def test_a_metric_that_never_comes_is_told_at_the_first_save_and_an_error_at_the
 def test_a_command_that_makes_no_sense_is_one_line(tmp_path, monkeypatch, capsys, command, status, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").write_text("")
-    assert cli.main(command.split()) == status
+    assert main.main(command.split()) == status
     told = capsys.readouterr().err
     assert words in told
     assert told.count("\n") == 1
@@ -330,11 +329,11 @@ def test_a_command_that_makes_no_sense_is_one_line(tmp_path, monkeypatch, capsys
 
 def test_a_digit_that_is_no_number_is_said_in_words(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["checkpoint", "show", "--step", "²", "runs"])
+        main.main(["checkpoint", "show", "--step", "²", "runs"])
     assert "'²' is no whole number" in capsys.readouterr().err
 
 
 def test_verify_wants_at_least_one_rank(capsys):
     with pytest.raises(SystemExit):
-        cli.main(["verify", "--resume", "--nproc-per-node", "0", "x.py"])
+        main.main(["verify", "--resume", "--nproc-per-node", "0", "x.py"])
     assert "'0' is less than 1" in capsys.readouterr().err

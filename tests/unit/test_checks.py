@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from evenstep import checks
-from evenstep.errors import ConfigurationError, MismatchError, UsageError
-from evenstep.transport.agreement import judge, validate_together
+from evenstep.coordination.agreement import judge, validate_on_all_ranks
+from evenstep.errors import ConfigurationError, MismatchError, OtherRankFailedError, UsageError
 
 numpy = pytest.importorskip("numpy")
 NAN, INF = float("nan"), float("inf")
@@ -102,10 +102,42 @@ def test_one_rank_alone_asks_nobody():
         world_size = 1
         exchange = None
 
-    validate_together(Alone(), "Loader", dict)
+    validate_on_all_ranks(Alone(), "Loader", dict)
 
     def wrong():
         raise ConfigurationError("Loader: size=0.")
 
     with pytest.raises(ConfigurationError, match=r"^Loader: size=0.$"):
-        validate_together(Alone(), "Loader", wrong)
+        validate_on_all_ranks(Alone(), "Loader", wrong)
+
+
+def test_what_the_users_own_code_raises_is_kept_on_its_rank_and_said_on_the_others():
+    """A mistake keeps its cause, too."""
+
+    class OfTwo:
+        world_size = 2
+
+        def __init__(self):
+            self.said = None
+
+        def exchange(self, value):
+            self.said = self.said or value
+            return [said(), self.said]
+
+    def broken():
+        raise KeyError("image")
+
+    ranks = OfTwo()
+    with pytest.raises(KeyError, match="image") as caught:
+        validate_on_all_ranks(ranks, "Loader", broken)
+    assert caught.traceback[-1].name == "broken"
+    with pytest.raises(OtherRankFailedError, match=r"^Loader on rank 1: KeyError: 'image'$") as caught:
+        validate_on_all_ranks(ranks, "Loader", dict)
+    assert caught.value.is_consequence
+
+    def wrong():
+        raise ConfigurationError("no length") from TypeError("no number")
+
+    with pytest.raises(ConfigurationError, match=r"^Loader on rank 1: no length$") as caught:
+        validate_on_all_ranks(OfTwo(), "Loader", wrong)
+    assert isinstance(caught.value.__cause__, TypeError)

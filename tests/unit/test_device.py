@@ -28,17 +28,17 @@ def test_the_device_of_a_rank(asked, num_gpus, expected):
 
 
 def test_one_rank_is_not_called_one_ranks():
-    with pytest.raises(ConfigurationError, match=r"^1 rank on this host, but it has no GPU"):
+    with pytest.raises(ConfigurationError, match=r"^1 rank on this node, but it has no GPU"):
         choose_device("cuda", Placement(), num_gpus=0)
 
 
 @pytest.mark.parametrize(
     ("asked", "num_gpus", "message"),
     [
-        ("cuda", 1, "2 ranks on this host, but it has 1 GPU"),
+        ("cuda", 1, "2 ranks on this node, but it has 1 GPU"),
         ("cuda", 0, r"no GPU that torch can use: each rank needs one of its own\. Pass device='cpu'\.$"),
-        (None, 1, "2 ranks on this host, but it has 1 GPU: .* Start at most 1 rank, or pass device='cpu', or name one"),
-        ("cuda:4", 4, "this host has 4 GPUs"),
+        (None, 1, "2 ranks on this node, but it has 1 GPU: .* Start at most 1 rank, or pass device='cpu', or name one"),
+        ("cuda:4", 4, "this node has 4 GPUs"),
         ("gpu", 1, "is no device"),
         ("mps", 1, "trains on 'cpu' and 'cuda'"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy
+import pytest
 import torch
 
 from evenstep import randomness
@@ -32,16 +33,18 @@ def test_what_is_drawn_inside_preserved_leaves_no_trace():
     randomness.restore(state)
 
 
-def test_ranks_diverge_and_rank_0_does_not():
+@pytest.mark.parametrize("streams", [randomness.STREAMS, ["torch"], ["python", "numpy"]])
+def test_ranks_diverge_and_rank_0_does_not(fresh_seed, streams):
     with randomness.preserved():
         drawn = []
         for rank in range(3):
-            randomness.seed_everything(7)
-            randomness.diverge(rank)
-            drawn.append(float(torch.rand(())))
-        randomness.seed_everything(7)
-        assert drawn[0] == float(torch.rand(()))
-        assert len(set(drawn)) == 3
+            randomness.seed_everything(fresh_seed)
+            randomness.diverge(rank, streams)
+            drawn.append(draw())
+        randomness.seed_everything(fresh_seed)
+        assert drawn[0] == draw()
+        for name, values in zip(("python", "numpy", "torch"), zip(*drawn, strict=True), strict=True):
+            assert len(set(values)) == (3 if name in streams else 1), name
 
 
 def test_mix_depends_on_every_word_and_their_order():

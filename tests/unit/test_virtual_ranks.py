@@ -1,4 +1,4 @@
-"""Reproducible mode on one rank: lanes, their sums, their random streams, and what is refused."""
+"""Reproducible mode on one rank: virtual ranks, their sums, their random streams, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,46 +12,48 @@ import torch.nn.functional as F
 from torch import nn
 
 import evenstep
-from evenstep.data.plan import divide
+from evenstep import virtual_ranks
+from evenstep.data.order.batch_plan import divide
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.lanes import Lanes, begin_of, disagreements, validate_division, validate_mode
 from evenstep.optim import exact
-from evenstep.replica.lane_loop import lanes_of
-from evenstep.replica.lane_sums import LaneSums
-from evenstep.replica.weighting import Kind, Window
+from evenstep.replica.gradients.window import Kind, Window
+from evenstep.replica.virtual_ranks.loop import virtual_ranks_of
+from evenstep.replica.virtual_ranks.sums import VirtualRankSums
+from evenstep.virtual_ranks import VirtualRanks, begin_of, disagreements, validate_division, validate_mode
 
 
 @pytest.fixture
 def world():
-    with evenstep.init(seed=3, reproducible=True, lanes=4, quiet=True, device="cpu") as made:
+    with evenstep.init(seed=3, reproducible=True, virtual_ranks=4, quiet=True, device="cpu") as made:
         yield made
 
 
 # ---------------------------------------------------------------------- one rule of division
 
 
-def test_shares_and_lanes_follow_one_rule(fresh_seed):
-    """Whatever the number of ranks, lane l has the same samples."""
+def test_shares_and_virtual_ranks_follow_one_rule(fresh_seed):
+    """Whatever the number of ranks, virtual rank l has the same samples."""
     generator = random.Random(fresh_seed)
     for _ in range(200):
-        length, num_lanes = generator.randrange(40), 1 << generator.randrange(5)
+        length, num_virtual_ranks = generator.randrange(40), 1 << generator.randrange(5)
         batch = torch.arange(length)
         expected = [
-            batch[begin_of(length, i, num_lanes) : begin_of(length, i + 1, num_lanes)] for i in range(num_lanes)
+            batch[begin_of(length, i, num_virtual_ranks) : begin_of(length, i + 1, num_virtual_ranks)]
+            for i in range(num_virtual_ranks)
         ]
         expected = [part.tolist() for part in expected if len(part)]
-        world_size = 1 << generator.randrange(num_lanes.bit_length())
-        lanes = num_lanes // world_size
+        world_size = 1 << generator.randrange(num_virtual_ranks.bit_length())
+        virtual_ranks = num_virtual_ranks // world_size
         found = []
         for rank in range(world_size):
-            start, stop = divide(0, length, rank=rank, world_size=world_size, lanes=lanes)
-            found += [part.tolist() for part in lanes_of(batch[start:stop], lanes)]
+            start, stop = divide(0, length, rank=rank, world_size=world_size, virtual_ranks=virtual_ranks)
+            found += [part.tolist() for part in virtual_ranks_of(batch[start:stop], virtual_ranks)]
         assert found == expected
 
 
-def test_lanes_begin_where_memory_is_aligned():
+def test_virtual_ranks_begin_where_memory_is_aligned():
     """A view would begin at another place on another number of ranks, and kernels may look at that."""
-    first, second = lanes_of({"x": torch.arange(6.0).view(6, 1), "scale": torch.tensor(2.0)}, 2)
+    first, second = virtual_ranks_of({"x": torch.arange(6.0).view(6, 1), "scale": torch.tensor(2.0)}, 2)
     assert second["x"].tolist() == [[3.0], [4.0], [5.0]]
     assert second["x"].data_ptr() % 64 == first["x"].data_ptr() % 64 == 0
     assert second["scale"] is first["scale"]
@@ -74,23 +76,23 @@ def tree(leaves):
 def test_a_binary_counter_adds_in_a_tree(fresh_seed, per_rank):
     generator = random.Random(fresh_seed)
     for _ in range(60):
-        num_full = generator.randint(1, per_rank)  # behind it lanes are empty
+        num_full = generator.randint(1, per_rank)  # behind it virtual ranks are empty
         parameters = [nn.Parameter(torch.zeros(())) for _ in range(3)]
-        sums = LaneSums(Lanes(8, 0, 8 // per_rank, 0), parameters)
+        sums = VirtualRankSums(VirtualRanks(8, 0, 8 // per_rank, 0), parameters)
         sums.begin()
         window, leaves = Window(), [[None] * per_rank for _ in parameters]
         weights = [generator.random() if index < num_full else 0.0 for index in range(per_rank)]
-        for lane in range(num_full):
-            window.add(Kind.WEIGHTED, weights[lane])
+        for virtual_rank in range(num_full):
+            window.add(Kind.WEIGHTED, weights[virtual_rank])
             for parameter, own in zip(parameters, leaves, strict=True):
                 if generator.random() < 0.7:
-                    own[lane] = torch.tensor(generator.choice([-0.0, generator.uniform(-1, 1), 1e8, -1e8]))
-                    parameter.grad = own[lane].clone()
-            if lane < num_full - 1:
-                sums.add_lane(window, [])
+                    own[virtual_rank] = torch.tensor(generator.choice([-0.0, generator.uniform(-1, 1), 1e8, -1e8]))
+                    parameter.grad = own[virtual_rank].clone()
+            if virtual_rank < num_full - 1:
+                sums.add_virtual_rank(window, [])
                 assert all(parameter.grad is None for parameter in parameters)
                 assert len(sums._sums) <= max(1, per_rank.bit_length() - 1)
-        sums.close_window(window, [])
+        sums.close(window, [])
         assert window.weight == tree([torch.tensor(weight, dtype=torch.float64) for weight in weights]).item()
         for parameter, own in zip(parameters, leaves, strict=True):
             expected = tree(own)
@@ -130,13 +132,13 @@ def test_the_gradient_is_that_of_the_global_mean(world, fresh_seed, length, shar
             torch.testing.assert_close(parameter.grad, turn * grad, rtol=0, atol=1e-13)
 
 
-def test_a_plain_backward_is_averaged_over_lanes(world):
+def test_a_plain_backward_is_averaged_over_virtual_ranks(world):
     model = evenstep.DistributedDataParallel(nn.Linear(1, 1, bias=False).double())
     for x in model.microbatches(torch.arange(8.0).double().view(8, 1)):
         model(x).mean().backward()
     assert model.module.weight.grad.item() == sum(range(8)) / 8
     model.zero_grad()
-    for x in model.microbatches(torch.ones(2, 1).double()):  # two lanes are empty, and count
+    for x in model.microbatches(torch.ones(2, 1).double()):  # two virtual ranks are empty, and count
         model(x).mean().backward()
     assert model.module.weight.grad.item() == 0.5
 
@@ -147,11 +149,11 @@ def test_a_batch_without_samples_is_a_step_without_gradients(world):
     assert model.module.weight.grad is None
 
 
-def test_far_more_lanes_than_samples_cost_nothing():
-    assert [part.tolist() for part in lanes_of(torch.arange(3), 1 << 40)] == [[0], [1], [2]]
+def test_far_more_virtual_ranks_than_samples_cost_nothing():
+    assert [part.tolist() for part in virtual_ranks_of(torch.arange(3), 1 << 40)] == [[0], [1], [2]]
 
 
-def test_module_buffers_are_those_of_lane_0(world):
+def test_module_buffers_are_those_of_virtual_rank_0(world):
     model = evenstep.DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
     x = torch.arange(16.0).view(8, 2)
     alone = nn.BatchNorm1d(2)
@@ -165,7 +167,7 @@ def test_module_buffers_are_those_of_lane_0(world):
 # ---------------------------------------------------------------------- random streams
 
 
-def test_streams_belong_to_lanes_and_leave_those_outside_alone(world):
+def test_streams_belong_to_virtual_ranks_and_leave_those_outside_alone(world):
     model = evenstep.DistributedDataParallel(nn.Linear(1, 1))
 
     def draws():
@@ -181,25 +183,25 @@ def test_streams_belong_to_lanes_and_leave_those_outside_alone(world):
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
     expected_outside = [draws(), draws()]
     torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-    state = world.lanes.state_dict()
+    state = world.virtual_ranks.state_dict()
     first = loop()
     assert draws() == expected_outside[0]
     second = loop()
     assert draws() == expected_outside[1]
     assert len({*first, *second}) == 8
-    world.lanes.load_state_dict(state)
+    world.virtual_ranks.load_state_dict(state)
     assert loop() == first
 
 
-def test_evaluation_has_no_lanes_of_its_own_and_may_use_them(world):
+def test_evaluation_has_no_virtual_ranks_of_its_own_and_may_use_them(world):
     model = evenstep.DistributedDataParallel(nn.Linear(1, 1))
-    before = world.lanes.num_loops
+    before = world.virtual_ranks.num_loops
     with torch.no_grad():
         model(torch.ones(3, 1))
         assert [len(model(x)) for x in model.microbatches(torch.ones(6, 1))] == [2, 2, 1, 1]
     model.eval()
     model(torch.ones(3, 1))
-    assert world.lanes.num_loops == before
+    assert world.virtual_ranks.num_loops == before
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -209,29 +211,31 @@ def test_evaluation_has_no_lanes_of_its_own_and_may_use_them(world):
     ("arguments", "told"),
     [
         ({"reproducible": 2}, "reproducible=2; True or False"),
-        ({"lanes": 8}, "lanes=8; it goes with reproducible=True"),
+        ({"virtual_ranks": 8}, "virtual_ranks=8; it goes with reproducible=True"),
         ({"threads": 2}, "threads=2; it goes with reproducible=True"),
         ({"reproducible": True}, "without a seed"),
-        ({"reproducible": True, "seed": 0, "lanes": 6}, "lanes=6; a power of two, such as 4 or 8"),
-        ({"reproducible": True, "seed": 0, "lanes": 0}, "lanes=0; a whole number"),
-        ({"reproducible": True, "seed": 0, "lanes": True}, "lanes=True; a whole number"),
+        ({"reproducible": True, "seed": 0, "virtual_ranks": 6}, "virtual_ranks=6; a power of two, such as 4 or 8"),
+        ({"reproducible": True, "seed": 0, "virtual_ranks": 0}, "virtual_ranks=0; a whole number"),
+        ({"reproducible": True, "seed": 0, "virtual_ranks": True}, "virtual_ranks=True; a whole number"),
         ({"reproducible": True, "seed": 0, "threads": 1.5}, "threads=1.5; a whole number"),
         (
             {"reproducible": True, "seed": 0, "threads": 10**9},
-            r"threads=1000000000; at most \d+ on this host, which has",
+            r"threads=1000000000; at most \d+ on this node, which has",
         ),
     ],
 )
 def test_bad_arguments(arguments, told):
     with pytest.raises(ConfigurationError, match=told):
         evenstep.init(quiet=True, **arguments)
-    defaults = {"reproducible": False, "lanes": None, "threads": None, "seed": None, "num_cores": 2}
+    defaults = {"reproducible": False, "virtual_ranks": None, "threads": None, "seed": None, "num_cores": 2}
     with pytest.raises(ConfigurationError, match=told):
         validate_mode(**(defaults | arguments))
 
 
-def test_lanes_that_cant_be_divided():
-    with pytest.raises(ConfigurationError, match=r"lanes=8 can't be divided over 3 ranks. Start 1, 2, 4 or 8 ranks"):
+def test_virtual_ranks_that_cant_be_divided():
+    with pytest.raises(
+        ConfigurationError, match=r"virtual_ranks=8 can't be divided over 3 ranks. Start 1, 2, 4 or 8 ranks"
+    ):
         validate_division(8, 3)
     with pytest.raises(ConfigurationError, match=r"over 2 ranks. Start 1 ranks"):
         validate_division(1, 2)
@@ -259,7 +263,7 @@ def test_training_outside_of_the_loop(world):
         (
             lambda: nn.Sequential(nn.Linear(2, 2), evenstep.SyncBatchNorm(2)),
             {},
-            "'1' is a SyncBatchNorm.*its 4 lanes one after the other. Start as many ranks as lanes",
+            "'1' is a SyncBatchNorm.*its 4 virtual ranks one after the other. Start as many ranks as virtual ranks",
         ),
         (lambda: nn.Linear(1, 1).bfloat16(), {}, "parameter 'weight' is bfloat16"),
         (
@@ -271,7 +275,7 @@ def test_training_outside_of_the_loop(world):
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), {"broadcast_buffers": False}, "broadcast_buffers"),
     ],
 )
-def test_models_that_cant_be_computed_in_lanes(world, build, arguments, told):
+def test_models_that_cant_be_computed_in_virtual_ranks(world, build, arguments, told):
     with pytest.raises(ConfigurationError, match=told):
         evenstep.DistributedDataParallel(build(), **arguments)
 
@@ -283,8 +287,8 @@ def test_what_else_depends_on_the_number_of_ranks(world):
         model.register_comm_hook(None, lambda state, bucket: None)
     with pytest.raises(UsageError, match="join"):
         model.join()
-    with pytest.raises(UsageError, match=r"LocalUpdates.*in reproducible mode"):
-        evenstep.LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+    with pytest.raises(UsageError, match=r"LocalSGD.*in reproducible mode"):
+        evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
     with pytest.raises(ConfigurationError, match="on_error='skip'"):
         evenstep.DataLoader(data, global_batch_size=4, on_error="skip")
     with pytest.raises(ConfigurationError, match="sample_seed=False"):
@@ -293,8 +297,8 @@ def test_what_else_depends_on_the_number_of_ranks(world):
         evenstep.ShardedOptimizer(model, torch.optim.AdamW, fused=True)
     with pytest.raises(ConfigurationError, match=r"reduce_dtype=torch\.float64 in reproducible mode"):
         evenstep.ShardedOptimizer(model, torch.optim.AdamW, reduce_dtype=torch.float64)
-    with pytest.raises(ConfigurationError, match=r"lanes= is the name of the lanes"):
-        evenstep.Checkpointer("nowhere", lanes=model)
+    with pytest.raises(ConfigurationError, match=r"virtual_ranks= is the name of the virtual ranks"):
+        evenstep.Checkpointer("nowhere", virtual_ranks=model)
 
 
 # ---------------------------------------------------------------------- switches, and what they can't do
@@ -305,7 +309,7 @@ def test_switches_are_put_back():
     with evenstep.init(seed=0, reproducible=True, threads=2, quiet=True) as world:
         assert (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()) == (True, 2)
         assert torch.backends.cudnn.deterministic
-        assert world.lanes.facts["the number of CPU threads"] == "2"
+        assert world.virtual_ranks.facts["num_threads"] == "2"
         with pytest.raises(RuntimeError, match=r"put_.*deterministic"):
             torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     after = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.backends.cudnn.deterministic
@@ -313,22 +317,32 @@ def test_switches_are_put_back():
 
 
 def test_another_machine_is_named():
-    facts = {"the CPU": "A", "torch": "2.13"}
-    saved = Lanes(8, 0, 1, 5, facts, num_loops=7).state_dict()
-    same = Lanes(8, 0, 4, 5, facts)
+    facts = {"cpu": "A", "torch": "2.13"}
+    saved = VirtualRanks(8, 0, 1, 5, facts, num_loops=7).state_dict()
+    same = VirtualRanks(8, 0, 4, 5, facts)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         same.load_state_dict(saved)
     assert same.num_loops == 7
     with pytest.warns(UserWarning, match="the CPU was A and is B; the GPU was unknown and is C"):
-        Lanes(8, 0, 1, 5, {"the CPU": "B", "torch": "2.13", "the GPU": "C"}).load_state_dict(saved)
-    for other in (Lanes(4, 0, 1, 5, facts), Lanes(8, 0, 1, 6, facts)):
+        VirtualRanks(8, 0, 1, 5, {"cpu": "B", "torch": "2.13", "gpu": "C"}).load_state_dict(saved)
+    for other in (VirtualRanks(4, 0, 1, 5, facts), VirtualRanks(8, 0, 1, 6, facts)):
         with pytest.raises(ConfigurationError, match="other bits"):
             other.load_state_dict(saved)
 
 
+def test_the_words_of_a_message_are_not_what_a_checkpoint_depends_on(monkeypatch):
+    with evenstep.init(seed=0, reproducible=True, quiet=True) as world:
+        state = world.virtual_ranks.state_dict()
+        assert all(name.isidentifier() for name in state["facts"]), state["facts"]
+        monkeypatch.setattr(virtual_ranks, "_WORDS", dict.fromkeys(virtual_ranks._WORDS, "in other words"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            world.virtual_ranks.load_state_dict(state)
+
+
 def test_ranks_on_other_machines_are_named():
-    facts = [{"the CPU": "A", "torch": "2.13"}, {"the CPU": "A", "torch": "2.13"}, {"the CPU": "B", "torch": "2.13"}]
+    facts = [{"cpu": "A", "torch": "2.13"}, {"cpu": "A", "torch": "2.13"}, {"cpu": "B", "torch": "2.13"}]
     assert disagreements(facts) == ["the CPU is A on rank 0 and B on rank 2"]
     assert disagreements(facts[:2]) == []
 
@@ -343,7 +357,7 @@ class InShards(torch.utils.data.IterableDataset):
         return iter(range(4))
 
 
-def test_a_stream_in_shards_is_refused_and_others_have_lanes(world):
+def test_a_stream_in_shards_is_refused_and_others_have_virtual_ranks(world):
     with pytest.raises(ConfigurationError, match="InShards is a stream that is divided by shards"):
         evenstep.DataLoader(InShards(), global_batch_size=4, num_workers=2)
     assert [batch.tolist() for batch in evenstep.DataLoader(InShards(), global_batch_size=3)] == [[0, 1, 2], [3]]

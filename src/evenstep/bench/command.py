@@ -1,55 +1,59 @@
-"""`evenstep bench`: its arguments, and what is called."""
+"""`evenstep bench`: measures a script, or runs the sub-command that the first argument names."""
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
-from evenstep.bench.modes import help_lines
-from evenstep.bench.plan import MODES, default_replicas, validate_replicas
+from evenstep.bench.measure.plan import default_replicas, validate_replicas
+from evenstep.console import say
 from evenstep.errors import ConfigurationError
 from evenstep.health.telemetry import NUM_STEPS_KEPT
 
-_DESCRIPTION = """\
-Measure how well a script scales, and say why not better. The script runs unchanged on 1, 2, 4, ... replicas, in rounds;
-every run ends by itself after some steps. What it saves goes elsewhere. Writes report.json, report.html and pictures.
-"""
+_SUBCOMMANDS = {
+    "--network": ("network", "latency and bandwidth of the world's transport by size, as in nccl-tests"),
+    "--predict": ("predict", "a measured step, simulated on ranks that one doesn't have"),
+    "--memory": ("memory", "what a script's model, optimizer and activations take, by way of sharding"),
+}
+SUBCOMMANDS = tuple(_SUBCOMMANDS)
 
 
-def add_bench(commands: Any) -> None:
-    """Add the subcommand to the command line."""
-    parser: ArgumentParser = commands.add_parser(
-        "bench",
-        help="how well a script scales on this host, and why not better",
-        description=_DESCRIPTION,
-        epilog="besides, each with its own --help:\n  " + "\n  ".join(help_lines()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # argparse would look for them behind the script, too
-    )
-    parser.add_argument("--replicas", type=_numbers, metavar="1,2,4", help="default: up to the number of GPUs or cores")
-    parser.add_argument(
-        "--mode", choices=MODES, default="both", help="batch that grows with the replicas, or is divided"
-    )
-    parser.add_argument(
-        "--batch", type=_positive, metavar="N", help="samples of a step on the fewest replicas; default: the script's"
-    )
-    parser.add_argument("--steps", type=_positive, default=30, metavar="N", help="counted steps of a run; 30")
-    parser.add_argument("--warmup", type=_positive, default=5, metavar="N", help="steps before those, at least 2; 5")
-    parser.add_argument("--repeats", type=_positive, default=3, metavar="N", help="rounds; 3")
-    parser.add_argument(
-        "--threads-per-rank", type=_positive, metavar="N", help="of every rank; default: cores by the most replicas"
-    )
-    parser.add_argument("--device", help="cpu, cuda, or cuda:0 for all; default: GPUs if there are any")
-    parser.add_argument("--limit", type=_positive, default=900, metavar="S", help="seconds for one run; 900")
-    parser.add_argument("--out", type=Path, default=Path("bench-report"), metavar="DIR", help="bench-report")
-    parser.add_argument("script", nargs="?", help="the training script: with evenstep, or torch's own DDP")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    parser.set_defaults(call=scaling)
+def help_lines() -> list[str]:
+    """One line for each sub-command."""
+    return [f"{flag:<14}{text}" for flag, (_, text) in _SUBCOMMANDS.items()]
+
+
+def parser_of(flag: str) -> ArgumentParser:
+    """The parser of the arguments after one of `SUBCOMMANDS`."""
+    _, text = _SUBCOMMANDS[flag]
+    # Without abbreviations: argparse would look for them among a script's own arguments, too.
+    description = text[0].upper() + text[1:] + "."
+    parser = ArgumentParser(prog=f"evenstep bench {flag}", description=description, allow_abbrev=False)
+    _module_of(flag).add_arguments(parser)
+    return parser
+
+
+def run_subcommand(arguments: Sequence[str]) -> int:
+    """Run `evenstep bench` with one of `SUBCOMMANDS` as its first argument, and return the exit status.
+
+    Args:
+        arguments: All that follows "bench".
+
+    Raises:
+        ConfigurationError: A flag or a file makes no sense.
+    """
+    flag, *rest = arguments
+    status: int = _module_of(flag).main(parser_of(flag).parse_args(rest))
+    return status
+
+
+def _module_of(flag: str) -> Any:
+    return import_module(f"evenstep.bench.predict.{_SUBCOMMANDS[flag][0]}")  # imported late: only one is needed
 
 
 def scaling(args: Namespace) -> int:
@@ -61,10 +65,10 @@ def scaling(args: Namespace) -> int:
     """
     from rich.console import Console
 
-    from evenstep.bench import page, plots
-    from evenstep.bench.report import build_report, print_report
-    from evenstep.bench.runs import Wish, measure
-    from evenstep.launcher.cores import look_at_host
+    from evenstep.bench.explain import page, plots
+    from evenstep.bench.explain.report import build_report, print_report
+    from evenstep.bench.measure.runs import Wish, measure
+    from evenstep.launcher.options.resources import look_at_host
 
     if args.script is None:
         raise ConfigurationError("evenstep bench: name a script. See `evenstep bench --help`.")
@@ -85,13 +89,13 @@ def scaling(args: Namespace) -> int:
     except OSError as error:
         raise ConfigurationError(f"--out {args.out}: {error.strerror}.") from None
     if not plots.is_available():
-        print(f"evenstep: {plots.MISSING}", file=sys.stderr, flush=True)  # noqa: T201
+        say(f"evenstep: {plots.MISSING}")
     wish = Wish(
         args.script, tuple(args.arguments), replicas, args.mode, args.batch, args.warmup, args.steps, args.repeats,
         threads, args.device, float(args.limit),
     )  # fmt: skip
     began_at = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    measured = measure(wish, lambda line: print(f"evenstep: {line}", file=sys.stderr, flush=True))  # noqa: T201
+    measured = measure(wish, lambda line: say(f"evenstep: {line}"))
     report = build_report(measured, version=sys.modules["evenstep"].__version__, began_at=began_at)
     (args.out / "report.json").write_text(json.dumps(report, indent=1))
     print_report(report, Console())
@@ -103,16 +107,3 @@ def scaling(args: Namespace) -> int:
         (args.out / "report.html").write_text(page.render(report, pictures))
         print(f"{args.out}/report.html", flush=True)  # noqa: T201
     return 0
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers with commas, as in 1,2,4") from None
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)

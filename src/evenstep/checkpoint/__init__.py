@@ -1,1 +1,13 @@
-"""What survives a run: checkpoints that exist whole or not at all, and the exact way back into them."""
+"""Checkpoints that exist completely or not at all, and the exact way back into them.
+
+Read in this order; each imports only from those that stand below it:
+
+- `checkpointer`: `Checkpointer`, the public class: when to save, when to stop, how to resume.
+- `rehearsal`: what `evenstep verify --resume` makes a script's own `Checkpointer` do.
+- `tools`: the sub-commands of `evenstep checkpoint`.
+- `save/`: the way of a save: `commit` (all of it), `snapshot` (copies to memory), `writer` (the thread), `stopping`.
+- `load/`: the way back: `restore` (all of it), `compare` (does it fit?), `reader` (every byte confirmed), `in_place`.
+- `storage/`: `storage` (the seam), `directory` (which folders are checkpoints), `lease` (one job per directory).
+- `format/`: the files, pure: `tree` (state to JSON and tensors), `plan` (which rank writes what), `payload` and
+  `manifest` (the bytes), `random_streams`.
+"""

@@ -1,35 +1,44 @@
-"""`Checkpointer`: saves while training runs, stops when asked, and resumes exactly."""
+"""`Checkpointer`: saves while training runs, stops on request, and resumes exactly."""
 
 from __future__ import annotations
 
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
+from torch import nn
+
 from evenstep import checks
 from evenstep import world as worlds
-from evenstep.checkpoint import arguments, folders, restoring
-from evenstep.checkpoint.directory import RunDirectory
-from evenstep.checkpoint.plan import Policy, is_better
-from evenstep.checkpoint.reader import DamagedError
-from evenstep.checkpoint.rehearsal import Rehearsal
-from evenstep.checkpoint.saving import Saver
-from evenstep.checkpoint.stopping import Agreement, Status, StopSignals
-from evenstep.checkpoint.storage import Storage
-from evenstep.errors import EXIT_PREEMPTED, CheckpointError, UsageError
-from evenstep.health import page
-from evenstep.transport.agreement import validate_together
-from evenstep.world import World
+from evenstep.checkpoint.format.plan import Policy, is_better
+from evenstep.checkpoint.format.random_streams import NAME as RANDOM
+from evenstep.checkpoint.format.tree import unwrapped
+from evenstep.checkpoint.load import restore
+from evenstep.checkpoint.save.commit import Saver
+from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals
+from evenstep.checkpoint.storage.directory import DamagedError, RunDirectory, folder_of
+from evenstep.checkpoint.storage.storage import LocalDirectory, Storage
+from evenstep.compat.torch_modules import compiled_module
+from evenstep.console import say
+from evenstep.coordination.agreement import validate_on_all_ranks
+from evenstep.data.loader import DataLoader
+from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, MismatchError, UsageError
+from evenstep.health import heartbeat
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
+from evenstep.world import World, ended_well
 
+VIRTUAL_RANKS = "virtual_ranks"
+_TAKEN = {RANDOM: "the random streams", VIRTUAL_RANKS: "the virtual ranks of reproducible mode"}
+_METHODS = ("list", "write", "open", "rename", "remove", "lock")
 _SLOW_STEP_S = 0.1
 
 
 class Checkpointer:
-    """Saves a run's objects now and then, when asked to stop, and at its end; resumes from the newest good checkpoint.
+    """Saves a run's objects while it trains, and resumes from the newest good checkpoint.
 
         checkpoint = evenstep.Checkpointer("runs/digits", model=model, optimizer=optimizer, loader=loader)
         checkpoint.resume()
@@ -37,30 +46,31 @@ class Checkpointer:
             optimizer.step()
             checkpoint.step()
 
-    Saved are the given objects and every random stream of every rank. Of what all ranks have one copy is written, each
-    rank writing a part. The loop waits for a copy to memory only; files are written behind it. SIGTERM, SIGUSR1 or
-    `world.request_stop()` on any rank: all ranks save at the same step and leave with status 75.
+    It saves the given objects and every random stream of every rank. Replicated state is written once, split across
+    the ranks. The loop waits for a copy to memory only; a thread writes the files. After SIGTERM, SIGUSR1 or
+    `world.request_stop()` on any rank, all ranks save at the same step and exit with status 75.
 
     Collective: every rank makes it, with the same arguments, and calls its methods in the same order. `step` is called
-    equally often on all ranks: once after each step of the optimizer. Within an accumulation it does nothing.
+    equally often on all ranks: once after each step of the optimizer. Inside an accumulation window it does nothing.
 
     Args:
         directory: Where checkpoints lie, a folder per step; or a `Storage`. On several hosts: a shared file system.
         every_steps: Save after each so many steps; None: not by steps.
         every_minutes: Save when so many minutes have passed since the last save; None: not by time.
-        keep: The newest so many are kept.
-        keep_every: What is saved at a multiple of this many steps is kept for good; None: nothing.
-        best: The name of a metric given to `step` or `save`: what beats all before is saved and kept. It is said at the
-            first save if nobody has given it by then; at the end that is an error, after everything is saved.
+        keep: Number of newest checkpoints to keep.
+        keep_every: Checkpoints of multiples of this many steps are kept for good; None: none.
+        best: The name of a metric given to `step` or `save`: a value that beats all before is saved and kept. The first
+            save warns if the metric has not been given; at the end that is an error, after everything is saved.
         best_is: "lowest" or "highest".
-        asynchronous: Write behind the loop; False: the loop waits until a checkpoint is whole.
+        asynchronous: Write in a thread; False: the loop waits until a checkpoint is complete.
         on_save_error: "raise", in the next step; "continue" prints a line and trains on.
-        world: Who takes part; None: the current world.
-        objects: What is saved, by name: whatever has `state_dict` and `load_state_dict`. A wrapped model is saved
+        private: Only this user reads and writes the files. False: as the umask says, so that a group may share them.
+        world: The ranks that take part; None: the current world.
+        objects: Objects to save, by name; they have `state_dict` and `load_state_dict`. A wrapped model is saved
             without its wrapper.
 
     Attributes:
-        num_steps: Steps made, those before a resume included.
+        num_steps: Optimizer steps so far, including those before a resume.
 
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
@@ -79,6 +89,7 @@ class Checkpointer:
         best_is: str = "lowest",
         asynchronous: bool = True,
         on_save_error: str = "raise",
+        private: bool = True,
         world: World | None = None,
         **objects: Any,
     ) -> None:
@@ -88,29 +99,31 @@ class Checkpointer:
             self.policy = Policy(every_steps, every_minutes, keep, keep_every, best, best_is)
             checks.choice("on_save_error", on_save_error, ("raise", "continue"))
             checks.switch("asynchronous", asynchronous)
-            arguments.validate_objects(objects)
-            storage = arguments.open_storage(directory)
-            options = {"asynchronous": bool(asynchronous), "on_save_error": on_save_error}
-            return arguments.facts(storage, self.policy, self.world, objects, options)
+            checks.switch("private", private)
+            _validate_objects(objects)
+            storage = _open_storage(directory, private=private)
+            options = {"asynchronous": bool(asynchronous), "on_save_error": on_save_error, "private": bool(private)}
+            return _facts(storage, self.policy, self.world, objects, options)
 
-        validate_together(self.world, "Checkpointer", validate)
-        if self.world.lanes is not None:
-            objects = {**objects, arguments.LANES: self.world.lanes}
-        self._rehearsal = Rehearsal.of_this_process(self.world, objects)
-        storage = arguments.open_storage(directory if self._rehearsal is None else self._rehearsal.directory)
+        validate_on_all_ranks(self.world, "Checkpointer", validate)
+        if self.world.virtual_ranks is not None:
+            objects = {**objects, VIRTUAL_RANKS: self.world.virtual_ranks}
+        storage = _open_storage(directory, private=private)
         self._directory = RunDirectory(storage, self.world, self.policy)
         self._objects = objects
         self._continues_on_error = on_save_error == "continue"
         self._asynchronous = bool(asynchronous)
         self.num_steps = 0
-        self._saver = Saver(storage, self.world, objects, self._directory.enter)
-        self._agreement = Agreement(self.world)
+        self._saver = Saver(storage, self.world, objects, self._directory.commit)
+        self._requests = StatusExchange(self.world)
         self._signals: StopSignals | None = None
         self._is_closed = False
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}  # given since the last checkpoint, or for its step
+        self._metrics_are_of: int | None = None  # the step whose checkpoint has them
+        self._names_given: dict[str, None] = {}
         self._best: float | None = None
-        self._lacks_best = best is not None  # as long as nobody has given that metric
-        self._has_told_of_best = False
+        self._lacks_best = best is not None  # until that metric is given
+        self._has_warned_of_best = False
         self._last_saved: int | None = None
         self._saved_at = self._stepped_at = time.monotonic()
         self.world.at_end(self._world_ended)
@@ -118,35 +131,35 @@ class Checkpointer:
     # ------------------------------------------------------------------ before training
 
     def resume(self, *, strict: bool = True) -> int:
-        """Go on from the newest good checkpoint; with none, start afresh.
+        """Load the newest good checkpoint; with none, start afresh.
 
-        Collective. A damaged checkpoint is set aside and said so, and the one before it is taken.
+        Collective. A damaged checkpoint is reported and renamed, and the one before it is loaded.
 
         Args:
-            strict: False: load what fits, and say what didn't.
+            strict: False: load what fits, and print what didn't.
 
         Returns:
-            The steps that were made before: 0 when starting afresh.
+            Steps before the resume: 0 when starting afresh.
 
         Raises:
-            CheckpointError: There are checkpoints, and none is good; or the newest good one is not of these objects,
-                with all differences; or another job writes here.
+            CheckpointError: There are checkpoints, and none is good; or the newest good one was saved from other
+                objects (all differences are listed); or a rank can't read one; or another job writes here.
         """
         self._agree("resume", lambda: {"strict": checks.switch("strict", strict)})
         self._open()
         problems = []
         for step in sorted(self._directory.steps, reverse=True):
             try:
-                return self._load(step, strict=strict, told="resumed from")
+                return self._load(step, strict=strict, verb="resumed from")
             except DamagedError as error:
                 problems.append(str(error))
                 name = self._directory.set_aside(step)
                 aside = "" if name is None else f"; set aside as {self._where}/{name}"
                 self._print(f"damaged: {error}{aside}")
         if problems:
-            told = "\n  ".join(problems)
+            lines = "\n  ".join(problems)
             raise CheckpointError(
-                f"no checkpoint in {self._where} can be read:\n  {told}\nTo start afresh, use another "
+                f"no checkpoint in {self._where} can be read:\n  {lines}\nTo start afresh, use another "
                 f"directory, or remove what is in this one."
             )
         return 0
@@ -158,29 +171,28 @@ class Checkpointer:
 
         Args:
             step: One of those that `evenstep checkpoint list` shows.
-            strict: False: load what fits, and say what didn't.
+            strict: False: load what fits, and print what didn't.
 
         Returns:
             The step.
 
         Raises:
-            CheckpointError: There is none of this step, it is damaged, or it is not of these objects.
+            CheckpointError: There is none of this step, it is damaged, or it was saved from other objects.
         """
         self._agree("load", lambda: {"step": checks.whole("step", step), "strict": checks.switch("strict", strict)})
-        steps = self._directory.look()
+        steps = self._directory.list_steps()
         if step not in steps:
             there = ", ".join(map(str, steps)) or "none at all"
             raise CheckpointError(f"{self._where} has no checkpoint of step {step!r}; there are: {there}.")
-        return self._load(step, strict=strict, told="loaded")
+        return self._load(step, strict=strict, verb="loaded")
 
     def discard(self, *, after: int = 0) -> None:
-        """Remove the checkpoints of later steps: to start afresh in a directory that has been used, or from a step
-        that was loaded.
+        """Remove the checkpoints of later steps.
 
-        Collective.
+        Collective. For a fresh start in a directory that has been used, or for a start from a step that was loaded.
 
         Args:
-            after: Those of later steps go; 0: all.
+            after: Checkpoints of later steps are removed; 0: all.
 
         Raises:
             ConfigurationError: It is negative or no whole number. Raised on all ranks if it is so on one.
@@ -195,43 +207,43 @@ class Checkpointer:
     # ------------------------------------------------------------------ while training
 
     def step(self, **metrics: float) -> None:
-        """Count a step of the optimizer; save when that is due.
+        """Count a step of the optimizer, and save if a save is due.
 
-        Collective. After an error the model is as it was, and the checkpoints of before are kept.
+        Collective. An error leaves the model and the earlier checkpoints as they were.
 
         Args:
-            metrics: Numbers to be kept with the next checkpoint, rank 0's; all ranks give the same names.
+            metrics: Numbers to store with the next checkpoint, rank 0's; all ranks give the same names.
 
         Raises:
-            CheckpointError: The save that was written behind has failed.
+            CheckpointError: The save in the background has failed.
             UsageError: The directory has checkpoints of later steps than this one.
-            SystemExit: With status 75: the run was asked to stop, and has been saved.
+            SystemExit: With status 75: a stop was requested, and the run has been saved.
         """
-        if any(model.engine.is_accumulating for model in arguments.wrapped_models(self._objects)):
+        if any(model.engine.is_accumulating for model in _wrapped_models(self._objects)):
             return
         self._open()
         if self._last_saved is None:
             self._directory.refuse_later_than(self.num_steps)
-        arguments.validate_local(self._objects)
+        _validate_local(self._objects)
         self._commit_samples()
+        if self._metrics_are_of == self.num_steps:
+            self._metrics = {}
         self.num_steps += 1
         now = time.monotonic()
         is_slow, self._stepped_at = now - self._stepped_at > _SLOW_STEP_S, now
-        is_best = self._note(metrics)
-        agreed = self._agreement.hear(self._status(is_slow))
-        if self._rehearsal is not None:
-            self._rehearsal.step(self.num_steps)
+        is_best = self._take_metrics(metrics)
+        agreed = self._requests.receive(self._status(is_slow))
         if agreed.failed:
             self._finish()
         if agreed.stops:
             self._stop()
         by_steps = self.policy.every_steps is not None and self.num_steps % self.policy.every_steps == 0
-        if agreed.is_due or by_steps or is_best or (self._rehearsal and self._rehearsal.saves_at(self.num_steps)):
-            self._save(waits=self._rehearsal is not None)
-        self._agreement.say(self._status(is_slow))
+        if agreed.is_due or by_steps or is_best:
+            self._save()
+        self._requests.send(self._status(is_slow))
 
     def save(self, **metrics: float) -> None:
-        """Save now, and return when the checkpoint is whole.
+        """Save now, and return when the checkpoint is complete.
 
         Collective.
 
@@ -242,20 +254,20 @@ class Checkpointer:
             CheckpointError: It could not be saved, also with `on_save_error="continue"`.
             UsageError: In the middle of an accumulation, whose gradients would be lost.
         """
-        if any(model.engine.is_accumulating for model in arguments.wrapped_models(self._objects)):
+        if any(model.engine.is_accumulating for model in _wrapped_models(self._objects)):
             raise UsageError(
                 "checkpoint.save in the middle of an accumulation: its gradients would be lost. Call it after the "
-                "optimizer's step; of LocalUpdates, behind an average."
+                "optimizer's step; of LocalSGD, behind an average."
             )
         self._open()
         if self._last_saved is None:
             self._directory.refuse_later_than(self.num_steps)
-        arguments.validate_local(self._objects)
-        self._note(metrics)
+        _validate_local(self._objects)
+        self._take_metrics(metrics)
         self._save(waits=True, raises=True)
 
     def wait(self) -> None:
-        """Return when the save that is being written is a checkpoint. Collective.
+        """Wait until the save in the background is a checkpoint. Collective.
 
         Raises:
             CheckpointError: It has failed.
@@ -263,31 +275,33 @@ class Checkpointer:
         self._finish()
 
     def close(self) -> None:
-        """A last save, if steps were made since the last one; return when it is written.
+        """Save once more if there were steps since the last save, and wait until it is written.
 
-        Called at the end of the world's `with` block when that ends well. Every rank calls it; ranks don't wait for
-        each other, but rank 0 for the parts of all.
+        Called at the end of the world's `with` block when that ends well, also by `sys.exit(0)`. Every rank calls it;
+        only rank 0 waits for the others, for the parts that they write. If one of them has failed, that is printed:
+        its own error ends the run.
 
         Raises:
             CheckpointError: It has failed, as far as this rank knows.
-            UsageError: The metric that `best` names was never given, and that was told before. All is saved.
+            UsageError: The metric that `best` names was never given, after a warning. Everything is saved.
         """
         if self._is_closed:
             return
         self._is_closed = True
         try:
             if self._directory.is_open:
-                self._tell_failure(self._saver.finish_alone())
+                self._finish_alone()
                 if self.num_steps > 0 and self._last_saved != self.num_steps:
+                    self._last_saved = self.num_steps
                     self._saver.start(self.num_steps, self._metrics)
-                    self._tell_failure(self._saver.finish_alone())
+                    self._finish_alone()
         finally:
-            self._let_go()
-        if self._lacks_best and self._has_told_of_best:
+            self._release()
+        if self._lacks_best and self._has_warned_of_best:
             raise UsageError(
                 f"Checkpointer: best={self.policy.best!r}, but no step or save has given a metric of that name (given: "
-                f"{', '.join(self._metrics) or 'none'}), so no checkpoint was kept as the best. The last ones are in "
-                f"{self._where}. Pass it, checkpoint.step(**{{{self.policy.best!r}: value}}), or leave best out."
+                f"{', '.join(self._names_given) or 'none'}), so no checkpoint was kept as the best. The last ones are "
+                f"in {self._where}. Pass it, checkpoint.step(**{{{self.policy.best!r}: value}}), or leave best out."
             )
 
     def __enter__(self) -> Checkpointer:
@@ -299,8 +313,13 @@ class Checkpointer:
         self._world_ended(error)
 
     @property
+    def objects(self) -> Mapping[str, Any]:
+        """The objects that are saved, by name."""
+        return self._objects
+
+    @property
     def blocked_s(self) -> float:
-        """How long the last save kept the loop from going on, in seconds, apart from waiting for the one before."""
+        """Seconds for which the last save blocked the loop, without the wait for the save before it."""
         return self._saver.blocked_s
 
     @property
@@ -324,62 +343,76 @@ class Checkpointer:
 
     def _save(self, *, waits: bool = False, raises: bool = False) -> None:
         self._finish(raises=raises)
-        if self._lacks_best and not self._has_told_of_best:
-            self._has_told_of_best = True
+        if self._lacks_best and not self._has_warned_of_best:
+            self._has_warned_of_best = True
             self._print(f"best={self.policy.best!r}: no step or save has given this metric yet")
         self._last_saved, self._saved_at = self.num_steps, time.monotonic()
-        page.mark(page.Phase.SAVING)
+        self._metrics_are_of = self.num_steps
+        heartbeat.mark(heartbeat.Phase.SAVING)
         self._saver.start(self.num_steps, self._metrics)
-        page.mark(page.Phase.BETWEEN_STEPS)
+        heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         if waits or not self._asynchronous:
             self._finish(raises=raises)
 
     def _finish(self, *, raises: bool = False) -> None:
-        """Collective: wait for the pending save, and deal with its failure."""
-        page.mark(page.Phase.SAVING)
+        """Collective: wait for the pending save; raise or print its failure."""
+        heartbeat.mark(heartbeat.Phase.SAVING)
         was_pending = self._saver.writer.is_pending
         failure = self._saver.finish()
         if failure is None and was_pending and self._last_saved is not None:
-            self._directory.note(self._last_saved)
-        page.mark(page.Phase.BETWEEN_STEPS)
-        self._tell_failure(failure, raises=raises)
+            self._directory.add_step(self._last_saved)
+        heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
+        self._report_failure(failure, raises=raises)
 
-    def _tell_failure(self, failure: str | None, *, raises: bool = False) -> None:
+    def _finish_alone(self) -> None:
+        """Wait for the pending save on this rank; raise or print its failure.
+
+        A rank that is at its end and only missed another one has no error of its own: that rank's ends the run, or
+        that it made more steps.
+        """
+        failure, by_peer = self._saver.finish_alone()
+        self._report_failure(failure, is_only_printed=by_peer)
+
+    def _report_failure(self, failure: str | None, *, raises: bool = False, is_only_printed: bool = False) -> None:
         if failure is None:
             return
         step, self._last_saved = self._last_saved, None
         newest = self._directory.newest
-        kept = "there is none yet" if newest is None else f"the newest checkpoint is {folders.folder_of(newest)}"
+        kept = "there is none yet" if newest is None else f"the newest checkpoint is {folder_of(newest)}"
         where = f"{self._where}: {failure}".rstrip(".")
         text = f"step {step} could not be saved in {where}. What was written of it is removed; {kept}"
+        if is_only_printed:
+            self._print(f"{text}.")
+            return
         if raises or not self._continues_on_error:
             raise CheckpointError(f"{text}.")
         self._print(f"{text}. Training goes on.")
 
     def _commit_samples(self) -> None:
-        """A step that a GradScaler left out has used its samples too; no optimizer has told the loader."""
+        """Count the samples of a step that a GradScaler skipped: without an optimizer step no loader commits them."""
         for value in self._objects.values():
-            if type(value).__module__.startswith("evenstep.data.") and hasattr(value, "commit"):
+            if isinstance(value, DataLoader):
                 value.commit()
 
     def _stop(self) -> None:
         reasons = self.world.exchange(self.world.stop_reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-        self.world.stop_reason = None  # heard: a notebook may go on
+        self.world.stop_reason = None  # handled: a notebook may go on
         if self._last_saved != self.num_steps:
             self._save(waits=True, raises=True)
         self._finish(raises=True)
         self._is_closed = True
-        folder = folders.folder_of(self.num_steps)
-        self._print(f"asked to stop ({reason} on rank {rank}); saved {self._where}/{folder}, which resumes there")
-        self._agreement.finish()
+        folder = folder_of(self.num_steps)
+        self._print(f"stop requested ({reason} on rank {rank}); saved {self._where}/{folder}, which resumes there")
+        self._requests.finish()
         raise SystemExit(EXIT_PREEMPTED)
 
-    def _note(self, metrics: Mapping[str, float]) -> bool:
-        """Collective if there are metrics: remember rank 0's. Whether they are the best so far."""
+    def _take_metrics(self, metrics: Mapping[str, float]) -> bool:
+        """Collective if there are metrics: store rank 0's; returns whether they are the best so far."""
         if not metrics:
             return False
-        self._metrics = {**self._metrics, **arguments.agree_on_metrics(self.world, metrics)}
+        self._metrics = {**self._metrics, **_agree_on_metrics(self.world, metrics)}
+        self._names_given |= dict.fromkeys(metrics)
         self._lacks_best = self._lacks_best and self.policy.best not in metrics
         value = self._metrics.get(self.policy.best or "", math.nan) if self.policy.best in metrics else math.nan
         if not is_better(value, self._best, self.policy):
@@ -390,10 +423,10 @@ class Checkpointer:
     # ------------------------------------------------------------------ what lies there
 
     def _agree(self, method: str, validate: Callable[[], dict[str, Any]]) -> None:
-        validate_together(self.world, f"Checkpointer.{method}", validate)
+        validate_on_all_ranks(self.world, f"Checkpointer.{method}", validate)
 
     def _open(self) -> None:
-        """Collective, once: this job alone writes here, and knows what there is."""
+        """Collective, once: lock the directory for this job, and list its checkpoints."""
         if self._is_closed:
             raise UsageError("this Checkpointer is closed: its world has ended. Make a new one.")
         if not self._directory.is_open:
@@ -403,17 +436,17 @@ class Checkpointer:
             self._lacks_best = self._lacks_best and self._best is None
             self._signals = StopSignals(self.world)
 
-    def _load(self, step: int, *, strict: bool, told: str) -> int:
-        found = restoring.find(self._directory.storage, self.world, step, self._objects, strict=strict)
-        where = f"{self._where}/{folders.folder_of(step)}"
-        restoring.apply(found, self.world, self._objects, where)
+    def _load(self, step: int, *, strict: bool, verb: str) -> int:
+        found = restore.find(self._directory.storage, self.world, step, self._objects, strict=strict)
+        where = f"{self._where}/{folder_of(step)}"
+        restore.apply(found, self.world, self._objects, where)
         self.num_steps = found.manifest.step
         self._last_saved = step if self._directory.is_open else None
-        self._metrics = dict(found.manifest.metrics)
+        self._metrics, self._metrics_are_of = dict(found.manifest.metrics), step
         num_ranks = found.manifest.world_size
         saved_by = f", saved by {checks.counted(num_ranks, 'rank')}"
         ranks = "" if num_ranks == self.world.world_size else saved_by
-        self._print(f"{told} {where}{ranks}")
+        self._print(f"{verb} {where}{ranks}")
         for line in found.misfits:
             self._print(f"  not loaded: {line}")
         for name in found.unlisted:
@@ -423,24 +456,138 @@ class Checkpointer:
     # ------------------------------------------------------------------ the end
 
     def _world_ended(self, error: BaseException | None) -> None:
-        if error is None:
+        if ended_well(error):
             self.close()
             return
-        # What is pending is finished if all ranks still can; nothing new is begun.
+        # The pending save is finished if all ranks still can; no other begins.
         self._is_closed = True
-        if isinstance(error, SystemExit):
-            if not self._saver.writer.is_busy:
-                self._directory.close()  # signals stay harmless until the process has gone
-            return
-        self._saver.abandon()
-        if self._signals is not None:
-            self._signals.close()
+        if not isinstance(error, SystemExit):  # else signals stay harmless until the process has gone
+            self._saver.abandon()
+            if self._signals is not None:
+                self._signals.close()
+        self._directory.close(after=self._saver.writer.thread)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
+        self.world.cancel_at_end(self._world_ended)
         if self._signals is not None:
             self._signals.close()
         self._directory.close()
 
     def _print(self, text: str) -> None:
         if self.world.is_main:
-            print(f"evenstep: {text}", file=sys.stderr, flush=True)  # noqa: T201
+            say(f"evenstep: {text}")
+
+
+def _open_storage(directory: Any, *, private: bool) -> Storage:
+    """The storage that `directory` names, or is.
+
+    Raises:
+        ConfigurationError: Neither a path nor a `Storage`; or a `Storage`, and `private` isn't for it.
+    """
+    if isinstance(directory, str | os.PathLike):
+        path = os.fspath(directory)
+        if isinstance(path, str) and path and "\0" not in path:
+            return LocalDirectory(path, private=private)
+    elif all(callable(getattr(directory, method, None)) for method in _METHODS):
+        storage: Storage = directory
+        if not private:
+            raise ConfigurationError(
+                "private=False is for the path of a directory, and a Storage was given. Make it "
+                "so itself, as in LocalDirectory(path, private=False)."
+            )
+        return storage
+    raise checks.refuse("directory", directory, "the path of a directory, or a Storage")
+
+
+def _validate_objects(objects: Mapping[str, Any]) -> None:
+    """Refuse objects that can't be saved.
+
+    Raises:
+        ConfigurationError: There is nothing, or something without a state, or under a name that is taken.
+    """
+    if not objects:
+        raise ConfigurationError("there is nothing to save. Pass objects by name: model=model, ...")
+    for name, value in objects.items():
+        if not name.isidentifier():
+            raise ConfigurationError(f"{name!r} names an object; a name is a word, as in model=model.")
+        if name in _TAKEN:
+            raise ConfigurationError(f"{name}= is the name of {_TAKEN[name]}; use another one.")
+        target = unwrapped(value)
+        lacks = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(target, method, None))]
+        if lacks:
+            raise ConfigurationError(f"{name}= is a {type(value).__name__} without {' and '.join(lacks)}.")
+
+
+def _wrapped_models(objects: Mapping[str, Any]) -> Iterator[DistributedDataParallel]:
+    """The replicated models among the objects, also inside `torch.compile`."""
+    for model in objects.values():
+        while not isinstance(model, DistributedDataParallel) and isinstance(model, nn.Module):
+            model = compiled_module(model)
+        if isinstance(model, DistributedDataParallel):
+            yield model
+
+
+def _validate_local(objects: Mapping[str, Any]) -> None:
+    """Refuse to save a run with local steps unless its `LocalSGD` is among the objects.
+
+    Raises:
+        UsageError: The model's `LocalSGD` is missing; or the optimizer of it is among the objects, too.
+    """
+    for model in _wrapped_models(objects):
+        local: Any = model.engine.ending.owner
+        if local is None:
+            continue
+        if not any(each is local for each in objects.values()):
+            raise UsageError(
+                "the model has a LocalSGD, whose ranks keep different momenta. Give that to the Checkpointer, in "
+                "place of its optimizer: Checkpointer(..., model=model, local=local)."
+            )
+        name = next((name for name, each in objects.items() if each is local.optimizer), None)
+        if name is not None:
+            raise UsageError(
+                f"{name}= is the optimizer of a LocalSGD, which saves what it keeps on every rank. Leave it out."
+            )
+
+
+def _facts(
+    storage: Storage, policy: Policy, world: World, objects: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments that must be equal on all ranks, by the names in messages; JSON types."""
+    return {
+        "the directory": _identity(storage, is_one_host=world.num_nodes == 1),
+        **asdict(policy),
+        **options,
+        "what is saved": ", ".join(sorted(objects)),
+    }
+
+
+def _identity(storage: Storage, *, is_one_host: bool) -> str:
+    if not isinstance(storage, LocalDirectory):
+        return type(storage).__name__
+    # What a link points to may differ between hosts that mount the same file system at different places.
+    return os.path.realpath(storage.root) if is_one_host else os.fspath(storage.root)
+
+
+def _agree_on_metrics(world: World, given: Mapping[str, Any]) -> dict[str, float]:
+    """Collective: rank 0's metrics; every rank gives its own values under the same names.
+
+    Raises:
+        ConfigurationError: A value is no number. Raised on all ranks.
+        MismatchError: The names differ. Raised on all ranks.
+    """
+    mine: dict[str, Any] = {
+        name: float(value) if checks.is_switch_type(value) else checks.as_float(value) for name, value in given.items()
+    }
+    wrong = [name for name, value in mine.items() if value is None]
+    problem = f"metric {wrong[0]}={checks.shown(given[wrong[0]])} is no number." if wrong else None
+    seen = world.exchange({"problem": problem, "metrics": mine})
+    for rank, each in enumerate(seen):
+        if each["problem"] is not None:
+            raise ConfigurationError(f"checkpoint on rank {rank}: {each['problem']}")
+        if sorted(each["metrics"]) != sorted(seen[0]["metrics"]):
+            raise MismatchError(
+                f"checkpoint: the metrics are {', '.join(seen[0]['metrics'])} on rank 0 and "
+                f"{', '.join(each['metrics'])} on rank {rank}. Every rank gives the same names; rank 0's values count."
+            )
+    metrics: dict[str, float] = seen[0]["metrics"]
+    return metrics

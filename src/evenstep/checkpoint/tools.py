@@ -1,9 +1,8 @@
-"""What `evenstep checkpoint` does: look at checkpoints, compare them, and exchange them with plain torch files."""
+"""The sub-commands of `evenstep checkpoint`: list, show, verify, diff, export, import, unlock."""
 
 from __future__ import annotations
 
 import collections
-import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -12,13 +11,22 @@ from typing import Any
 
 import torch
 
-from evenstep.checkpoint import folders
-from evenstep.checkpoint.compare import largest_difference
-from evenstep.checkpoint.manifest import Manifest
-from evenstep.checkpoint.reader import DamagedError, check_checkpoint, read_manifest, read_objects
-from evenstep.checkpoint.saving import Saver
-from evenstep.checkpoint.storage import LocalDirectory
-from evenstep.checkpoint.streams import NAME as RANDOM
+from evenstep.checkpoint.format.manifest import Manifest
+from evenstep.checkpoint.format.random_streams import NAME as RANDOM
+from evenstep.checkpoint.load.compare import largest_difference
+from evenstep.checkpoint.load.reader import check_checkpoint, read_objects
+from evenstep.checkpoint.save.commit import Saver
+from evenstep.checkpoint.storage.directory import (
+    DamagedError,
+    UnreadableError,
+    folder_of,
+    put_in_place,
+    read_manifest,
+    set_aside_in,
+    steps_in,
+)
+from evenstep.checkpoint.storage.lease import remove_lock
+from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.errors import CheckpointError
 from evenstep.world import World
 
@@ -37,27 +45,30 @@ def locate(path: str, step: int | None = None) -> tuple[LocalDirectory, str]:
     if step is None and (given / "manifest.json").exists():
         return LocalDirectory(given.resolve().parent), given.resolve().name
     storage = LocalDirectory(given)
-    steps = folders.steps_in(storage)
+    steps = steps_in(storage)
     if not steps or (step is not None and step not in steps):
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         there = f"; there are: {', '.join(map(str, steps))}" if steps else ""
         raise CheckpointError(f"{path} has {what}{there}.")
-    return storage, folders.folder_of(steps[-1] if step is None else step)
+    return storage, folder_of(steps[-1] if step is None else step)
 
 
 def list_lines(path: str) -> Iterator[str]:
     """A line for each checkpoint of a run; looks at manifests only."""
     storage = LocalDirectory(path)
-    steps = folders.steps_in(storage)
-    aside = folders.set_aside_in(storage)
+    steps = steps_in(storage)
+    aside = set_aside_in(storage)
     if not steps and not aside:
         raise CheckpointError(f"{path} has no checkpoint.")
     yield f"{'step':>10}  {'saved':19}  {'ranks':>5}  {'MB':>9}  metrics"
     for step in steps:
         try:
-            manifest = read_manifest(storage, folders.folder_of(step))
+            manifest = read_manifest(storage, folder_of(step))
         except DamagedError as error:
             yield f"{step:>10}  damaged: {error}"
+            continue
+        except UnreadableError as error:
+            yield f"{step:>10}  {error}"
             continue
         metrics = ", ".join(f"{name} {value:g}" for name, value in manifest.metrics.items())
         size = manifest.payload_bytes / 1e6
@@ -68,7 +79,7 @@ def list_lines(path: str) -> Iterator[str]:
 
 
 def show_lines(path: str, step: int | None) -> Iterator[str]:
-    """All that a manifest says."""
+    """The contents of a manifest, line by line."""
     storage, folder = locate(path, step)
     manifest = read_manifest(storage, folder)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
@@ -97,7 +108,7 @@ def verify(path: str, step: int | None) -> tuple[list[str], bool]:
         chosen = [locate(path, step)]
     else:
         storage = LocalDirectory(path)
-        chosen = [(storage, folders.folder_of(number)) for number in folders.steps_in(storage)]
+        chosen = [(storage, folder_of(number)) for number in steps_in(storage)]
         if not chosen:
             raise CheckpointError(f"{path} has no checkpoint.")
     lines, all_well = [], True
@@ -109,7 +120,7 @@ def verify(path: str, step: int | None) -> tuple[list[str], bool]:
 
 
 def difference_lines(first: str, second: str, first_step: int | None, second_step: int | None) -> list[str]:
-    """Where two checkpoints differ, a line for each tensor; none if they are equal."""
+    """A line for each tensor that differs between two checkpoints; none if they are equal."""
     pair = [_load(first, first_step), _load(second, second_step)]
     lines = []
     for name in sorted(set(pair[0][1]) | set(pair[1][1])):
@@ -123,15 +134,15 @@ def difference_lines(first: str, second: str, first_step: int | None, second_ste
                 lines.append(f"{where}: only in the {'first' if path in ours else 'second'}")
             elif isinstance(ours[path], torch.Tensor) and isinstance(theirs[path], torch.Tensor):
                 lines += _tensor_difference(where, ours[path], theirs[path])
-            elif ours[path] != theirs[path] and not (ours[path] != ours[path] and theirs[path] != theirs[path]):
-                lines.append(f"{where}: {ours[path]!r} and {theirs[path]!r}")
+            elif not _equal(ours[path], theirs[path]):
+                lines.append(f"{where}: {_shown(ours[path])} and {_shown(theirs[path])}")
     return lines
 
 
 def export(path: str, target: str, step: int | None, name: str | None) -> str:
     """Write a checkpoint's objects to one file that `torch.load(..., weights_only=True)` reads.
 
-    That reads nothing of numpy's: arrays become tensors, and numbers python's own.
+    `torch.load` then reads no numpy types: arrays become tensors, and numbers python's own.
 
     Args:
         path: The directory of a run, or a checkpoint's folder.
@@ -140,7 +151,7 @@ def export(path: str, target: str, step: int | None, name: str | None) -> str:
         name: One object's state alone; None: a dictionary of all of them, and the step.
 
     Returns:
-        What was done, in a line.
+        A line for the user.
 
     Raises:
         CheckpointError: There is no such checkpoint or object, it is damaged, or the file exists.
@@ -167,8 +178,9 @@ def export(path: str, target: str, step: int | None, name: str | None) -> str:
 
 
 def import_file(source: str, path: str, name: str | None, step: int | None) -> str:
-    """Make a checkpoint out of a file that `torch.save` has written: the one place where a pickle is read, by torch's
-    reader that makes tensors and plain data only.
+    """Make a checkpoint from a file that `torch.save` has written.
+
+    The one place where a pickle is read, by torch's reader that makes tensors and plain data only.
 
     Args:
         source: The file.
@@ -177,7 +189,7 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
         step: Of the checkpoint; None: what the file says, else 0.
 
     Returns:
-        What was done, in a line.
+        A line for the user.
 
     Raises:
         CheckpointError: The file can't be read so, holds something else, or the directory has checkpoints.
@@ -205,20 +217,36 @@ def import_file(source: str, path: str, name: str | None, step: int | None) -> s
             f"--object model."
         )
     storage = LocalDirectory(path)
-    if folders.steps_in(storage):
+    if steps_in(storage):
         raise CheckpointError(f"{path} has checkpoints already; name a new directory.")
     number = step if step is not None else found if isinstance(found, int) else 0
-    saver = Saver(storage, World.alone(device="cpu"), objects, lambda manifest: None)
+
+    def commit(folder: str, manifest: Manifest) -> None:
+        put_in_place(storage, folder, manifest.step)
+
+    saver = Saver(storage, World.alone(device="cpu"), objects, commit)
     saver.open()
-    release = storage.lock({"import": secrets.token_hex(4)})
+    lock = storage.lock({"import": source})
     try:
         saver.start(number, {})
         failure = saver.finish()
     finally:
-        release()
+        lock.release()
     if failure is not None:
         raise CheckpointError(f"{source}: {failure}.")
-    return f"{path}/{folders.folder_of(number)}: {', '.join(objects)}"
+    return f"{path}/{folder_of(number)}: {', '.join(objects)}"
+
+
+def unlock(path: str) -> str:
+    """Remove the lock of a job that is gone; returns a line for the user.
+
+    Raises:
+        LockedError: That job runs on this host.
+        CheckpointError: There is no such directory.
+    """
+    if not Path(path).is_dir():
+        raise CheckpointError(f"{path} is no directory.")
+    return remove_lock(Path(path))
 
 
 def _load(path: str, step: int | None) -> tuple[Manifest, dict[str, dict[str, Any]]]:
@@ -229,7 +257,7 @@ def _load(path: str, step: int | None) -> tuple[Manifest, dict[str, dict[str, An
 
 
 def _of_torch(state: Any) -> Any:
-    """The same without anything of numpy's."""
+    """The state without numpy types."""
     numpy = sys.modules.get("numpy")
     if type(state) in (dict, collections.OrderedDict):
         for key in state:
@@ -244,23 +272,34 @@ def _of_torch(state: Any) -> Any:
 
 
 def _leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(state, dict):
+    if isinstance(state, dict) and state:
         for key, value in state.items():
             yield from _leaves(value, f"{path}[{key!r}]")
-    elif isinstance(state, list | tuple):
+    elif isinstance(state, list | tuple) and state:
         for index, value in enumerate(state):
             yield from _leaves(value, f"{path}[{index}]")
     else:
         yield path, state
 
 
+def _equal(ours: Any, theirs: Any) -> bool:
+    """Whether two leaves, of which one at most is a tensor, have the same type and value; NaN equals NaN."""
+    if type(ours) is not type(theirs):
+        return False
+    return bool(ours == theirs or (ours != ours and theirs != theirs))
+
+
+def _shown(leaf: Any) -> str:
+    return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+
+
 def _tensor_difference(where: str, ours: torch.Tensor, theirs: torch.Tensor) -> list[str]:
     if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
-        return [f"{where}: {ours.dtype} {list(ours.shape)} and {theirs.dtype} {list(theirs.shape)}"]
+        return [f"{where}: {_shown(ours)} and {_shown(theirs)}"]
     gap = largest_difference(ours, theirs)
     if gap == 0:
         return []
-    count = int((ours != theirs).sum())
+    count = int(((ours != theirs) & ~((ours != ours) & (theirs != theirs))).sum())
     return [f"{where}: {count:,} of {ours.numel():,} elements differ, by {gap:.3g} at most"]
 
 

@@ -1,6 +1,6 @@
-"""Are the ranks about to do the same? Asked before they begin, and answered on all of them alike.
+"""Argument consistency: ranks compare what they are about to do, before they begin.
 
-An argument that is wrong on one rank alone would leave the others waiting for it: they learn of it here, and raise too.
+An argument that is wrong on one rank alone would leave the others waiting for it. Here all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -8,16 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from evenstep.errors import ConfigurationError, DataError, EvenstepError, MismatchError, UsageError
+from evenstep.errors import (
+    ConfigurationError,
+    DataError,
+    EvenstepError,
+    MismatchError,
+    OtherRankFailedError,
+    UsageError,
+)
 
 _ADVICE = "Every rank passes the same arguments."
 _KINDS: dict[str, type[EvenstepError]] = {
-    kind.__name__: kind for kind in (ConfigurationError, UsageError, DataError, MismatchError)
+    kind.__name__: kind for kind in (ConfigurationError, OtherRankFailedError, UsageError, DataError, MismatchError)
 }
 
 
 class Ranks(Protocol):
-    """Those who have to agree."""
+    """The ranks that have to agree: a `World`, or a part of one."""
 
     world_size: int
 
@@ -25,33 +32,43 @@ class Ranks(Protocol):
         """Every rank's value, in order of rank, on every rank. Collective."""
 
 
-def validate_together(
+def validate_on_all_ranks(
     ranks: Ranks, what: str, validate: Callable[[], dict[str, Any]], *, advice: str = _ADVICE
 ) -> None:
-    """Raise on all ranks if what one of them was given is wrong, or differs from what the others were given.
+    """Raise on all ranks if one rank's arguments are wrong or differ from the others'.
 
-    Collective: every rank calls this, in the same order. One rank alone asks nobody.
+    Collective: every rank calls this, in the same order. A world of one sends nothing.
 
     Args:
         ranks: Their world.
-        what: Who asks: "DataLoader".
+        what: The caller, for messages: "DataLoader".
         validate: Returns what must be equal everywhere, by what people call it, in JSON types. Raises an
             `EvenstepError` if something is wrong on this rank.
-        advice: What is said where something differs.
+        advice: Ends the message where something differs.
 
     Raises:
-        EvenstepError: Of the kind that a rank's `validate` raised, with its text.
+        EvenstepError: Of the kind that a rank's `validate` raised, with its text, and on this rank with its cause.
+        OtherRankFailedError: `validate` raised something else on another rank, which raises that as it is: code of
+            the user, of which the traceback matters.
         MismatchError: The facts differ, or other ranks are somewhere else.
     """
     own: dict[str, Any] = {"what": what, "kind": "", "problem": "", "facts": {}}
+    cause: BaseException | None = None
+    foreign: Exception | None = None
     try:
         own["facts"] = validate()
     except EvenstepError as error:
         kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), ConfigurationError.__name__)
         own |= {"kind": kind, "problem": str(error).removeprefix(f"{what}: ")}
+        cause = error.__cause__
+    except Exception as error:
+        foreign = error
+        own |= {"kind": OtherRankFailedError.__name__, "problem": f"{type(error).__name__}: {error}"}
     finding = judge(ranks.exchange(own) if ranks.world_size > 1 else [own], advice)
+    if foreign is not None:
+        raise foreign
     if finding is not None:
-        raise finding
+        raise finding from cause
 
 
 def judge(seen: Sequence[Mapping[str, Any]], advice: str = _ADVICE) -> EvenstepError | None:
@@ -59,14 +76,14 @@ def judge(seen: Sequence[Mapping[str, Any]], advice: str = _ADVICE) -> EvenstepE
 
     Args:
         seen: What each rank says of itself.
-        advice: What is said where facts differ.
+        advice: Ends the message where facts differ.
     """
     first = seen[0]
     with_problem = [rank for rank, each in enumerate(seen) if each["kind"]]
     if with_problem:
-        said = seen[with_problem[0]]
+        problem = seen[with_problem[0]]
         where = "" if len(with_problem) == len(seen) else f" on rank {with_problem[0]}"
-        return _KINDS[said["kind"]](f"{said['what']}{where}: {said['problem']}")
+        return _KINDS[problem["kind"]](f"{problem['what']}{where}: {problem['problem']}")
     for rank, each in enumerate(seen):
         if each["what"] != first["what"]:
             return MismatchError(

@@ -1,4 +1,4 @@
-"""Rank 0 first, the others behind it: in turns, through the store in which the ranks have met."""
+"""Rank 0 runs a block before the other ranks; the rendezvous store carries the signal."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
-from evenstep.errors import MainFailedError
-from evenstep.health import page
+from evenstep.errors import OtherRankFailedError
+from evenstep.health import heartbeat
 
 
 @contextlib.contextmanager
 def main_first(store: Store | None, number: int, *, is_main: bool) -> Iterator[bool]:
-    """Around a block that rank 0 runs first; the others wait for it, as long as it takes.
+    """Let rank 0 run a block first; the others wait as long as it takes.
 
     Collective. Yields whether this is rank 0.
 
@@ -24,9 +24,9 @@ def main_first(store: Store | None, number: int, *, is_main: bool) -> Iterator[b
         is_main: Whether this is rank 0.
 
     Raises:
-        MainFailedError: On the other ranks, when the block raised on rank 0.
+        OtherRankFailedError: On the other ranks, when the block raised on rank 0.
     """
-    page.mark(page.Phase.MAIN_FIRST)
+    heartbeat.mark(heartbeat.Phase.MAIN_FIRST)
     key = f"evenstep/main_first/{number}"
     if store is None:
         yield True
@@ -45,8 +45,8 @@ def main_first(store: Store | None, number: int, *, is_main: bool) -> Iterator[b
             pause_s = min(0.25, pause_s * 1.5)
         problem = store.get(key).decode()
         if problem:
-            # The witness waits a moment, so that rank 0's own account is the first.
+            # A secondary failure waits a moment, so that rank 0's own report, the root cause, is the first.
             time.sleep(0.2)
-            raise MainFailedError(f"main_first: the block failed on rank 0: {problem}")
+            raise OtherRankFailedError(f"main_first: the block failed on rank 0: {problem}")
         yield False
-    page.mark(page.Phase.BETWEEN_STEPS)
+    heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)

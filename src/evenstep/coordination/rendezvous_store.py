@@ -1,13 +1,13 @@
-"""Where the ranks of a run first meet: a store that every rank can reach, and that nobody else is meant to.
+"""The rendezvous store, which every rank of a run can reach, and no stranger should.
 
 | started by | store |
 | --- | --- |
-| `evenstep run`, `evenstep.launch` on one host | a file in the run's private directory |
-| `torchrun`, `evenstep run` on several hosts | torch's own, at `MASTER_ADDR` |
+| `evenstep run`, `evenstep.launch` on one node | a file in the run's private directory |
+| `torchrun`, `evenstep run` on several nodes | torch's own, at `MASTER_ADDR` |
 | mpiexec, srun | rank 0 listens at an address and a port that every rank derives from the launcher's variables |
 
 In the last case a wrong derivation must not end in silence: rank 0 sees whether the address is its own, and every rank
-whether the store is its job's, whether the world has its size, and whether somebody else claims its rank.
+whether the store is its job's, whether the world has its size, and whether another process claims its rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 import threading
 from datetime import timedelta
 
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from evenstep import network
@@ -31,17 +31,17 @@ _stores: dict[tuple[str, int], Store] = {}
 
 
 def open_store(placement: Placement, timeout_s: float) -> Store:
-    """The store of a run's ranks. Addresses that others have left there, of a world that was closed or of ranks that
-    were restarted, aren't read again.
+    """Open the store of a run's ranks.
 
-    Collective, as every rank has to come here; returns as soon as the store can be used.
+    Collective, as every rank has to come here; returns as soon as the store can be used. Addresses that a closed world
+    or restarted ranks have left in the store aren't read again.
 
     Args:
         placement: Who this rank is.
         timeout_s: How long to wait for rank 0, and for values.
 
     Raises:
-        ConfigurationError: Nobody is there, or the wrong ones are.
+        ConfigurationError: No rank 0 is there, or ranks of another job are.
     """
     global _num_joins
     _num_joins += 1
@@ -59,7 +59,8 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
         store = next(rendezvous("env://", timeout=timeout))[0]
     store.set_timeout(timeout)
     joined = PrefixStore(
-        f"evenstep-{placement.meeting}-{_num_joins}" if placement.meeting else f"evenstep-{_num_joins}", store
+        f"evenstep-{placement.rendezvous_id}-{_num_joins}" if placement.rendezvous_id else f"evenstep-{_num_joins}",
+        store,
     )
     if placement.makes_store:
         _compare(joined, placement)
@@ -67,9 +68,10 @@ def open_store(placement: Placement, timeout_s: float) -> Store:
 
 
 def choose_gloo_interface(placement: Placement) -> None:
-    """Have Gloo listen on the one interface by which the others are reached, unless the user has named one.
+    """Let Gloo listen only on the interface that leads to the other ranks.
 
-    Otherwise it resolves this host's name and takes whatever address that gives: often 127.0.1.1, or a wrong network.
+    An interface that the user has named stays. Without one, Gloo resolves this host's name and takes whatever address
+    that gives: often 127.0.1.1, or a wrong network.
     """
     if is_set("GLOO_SOCKET_IFNAME"):
         return
@@ -108,7 +110,7 @@ def _open_own(placement: Placement, address: str, port: int, timeout: timedelta)
 def _connect(placement: Placement, address: str, port: int, timeout: timedelta) -> Store:
     """Rank 0's store, as soon as it is there.
 
-    In a thread of its own: torch keeps to the timeout while nobody listens, but waits for ever for somebody who listens
+    In a thread of its own: torch keeps to the timeout while no process listens, but waits for ever for one that listens
     and says nothing, as a stranger on that port may.
     """
     found: list[Store] = []
@@ -120,22 +122,21 @@ def _connect(placement: Placement, address: str, port: int, timeout: timedelta) 
         except RuntimeError as error:  # torch's DistNetworkError among them
             problems.append((str(error).splitlines() or [type(error).__name__])[0])
 
-    thread = threading.Thread(target=connect, name="evenstep meeting", daemon=True)
+    thread = threading.Thread(target=connect, name="evenstep rendezvous", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds() + _ANSWER_S)
     if found:
         return found[0]
-    why = problems[0] if problems else "somebody listens there, and does not answer as rank 0 would"
+    why = problems[0] if problems else "another process listens there, and does not answer as rank 0 would"
     raise ConfigurationError(
         f"rank {placement.rank} of {placement.world_size} (started by {placement.launcher}) did not find rank 0 at "
         f"{address}:{port} within {timeout.total_seconds():g} s: {why}. See what rank 0 says; if it is elsewhere, set "
-        f"MASTER_ADDR to its host's address on every rank."
+        f"MASTER_ADDR to its node's address on every rank."
     )
 
 
 def _listen(placement: Placement, address: str, port: int) -> socket.socket:
-    # A name that means loopback here, as Debian's own name does (127.0.1.1), can't be reached from other hosts.
-    bind_to = "0.0.0.0" if placement.num_nodes > 1 and network.is_loopback(address) else address
+    bind_to = network.bind_address(address) if placement.num_nodes > 1 else address
     try:
         return network.listen(bind_to, port)
     except OSError as error:
@@ -146,10 +147,10 @@ def _listen(placement: Placement, address: str, port: int) -> socket.socket:
             remedy = "Set MASTER_PORT to a free port, the same on every rank."
         elif error.errno == errno.EADDRNOTAVAIL:
             why = f"rank 0 runs on {socket.gethostname()}, which doesn't have the address {address}"
-            remedy = "Set MASTER_ADDR to the address of rank 0's host, the same on every rank."
+            remedy = "Set MASTER_ADDR to the address of rank 0's node, the same on every rank."
         else:
             why = error.strerror or str(error)
-            remedy = "Set MASTER_ADDR to the address of rank 0's host, the same on every rank."
+            remedy = "Set MASTER_ADDR to the address of rank 0's node, the same on every rank."
         raise ConfigurationError(
             f"rank 0 of {placement.world_size} (started by {placement.launcher}) can't listen at {where}: {why}. "
             f"{remedy}"
@@ -157,7 +158,7 @@ def _listen(placement: Placement, address: str, port: int) -> socket.socket:
 
 
 def _compare(store: Store, placement: Placement) -> None:
-    """See that whoever meets here belongs together.
+    """Check that all ranks in the store belong to one job.
 
     Raises:
         ConfigurationError: Another job's ranks are here, or another number of them, or this rank twice.

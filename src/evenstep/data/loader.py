@@ -1,28 +1,45 @@
-"""`DataLoader`: the same global batches for any number of ranks, and every sample once."""
+"""`DataLoader`: the same global batches for any number of ranks; every sample once."""
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 import evenstep.world
-from evenstep.data import arguments, workers
-from evenstep.data.ahead import on_device
-from evenstep.data.epochs import EpochCounter
-from evenstep.data.fetch import Loaded
-from evenstep.data.position import Mark, Progress
-from evenstep.data.sources import SampleSource, Source, StreamSource
+from evenstep import checks
+from evenstep.coordination.agreement import validate_on_all_ranks
+from evenstep.data.loading import workers
+from evenstep.data.loading.device_prefetch import on_device
+from evenstep.data.loading.fetch import Loaded
+from evenstep.data.order.batch_plan import BatchPlan, in_words, plan_batches
+from evenstep.data.order.weighted import Weights
+from evenstep.data.position import EpochCounter, Mark, Progress
+from evenstep.data.sampler import DistributedSampler, WeightedSampler
+from evenstep.data.sources.records import Records
+from evenstep.data.sources.samples import SampleSource
+from evenstep.data.sources.source import Source
+from evenstep.data.sources.streams import StreamSource
+from evenstep.environment import measurement
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.randomness import mix
 from evenstep.world import World
 
 _WORKERS_TAG = 0x776F726B6572  # "worker": other streams from the same seed stay unrelated
-_MAX_TOLD = 3  # skipped samples that are told of one by one
+_MAX_NAMED = 3  # skipped samples that are named one by one
+_STATE_VERSION = 1
+_ADVICE = "Every rank makes its loaders in the same order, from the same data set and with the same arguments."
+_MAY_BE_NONE = {
+    "sample_seed": "None for the mode's choice",
+    "shuffle": "None for the data set's order, or the sampler's",
+    "pin_memory": "None to pin where batches go to a GPU",
+    "persistent_workers": "None to keep those that are expensive to start",
+}
 
 
 class DataLoader:
@@ -32,22 +49,22 @@ class DataLoader:
     any number of ranks and workers; every rank makes the same number of steps. A rank takes a contiguous slice of each
     global batch; sizes differ by at most one. A short last global batch is divided in the same way, so a rank may get
     no sample of it: its batch then has tensors of length 0, with the dtype and the other sizes of the usual ones. (For
-    that the rank loads one sample once and twice, compares what `collate_fn` makes of it, and removes what grows.)
+    that the rank collates one sample alone and twice, compares the two batches, and removes what grows.)
 
     `collate_fn`, `timeout`, `worker_init_fn`, `multiprocessing_context` and `prefetch_factor` are torch's. Random
     numbers drawn in workers differ between epochs and ranks, are the same in every run with the same seed, and take
     none from this process's streams.
 
-    Epochs. `for epoch in loader.epochs(10): for x, y in loader:` says all there is to say. Without it, every new
-    iteration is the next epoch, whether or not the one before was finished; `set_epoch` chooses the next. With
+    Epochs. `for epoch in loader.epochs(10): for x, y in loader:` sets every epoch. Without it, every new iteration is
+    the next epoch, whether or not the one before was finished; `set_epoch` chooses the next. With
     `shuffle=False` the order is that of the data set in every epoch.
 
-    Resuming. `state_dict` says how far training has come: to the last batch after which an optimizer stepped. See
-    docs/data.md.
+    Resuming. `state_dict` holds the position of training: the end of the last batch that an optimizer's step has used,
+    also behind a consumer that reads batches ahead. See docs/data.md.
 
     Streams (`IterableDataset`) are divided over ranks and workers by record, or by shard where the data set has shards:
-    [Note: streams] in `data/stream.py`. They have the order that they have: `shuffle`, `locality`, `max_tokens` and
-    `sampler` don't go with them.
+    [Note: streams] in `data/sources/streams.py`. They keep their own order: `shuffle`, `locality`, `max_tokens` and
+    `sampler` are refused. Random numbers that they draw themselves are keyed by (seed, epoch), and every rank iterates.
 
     Collective: with several ranks, every rank makes the loader, with the same arguments. For a loader on one rank
     alone pass `world=World.alone()`.
@@ -57,7 +74,7 @@ class DataLoader:
         global_batch_size: Samples of one step, on all ranks together; at least the number of ranks.
         shuffle: A new order each epoch, computed and not stored.
         shards: Instead of `dataset`: files of records, as for `Records`: paths, a pattern, or a `Records`.
-        num_workers: Processes that load; "auto": what suits the rank's cores and device.
+        num_workers: Processes that load; "auto": a number that suits the rank's cores and device.
         pin_memory: None: where batches go to a GPU. Without effect where they don't.
         drop_last: Leave out a last global batch that is short.
         persistent_workers: None: keep workers between epochs if they are expensive to start (not forked).
@@ -67,8 +84,8 @@ class DataLoader:
         lengths: With `max_tokens`: tokens of each sample.
         sample_seed: Key python's, torch's and numpy's random numbers in `__getitem__` by (seed, epoch, sample), so that
             augmentation is the same for any number of ranks and workers. None: in reproducible mode.
-        on_error: "raise", or "skip": leave out samples that raise `DataError`, count them in `num_skipped` and say so;
-            batches are shorter then. None: what the data set has as `on_error`, or "raise".
+        on_error: "raise", or "skip": leave out samples that raise `DataError`, count them in `num_skipped` and warn;
+            batches are shorter then. None: the data set's `on_error`, or "raise".
         seed: Of the order and of random numbers; None: the world's, or 0.
         world: The ranks that share the data; None: the current world.
         sampler: A `WeightedSampler`, or a `DistributedSampler(pad=False)`, of which seed, `shuffle` and weights are
@@ -82,7 +99,7 @@ class DataLoader:
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
         MismatchError: Data set's length, batch size, seed or another argument that decides which sample comes when
-            differs between ranks. Raised on all of them.
+            differs between ranks. Raised on all of them. From the iteration: a stream isn't the same everywhere.
     """
 
     def __init__(
@@ -121,55 +138,61 @@ class DataLoader:
         self.pin_memory = self.world.device.type == "cuda" and pin_memory is not False
         self._epochs = EpochCounter()
         self._progress = Progress()
-        self._iterated: tuple[Mark, Mark] | None = None  # what `gather` speaks of
+        self._iterated: tuple[Mark, Mark] | None = None  # the latest iteration, for `gather`
         self._num_iterations = 0
-        problem: str | None = None
-        try:
-            arguments.validate_refused(batch_size, batch_sampler, generator, pin_memory_device, in_order)
-            global_batch_size, max_tokens, seed = map(arguments.plain, (global_batch_size, max_tokens, seed))
-            global_batch_size, max_tokens = arguments.as_measured(global_batch_size, max_tokens)
-            arguments.validate_switches(
-                shuffle=shuffle,
-                drop_last=drop_last,
-                sample_seed=sample_seed,
-                pin_memory=pin_memory,
-                persistent_workers=persistent_workers,
-            )
-            arguments.validate_workers(collate_fn, worker_init_fn, timeout, prefetch_factor)
-            self.drop_last = bool(drop_last)
-            self.dataset = arguments.choose_dataset(dataset, shards, on_error)
-            self.num_workers = workers.choose_workers(num_workers, self.world)
-            order = arguments.order_of(sampler, shuffle, seed, self.world.seed)
-            self.shuffle, self.seed = order.shuffle, order.seed
-            self._source = self._choose_source(
-                order,
-                global_batch_size,
-                collate_fn,
-                sample_seed=arguments.choose_sample_seed(sample_seed, self.dataset, self.world),
-                skip=arguments.choose_skips(self.dataset, on_error, self.world),
-                locality=locality,
-                max_tokens=max_tokens,
-                lengths=lengths,
-            )
-            self._torch_loader = workers.torch_loader(
-                self._source.fetcher,
-                num_workers=self.num_workers,
-                pin_memory=self.pin_memory,
-                timeout=timeout,
-                worker_init_fn=worker_init_fn,
-                multiprocessing_context=multiprocessing_context,
-                prefetch_factor=prefetch_factor,
-                persistent_workers=persistent_workers,
-            )
-        except (EvenstepError, TypeError, ValueError, RuntimeError, OSError) as error:
-            problem = str(error).removeprefix("DataLoader: ")
-        # Beyond what a resume depends on: what would make the ranks' samples, or their number, differ.
-        others = {"sample_seed": bool(sample_seed), "on_error": on_error}
-        arguments.agree(self.world, problem, lambda: self._source.facts() | others)
+        self._has_warned_of_iterations = False
+
+        def prepare() -> dict[str, Any]:
+            nonlocal global_batch_size, max_tokens, seed
+            try:
+                _validate_refused(batch_size, batch_sampler, generator, pin_memory_device, in_order)
+                global_batch_size, max_tokens, seed = map(_plain, (global_batch_size, max_tokens, seed))
+                global_batch_size, max_tokens = _as_measured(global_batch_size, max_tokens)
+                _validate_switches(
+                    shuffle=shuffle,
+                    drop_last=drop_last,
+                    sample_seed=sample_seed,
+                    pin_memory=pin_memory,
+                    persistent_workers=persistent_workers,
+                )
+                _validate_workers(collate_fn, worker_init_fn, timeout, prefetch_factor)
+                self.drop_last = bool(drop_last)
+                self.dataset = _choose_dataset(dataset, shards, on_error)
+                self.num_workers = workers.choose_workers(num_workers, self.world)
+                order = _order_of(sampler, shuffle, seed, self.world.seed)
+                self.shuffle, self.seed = order.shuffle, order.seed
+                self._source = self._choose_source(
+                    order,
+                    global_batch_size,
+                    collate_fn,
+                    sample_seed=_choose_sample_seed(sample_seed, self.dataset, self.world),
+                    skip=_choose_skips(self.dataset, on_error, self.world),
+                    locality=locality,
+                    max_tokens=max_tokens,
+                    lengths=lengths,
+                )
+                self._torch_loader = workers.torch_loader(
+                    self._source.fetcher,
+                    num_workers=self.num_workers,
+                    pin_memory=self.pin_memory,
+                    timeout=timeout,
+                    worker_init_fn=worker_init_fn,
+                    multiprocessing_context=multiprocessing_context,
+                    prefetch_factor=prefetch_factor,
+                    persistent_workers=persistent_workers,
+                )
+            except EvenstepError as error:
+                raise ConfigurationError(str(error)) from error.__cause__
+            # Beyond what a resume depends on: what would make the ranks' samples, or their number, differ.
+            return in_words(self._source.facts()) | {"sample_seed": bool(sample_seed), "on_error": on_error}
+
+        validate_on_all_ranks(self.world, "DataLoader", prepare, advice=_ADVICE)
+        if isinstance(self._source, StreamSource):
+            self._source.connect()
 
     def _choose_source(
         self,
-        order: arguments.OrderAsked,
+        order: _OrderArguments,
         global_batch_size: Any,
         collate_fn: Callable[[list[Any]], Any] | None,
         *,
@@ -181,19 +204,20 @@ class DataLoader:
         world_size = self.world.world_size
         if isinstance(self.dataset, IterableDataset):
             others = given | {"sample_seed": sample_seed, "on_error": skip}
-            arguments.validate_stream(self.dataset, order, global_batch_size, world_size, others)
+            _validate_stream(self.dataset, order, global_batch_size, world_size, others)
             return StreamSource(
                 self.dataset,
                 collate_fn,
                 global_batch_size=global_batch_size,
                 drop_last=self.drop_last,
+                seed=self.seed,
                 num_workers=self.num_workers,
                 world=self.world,
             )
         given |= {"global_batch_size": global_batch_size, "drop_last": self.drop_last}
         return SampleSource(
             self.dataset,
-            arguments.divide_dataset(self.dataset, order, world_size=world_size, **given),
+            _plan_batches(self.dataset, order, world_size=world_size, **given),
             collate_fn,
             sample_seed=sample_seed,
             skip=skip,
@@ -240,7 +264,7 @@ class DataLoader:
         if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
             raise ConfigurationError(f"DataLoader.set_epoch: epoch={epoch!r}; a whole number, at least 0.")
         if self._epochs.waits is not None and self._epochs.waits.epoch != epoch:
-            arguments.warn_of_jump(self._epochs.waits, epoch)
+            _warn_of_jump(self._epochs.waits, epoch)
         self._progress.jump(self._epochs.set(epoch))
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -258,14 +282,17 @@ class DataLoader:
         return self._epochs.loop(num_epochs)
 
     def commit(self) -> None:
-        """Count the batch that was handed out last as consumed. The step of any torch optimizer does it by itself."""
+        """Count the batches that were yielded, and not only read ahead, as consumed.
+
+        The step of any torch optimizer does it, too.
+        """
         self._progress.commit()
 
     def state_dict(self) -> dict[str, Any]:
-        """How far training has come, in JSON types; equal on all ranks, and good for any number of them."""
+        """The position of training, in JSON types; equal on all ranks, and valid for any number of them."""
         mark = self._progress.committed
         return {
-            "version": 1,
+            "version": _STATE_VERSION,
             "epoch": mark.epoch,
             "position": mark.position,
             "first_epoch": self._epochs.base,
@@ -279,7 +306,7 @@ class DataLoader:
             ConfigurationError: The state is of another data set, batch size, seed, or version: all differences are
                 named, and nothing is changed.
         """
-        mark, base = arguments.read_state(state, self._source.facts())
+        mark, base = _read_state(state, self._source.facts())
         if not self._source.begins_at(mark):
             raise ConfigurationError(f"DataLoader.load_state_dict: no step begins at position {mark.position}.")
         self._epochs.resume(mark, base)
@@ -294,41 +321,66 @@ class DataLoader:
         # The seed of the workers' streams is drawn from here instead of from the process's own stream.
         key = mix(_WORKERS_TAG, self.seed, mark.epoch, self.world.rank) >> 1
         self._torch_loader.generator = torch.Generator().manual_seed(key)
-        hired = self._torch_loader if self.num_workers else None
-        batches = self._source.batches(mark, self._num_iterations, hired)
+        torch_loader = self._torch_loader if self.num_workers else None
+        batches = self._source.batches(mark, self._num_iterations, torch_loader)
         if self.world.device.type != "cpu":
             are_pinned = self.pin_memory and self.num_workers > 0
             batches = on_device(batches, self.world.device, pin=self.pin_memory, are_pinned=are_pinned)
-        return self._handed_out(batches, mark)
+        return self._yielded(batches, mark, self._num_iterations)
 
-    def _handed_out(self, batches: Iterator[tuple[int, Loaded]], start: Mark) -> Iterator[Any]:
+    def _yielded(self, batches: Iterator[tuple[int, Loaded]], start: Mark, iteration: int) -> Iterator[Any]:
         progress, epoch = self._progress, start.epoch
-        finished = False
+        end, finished = start, False
         num_skipped = self.num_skipped
-        told: list[str] = []
-        progress.start(start)
+        named: list[str] = []
+        if iteration == self._num_iterations:
+            progress.start()
         try:
             for position, loaded in batches:
                 if loaded.skipped:
                     self.num_skipped += len(loaded.skipped)
-                    told += loaded.skipped[: _MAX_TOLD - len(told)]
-                progress.handed_out = Mark(epoch, position)
+                    named += loaded.skipped[: _MAX_NAMED - len(named)]
+                end = Mark(epoch, position)
+                if iteration == self._num_iterations:
+                    progress.add(end, loaded.batch)
                 yield loaded.batch
+                if iteration != self._num_iterations:
+                    self._refuse_or_warn_of_older()
             finished = True
         finally:
-            self._iterated = (start, progress.handed_out)
+            self._iterated = (start, end)
             self._epochs.end(epoch, finished=finished)
-            if finished:
+            if finished and iteration == self._num_iterations:
                 progress.end(Mark(epoch + 1))
             batches.close()  # type: ignore[attr-defined]  # now, and with it the workers
             if self.num_skipped > num_skipped:
-                self._tell(self.num_skipped - num_skipped, epoch, told)
+                self._warn_of_skipped(self.num_skipped - num_skipped, epoch, named)
 
-    def _tell(self, num_skipped: int, epoch: int, told: list[str]) -> None:
-        more = "" if num_skipped <= len(told) else f", and {num_skipped - len(told)} more"
+    def _refuse_or_warn_of_older(self) -> None:
+        """Speak of an iteration that goes on although a newer one has begun.
+
+        Raises:
+            UsageError: The workers of both are the same processes, which serve the newer one.
+        """
+        told = f"DataLoader on rank {self.world.rank}: an iteration goes on after a newer one of the same loader began"
+        if self.num_workers and self._torch_loader.persistent_workers:
+            raise UsageError(
+                f"{told}, and persistent workers serve one at a time. Make two loaders, or pass "
+                f"persistent_workers=False."
+            )
+        if self._progress.trains and not self._has_warned_of_iterations:
+            self._has_warned_of_iterations = True
+            warnings.warn(
+                f"{told}. The position of the loader is that of the newer one alone, so a run can't be resumed "
+                f"exactly. Make two loaders.",
+                stacklevel=3,
+            )
+
+    def _warn_of_skipped(self, num_skipped: int, epoch: int, named: list[str]) -> None:
+        more = "" if num_skipped <= len(named) else f", and {num_skipped - len(named)} more"
         warnings.warn(
             f"DataLoader: rank {self.world.rank} left out {num_skipped} samples in epoch {epoch}: "
-            f"{'; '.join(told)}{more}.",
+            f"{'; '.join(named)}{more}.",
             stacklevel=3,
         )
 
@@ -353,3 +405,243 @@ class DataLoader:
         if self._iterated is None:
             raise UsageError("loader.gather: nothing was iterated yet; call it after the loop.")
         return self._source.gather(rows, *self._iterated)
+
+
+class _OrderArguments(NamedTuple):
+    """The arguments that decide the order, from the loader's own or from its sampler."""
+
+    shuffle: bool
+    seed: Any
+    weights: Weights | None = None
+    num_draws: int | None = None
+
+
+def _validate_refused(
+    batch_size: Any, batch_sampler: Any, generator: Any, pin_memory_device: Any, in_order: Any
+) -> None:
+    """Raise for arguments of torch's loader that this one doesn't take."""
+    if batch_size is not None:
+        raise ConfigurationError(
+            f"batch_size={batch_size!r}: torch counts it per rank, so the answer would depend on the number of ranks. "
+            f"Write global_batch_size={batch_size!r} for that many samples a step on all ranks together, or "
+            f"global_batch_size={batch_size!r} * world.world_size for torch's meaning."
+        )
+    if batch_sampler is not None:
+        raise ConfigurationError(_refused("batch_sampler", batch_sampler))
+    if generator is not None:
+        raise ConfigurationError("generator: order and workers take their random numbers from seed=; pass a number.")
+    if pin_memory_device:
+        raise ConfigurationError(
+            f"pin_memory_device={checks.shown(pin_memory_device)}: batches go to world.device, and are pinned for it."
+        )
+    if in_order is not True:
+        raise ConfigurationError(f"in_order={in_order!r}: the order of batches is part of the answer here.")
+
+
+def _validate_switches(**given: Any) -> None:
+    """Raise for a switch that is neither True nor False; some may be None.
+
+    Raises:
+        ConfigurationError: A value is something else.
+    """
+    for name, value in given.items():
+        if not (value is None and name in _MAY_BE_NONE):
+            checks.switch(name, value, otherwise=_MAY_BE_NONE.get(name, ""))
+
+
+def _validate_workers(collate_fn: Any, worker_init_fn: Any, timeout: Any, prefetch_factor: Any) -> None:
+    """Raise for arguments that torch's loader would take as they are.
+
+    Raises:
+        ConfigurationError: One of them can't be meant.
+    """
+    for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
+        if value is not None:
+            checks.function(name, value, otherwise="None")
+    checks.number("timeout", timeout, least=0)
+    if prefetch_factor is not None:
+        checks.whole("prefetch_factor", prefetch_factor, least=1, otherwise="None")
+
+
+def _refused(name: str, value: Any) -> str:
+    return (
+        f"{name}={type(value).__name__}: this loader decides itself which rank sees which sample. Leave it out "
+        f"(shuffle=True shuffles, max_tokens= makes batches by length, WeightedSampler draws by weight), or use "
+        f"torch.utils.data.DataLoader, with evenstep.DistributedSampler to divide the samples."
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A numpy or tensor integer as an int, for `mix` and JSON; any other value as it is."""
+    if value is None or checks.is_switch_type(value):
+        return value
+    try:
+        return operator.index(value)
+    except Exception:  # no whole number: refused where its bounds are known
+        return value
+
+
+def _as_measured(global_batch_size: Any, max_tokens: Any) -> tuple[Any, Any]:
+    """Both as the script gives them; as `evenstep bench` sets them under its runs."""
+    measured = measurement()
+    if measured is None:
+        return global_batch_size, max_tokens
+    if global_batch_size is not None and measured.global_batch_size is not None:
+        global_batch_size = measured.global_batch_size
+    if isinstance(max_tokens, int):
+        max_tokens *= measured.growth
+    return global_batch_size, max_tokens
+
+
+def _order_of(sampler: Any, shuffle: bool | None, seed: Any, world_seed: int | None) -> _OrderArguments:
+    """Shuffle, seed and weights, from the arguments or from the sampler."""
+    if sampler is None:
+        return _OrderArguments(bool(shuffle), (world_seed or 0) if seed is None else seed)
+    if not isinstance(sampler, WeightedSampler | DistributedSampler):
+        raise ConfigurationError(_refused("sampler", sampler))
+    if shuffle is not None or seed is not None:
+        raise ConfigurationError(f"sampler={type(sampler).__name__} has shuffle and seed of its own; leave these out.")
+    if isinstance(sampler, WeightedSampler):
+        return _OrderArguments(True, sampler.seed, sampler.weights, sampler.num_draws)
+    if sampler.pad or sampler.drop_last:
+        raise ConfigurationError(
+            "sampler=DistributedSampler: this loader divides every batch exactly and repeats and drops nothing. Make "
+            "the sampler with pad=False and without drop_last, or leave it out and pass shuffle=True."
+        )
+    return _OrderArguments(sampler.shuffle, sampler.seed)
+
+
+def _choose_dataset(dataset: Any, shards: Any, on_error: str | None) -> Any:
+    """The data set; `Records` if `shards` is given instead."""
+    if shards is None:
+        if dataset is None:
+            raise ConfigurationError("there is nothing to load: pass a data set, or shards=.")
+        return dataset
+    if dataset is not None:
+        raise ConfigurationError(
+            "dataset and shards exclude each other: shards are files, from which records are read."
+        )
+    if isinstance(shards, Records):
+        return shards
+    try:
+        return Records(shards, on_error=on_error or "raise")
+    except ConfigurationError as error:  # of the loader's argument, and not of a class that the user hasn't named
+        raise ConfigurationError(str(error).removeprefix("Records: ")) from None
+    except (OSError, ValueError) as error:  # no such path, or none that the system takes
+        raise ConfigurationError(str(error)) from None
+
+
+def _choose_sample_seed(given: bool | None, dataset: Any, world: World) -> bool:
+    """Whether random numbers in `__getitem__` are keyed by sample."""
+    if given is False and world.virtual_ranks is not None:
+        raise ConfigurationError("sample_seed=False in reproducible mode, which keys random numbers by sample.")
+    if given is None:
+        return world.virtual_ranks is not None and not isinstance(dataset, IterableDataset)
+    return bool(given)
+
+
+def _choose_skips(dataset: Any, on_error: str | None, world: World) -> bool:
+    """Whether samples that can't be loaded are left out."""
+    chosen = getattr(dataset, "on_error", "raise") if on_error is None else on_error
+    skips = checks.choice("on_error", chosen, ("raise", "skip")) == "skip"
+    if skips and world.virtual_ranks is not None:
+        raise ConfigurationError(
+            "on_error='skip' in reproducible mode: without a sample the others would move to other virtual ranks. "
+            "Make the data set whole, or leave the sample out of it (torch.utils.data.Subset)."
+        )
+    return skips
+
+
+def _validate_stream(
+    dataset: Any, order: _OrderArguments, global_batch_size: Any, world_size: int, others: dict[str, Any]
+) -> None:
+    """Raise for arguments that don't go with a stream."""
+    kind = type(dataset).__name__
+    for name, value in {"sampler": order.weights, "shuffle": order.shuffle, **others}.items():
+        if value:
+            raise ConfigurationError(
+                f"{name} doesn't go with {kind}, an IterableDataset: its records come as they come. Shuffle in the "
+                f"data set (its set_epoch is called), or pass one with __len__ and __getitem__."
+            )
+    plan_batches(
+        max(1, world_size),
+        global_batch_size=global_batch_size,
+        drop_last=False,
+        shuffle=False,
+        seed=order.seed,
+        locality=None,
+        max_tokens=None,
+        lengths=None,
+        weights=None,
+        num_draws=None,
+        world_size=world_size,
+    )
+
+
+def _plan_batches(dataset: Any, order: _OrderArguments, **given: Any) -> BatchPlan:
+    """Check the data set and the arguments that divide it.
+
+    Raises:
+        ConfigurationError: Something is wrong with them.
+    """
+    kind = type(dataset).__name__
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigurationError(
+            f"{kind} lacks __len__ or __getitem__: the ranks can't divide what can't be counted and numbered. A stream "
+            f"derives from torch.utils.data.IterableDataset."
+        )
+    try:
+        num_samples = len(dataset)
+    except (TypeError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"len() of the data set ({kind}) fails: {error or type(error).__name__}. The ranks can't divide it."
+        ) from error
+    if num_samples == 0:
+        raise ConfigurationError(f"the data set ({kind}) is empty: it has no samples.")
+    if isinstance(dataset, Mapping) and not (0 in dataset and num_samples - 1 in dataset):
+        raise ConfigurationError(
+            f"the data set ({kind}) has keys such as {checks.shown(next(iter(dataset)))}: a data set with __getitem__ "
+            f"numbers its samples, dataset[0] to dataset[{num_samples - 1}]. Pass one of its values if these are data "
+            f"sets, or list(dataset.values()) if each is a sample."
+        )
+    return plan_batches(num_samples, **order._asdict(), **given)
+
+
+def _read_state(state: Any, facts: dict[str, Any]) -> tuple[Mark, int]:
+    """Check a loader's state; returns its position, and the epoch with which the run began.
+
+    Raises:
+        ConfigurationError: It is no state of this loader; all differences are named.
+    """
+    where = "DataLoader.load_state_dict"
+    if not isinstance(state, dict) or state.get("version") != _STATE_VERSION:
+        found = state.get("version") if isinstance(state, dict) else type(state).__name__
+        raise ConfigurationError(f"{where}: version {_STATE_VERSION} of a loader's state is known, this is {found!r}.")
+    numbers = [state.get(name) for name in ("epoch", "position", "first_epoch")]
+    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
+        raise ConfigurationError(f"{where}: epoch, position and first_epoch are {numbers}; whole numbers, at least 0.")
+    saved = state.get("data") or {}
+    if not isinstance(saved, dict):
+        raise ConfigurationError(f"{where}: data={checks.shown(saved)}; what state_dict() has written.")
+    before, now = in_words(saved), in_words(facts)
+    differences = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in dict.fromkeys((*before, *now))
+        if before.get(name) != now.get(name)
+    ]
+    if differences:
+        raise ConfigurationError(
+            f"{where}: the state belongs to other data: {'; '.join(differences)}. A resume is exact or refused; start "
+            f"afresh, or make the loader as it was."
+        )
+    epoch, position, base = (int(number or 0) for number in numbers)
+    return Mark(epoch, position), base
+
+
+def _warn_of_jump(mark: Mark, epoch: int) -> None:
+    """Warn that a resumed run doesn't go on at its position."""
+    warnings.warn(
+        f"DataLoader.set_epoch({epoch}): a state at epoch {mark.epoch}, position {mark.position}, was loaded and is "
+        f"given up. Begin with epoch {mark.epoch}, or use `for epoch in loader.epochs(n)`, which does.",
+        stacklevel=3,
+    )

@@ -1,17 +1,52 @@
-"""How far a loader has come: what was handed out, and what an optimizer has made use of.
+"""The position of a loader: batches that it yielded, and batches that an optimizer has used.
 
-A loader hands out a batch; some lines later an optimizer steps. Only then are its samples consumed: a state that is
-saved in between belongs to a model that has not seen them. With accumulation several batches wait for one step. So
-each loader notes what it handed out last, and the step of any optimizer of torch commits that, through the hook that
-torch calls after every step. Nothing is counted that was only fetched ahead.
+A loader yields a batch; some lines later an optimizer steps. Only then are its samples consumed: a state that is saved
+in between belongs to a model that has not seen them. With accumulation several batches wait for one step. So each
+loader keeps the ends of the batches that it yielded, and the step of any torch optimizer commits those that were used,
+through the hook that torch calls after every step. Nothing is counted that was only prefetched.
+
+[Note: consumers that read ahead]
+
+The batch that was yielded last needn't be the one that is trained on: accelerate, for one, takes the next batch out of
+the loader before it hands the present one to the loop. So, while more than one batch waits for a step, the inputs of
+wrapped models are looked at, and batches recognised by the memory of their tensors; a view of one is recognised, too.
+A step commits up to the newest batch that a model was given. The number of batches yielded after that one is how far
+the consumer reads ahead, which holds for steps before which no batch was recognised.
+
+A batch is never recognised if the model isn't wrapped, or is given copies (`x.float() / 255`). Then the batch that was
+yielded last counts, and an epoch whose steps show that the consumer read ahead ends with a warning.
+
+[Note: which epoch comes next]
+
+epoch     `loader.epoch`: the epoch being iterated, or, between two iterations, the next one
+coming    the epoch of the next iteration outside of `epochs`: one more than the last that was *begun*, so that
+          a loop that always stops early doesn't see the same samples each time
+first     the start of `epochs`: one more than the last that was *finished*, so that looking at one batch before
+          training doesn't cost an epoch
+base      `first` when the run began. A resumed run starts there again and leaves out finished epochs, so that the
+          loops of the script, `epochs(2)` and then `epochs(8)`, yield what they would have yielded
+
+After `resume` the epoch that was interrupted begins in the middle, until it is finished or another one is chosen.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from evenstep.pytrees import children_of
+from evenstep.replica.batches import input_watchers
+
+_MOST_WAITING = 256  # batches that may wait for a step; before, the oldest is forgotten: evaluation has no steps
+_MOST_TENSORS = 16  # of a batch, or of a model's inputs, that are looked at
 
 
 class Mark(NamedTuple):
@@ -26,38 +61,138 @@ class Mark(NamedTuple):
     position: int = 0
 
 
+class _Piece(NamedTuple):
+    """The memory of a tensor, which a view of it has, too.
+
+    Attributes:
+        storage: The whole, which tensors of other batches may share. Keeps no memory alive.
+        begin: Address of the tensor's first byte.
+        end: Address after its last.
+    """
+
+    storage: StorageWeakRef
+    begin: int
+    end: int
+
+
+class _Waiting(NamedTuple):
+    """A batch that waits for an optimizer's step.
+
+    Attributes:
+        number: Of the batch, counted from 1 in an iteration.
+        end: The position at its end.
+        pieces: Of the memory of its first tensors.
+    """
+
+    number: int
+    end: Mark
+    pieces: tuple[_Piece, ...]
+
+
 class Progress:
-    """What one loader has handed out and what is committed."""
+    """The position of one loader that is committed, and the batches that wait for a step.
+
+    See [Note: consumers that read ahead].
+    """
 
     def __init__(self) -> None:
-        self.handed_out = self.committed = Mark()
+        self.committed = Mark()
         self._num_commits = 0
-        self._commits_at_start = 0
+        self._has_warned = False
+        self._begin_anew()
 
-    def start(self, mark: Mark) -> None:
-        """An epoch begins, or goes on, at `mark`; what was handed out before and not used is given up."""
-        _follow(self)
+    def _begin_anew(self) -> None:
+        self._waiting: deque[_Waiting] = deque(maxlen=_MOST_WAITING)
+        self._num_yielded = 0
+        self._newest_given: int | None = None  # number of the newest batch that a model was given since the last step
+        self._num_ahead = 0  # batches that the consumer read after the one that it used
         self._commits_at_start = self._num_commits
-        self.handed_out = mark
+        self._was_recognised = self._is_over = False
+        self._yielded_at_step = 0
+        self._gaps: list[int] = []  # batches yielded before the first step, and the most before a later one
+        input_watchers.discard(self)
+
+    def start(self) -> None:
+        """An iteration begins; batches that wait for a step are dropped."""
+        _follow(self)
+        self._begin_anew()
+
+    def add(self, end: Mark, batch: Any) -> None:
+        """A batch is yielded; `end` is the position at its end."""
+        self._num_yielded += 1
+        self._waiting.append(_Waiting(self._num_yielded, end, tuple(_pieces(batch))))
+        self._watch()
+
+    @property
+    def trains(self) -> bool:
+        """Whether an optimizer has stepped since the iteration began."""
+        return self._num_commits > self._commits_at_start
 
     def end(self, mark: Mark) -> None:
         """The epoch has ended; `mark` is the beginning of the next.
 
-        Without any optimizer's step since its beginning nothing trains here that could commit: the epoch counts.
+        Without any optimizer's step since its beginning nothing trains here, so the epoch counts as used; until one
+        comes, if the consumer has read the whole epoch ahead.
         """
-        all_used = self.committed == self.handed_out
-        self.handed_out = mark
-        if all_used or self._num_commits == self._commits_at_start:
+        if not (self._waiting and self.trains):
             self.committed = mark
+        if self._waiting:
+            self._waiting.append(self._waiting.pop()._replace(end=mark))
+        self._is_over = True
 
     def jump(self, mark: Mark) -> None:
         """Training goes on at `mark`."""
-        self.handed_out = self.committed = mark
+        self._begin_anew()
+        self.committed = mark
 
     def commit(self) -> None:
-        """What was handed out has been used."""
+        """Count the yielded batches as used, without those that the consumer only read ahead."""
         self._num_commits += 1
-        self.committed = self.handed_out
+        self._note_gap()
+        if self._newest_given is not None:
+            self._num_ahead = self._num_yielded - self._newest_given
+            self._newest_given = None
+        newest = self._num_yielded - self._num_ahead
+        while self._waiting and self._waiting[0].number <= newest:
+            self.committed = self._waiting.popleft().end
+        self._watch()
+
+    def see(self, inputs: Any) -> None:
+        """A wrapped model is given `inputs`, for training."""
+        given = list(_pieces(inputs))
+        for waiting in reversed(self._waiting):
+            if any(_lies_in(piece, own) for piece in given for own in waiting.pieces):
+                self._newest_given = max(waiting.number, self._newest_given or 0)
+                self._was_recognised = True
+                return
+
+    def _watch(self) -> None:
+        """Look at the inputs of models if what was yielded last needn't be what is used next."""
+        if len(self._waiting) > (0 if self._num_ahead else 1):
+            input_watchers.add(self)
+        else:
+            input_watchers.discard(self)
+
+    def _note_gap(self) -> None:
+        """Warn of a consumer that read ahead, which shows at the epoch's end.
+
+        It read more batches before the first step than before any later one, and a step after the last batch has none
+        left to use. (Steps of an accumulation that is left over after an epoch use batches that wait.)
+        """
+        gap, self._yielded_at_step = self._num_yielded - self._yielded_at_step, self._num_yielded
+        if gap:
+            self._gaps = [*self._gaps, gap] if len(self._gaps) < 2 else [self._gaps[0], max(self._gaps[1], gap)]
+            return
+        reads_ahead = self._is_over and not self._waiting and len(self._gaps) == 2 and self._gaps[0] > self._gaps[1]
+        if reads_ahead and not (self._was_recognised or self._has_warned):
+            self._has_warned = True
+            warnings.warn(
+                "DataLoader: what iterates the loader reads batches ahead (accelerate does), and no wrapped model is "
+                "given the loader's tensors, so the position counted batches that were read and not yet used; a run "
+                "resumed from it leaves them out. Give the model the tensors as they come and convert them inside of "
+                "it, or convert them in collate_fn.",
+                stacklevel=4,
+            )
 
 
 _followed: WeakSet[Progress] = WeakSet()
@@ -65,7 +200,7 @@ _is_registered = False
 
 
 def _follow(progress: Progress) -> None:
-    """Have the steps of all optimizers commit to it, as long as it lives."""
+    """Let the steps of all optimizers commit it, as long as it lives."""
     global _is_registered
     _followed.add(progress)
     if not _is_registered:
@@ -76,3 +211,96 @@ def _follow(progress: Progress) -> None:
 def _after_step(*_: Any) -> None:
     for progress in list(_followed):
         progress.commit()
+
+
+def _pieces(batch: Any) -> Iterator[_Piece]:
+    """The memory of the first tensors of a batch, or of a model's inputs."""
+    for tensor in islice(_tensors(batch), _MOST_TENSORS):
+        try:
+            storage, begin = tensor.untyped_storage(), tensor.data_ptr()
+        except (NotImplementedError, RuntimeError):  # without memory of its own: sparse, or a subclass
+            continue
+        yield _Piece(StorageWeakRef(storage), begin, begin + tensor.nbytes)  # type: ignore[no-untyped-call]
+
+
+def _tensors(node: Any) -> Iterator[Tensor]:
+    if isinstance(node, Tensor):
+        yield node
+        return
+    parts = children_of(node)
+    for child in parts[0] if parts is not None else ():
+        yield from _tensors(child)
+
+
+def _lies_in(piece: _Piece, whole: _Piece) -> bool:
+    return piece.storage == whole.storage and whole.begin <= piece.begin <= whole.end
+
+
+class EpochCounter:
+    """Counts epochs: see [Note: which epoch comes next]. `set` moves all numbers; iterations and loops move them on."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.base = 0
+        self._coming = 0
+        self._first = 0
+        self._in_loop = False
+        self._has_looped = False
+        self._resumed = Mark()
+        self.waits: Mark | None = None  # where a resumed run goes on, until it does
+
+    def set(self, epoch: int) -> Mark:
+        """Begin the next iteration and the next loop with `epoch`; returns the position in it."""
+        if epoch != self._resumed.epoch:
+            self._resumed = Mark(epoch)
+        if not self._has_looped:
+            self.base = epoch
+        self.waits = None
+        self._move(epoch)
+        return self._resumed
+
+    def resume(self, mark: Mark, base: int) -> None:
+        """Continue a run that began with epoch `base` and was interrupted at `mark`."""
+        self.epoch = self._coming = mark.epoch
+        self._first = self.base = base
+        self._has_looped = False
+        self._resumed = self.waits = mark
+
+    def begin(self) -> Mark:
+        """Begin an iteration; returns its start. Inside a loop every iteration is of the loop's epoch."""
+        if not self._in_loop:
+            self.epoch = self._coming
+        self._coming = self.epoch + 1
+        return self._resumed if self._resumed.epoch == self.epoch else Mark(self.epoch)
+
+    def end(self, epoch: int, *, finished: bool) -> None:
+        """End the iteration of `epoch`, with its last batch or before."""
+        if finished:
+            self.waits = None
+            self._first = max(self._first, epoch + 1)
+            if self._resumed.epoch == epoch:
+                self._resumed = Mark(epoch)
+        if not self._in_loop and self.epoch == epoch:
+            self.epoch = self._coming
+
+    def loop(self, num_epochs: int) -> Iterator[int]:
+        """Yield the next `num_epochs` epochs without the finished ones; each is set while the caller's loop runs."""
+        if not self._has_looped:
+            self._has_looped = True
+            self.base = self._first
+        for epoch in range(self._first, self._first + num_epochs):
+            if epoch < self._resumed.epoch:
+                self._first = epoch + 1
+                continue
+            self._move(epoch)
+            self._in_loop = True
+            try:
+                yield epoch
+            finally:
+                # Also when the caller's loop is left by `break` or an exception: no epoch begins twice.
+                self._in_loop = False
+                self.epoch = self._coming
+            self._move(epoch + 1)
+
+    def _move(self, epoch: int) -> None:
+        self.epoch = self._coming = self._first = epoch

@@ -1,4 +1,4 @@
-"""`DistributedSampler`: torch's, with an order that is computed instead of stored."""
+"""`DistributedSampler` and `WeightedSampler`: their orders are computed, and not stored."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch import Tensor
+from torch.utils.data import IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from evenstep import checks, world
-from evenstep.data.order import EpochOrder
-from evenstep.data.requests import to_list
+from evenstep import checks, randomness, world
+from evenstep.data.order.batch_plan import to_list
+from evenstep.data.order.permutation import EpochOrder
+from evenstep.data.order.weighted import WeightedOrder, Weights
 from evenstep.errors import ConfigurationError, UsageError
 
 _CHUNK = 16_384  # indices at a time: enough to hide torch's cost per call, few enough to be instant
@@ -28,8 +30,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
     sees every sample exactly once. Unlike torch's, no list of the epoch is made: the first index comes at once and
     memory doesn't grow with the data set.
 
-    Call `set_epoch` before each epoch, or pass `auto_epoch=True`; forgetting it gives every epoch the same order, which
-    rank 0 says when the second one begins.
+    Call `set_epoch` before each epoch, or pass `auto_epoch=True`; forgetting it gives every epoch the same order, and
+    rank 0 warns when the second one begins.
 
     Args:
         dataset: Anything with a length.
@@ -59,11 +61,12 @@ class DistributedSampler(TorchDistributedSampler[int]):
         pad: bool = True,
         auto_epoch: bool = False,
     ) -> None:
-        if num_replicas is None or rank is None:
-            own_rank, world_size = world.identity()
-            num_replicas = world_size if num_replicas is None else num_replicas
-            rank = own_rank if rank is None else rank
-        num_replicas, rank = _validate(dataset, num_replicas, rank)
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ConfigurationError(
+                f"DistributedSampler: {type(dataset).__name__} has no samples that could be numbered (it is an "
+                f"IterableDataset or has no __len__). Divide its stream in the data set itself."
+            )
+        num_replicas, rank = _choose_rank("DistributedSampler", num_replicas, rank)
         seed = checks.whole("DistributedSampler: seed", seed)
         checks.switches("DistributedSampler: ", shuffle=shuffle, drop_last=drop_last, pad=pad, auto_epoch=auto_epoch)
         super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
@@ -73,13 +76,13 @@ class DistributedSampler(TorchDistributedSampler[int]):
         if not pad and not drop_last:
             self.total_size = self._size
             self.num_samples = len(range(rank, self._size, num_replicas))
-        self._turns = Turns("DistributedSampler", "in the same order")
+        self._turns = _AutoEpoch("DistributedSampler", "in the same order")
         self._start = 0  # position at which the next iteration begins
         self._begun_at = 0  # position at which the latest began
         self._iteration = 0
-        # How many the latest iteration has given is seen without a step of python for each: those up to the end of a
-        # chunk, less those that its list iterator has left.
-        self._asked: tuple[int, Iterator[int]] = (0, iter(()))
+        # Counts what the latest iteration has yielded without python code per index: all up to the end of a chunk, less
+        # those that its list iterator has left.
+        self._yielded: tuple[int, Iterator[int]] = (0, iter(()))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; the one in which a resumed run was interrupted goes on there.
@@ -94,13 +97,13 @@ class DistributedSampler(TorchDistributedSampler[int]):
         super().set_epoch(epoch)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, int]:
-        """Where training is, the same on all ranks and good for any number of them.
+        """The position of training, equal on all ranks and valid for any number of them.
 
         Args:
             consumed: Samples that this rank has used of the epoch since its iteration began. None: those that were
-                asked for, which is the same for a loader without workers. Workers ask ahead: say how many there were.
+                yielded, which is the same for a loader without workers. Workers prefetch: pass the number.
         """
-        end, chunk = self._asked
+        end, chunk = self._yielded
         number = end - operator.length_hint(chunk)
         if consumed is not None:
             number = checks.whole("DistributedSampler.state_dict: consumed", consumed, least=0)
@@ -120,11 +123,11 @@ class DistributedSampler(TorchDistributedSampler[int]):
             if state.get(name) != own:
                 raise ConfigurationError(
                     f"{where}: {name} was {state.get(name)} and is {own}; the samples that "
-                    f"are left can't be told from those that were seen."
+                    f"are left can't be distinguished from those that were seen."
                 )
         epoch, position = (checks.whole(f"{where}: {name}", state.get(name), least=0) for name in ("epoch", "position"))
         self.epoch, self._start = epoch, position
-        self._begun_at, self._asked = self._start, (0, iter(()))
+        self._begun_at, self._yielded = self._start, (0, iter(()))
         self._turns.has_begun = False
 
     def __iter__(self) -> Iterator[int]:
@@ -137,7 +140,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         warns = self.shuffle and self.rank == 0
         self.epoch = self._turns.begin(self.epoch, counts=self.auto_epoch, warns=warns)
         self._begun_at, self._start = self._start, 0
-        self._iteration, self._asked = self._iteration + 1, (0, iter(()))
+        self._iteration, self._yielded = self._iteration + 1, (0, iter(()))
         order = EpochOrder(size, seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         return itertools.chain.from_iterable(self._chunks(order, self._begun_at, self._iteration))
 
@@ -149,7 +152,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
             positions = (start + turns * self.num_replicas + self.rank) % order.num_samples
             chunk = iter(to_list(order.at(positions)))
             if iteration == self._iteration:
-                self._asked = (first + len(turns), chunk)
+                self._yielded = (first + len(turns), chunk)
             yield chunk
 
     def _num_left(self, start: int) -> int:
@@ -169,12 +172,92 @@ class DistributedSampler(TorchDistributedSampler[int]):
         )
 
 
-class Turns:
-    """Whether somebody says which epoch an iteration of a sampler is of; if nobody does, that is said once.
+class WeightedSampler(Sampler[int]):
+    """Draws samples by weight, with replacement; each rank has its own draws, and together they are one process's.
+
+    For `evenstep.DataLoader(..., sampler=)`, which takes draws by position and is exact for any number of ranks, and
+    for torch's own loader, where each rank gets every n-th draw. Every draw depends on (seed, epoch, position) alone.
+
+    In torch's loader call `set_epoch` before each epoch, or pass `auto_epoch=True`; forgetting it gives every epoch the
+    same draws: rank 0 warns when the second one begins. (`evenstep.DataLoader` counts epochs itself.)
+
+    Args:
+        weights: [size of the data set]: finite, at least 0, not all 0; they need not add up to 1.
+        num_samples: Draws of an epoch, on all ranks together; None: as many as samples.
+        num_replicas: Number of ranks; None: the current world's. Never starts a collective.
+        rank: This rank; None: the current world's.
+        seed: The same on all ranks.
+        auto_epoch: Each iteration is the epoch after the one before.
+
+    Raises:
+        ConfigurationError: Weights or another argument are wrong.
+    """
+
+    def __init__(
+        self,
+        weights: Any,
+        num_samples: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        *,
+        auto_epoch: bool = False,
+    ) -> None:
+        num_replicas, rank = _choose_rank("WeightedSampler", num_replicas, rank)
+        checks.switches("WeightedSampler: ", auto_epoch=auto_epoch)
+        try:
+            given = torch.as_tensor(weights, device="cpu")
+        except (TypeError, ValueError, RuntimeError):
+            raise checks.refuse("WeightedSampler: weights", weights, "one number for each sample") from None
+        try:
+            self.weights = Weights(given)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"WeightedSampler: {error}") from None
+        self.num_draws = len(self.weights)
+        if num_samples is not None:
+            self.num_draws = checks.whole("WeightedSampler: num_samples", num_samples, least=1)
+        self.num_replicas, self.rank = num_replicas, rank
+        self.seed = randomness.validate_seed("WeightedSampler", seed, otherwise="") or 0
+        self.epoch = 0
+        self.auto_epoch = auto_epoch
+        self._turns = _AutoEpoch("WeightedSampler", "with the same draws")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the draws of the next iteration.
+
+        Raises:
+            ConfigurationError: `epoch` is negative or no whole number.
+        """
+        self.epoch = checks.whole("WeightedSampler.set_epoch: epoch", epoch, least=0)
+        self._turns.was_set = True
+
+    def __len__(self) -> int:
+        """Draws of this rank: the same on all, the draws going on behind the epoch's last where they don't divide."""
+        return -(-self.num_draws // self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch = self._turns.begin(self.epoch, counts=self.auto_epoch, warns=self.rank == 0)
+        order = WeightedOrder(self.weights, self.num_draws, self.seed, self.epoch)
+        return (sample for chunk in self._chunks(order) for sample in chunk.tolist())
+
+    def _chunks(self, order: WeightedOrder) -> Iterator[Tensor]:
+        for first in range(0, len(self), _CHUNK):
+            turns = torch.arange(first, min(first + _CHUNK, len(self)), device="cpu")
+            yield order.at(turns * self.num_replicas + self.rank)
+
+    def __repr__(self) -> str:
+        return (
+            f"<WeightedSampler epoch {self.epoch}, {self.num_draws} draws of {len(self.weights)} samples, rank "
+            f"{self.rank} of {self.num_replicas}>"
+        )
+
+
+class _AutoEpoch:
+    """Counts a sampler's epochs, and warns once of a forgotten `set_epoch`.
 
     Args:
         name: The sampler's, for messages.
-        how: In which way an epoch that begins again does so.
+        how: How an epoch repeats itself, for the message.
 
     Attributes:
         was_set: `set_epoch` was called since the latest iteration began.
@@ -187,12 +270,12 @@ class Turns:
         self.was_set = self.has_begun = self._has_warned = False
 
     def begin(self, epoch: int, *, counts: bool, warns: bool) -> int:
-        """An iteration begins. Returns its epoch.
+        """Begin an iteration; returns its epoch.
 
         Args:
-            epoch: The latest one's, or that which somebody has set.
-            counts: Each iteration is the epoch after the one before, unless somebody says otherwise (`auto_epoch`).
-            warns: Say where the latest epoch begins again and nobody has said so.
+            epoch: The latest iteration's, or set since then.
+            counts: Without `set_epoch` each iteration is the epoch after the one before (`auto_epoch`).
+            warns: Warn when an epoch begins again without `set_epoch`.
         """
         forgotten = self.has_begun and not self.was_set
         self.has_begun, self.was_set = True, False
@@ -208,21 +291,16 @@ class Turns:
         return epoch
 
 
-def _validate(dataset: Any, num_replicas: Any, rank: Any) -> tuple[int, int]:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise ConfigurationError(
-            f"DistributedSampler: {type(dataset).__name__} has no samples that could be numbered (it is an "
-            f"IterableDataset or has no __len__). Divide its stream in the data set itself."
-        )
-    return validate_rank("DistributedSampler", num_replicas, rank)
-
-
-def validate_rank(what: str, num_replicas: Any, rank: Any) -> tuple[int, int]:
-    """Both as python's numbers.
+def _choose_rank(what: str, num_replicas: Any, rank: Any) -> tuple[int, int]:
+    """Number of ranks and rank as ints; None: the current world's.
 
     Raises:
         ConfigurationError: There can be no such rank.
     """
+    if num_replicas is None or rank is None:
+        own_rank, world_size = world.identity()
+        num_replicas = world_size if num_replicas is None else num_replicas
+        rank = own_rank if rank is None else rank
     num_replicas = checks.whole(f"{what}: num_replicas", num_replicas, least=1)
     rank = checks.whole(f"{what}: rank", rank)
     if not 0 <= rank < num_replicas:

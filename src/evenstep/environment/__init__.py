@@ -1,28 +1,35 @@
-"""Who is this process? The only reader and writer of the environment.
+"""The only reader and writer of environment variables: rank, launcher, settings.
 
-`detect` is pure: a mapping of variables in, a frozen `Placement` out. Everything else in evenstep is told what it
-needs and never looks at `os.environ` itself.
+`detect` is pure: a mapping of variables in, a frozen `Placement` out. The rest of evenstep receives what it
+needs and never reads `os.environ` itself.
 
-    placement.py   where a rank stands
-    detect.py      whose variables are these, and do they fit together?
+Reading order:
+
+    placement.py   where a rank stands among the others: the result
+    detect.py      from variables to a placement; refuses variables that contradict each other
     foreign.py     one function for each MPI launcher and scheduler
-    hosts.py       lists of hosts as they write them
-    measuring.py   what `evenstep bench` tells the ranks
-    values.py      reading and showing single variables
+    hosts.py       the lists of hosts that they write
+    values.py      reads and shows single variables
+    measuring.py   what `evenstep bench` passes to the ranks it measures
+    inheritance.py whether the variables are this process's own: [Note: a rank's children]
 
-Variables that evenstep itself sets for the ranks it starts (nobody else needs to set them):
+Below are the functions that touch `os.environ`: they gather the surroundings, build the variables of new ranks, and
+read what evenstep's commands pass to them.
 
-    EVENSTEP_RUN_DIR     private directory of the run: rendezvous file and first-blame slot
+Variables that evenstep itself sets for the ranks it starts (no user needs to set them):
+
+    EVENSTEP_RUN_DIR     private directory of the run: rendezvous file and first failure reports
     EVENSTEP_LAUNCHER    "run" or "launch": which of ours started this rank
     EVENSTEP_DEVICE      what `evenstep run --device` said; an argument of `evenstep.init` beats it
-    EVENSTEP_INJECT      faults that `evenstep run --inject` asked for
-    EVENSTEP_BUDGETS     how long the phases may take that `evenstep run --budget` named
+    EVENSTEP_INJECT      faults of `evenstep run --inject`
+    EVENSTEP_PHASE_TIMEOUTS     how long the phases may take that `evenstep run --phase-timeout` named
     EVENSTEP_STAMP_LINES set if lines of log files begin with time, rank and step
-    EVENSTEP_MEETING     name of this meeting of several hosts: after a restart another one
+    EVENSTEP_RENDEZVOUS  name of this rendezvous of several nodes: another one after a restart
     EVENSTEP_ANNOUNCED   the line that the launcher printed at start, so that rank 0 doesn't repeat it
     EVENSTEP_REHEARSAL   file that says how a resume is rehearsed; set by `evenstep verify --resume`
     EVENSTEP_VERIFY      file that says what a rank records of its steps; set by `evenstep verify`
     EVENSTEP_BENCH_...   how a run is measured, see `measuring.py`; set by `evenstep bench`
+    EVENSTEP_RANK_PROCESS  the process that is the rank; set by `evenstep.init` until the world is closed
 """
 
 from __future__ import annotations
@@ -30,32 +37,40 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 
 from evenstep.checks import counted
-from evenstep.environment.detect import detect, host_of_task, refuse_independent_runs
+from evenstep.environment.detect import detect, node_of_task, refuse_independent_runs
 from evenstep.environment.foreign import Surroundings
+from evenstep.environment.inheritance import RankProcess, identity, is_inherited
 from evenstep.environment.measuring import Measurement
-from evenstep.environment.placement import Placement, placement_from_hosts
+from evenstep.environment.placement import Placement, placement_from_nodes
+from evenstep.errors import ConfigurationError
+from evenstep.processes import PARENT_PID, START_TICKS, stat_fields
 
 __all__ = [
     "Measurement",
     "Placement",
     "Surroundings",
     "announcement",
-    "budgets_of_run",
+    "claim_rank",
     "current_placement",
     "detect",
     "export",
     "exported",
     "faults_to_inject",
-    "host_identity",
-    "host_of_task",
+    "inherited_settings",
     "is_set",
     "measurement",
+    "meeting_point",
+    "node_identity",
+    "node_of_task",
     "openmp_threads",
-    "placement_from_hosts",
+    "phase_timeouts_of_run",
+    "placement_from_nodes",
     "rank_variables",
     "refuse_independent_runs",
     "rehearsal_file",
@@ -63,6 +78,7 @@ __all__ = [
     "run_variables",
     "surroundings",
     "telling_variables",
+    "under_watch",
     "verification_file",
     "with_measurement",
     "with_rehearsal",
@@ -70,18 +86,92 @@ __all__ = [
 ]
 
 
+_RANK_PROCESS = "EVENSTEP_RANK_PROCESS"
+# What launchers and commands of ours set for the ranks of one run, but for its device.
+_OF_ONE_RUN = (
+    "EVENSTEP_RUN_DIR",
+    "EVENSTEP_LAUNCHER",
+    "EVENSTEP_INJECT",
+    "EVENSTEP_PHASE_TIMEOUTS",
+    "EVENSTEP_STAMP_LINES",
+    "EVENSTEP_RENDEZVOUS",
+    "EVENSTEP_ANNOUNCED",
+    "EVENSTEP_REHEARSAL",
+    "EVENSTEP_VERIFY",
+    "EVENSTEP_BENCH_",
+    _RANK_PROCESS,
+)
+
+
 def surroundings() -> Surroundings:
-    """This process's own: its environment, the scheduler's list of hosts, who its ancestors are."""
-    variables = dict(os.environ)
-    # Only Hydra says nothing in its variables that tells its jobs apart.
-    ancestors = _ancestors() if "PMI_RANK" in variables else []
-    return Surroundings(variables, _lines(variables.get("PBS_NODEFILE")), ancestors)
+    """This process's own: its environment, the scheduler's list of hosts, its ancestors.
+
+    A child of a rank has only inherited them, and has none: [Note: a rank's children].
+    """
+    return _variables_without_ranks() if _rank_inherited_from() is not None else _whole_surroundings()
 
 
 def current_placement() -> Placement:
     """`detect` on this process's own surroundings."""
+    parent = _rank_inherited_from()
     given = surroundings()
-    return detect(given.variables, node_file=given.node_file, ancestors=given.ancestors)
+    placement = detect(given.variables, node_file=given.node_file, ancestors=given.ancestors)
+    if parent is None:
+        return placement
+    rank, owner = parent
+    remark = f"rank {rank.rank} of {rank.world_size} is pid {owner.pid}, from which this process has inherited the "
+    return replaced(placement, remark=remark + "launcher's variables: it is no rank itself, and a world of its own")
+
+
+def claim_rank() -> Callable[[], None]:
+    """Note for children that this process is the rank that its variables describe: [Note: a rank's children].
+
+    Returns:
+        What ends it: children started later may be that rank.
+    """
+    placement, before = current_placement(), os.environ.get(_RANK_PROCESS)
+    if placement.launcher == "none":
+        return lambda: None
+    os.environ[_RANK_PROCESS] = str(RankProcess(*_this_process(), identity(placement)))
+    return partial(_set, {_RANK_PROCESS: before})
+
+
+def inherited_settings() -> dict[str, str | None]:
+    """What a launcher that a rank has started must not pass on to its own ranks, for `exported`."""
+    if _rank_inherited_from() is None:
+        return {}
+    return {name: None for name in os.environ if name.startswith(_OF_ONE_RUN)}
+
+
+def _rank_inherited_from() -> tuple[Placement, RankProcess] | None:
+    """The rank whose variables this process has inherited, and its process; None if they are its own."""
+    owner = RankProcess.parse(os.environ.get(_RANK_PROCESS, ""))
+    if owner is None:
+        return None
+    given = _whole_surroundings()
+    try:
+        placement = detect(given.variables, node_file=given.node_file, ancestors=given.ancestors)
+    except ConfigurationError:  # said to whoever asks for the placement
+        return None
+    pid, start_ticks = _this_process()
+    return (placement, owner) if is_inherited(owner, placement, pid=pid, start_ticks=start_ticks) else None
+
+
+def _this_process() -> tuple[int, int]:
+    """(pid, when it started in the kernel's ticks)."""
+    fields = stat_fields("self")
+    return os.getpid(), int(fields[START_TICKS]) if fields else 0
+
+
+def _variables_without_ranks() -> Surroundings:
+    return Surroundings({name: value for name, value in os.environ.items() if name == "EVENSTEP_DEVICE"})
+
+
+def _whole_surroundings() -> Surroundings:
+    variables = dict(os.environ)
+    # Only Hydra has no variable that identifies the job.
+    ancestors = _ancestors() if "PMI_RANK" in variables else []
+    return Surroundings(variables, _lines(variables.get("PBS_NODEFILE")), ancestors)
 
 
 def rank_variables(
@@ -93,7 +183,7 @@ def rank_variables(
     announced: str | None = None,
     restart_count: int = 0,
 ) -> dict[str, str]:
-    """The variables of a rank that `evenstep.launch` starts on this host: what `detect` reads back. Pure."""
+    """The variables of a rank that `evenstep.launch` starts on this node: what `detect` reads back. Pure."""
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -115,9 +205,9 @@ def run_variables(
     announced: str | None = None,
     faults: str | None = None,
     stamps_lines: bool = False,
-    budgets: str = "",
+    timeouts: str = "",
 ) -> dict[str, str]:
-    """The variables that are the same for all ranks that a launcher of ours ("run", "launch") starts. Pure."""
+    """The variables that a launcher of ours ("run", "launch") sets for all its ranks. Pure."""
     variables = {"EVENSTEP_LAUNCHER": launcher, "EVENSTEP_RUN_DIR": str(run_directory)}
     if num_nodes == 1:
         # Gloo otherwise resolves the host's name and listens on whatever address that gives.
@@ -126,8 +216,8 @@ def run_variables(
         variables["EVENSTEP_DEVICE"] = device
     if announced is not None:
         variables["EVENSTEP_ANNOUNCED"] = announced
-    if budgets:
-        variables["EVENSTEP_BUDGETS"] = budgets
+    if timeouts:
+        variables["EVENSTEP_PHASE_TIMEOUTS"] = timeouts
     if stamps_lines:
         variables["EVENSTEP_STAMP_LINES"] = "1"
     if faults is not None:
@@ -135,52 +225,60 @@ def run_variables(
     return variables
 
 
-def host_identity() -> str:
-    """A text that two processes share exactly when they run on one host."""
+def node_identity() -> str:
+    """A text that two processes share exactly when they run on one node."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def announcement(
-    *, world_size: int, num_nodes: int, device: str, num_threads: int, transport: str, fewest_nodes: int | None = None
+    *,
+    world_size: int,
+    num_nodes: int,
+    device: str,
+    num_threads: int,
+    transport: str | None = None,
+    fewest_nodes: int | None = None,
 ) -> str:
     """The one line that says at start what runs where. Pure; launcher and ranks both write it with this.
 
     Args:
         device: "cpu" or "cuda", without an index.
         num_threads: Threads of one rank's CPU operations.
-        fewest_nodes: With how many hosts the run begins; None: with all.
+        transport: Name of what carries the gradients; None: the launcher, which can't know what the script uses.
+        fewest_nodes: With how many nodes the run begins; None: with all.
     """
 
-    ranks = f"{counted(world_size, 'rank')} on {counted(num_nodes, 'host')}"
+    ranks = f"{counted(world_size, 'rank')} on {counted(num_nodes, 'node')}"
     if fewest_nodes not in (None, num_nodes):
-        ranks = f"{counted(world_size // num_nodes, 'rank')} on each of {fewest_nodes} to {num_nodes} hosts"
-    return f"evenstep: {ranks}, {device}, {counted(num_threads, 'thread')} per rank, {transport}"
+        ranks = f"{counted(world_size // num_nodes, 'rank')} on each of {fewest_nodes} to {num_nodes} nodes"
+    line = f"evenstep: {ranks}, {device}, {counted(num_threads, 'thread')} per rank"
+    return line if transport is None else f"{line}, {transport}"
 
 
 def faults_to_inject() -> str:
-    """What `evenstep run --inject` said; "" without it."""
+    """The value of `evenstep run --inject`; "" without it."""
     return os.environ.get("EVENSTEP_INJECT", "")
 
 
-def budgets_of_run() -> str:
-    """What `evenstep run --budget` said; "" without it."""
-    return os.environ.get("EVENSTEP_BUDGETS", "")
+def phase_timeouts_of_run() -> str:
+    """The value of `evenstep run --phase-timeout`; "" without it."""
+    return os.environ.get("EVENSTEP_PHASE_TIMEOUTS", "")
 
 
 def openmp_threads() -> int | None:
-    """What `OMP_NUM_THREADS` asks for; None when unset or no positive number."""
+    """The value of `OMP_NUM_THREADS`; None when unset or no positive number."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdigit() and int(text) > 0 else None
 
 
 def elastic_shutdown_timeout() -> str | None:
-    """What torchelastic's variable says of how long ranks may take to end, as it was written; None when unset."""
+    """torchelastic's variable for how long ranks may take to end, as written; None when unset."""
     return os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or None
 
 
 def rehearsal_file() -> Path | None:
-    """The file that says how this run rehearses a resume; None, as in every other run."""
+    """The file that describes this run's rehearsal of a resume; None in every other run."""
     text = os.environ.get("EVENSTEP_REHEARSAL")
     return Path(text) if text else None
 
@@ -191,28 +289,52 @@ def with_rehearsal(file: Path) -> dict[str, str]:
 
 
 def verification_file() -> Path | None:
-    """The file that says what this rank records of its steps; None, as in every run but those of `evenstep verify`."""
+    """The file with `evenstep verify`'s settings for this rank; None in other runs."""
     text = os.environ.get("EVENSTEP_VERIFY")
     return Path(text) if text else None
 
 
 def with_verification(file: Path, rehearsal: Path) -> dict[str, str]:
-    """This process's environment, for a run that is recorded, not compiled, and whose checkpoints go elsewhere."""
+    """This process's environment, for a run that `evenstep verify` records.
+
+    It isn't compiled, and its checkpoints go elsewhere.
+    """
     recorded = {"EVENSTEP_VERIFY": str(file), "EVENSTEP_REHEARSAL": str(rehearsal), "TORCHDYNAMO_DISABLE": "1"}
     return {**os.environ, **recorded}
 
 
+def meeting_point() -> dict[str, str]:
+    """The variables by which `torch.distributed` finds this rank's place and peers, as they are now."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+# Trackers would begin a run on their servers; they read these at import.
+_WITHOUT_TRACKERS = {"WANDB_MODE": "disabled", "COMET_START_OFFLINE": "1", "NEPTUNE_MODE": "debug"}
+
+
+def under_watch(directory: Path, *, on_cpu: bool) -> dict[str, str]:
+    """This process's environment, for a run that `evenstep doctor` watches.
+
+    It isn't compiled, and trackers write to `directory` or nowhere. On a CPU accelerate joins its processes only if
+    its own launcher's variable says so.
+    """
+    cpu = {"ACCELERATE_USE_CPU": "true"} if on_cpu else {}
+    apart = {"MLFLOW_TRACKING_URI": f"file://{directory}/mlruns", "TORCHDYNAMO_DISABLE": "1"}
+    return {**os.environ, **_WITHOUT_TRACKERS, **apart, **cpu}
+
+
 def measurement() -> Measurement | None:
-    """How this run is measured; None, as always but under `evenstep bench`."""
+    """The measurement that `evenstep bench` makes of this run; None in other runs."""
     return Measurement.from_variables(os.environ)
 
 
-def with_measurement(asked: Measurement) -> dict[str, str]:
+def with_measurement(measured: Measurement) -> dict[str, str]:
     """This process's environment, for a run that is measured."""
-    return {**os.environ, **asked.variables()}
+    return {**os.environ, **measured.variables()}
 
 
-# Values of other variables might be secrets, and are nobody's business.
+# Values of other variables might be secrets, and are never shown.
 _TELLING = (
     "OMP_",
     "MKL_",
@@ -240,18 +362,22 @@ def is_set(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def exported(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes started inside, and restore what was there before."""
+def exported(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables (None: unset them) for the processes started inside, and restore what was there before."""
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+    _set(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def export(variables: Mapping[str, str]) -> None:
@@ -260,7 +386,7 @@ def export(variables: Mapping[str, str]) -> None:
 
 
 def replace(variables: Mapping[str, str]) -> None:
-    """Have these variables and no others: for a process that was copied from one with variables of its own."""
+    """Have these variables and no others: for a process forked from one with its own."""
     for name in [name for name in os.environ if name not in variables]:
         del os.environ[name]
     os.environ.update(variables)
@@ -275,11 +401,11 @@ def _lines(path: str | None) -> list[str]:
 
 
 def _ancestors() -> list[str]:
-    """Command lines of this process's parent, its parent, and so on, as far as they can be seen."""
+    """Command lines of this process's ancestors, its parent first, as far as visible."""
     lines: list[str] = []
     pid = os.getppid()
     with contextlib.suppress(OSError, ValueError, IndexError):
         while pid > 1 and len(lines) < 64:
             lines.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = int(stat_fields(pid)[PARENT_PID])
     return lines

@@ -1,4 +1,4 @@
-"""Who is this process? Variables in, a frozen `Placement` out. Pure.
+"""Detects which rank this process is: variables in, a frozen `Placement` out. Pure.
 
 Detected in this order: torchrun's variables (also ours), Open MPI, PALS, PMI (MPICH, Intel MPI), a Slurm step, else one
 process. Where two launchers are nested, both must mean the same world.
@@ -18,7 +18,7 @@ from evenstep.errors import ConfigurationError
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
-# Below Linux's range of ephemeral ports, which the system hands out to anybody.
+# Below Linux's range of ephemeral ports, which the system gives to any process.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 
 
@@ -31,7 +31,7 @@ def detect(variables: Mapping[str, str], *, node_file: Sequence[str] = (), ances
         ancestors: Command lines of this process's parent, its parent, and so on.
 
     Raises:
-        ConfigurationError: The variables contradict each other, are no numbers, belong to a host and not to a
+        ConfigurationError: The variables contradict each other, are no numbers, belong to a node and not to a
             process, or would make independent jobs of one; the message shows them.
     """
     given = Surroundings(variables, node_file, ancestors)
@@ -40,7 +40,7 @@ def detect(variables: Mapping[str, str], *, node_file: Sequence[str] = (), ances
         is_by_agent = "TORCHELASTIC_RUN_ID" in variables or "EVENSTEP_LAUNCHER" in variables
         if claim is None or is_by_agent:
             placement = _from_torchrun(variables)
-            if claim is not None and "EVENSTEP_LAUNCHER" not in variables:  # ours looks before it starts anybody
+            if claim is not None and "EVENSTEP_LAUNCHER" not in variables:  # ours looks before it starts ranks
                 _refuse_one_world_per_task(claim, placement, variables)
             return placement
         _check_same(claim, variables)
@@ -50,12 +50,12 @@ def detect(variables: Mapping[str, str], *, node_file: Sequence[str] = (), ances
     return Placement(device=variables.get("EVENSTEP_DEVICE"), remark=_remark(given))
 
 
-def host_of_task(given: Surroundings, *, num_nodes: int) -> tuple[int, str, int] | None:
-    """(node rank, address, port) for a launcher of ours that another launcher started once on every host.
+def node_of_task(given: Surroundings, *, num_nodes: int) -> tuple[int, str, int] | None:
+    """(node rank, address, port) of our launcher, where another one started it once per node.
 
     Args:
         given: Where our launcher runs.
-        num_nodes: Hosts of the run.
+        num_nodes: Nodes of the run.
 
     Returns:
         None if no other launcher did, or another number of times: then the command line has to say.
@@ -67,11 +67,11 @@ def host_of_task(given: Surroundings, *, num_nodes: int) -> tuple[int, str, int]
 
 
 def refuse_independent_runs(given: Surroundings, *, num_nodes: int, what: str) -> None:
-    """See that a launcher of ours, started by another launcher, doesn't start one world per task of that one.
+    """Refuse that our launcher, started by another one, makes a world per task.
 
     Args:
         given: Where our launcher itself runs.
-        num_nodes: Hosts that it has been told of.
+        num_nodes: Nodes that its flags name.
         what: The command, for the message.
 
     Raises:
@@ -84,13 +84,13 @@ def refuse_independent_runs(given: Surroundings, *, num_nodes: int, what: str) -
     raise ConfigurationError(
         f"this is task {claim.rank} of {claim.world_size} that {claim.launcher} started "
         f"({shown(given.variables, claim.names)}), and each would start a world of its own with `{what}`. Let "
-        f"{claim.launcher} start the ranks, without `{what}` ({script}), or start one task per host with --nnodes "
+        f"{claim.launcher} start the ranks, without `{what}` ({script}), or start one task per node with --nnodes "
         f"{claim.num_nodes}, or one task in all."
     )
 
 
 def port_of_job(job: str) -> int:
-    """A port that all ranks of a job come to without talking, and other jobs hardly."""
+    """A port that all ranks of a job derive alike, and other jobs hardly ever."""
     digest = hashlib.sha256(job.encode()).digest()
     return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _NUM_PORTS
 
@@ -102,7 +102,7 @@ def _from_torchrun(variables: Mapping[str, str]) -> Placement:
     if "LOCAL_RANK" not in variables:
         kubeflow = " (Kubeflow sets them so, for torchrun to read)" if "PET_NNODES" in variables else ""
         raise ConfigurationError(
-            f"{shown(variables, _TORCHRUN)} are set without LOCAL_RANK, so RANK may be the rank of a host and not of a "
+            f"{shown(variables, _TORCHRUN)} are set without LOCAL_RANK, so RANK may be the rank of a node and not of a "
             f"process{kubeflow}, and evenstep does not guess. {REMEDY}"
         )
     world_size = integer(variables, "WORLD_SIZE")
@@ -127,7 +127,7 @@ def _from_torchrun(variables: Mapping[str, str]) -> Placement:
         master_address=variables.get("MASTER_ADDR"),
         master_port=integer(variables, "MASTER_PORT", default=0) or None,
         restart_count=restart_count,
-        meeting=variables.get("EVENSTEP_MEETING", "") if ours is not None else "",
+        rendezvous_id=variables.get("EVENSTEP_RENDEZVOUS", "") if ours is not None else "",
         run_directory=Path(run_directory) if run_directory is not None and ours is not None else None,
         device=variables.get("EVENSTEP_DEVICE"),
         announced=variables.get("EVENSTEP_ANNOUNCED"),
@@ -142,8 +142,8 @@ def _from_claim(claim: Claim, variables: Mapping[str, str]) -> Placement:
         port = integer(variables, "MASTER_PORT", default=port)
         if address is None:
             raise ConfigurationError(
-                f"{shown(variables, claim.names)}: {claim.launcher} started ranks on several hosts, and nothing says "
-                f"where rank 0 is. Set MASTER_ADDR to its host's address (and MASTER_PORT to a free port there)."
+                f"{shown(variables, claim.names)}: {claim.launcher} started ranks on several nodes, and nothing says "
+                f"where rank 0 is. Set MASTER_ADDR to its node's address (and MASTER_PORT to a free port there)."
             )
     visible = variables.get("CUDA_VISIBLE_DEVICES", "").strip(",")
     return Placement(
@@ -165,7 +165,7 @@ def _from_claim(claim: Claim, variables: Mapping[str, str]) -> Placement:
 
 
 def _check_same(claim: Claim, variables: Mapping[str, str]) -> None:
-    """RANK and WORLD_SIZE that a job script set by hand, beside a launcher's own: they must say the same."""
+    """Check that RANK and WORLD_SIZE of a job script agree with its launcher's own variables."""
     said = {name: integer(variables, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables}
     found = {"RANK": claim.rank, "WORLD_SIZE": claim.world_size, "LOCAL_RANK": claim.local_rank}
     if any(found[name] != value for name, value in said.items()):
@@ -190,13 +190,13 @@ def _refuse_kubeflow_without_torchrun(variables: Mapping[str, str]) -> None:
     if nodes not in ("", "1"):
         names = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
         raise ConfigurationError(
-            f"{shown(variables, names)}: this is one of {nodes} hosts, and the script was started without a launcher, "
+            f"{shown(variables, names)}: this is one of {nodes} nodes, and the script was started without a launcher, "
             f"so each would train alone. Start it with `evenstep run` or `torchrun`, which read these variables."
         )
 
 
 def _remark(given: Surroundings) -> str:
-    """What looks like several ranks and isn't: the body of a job script."""
+    """The remark for one process that looks like several ranks: a job script's body."""
     variables = given.variables
     job = variables.get(first_set(variables, "SLURM_JOB_ID", "SLURM_JOBID") or "", "")
     num_tasks = variables.get("SLURM_NTASKS", "1")
@@ -207,7 +207,7 @@ def _remark(given: Surroundings) -> str:
         )
     hosts = hosts_of_node_file(given.node_file)
     if len(given.node_file) > 1:
-        where = "1 host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+        where = "1 node" if len(hosts) == 1 else f"{len(hosts)} nodes"
         return (
             f"inside PBS job {variables.get('PBS_JOBID', '?')} ({len(given.node_file)} slots on {where}), but not "
             f"started by mpiexec: this is one process. For a rank per slot: mpiexec python train.py"

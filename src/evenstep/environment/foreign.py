@@ -1,4 +1,4 @@
-"""What MPI launchers and schedulers tell their ranks: each one's variables to one `Claim`. Pure.
+"""MPI launchers and schedulers: the variables of each, to one `Claim`. Pure.
 
 The order matters: mpirun and Hydra inside a Slurm job leave Slurm's variables as they were for the whole job
 (`SLURM_PROCID=0` on every rank), so Slurm comes last.
@@ -19,13 +19,12 @@ from evenstep.environment.hosts import (
 )
 from evenstep.environment.values import first_set, integer, shown
 from evenstep.errors import ConfigurationError
-
-LOOPBACK = "127.0.0.1"
+from evenstep.network import LOOPBACK
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a process can learn of its launcher.
+    """Everything that a process can learn of its launcher.
 
     Attributes:
         variables: The environment.
@@ -40,15 +39,15 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a launcher says of one rank.
+    """A launcher's description of one rank.
 
-    `node_rank` and `num_nodes` are the best that can be said before the ranks have met.
+    `node_rank` and `num_nodes` are the best guess before the rendezvous.
 
     Attributes:
         launcher: Its name, for people.
         names: The variables that say so.
         address: Where rank 0 can be found; None if nothing says so.
-        job: What tells this job from others; "" if nothing does.
+        job: Identifies this job among others; "" if nothing does.
     """
 
     launcher: str
@@ -64,7 +63,7 @@ class Claim:
 
 
 def recognise(given: Surroundings) -> Claim | None:
-    """The launcher that started this process as one of its ranks, also as its only one; None if none did.
+    """Recognise the launcher that started this process as a rank; None if none did.
 
     Raises:
         ConfigurationError: A launcher's variables contradict each other, or some are missing; the message shows them.
@@ -145,7 +144,7 @@ def _slurm_step(given: Surroundings) -> Claim | None:
     except ValueError as error:
         raise ConfigurationError(f"srun: {error}. {_SET_MASTER}") from None
     num_nodes = max(len(hosts), node_rank + 1)
-    # Which host has how many: what the list says, if it fits the rest, else an even share.
+    # Ranks of this node: the list's number if it fits the rest, else an even share.
     local_size = counts[node_rank] if node_rank < len(counts) and sum(counts) == size else 0
     local_size = local_size or max(local_rank + 1, -(-size // num_nodes))
     address: str | None = LOOPBACK if num_nodes == 1 else hosts[0] if hosts else None
@@ -156,11 +155,11 @@ def _slurm_step(given: Surroundings) -> Claim | None:
 
 _LAUNCHERS: tuple[Callable[[Surroundings], Claim | None], ...] = (_open_mpi, _pals, _pmi, _slurm_step)
 
-_SET_MASTER = "Set MASTER_ADDR to the address of rank 0's host, and MASTER_PORT to a free port there."
+_SET_MASTER = "Set MASTER_ADDR to the address of rank 0's node, and MASTER_PORT to a free port there."
 
 
 def _with_hosts(given: Surroundings, claim: Claim, launcher_host: str | None, num_nodes: int = 0) -> Claim:
-    """Complete a claim of an MPI launcher, which says nothing of the hosts' order."""
+    """Complete a claim of an MPI launcher, which doesn't give the order of the nodes."""
     variables = given.variables
     if claim.local_world_size >= claim.world_size:
         address: str | None = LOOPBACK
@@ -201,6 +200,6 @@ def _validate(claim: Claim, variables: Mapping[str, str]) -> None:
     if not fits or claim.local_world_size > claim.world_size or claim.local_rank > claim.rank:
         raise ConfigurationError(
             f"{shown(variables, claim.names)}: {claim.launcher}'s variables contradict each other (rank {claim.rank} "
-            f"of {claim.world_size}, {claim.local_rank} of {claim.local_world_size} on its host). Unset them to run as "
+            f"of {claim.world_size}, {claim.local_rank} of {claim.local_world_size} on its node). Unset them to run as "
             f"one process, or start with `evenstep run`."
         )

@@ -45,10 +45,10 @@ def host_of_open_mpi_uri(uri: str) -> str | None:
 
 
 def control_of_hydra(command_lines: Sequence[str]) -> str | None:
-    """ "host:port" of the mpiexec that rules this job, from the command lines of this process's ancestors.
+    """ "host:port" of this job's mpiexec, from the command lines of this process's ancestors.
 
-    Hydra (MPICH, Intel MPI) gives its ranks no variable that tells one job from another; its proxies, which are their
-    parents, are told where mpiexec listens.
+    Hydra (MPICH, Intel MPI) gives its ranks no variable that identifies the job; but its proxies, which are their
+    parents, have mpiexec's address on their command line.
     """
     for line in command_lines:
         if "hydra" not in line:

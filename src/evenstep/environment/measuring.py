@@ -1,4 +1,4 @@
-"""What `evenstep bench` tells the ranks of a run that it measures. Variables in and out; pure."""
+"""Settings that `evenstep bench` passes to the ranks of a run that it measures. Variables in and out; pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenstep.environment.values import integer
 
 @dataclass(frozen=True)
 class Measurement:
-    """How a run is measured.
+    """The settings of a measured run.
 
     Attributes:
         directory: Where every rank leaves its record.
@@ -42,7 +42,7 @@ class Measurement:
         )
 
     def variables(self) -> dict[str, str]:
-        """What the ranks of the run find in their environment."""
+        """The variables of the run's ranks."""
         return {
             "EVENSTEP_BENCH_DIR": str(self.directory),
             "EVENSTEP_BENCH_WARMUP": str(self.num_warmup),

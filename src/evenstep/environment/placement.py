@@ -1,4 +1,4 @@
-"""Where a rank stands in the world: plain data, whoever started it. Pure."""
+"""The place of a rank in the world: plain data, the same for every launcher. Pure."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from evenstep.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank stands in the world, and how it finds the others.
+    """A rank's place in the world, and how it finds the other ranks.
 
     Attributes:
         launcher: "evenstep run", "evenstep.launch", "torchrun", "Open MPI", "MPICH", "Intel MPI", "PALS", "srun", or
-            "none" for a process that nobody launched.
-        rendezvous_file: File through which the ranks of one host meet; None: over the network.
-        master_address: Where rank 0 can be found; None if nobody has said.
+            "none" for a process without a launcher.
+        rendezvous_file: File of the rendezvous of one node's ranks; None: over the network.
+        master_address: Where rank 0 can be found; None if unknown.
         master_port: The port there.
         makes_store: Rank 0 itself opens a store at that port; otherwise torch does, or its launcher.
-        job: What tells this job's ranks from those of every other job; "" if the launcher says nothing of it.
+        job: Identifies this job among all others; "" if the launcher gives nothing that does.
         restart_count: How many times the launcher has restarted the ranks.
-        meeting: Name of this meeting of several hosts, the same on all; "" where the launcher gives none.
+        rendezvous_id: Name of this rendezvous of several nodes, the same on all; "" where the launcher gives none.
         run_directory: Private directory that the launcher made; None if it isn't ours.
-        device: The device that the launcher's command line asked for.
+        device: The device of the launcher's command line.
         announced: The line that the launcher printed at start.
         has_one_gpu_of_its_own: The launcher shows every rank a GPU of its own, and only that one.
         why: The variables by which the launcher was recognised, for people.
@@ -45,7 +45,7 @@ class Placement:
     makes_store: bool = False
     job: str = ""
     restart_count: int = 0
-    meeting: str = ""
+    rendezvous_id: str = ""
     run_directory: Path | None = None
     device: str | None = None
     announced: str | None = None
@@ -66,15 +66,15 @@ class Placement:
                 )
 
 
-def placement_from_hosts(hosts: Sequence[str], rank: int) -> Placement:
-    """Local ranks and node ranks from the hosts of all ranks, in order of rank. Pure."""
-    distinct = list(dict.fromkeys(hosts))
+def placement_from_nodes(nodes: Sequence[str], rank: int) -> Placement:
+    """Local ranks and node ranks from the nodes of all ranks, in order of rank. Pure."""
+    distinct = list(dict.fromkeys(nodes))
     return Placement(
         rank=rank,
-        world_size=len(hosts),
-        local_rank=sum(host == hosts[rank] for host in hosts[:rank]),
-        local_world_size=Counter(hosts)[hosts[rank]],
-        node_rank=distinct.index(hosts[rank]),
+        world_size=len(nodes),
+        local_rank=sum(node == nodes[rank] for node in nodes[:rank]),
+        local_world_size=Counter(nodes)[nodes[rank]],
+        node_rank=distinct.index(nodes[rank]),
         num_nodes=len(distinct),
         launcher="none",
     )

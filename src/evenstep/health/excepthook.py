@@ -1,14 +1,15 @@
-"""The last words of a process: what is printed, reported and returned when an exception ends it.
+"""The excepthook of a rank: what is printed, reported and returned when an exception ends the process.
 
 A user's mistake is one message and the line of the user's file that made it. Anything else keeps its traceback,
 without the frames of the machinery that started the script. Under a launcher of ours a rank prints nothing:
-it reports, and the launcher prints the culprit's account, once, last.
+it reports, and the launcher prints that of the first failure, once, last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 import sysconfig
 import traceback
@@ -19,12 +20,12 @@ from typing import Protocol, TextIO
 
 from evenstep.environment import Placement, current_placement
 from evenstep.errors import EvenstepError
-from evenstep.health.blame import CrashReport, write_report
+from evenstep.health.first_failure import CrashReport, write_report
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _MACHINERY = (str(_PACKAGE / "launcher"), "<frozen runpy>", "runpy.py")
 _PYTHONS_OWN = sysconfig.get_path("stdlib") + "/"  # such as contextlib, behind whose frames a `with` of ours raises
-_WORKER = str(_PACKAGE / "launcher" / "worker.py")
+_WORKER = str(_PACKAGE / "launcher" / "spawn" / "script_runner.py")
 
 
 class _Hook(Protocol):
@@ -36,25 +37,42 @@ def describe(error: BaseException) -> str:
     if isinstance(error, EvenstepError) and error.is_users_mistake:
         where = _where_the_user_called(error.__traceback__)
         added = getattr(error, "__notes__", None) or ([f"at {where}"] if where else [])
-        return "\n  ".join([f"{type(error).__name__}: {error}", *added])
+        raised = traceback_in_users_code(error.__cause__)
+        lines = [each if "\n" in each else f"  {each}" for each in (*added, raised) if each]
+        return "\n".join([f"{type(error).__name__}: {error}", *lines])
     tb = _without_machinery(error.__traceback__)
     if isinstance(error, SyntaxError) and all(_is_machinery(frame) for frame in _frames(tb)):
         tb = None  # of the script itself, whose line the error shows; python shows no frames either
-    told = traceback.TracebackException(type(error), error, tb)
+    shown = traceback.TracebackException(type(error), error, tb)
     if isinstance(error, EvenstepError) and error.is_consequence:
-        # It is somebody else who failed: what is of interest is where this one waited, and not how.
-        inner = [f.filename.startswith(str(_PACKAGE)) or f.filename == contextlib.__file__ for f in told.stack]
+        # Another rank failed: where this one waited is of interest, and not how.
+        inner = [f.filename.startswith(str(_PACKAGE)) or f.filename == contextlib.__file__ for f in shown.stack]
         if not all(inner):
             num_outer = len(inner) - inner[::-1].index(False)
-            told.stack = traceback.StackSummary.from_list(told.stack[:num_outer])
-    return "".join(told.format()).rstrip() + _suggestion(error)
+            shown.stack = traceback.StackSummary.from_list(shown.stack[:num_outer])
+    text, suggestion = "".join(shown.format()).rstrip(), _suggestion(error)
+    return text if text.endswith(suggestion) else text + suggestion  # the package exceptiongroup adds it in python 3.10
+
+
+def traceback_in_users_code(error: BaseException | None) -> str:
+    """Of an error that code of the user raised when evenstep called it: from that code on; "" for any other."""
+    if error is None or isinstance(error, EvenstepError):
+        return ""
+    first = next((step for step in _steps(error.__traceback__) if _is_users(step.tb_frame.f_code.co_filename)), None)
+    if first is None:
+        return ""
+    return "".join(traceback.TracebackException(type(error), error, first).format(chain=False)).rstrip()
 
 
 def install(placement: Placement) -> _Hook:
     """Make uncaught exceptions end this process as the module says. Returns the hook that was there before."""
     before: _Hook = sys.excepthook
+    pid = os.getpid()
 
     def end(kind: type[BaseException], error: BaseException, tb: TracebackType | None, /) -> None:
+        if os.getpid() != pid:  # a child that was forked: its end isn't the rank's
+            print(describe(error), file=_real_stderr(), flush=True)
+            raise SystemExit(1)
         if isinstance(error, KeyboardInterrupt):
             if placement.run_directory is None:
                 before(kind, error, tb)
@@ -80,8 +98,8 @@ def install(placement: Placement) -> _Hook:
 
 
 @contextlib.contextmanager
-def telling_mistakes() -> Iterator[None]:
-    """Have a user's mistake inside, before any `install`, end this process as the module says, if nobody catches it."""
+def reporting_mistakes() -> Iterator[None]:
+    """Have a user's uncaught mistake inside end this process as after `install`, also before that."""
     try:
         yield
     except EvenstepError as error:
@@ -135,8 +153,11 @@ def _where_the_user_called(tb: TracebackType | None) -> str:
     """The innermost frame that belongs neither to evenstep nor to an installed package or python itself."""
     where = ""
     for frame in traceback.extract_tb(_without_machinery(tb)):
-        path = frame.filename
-        if str(_PACKAGE) in path or "site-packages" in path or path.startswith(("<", _PYTHONS_OWN)):
-            continue
-        where = f"{path}, line {frame.lineno}, in {frame.name}"
+        if _is_users(frame.filename):
+            where = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
     return where
+
+
+def _is_users(path: str) -> bool:
+    """Whether a file belongs neither to evenstep nor to an installed package or python itself."""
+    return not (str(_PACKAGE) in path or "site-packages" in path or path.startswith(("<", _PYTHONS_OWN)))

@@ -1,8 +1,8 @@
-"""The first-blame slot: who failed first, when one failure drags all ranks down.
+"""First failure reports: which rank failed first, when one failure takes all ranks down.
 
-A rank that dies of an exception writes a `CrashReport` into the run's private directory *before* it lets go of its
+A rank that dies of an exception writes a `CrashReport` into the run's private directory *before* it closes its
 sockets. Its peers see the connection break only after that, so the order of the reports is the order of causes.
-Ranks that are killed write nothing: for them the launcher knows the signal. `choose_culprit` weighs both, purely.
+Ranks that are killed write nothing: for them the launcher knows the signal. `choose_root_cause` decides from both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from evenstep.errors import EvenstepError
 
-# How torch says that a peer has gone. Whoever raises this is a witness.
+# How torch says that a peer has gone. A rank that raises this is a secondary failure.
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused|was closed)|broken pipe|read error|write error|socket timeout"
     r"|timed out (waiting|after)|peer (closed|disconnected)|remote process exited|ncclRemoteError"
@@ -31,11 +31,11 @@ _MAX_TEXT_CHARACTERS = 20_000
 
 @dataclass(frozen=True)
 class CrashReport:
-    """A rank's own account of its end.
+    """A rank's own report of its end.
 
     Attributes:
         time_ns: Monotonic time of the host at the moment of the report.
-        is_consequence: The error says that somebody else is gone.
+        is_consequence: The error says that another rank is gone: a secondary failure.
         exit_code: The status the process is about to end with.
         summary: One line: type and message.
         traceback: Text as python prints it; empty where the message says all there is to know.
@@ -95,21 +95,21 @@ def _says_that_a_peer_is_gone(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | ConnectionError) and _PEER_GONE.search(str(error)) is not None
 
 
-def choose_culprit(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> Exit | None:
-    """Of all ranks that ended badly, the one that began it. Pure; None when none did.
+def choose_root_cause(exits: Iterable[Exit], reports: Iterable[CrashReport]) -> Exit | None:
+    """The rank that failed first, of all that ended badly; None when none did. Pure.
 
     In this order: the earliest report of a genuine error; a process that a signal ended which the launcher didn't
-    send; a bad exit status without a report; and, when everybody only lost somebody, the earliest of those reports.
+    send; a bad exit status without a report; and, among secondary failures only, the earliest report.
     """
     failed = {end.rank: end for end in exits if end.exit_code != 0 and not end.stopped_by_launcher}
-    told = sorted((r for r in reports if r.rank in failed), key=lambda report: report.time_ns)
-    for report in told:
+    reported = sorted((r for r in reports if r.rank in failed), key=lambda report: report.time_ns)
+    for report in reported:
         if not report.is_consequence:
             return failed[report.rank]
-    untold = [end for rank, end in sorted(failed.items()) if all(r.rank != rank for r in told)]
-    for end in sorted(untold, key=lambda end: end.exit_code >= 0):  # signals first
+    silent = [end for rank, end in sorted(failed.items()) if all(r.rank != rank for r in reported)]
+    for end in sorted(silent, key=lambda end: end.exit_code >= 0):  # signals first
         return end
-    return failed[told[0].rank] if told else None
+    return failed[reported[0].rank] if reported else None
 
 
 def printable(text: str) -> str:
@@ -118,7 +118,7 @@ def printable(text: str) -> str:
 
 
 def saves_file(directory: Path, rank: int, attempt: int) -> Path:
-    """Exists once a rank saves when it is asked to stop: it then gets more time to end."""
+    """Exists once a rank saves on a stop signal: it then gets more time to end."""
     return directory / f"saves-{attempt}-{rank}"
 
 

@@ -1,7 +1,7 @@
-"""The progress page: what a rank is doing, written with a few stores to memory and read from outside the process.
+"""The heartbeat page: what a rank is doing, written with a few stores to memory and read from outside the process.
 
-A page is a file of 4 KiB in the run's private directory, mapped by its rank. Nobody has to ask the rank: it can be
-read while the rank is stopped, holds the interpreter lock, or is dead. Every field is a machine word of its own, so a
+A page is a file of 4 KiB in the run's private directory, mapped by its rank. It can be read
+while the rank is stopped, holds the interpreter lock, or is dead. Every field is a machine word of its own, so a
 reader sees each of them whole; between fields it may see a moment in between, and judges nothing by one look.
 
     word  0     mark: a page, of this layout
@@ -69,8 +69,8 @@ WORDS = {
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a page said at one look.
+class Heartbeat:
+    """What a heartbeat page said at one look.
 
     Attributes:
         step: Optimizer steps finished or, if nothing counts them, 0.
@@ -105,7 +105,7 @@ class Seen:
         return ", ".join(parts)
 
 
-class Page:
+class HeartbeatPage:
     """This rank's own page, open for writing."""
 
     __slots__ = ("_cells", "_map", "_num_sites", "path")
@@ -142,7 +142,7 @@ class Page:
 
 
 _cells: memoryview | None = None
-current: Page | None = None  # this process's
+current: HeartbeatPage | None = None  # this process's
 
 
 def page_file(directory: Path, rank: int, attempt: int) -> Path:
@@ -154,7 +154,7 @@ def open_page(path: Path) -> None:
     """From now on this process writes what it does to that page."""
     global current, _cells
     close_page()
-    current = Page(path)
+    current = HeartbeatPage(path)
     _cells = current._cells
 
 
@@ -164,7 +164,7 @@ def own_path() -> Path | None:
 
 
 def write_site(text: str) -> None:
-    """See `Page.write_site`; nothing without a page."""
+    """See `HeartbeatPage.write_site`; nothing without a page."""
     if current is not None:
         current.write_site(text)
 
@@ -225,7 +225,7 @@ def mark_commit(step: int) -> None:
 
 
 def mark_done() -> None:
-    """This rank's exit handlers have run: what it has to tell or to write is told and written."""
+    """Note that this rank's exit handlers have run: its report and its files are written."""
     cells = _cells
     if cells is not None:
         cells[11] = 1
@@ -241,7 +241,7 @@ def finished_steps() -> int:
     return 0 if _cells is None else int(_cells[3])
 
 
-def read_page(path: Path) -> Seen | None:
+def read_page(path: Path) -> Heartbeat | None:
     """What a page says now; None if there is none, or none that can be understood."""
     try:
         data = path.read_bytes()
@@ -260,15 +260,15 @@ def parse_sites(data: bytes | mmap.mmap) -> list[str]:
     return texts
 
 
-def parse_page(data: bytes | memoryview) -> Seen | None:
-    """What the bytes of a page say; None if they aren't one. Pure."""
+def parse_page(data: bytes | memoryview) -> Heartbeat | None:
+    """The heartbeat in the bytes of a page; None if they aren't a page. Pure."""
     words = struct.unpack(_FORMAT, data)
     found, pid, phase, step, collective, waiting_since_ns, time_ns, bucket, waited_ns, saved, stepped_ns, done, *_ = (
         words
     )
     if found != _MARK or phase not in Phase._value2member_map_:
         return None
-    return Seen(
+    return Heartbeat(
         pid=pid,
         phase=Phase(phase),
         step=step,

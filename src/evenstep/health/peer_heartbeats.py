@@ -1,4 +1,4 @@
-"""The pages of the other ranks of this host, for ranks to read: under whatever launcher, and also without one of ours.
+"""The heartbeat pages of this node's other ranks, for ranks to read: under any launcher, or without one.
 
 Under `evenstep run` every rank has a page from its start. Else `init` makes one, in a file that is removed as soon as
 all have opened it: nothing is left behind, however a rank ends.
@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenstep.environment import host_identity
-from evenstep.health import page
-from evenstep.health.page import Seen, parse_page, parse_sites
+from evenstep.environment import node_identity
+from evenstep.health import heartbeat
+from evenstep.health.heartbeat import Heartbeat, parse_page, parse_sites
 
 _SITES_S = 1.0
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -38,11 +38,11 @@ def share_pages(exchange: Callable[[Any], Sequence[Any]], *, rank: int) -> Calla
         What ends it.
     """
     made = None
-    if page.own_path() is None:
+    if heartbeat.own_path() is None:
         fd, made = tempfile.mkstemp(prefix="evenstep-page-")
         os.close(fd)
-        page.open_page(Path(made))
-    mine = {"host": host_identity(), "pid": os.getpid(), "page": str(page.own_path())}
+        heartbeat.open_page(Path(made))
+    mine = {"host": node_identity(), "pid": os.getpid(), "page": str(heartbeat.own_path())}
     try:
         for other, each in enumerate(exchange(mine)):
             if each["host"] == mine["host"]:
@@ -59,18 +59,18 @@ def share_pages(exchange: Callable[[Any], Sequence[Any]], *, rank: int) -> Calla
             if pid in _maps:
                 _maps.pop(pid).close()
         if made is not None:
-            page.close_page()
+            heartbeat.close_page()
 
     return end
 
 
-def read(pid: int) -> Seen | None:
-    """What the page of another rank's process says; None if there is none, or none that can be read."""
+def read(pid: int) -> Heartbeat | None:
+    """The heartbeat of another rank's process; None if its page is missing or can't be read."""
     memory = _maps.get(pid)
-    return None if memory is None else parse_page(memory[: page.CELL_BYTES])
+    return None if memory is None else parse_page(memory[: heartbeat.CELL_BYTES])
 
 
-def read_all() -> dict[int, Seen]:
+def read_all() -> dict[int, Heartbeat]:
     """By rank, of this host's."""
     seen = {rank: read(pid) for pid, rank in _ranks.items()}
     return {rank: each for rank, each in sorted(seen.items()) if each is not None}
@@ -81,8 +81,8 @@ def rank_of_this_process() -> int | None:
     return _ranks.get(os.getpid())
 
 
-def tell_sites(key: str, pids: Mapping[int, int]) -> str:
-    """Where in their scripts the ranks stand that disagree: each says so, and waits a moment for the others.
+def exchange_sites(key: str, pids: Mapping[int, int]) -> str:
+    """Exchange where in their scripts ranks are that disagree; waits a moment for the others.
 
     Args:
         key: Which call it is about, the same on all ranks.
@@ -93,15 +93,15 @@ def tell_sites(key: str, pids: Mapping[int, int]) -> str:
     """
     if any(pid not in _maps for pid in pids.values()):
         return ""
-    page.write_site(f"{key}\n{user_site()}")
+    heartbeat.write_site(f"{key}\n{user_site()}")
     deadline = time.monotonic() + _SITES_S
     while True:
         said = {rank: _said_of(key, pid) for rank, pid in sorted(pids.items())}
         if None not in said.values() or time.monotonic() > deadline:
             break
         time.sleep(0.005)
-    told = "; ".join(f"rank {rank}: {where or 'not said'}" for rank, where in said.items())
-    return f" They were called here: {told}."
+    sites = "; ".join(f"rank {rank}: {where or 'not said'}" for rank, where in said.items())
+    return f" They were called here: {sites}."
 
 
 def _said_of(key: str, pid: int) -> str | None:
@@ -126,10 +126,10 @@ def _open(pid: int, rank: int, path: Path) -> None:
     except OSError:
         return  # another user's temporary directory, a container of its own: then there is none to be read
     try:
-        if os.fstat(fd).st_size == page.PAGE_BYTES:
+        if os.fstat(fd).st_size == heartbeat.PAGE_BYTES:
             if pid in _maps:
                 _maps.pop(pid).close()
-            _maps[pid], _ranks[pid] = mmap.mmap(fd, page.PAGE_BYTES, prot=mmap.PROT_READ), rank
+            _maps[pid], _ranks[pid] = mmap.mmap(fd, heartbeat.PAGE_BYTES, prot=mmap.PROT_READ), rank
     finally:
         os.close(fd)
 

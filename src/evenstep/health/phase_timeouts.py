@@ -1,19 +1,19 @@
 """How long a rank may take in each phase while others wait for it. Pure.
 
-What is legitimate differs: a step takes seconds; compiling, an evaluation or a save may take an hour; and the block of
-`world.main_first()` as long as it takes, for those who wait for it there. A hang is a rank that has used up the budget
-of its phase.
+Legitimate times differ: a step takes seconds; compiling, an evaluation or a save may take an hour; and the block of
+`world.main_first()` as long as it takes, for those who wait for it there. A hang is a rank that has exceeded the
+timeout of its phase.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from evenstep.environment import budgets_of_run
+from evenstep.environment import phase_timeouts_of_run
 from evenstep.errors import ConfigurationError
-from evenstep.health.page import WORDS, Phase, Seen
+from evenstep.health.heartbeat import WORDS, Heartbeat, Phase
 
 DEFAULT_STEP_S = 600.0
 _NAMES: dict[str, tuple[Phase, ...]] = {
@@ -38,7 +38,7 @@ _FACTORS = {
 
 
 @dataclass(frozen=True)
-class Budgets:
+class PhaseTimeouts:
     """Seconds for each phase.
 
     Args:
@@ -51,7 +51,7 @@ class Budgets:
     given: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, text: str, *, step_s: float = DEFAULT_STEP_S) -> Budgets:
+    def parse(cls, text: str, *, step_s: float = DEFAULT_STEP_S) -> PhaseTimeouts:
         """ "step=60,evaluating=7200". Pure.
 
         Raises:
@@ -66,48 +66,48 @@ class Budgets:
                 seconds = math.nan
             if name not in _NAMES or not seconds > 0:
                 raise ConfigurationError(
-                    f"--budget {part!r}: write PHASE=SECONDS, as in evaluating=7200, with a phase of "
+                    f"--phase-timeout {part!r}: write PHASE=SECONDS, as in evaluating=7200, with a phase of "
                     f"{', '.join(_NAMES)}, and seconds greater than 0 (inf: no limit)."
                 )
             given[name] = seconds
         return cls(given.get("step", step_s), given)
 
     @classmethod
-    def of_this_run(cls, step_s: float) -> Budgets:
-        """What `evenstep run --budget` said, and else multiples of a collective's deadline."""
-        return cls.parse(budgets_of_run(), step_s=step_s)
+    def of_this_run(cls, step_s: float) -> PhaseTimeouts:
+        """What `evenstep run --phase-timeout` said, and else multiples of a collective's deadline."""
+        return cls.parse(phase_timeouts_of_run(), step_s=step_s)
 
     def __str__(self) -> str:
         return ",".join(f"{name}={seconds:g}" for name, seconds in self.given.items())
 
-    def of(self, seen: Seen) -> float:
+    def of(self, seen: Heartbeat) -> float:
         """How long a rank may stay in its phase while others wait for it, in seconds."""
         name = _name_of(seen.phase)
         return self.given.get(name, _FACTORS[name] * self.step_s)
 
 
 @dataclass(frozen=True)
-class Late:
+class AwaitedRank:
     """A rank that others wait for.
 
     Attributes:
         rank: Which.
         seen: Its page.
         waited_s: How long the one that waits longest has waited.
-        waiting: Who waits.
-        budget_s: What its phase allows.
+        waiting: The ranks that wait.
+        limit_s: What its phase allows.
     """
 
     rank: int
-    seen: Seen
+    seen: Heartbeat
     waited_s: float
     waiting: tuple[int, ...]
-    budget_s: float
+    limit_s: float
 
     @property
     def is_over(self) -> bool:
-        """Whether its budget is used up."""
-        return self.waited_s > self.budget_s
+        """Whether the timeout of its phase has passed."""
+        return self.waited_s > self.limit_s
 
     def __str__(self) -> str:
         names = ", ".join(f"rank {rank}" for rank in self.waiting)
@@ -116,19 +116,19 @@ class Late:
         return f"rank {self.rank} (pid {self.seen.pid}) is {describe(self.seen)}; {names} {verb} {since}"
 
 
-def patience(seen: Seen) -> float:
+def patience(seen: Heartbeat) -> float:
     """How many times as long as in a step one waits in its phase before anything is said. Pure."""
     return _FACTORS[_name_of(seen.phase)]
 
 
-def find_late(pages: Mapping[int, Seen | None], budgets: Budgets, *, now_ns: int) -> list[Late]:
-    """Who is waited for, and for how long. Pure.
+def find_awaited(pages: Mapping[int, Heartbeat | None], timeouts: PhaseTimeouts, *, now_ns: int) -> list[AwaitedRank]:
+    """The ranks for which others wait, and for how long. Pure.
 
-    Where all wait, nobody is late: they wait for each other, and their own deadlines end that.
+    Where all wait, no rank is overdue: they wait for each other, and their own deadlines end that.
 
     Args:
         pages: By rank, of one host.
-        budgets: What each phase allows.
+        timeouts: What each phase allows.
         now_ns: Monotonic time of that host.
     """
     known = {rank: seen for rank, seen in pages.items() if seen is not None}
@@ -137,10 +137,10 @@ def find_late(pages: Mapping[int, Seen | None], budgets: Budgets, *, now_ns: int
         return []
     waited_s = (now_ns - min(waiting.values())) / 1e9
     late = [rank for rank, seen in known.items() if rank not in waiting and seen.phase != Phase.ENDED]
-    return [Late(rank, known[rank], waited_s, tuple(sorted(waiting)), budgets.of(known[rank])) for rank in late]
+    return [AwaitedRank(rank, known[rank], waited_s, tuple(sorted(waiting)), timeouts.of(known[rank])) for rank in late]
 
 
-def describe(seen: Seen) -> str:
+def describe(seen: Heartbeat) -> str:
     """Where a rank is, in words that go into a sentence in brackets. Pure."""
     return f"{WORDS[seen.phase]}{_at(seen)}"
 
@@ -149,46 +149,5 @@ def _name_of(phase: Phase) -> str:
     return next(name for name, phases in _NAMES.items() if phase in phases)
 
 
-def _at(seen: Seen) -> str:
+def _at(seen: Heartbeat) -> str:
     return f" of step {seen.step}" if seen.step else ""
-
-
-def slow_ranks(
-    before: Mapping[int, Seen], after: Mapping[int, Seen], *, factor: float = 1.5, least_steps: int = 20
-) -> dict[int, float]:
-    """Ranks that hold the others up, and by how much. Pure.
-
-    All ranks take the same steps in the same time. What differs is how much of it each spends waiting for the others:
-    the rest is its own work, from the end of one exchange until it is ready for the next.
-
-    Args:
-        before: Pages by rank, of one host.
-        after: The same later.
-        factor: Who takes so many times the median of the others is slow.
-        least_steps: Fewer steps than that say nothing.
-
-    Returns:
-        By rank, its own work as a multiple of the others' median.
-    """
-    busy = {}
-    for rank, now in after.items():
-        then = before.get(rank)
-        if then is None or then.pid != now.pid or now.step - then.step < least_steps:
-            return {}
-        spent_ns = (now.stepped_ns - then.stepped_ns) - (now.waited_ns - then.waited_ns)
-        busy[rank] = max(1.0, spent_ns / (now.step - then.step))
-    found = {}
-    for rank, mine in busy.items():
-        others = sorted(_without(busy, rank))
-        if others and mine >= factor * _median(others):
-            found[rank] = mine / _median(others)
-    return found
-
-
-def _without(values: Mapping[int, float], rank: int) -> Iterable[float]:
-    return (value for each, value in values.items() if each != rank)
-
-
-def _median(ordered: list[float]) -> float:
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

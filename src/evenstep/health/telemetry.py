@@ -1,9 +1,9 @@
-"""What the steps of a run spent their time on: recorded always, at the cost of reading a clock some ten times a step.
+"""How long the parts of each step took: recorded always, by reading a clock some ten times a step.
 
 [Note: marks]
 
 While a step runs, every event appends two integers to a deque: what it was and when. That is all that happens in the
-loop. Only who asks has them turned into times (`explain`, pure).
+loop. They are turned into times only on demand (`explain`, pure).
 
     FORWARD, FORWARD_END      around each forward pass
     BACKWARD                  a backward pass reaches the outputs
@@ -31,10 +31,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 FORWARD, FORWARD_END, BACKWARD, WAITING, REDUCED, END, OPTIMIZER, OPTIMIZER_END = range(-8, 0)
 
 NUM_STEPS_KEPT = 1000
-_MOST_PER_STEP = 20_000  # numbers: a model that nobody trains sees the steps of all optimizers there are
+_MOST_PER_STEP = 20_000  # numbers: a model that isn't trained sees the steps of all optimizers there are
 
 _SPANS = ("forward", "backward", "wait", "finish", "optimizer")
-# What a mark ends, and what it begins. A backward pass that nobody ends lasts until something else begins.
+# What a mark ends, and what it begins. A backward pass without an end lasts until something else begins.
 _TRANSITIONS: dict[int, tuple[tuple[str, ...], str | None]] = {
     FORWARD: (("backward",), "forward"),
     FORWARD_END: (("forward",), None),
@@ -131,7 +131,7 @@ class Recorder:
         self._is_over = True
 
     def whole_backward(self) -> None:
-        """A backward pass begins that is the whole window; of a plain `loss.backward()` nobody will tell the end."""
+        """A backward pass begins that is the whole window; the end of a plain `loss.backward()` is not marked."""
         self._marks.extend((BACKWARD, perf_counter_ns()))
         self._is_over = True
 
@@ -223,8 +223,8 @@ class Telemetry:
         return recorders[model].newest() if model < len(recorders) else None
 
     def __repr__(self) -> str:
-        told = ", ".join(str(len(recorder._ended())) for recorder in self.recorders)
-        return f"<Telemetry of {len(self.recorders)} models, steps remembered: {told or 'none'}>"
+        counts = ", ".join(str(len(recorder._ended())) for recorder in self.recorders)
+        return f"<Telemetry of {len(self.recorders)} models, steps remembered: {counts or 'none'}>"
 
 
 _marked_by_optimizers: list[weakref.ref[Recorder]] = []
@@ -232,7 +232,7 @@ _has_hooks = False
 
 
 def _mark_optimizers(recorder: Recorder) -> None:
-    """Have a recorder told of the steps of all of torch's optimizers, as long as it lives.
+    """Mark the steps of all of torch's optimizers in a recorder, as long as it lives.
 
     One pair of hooks serves all, and stays: torch iterates over its hooks while an optimizer steps, and would fail if
     the garbage collector took one away meanwhile.

@@ -1,6 +1,6 @@
 """`evenstep jobs`: a job script for a scheduler, ready to be changed by hand. Pure: a `Job` in, text out.
 
-Every script starts one `evenstep run` per host, which starts the ranks there, names the culprit of a failure and ends
+Every script starts one `evenstep run` per host, which starts the ranks there, names the rank that failed first and ends
 with its status; 75 means that the scheduler wanted the host back and everything is saved, so the job is queued again.
 """
 
@@ -20,7 +20,7 @@ SAVED = 75
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked of a scheduler.
+    """A job for a scheduler.
 
     Attributes:
         script: The training script, and its own arguments.
@@ -30,10 +30,10 @@ class Job:
         gpus_per_node: GPUs of each host.
         cpus_per_node: Cores of each host.
         walltime: H:MM:SS.
-        save_s: Seconds before the end at which the job is told to save.
+        save_s: Seconds before the end at which the job is signalled to save.
         logs: Directory of the logs.
         queue: Partition (Slurm) or queue (PBS); "": the default one.
-        account: Who pays; "": the default one.
+        account: The account that is charged; "": the default one.
         image: Container image (Kubernetes).
         claim: Volume claim that holds the script and its checkpoints (Kubernetes).
     """

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from evenstep import checks, environment
 from evenstep.errors import ConfigurationError
-from evenstep.health import last_words
-from evenstep.launcher.cores import look_at_host, plan_ranks
-from evenstep.launcher.ranks import RankGroup
+from evenstep.health import excepthook
+from evenstep.launcher.options.resources import look_at_host, plan_ranks
+from evenstep.launcher.pool.ranks import RankGroup
 
 Result = TypeVar("Result")
 
@@ -26,12 +26,14 @@ def launch(
 ) -> Result:
     """Call `fn(*args)` on `nproc` ranks of this host, each a process of its own, and return rank 0's result.
 
-    `fn` calls `evenstep.init()`; the ranks meet through a private directory, and no port is opened. In a script, call
-    this under `if __name__ == "__main__":`. A function typed into a notebook needs `pip install "evenstep[notebook]"`.
+    `fn` calls `evenstep.init()`; the ranks find each other through a private directory, and no port is opened. In a
+    script, call this under `if __name__ == "__main__":`. A function typed into a notebook needs
+    `pip install "evenstep[notebook]"`.
+
     The processes end with the call, and with the process (and thread) that made it, however that one ends.
 
     Args:
-        fn: What every rank runs; `evenstep.init()` inside tells it which rank it is.
+        fn: What every rank runs; it calls `evenstep.init()` to learn its rank.
         nproc: Number of ranks.
         args: Arguments of `fn`, equal on all ranks.
         kwargs: Keyword arguments of `fn`.
@@ -45,9 +47,9 @@ def launch(
         RankFailedError: A rank was killed, or left without an exception that could be passed on.
         CollectiveTimeoutError: The ranks were not done in time.
         Exception: What the rank that failed first raised; its traceback is the cause, its rank a note. No rank is left.
-            A user's mistake that nobody catches ends the process with one message and the status of `evenstep run`.
+            A user's mistake that isn't caught ends the process with one message and the status of `evenstep run`.
     """
-    with last_words.telling_mistakes():
+    with excepthook.reporting_mistakes():
         return _launch(fn, nproc, args, kwargs, device, threads_per_rank, timeout_s)
 
 

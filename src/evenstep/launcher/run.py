@@ -12,49 +12,59 @@ import platform
 import shutil
 import signal
 import sys
-import tempfile
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from unittest import mock
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.launcher import api
 from torch.distributed.run import config_from_args
 
 from evenstep import environment, network
+from evenstep.compat import torch_elastic
+from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
-from evenstep.health.budgets import Budgets
-from evenstep.launcher import hosts_rendezvous, rendezvous
-from evenstep.launcher.account import Failure, status_of, tell
-from evenstep.launcher.cores import Host, RankPlan, look_at_host, plan_ranks
-from evenstep.launcher.elastic import RankAgent
-from evenstep.launcher.logs import PREFIX, RankLogs, Wishes, make_log_directory, tail
-from evenstep.launcher.options import (
+from evenstep.health.phase_timeouts import PhaseTimeouts
+from evenstep.launcher.elastic import rendezvous
+from evenstep.launcher.elastic.agent import RankAgent
+from evenstep.launcher.elastic.restarts import RestartLimit
+from evenstep.launcher.failure.policy import StopPolicy, exit_status
+from evenstep.launcher.failure.report import Failure, describe_failure, status_of
+from evenstep.launcher.options.flags import (
     behind_the_script,
     fixed_port,
     for_workers,
-    meeting_place,
     num_nodes,
     on_one_host,
     on_several_hosts,
     parse,
     placed_by,
+    rendezvous_endpoint,
 )
-from evenstep.launcher.starting import copied_from
-from evenstep.launcher.template import Template, fork_template
-from evenstep.launcher.verdict import RestartLimit, StopPolicy, exit_status
+from evenstep.launcher.options.logs import (
+    PREFIX,
+    OutputChoices,
+    RankLogs,
+    choose_keep_days,
+    describe_kept_logs,
+    make_log_directory,
+    name_of_run,
+    remove_old_logs,
+    tail,
+)
+from evenstep.launcher.options.resources import Host, RankPlan, look_at_host, plan_ranks
+from evenstep.launcher.spawn.zygote import Zygote, fork_zygote
+from evenstep.temporary import private_directory
 
 
 def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
-    """Run a command line and return the exit status: the culprit's, or 128 and the signal that stopped us.
+    """Run a command line and return the exit status: the root cause's, or 128 and the signal that stopped us.
 
     Args:
         arguments: Those of `evenstep run`.
-        may_fork: Ranks may be copies of this process, and the caller lets `BecomeRank` through.
+        may_fork: Ranks may be forked from this process, and the caller lets `BecomeRank` through.
 
     Raises:
         ConfigurationError: Something in the command is wrong; no rank was started.
@@ -65,22 +75,22 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
     flag = behind_the_script(args, arguments)
     if flag is not None:
         script = args.training_script
-        told = f"{flag} stands behind {script} and is the script's. For evenstep run, write it before the script."
-        print(f"evenstep: {told}", file=sys.stderr, flush=True)  # noqa: T201
-    # Before anything asks for GPUs: a process that knows CUDA can't be copied.
-    template = fork_template(preloads=args.max_restarts > 0) if may_fork and not args.cold_start else None
+        warning = f"{flag} stands behind {script} and is the script's. For evenstep run, write it before the script."
+        say(f"evenstep: {warning}")
+    # Before anything queries GPUs: a process that has initialised CUDA can't be forked.
+    zygote = fork_zygote(preloads=args.max_restarts > 0) if may_fork and not args.cold_start else None
     try:
-        return _run(args, arguments, template)
+        return _run(args, arguments, zygote)
     finally:
-        if template is not None:
-            template.close()
+        if zygote is not None:
+            zygote.close()
 
 
-def _run(args: Namespace, arguments: Sequence[str], template: Template | None) -> int:
+def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> int:
     fewest, most = num_nodes(args)
     around = environment.surroundings()
     environment.refuse_independent_runs(around, num_nodes=most, what="evenstep run")
-    args = placed_by(environment.host_of_task(around, num_nodes=most), args, arguments)
+    args = placed_by(environment.node_of_task(around, num_nodes=most), args, arguments)
     host = look_at_host()
     plan = plan_ranks(
         args.nproc_per_node,
@@ -90,19 +100,21 @@ def _run(args: Namespace, arguments: Sequence[str], template: Template | None) -
         openmp_threads=environment.openmp_threads(),
     )
     if args.inject is not None:
-        # By name: nothing of evenstep stands on what is meant for tests. What is wrong in it is said here, once.
+        # By name: nothing of evenstep imports `testing`. A mistake in it is reported here, once.
         importlib.import_module("evenstep.testing.faults").parse_faults(args.inject)
-    wishes = Wishes.parse(
+    choices = OutputChoices.parse(
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
     )
-    wishes.validate_ranks(plan.num_ranks)
+    choices.validate_ranks(plan.num_ranks)
     _check_port(args)
+    keep_days = choose_keep_days(args.keep_logs, log_dir=args.log_dir)
     log_directory = make_log_directory(args.log_dir)
-    line = _announcement(plan, host, fewest_hosts=fewest, num_hosts=most, device=args.device)
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
-    with tempfile.TemporaryDirectory(prefix="evenstep-", ignore_cleanup_errors=True) as directory:  # mode 0700
-        logs = RankLogs(wishes, log_directory, Path(directory))
-        return _Run(args, plan, logs, Path(directory), num_hosts=most, announced=line, template=template).execute()
+    remove_old_logs(args.log_dir, days=keep_days, keep=log_directory)
+    line = _announcement(plan, host, fewest_nodes=fewest, num_nodes=most, device=args.device)
+    say(line)
+    with private_directory("run") as directory:
+        logs = RankLogs(choices, log_directory, directory)
+        return _Run(args, plan, logs, directory, num_nodes=most, announced=line, zygote=zygote).execute()
 
 
 class _Run:
@@ -115,16 +127,16 @@ class _Run:
         logs: RankLogs,
         run_directory: Path,
         *,
-        num_hosts: int,
+        num_nodes: int,
         announced: str,
-        template: Template | None = None,
+        zygote: Zygote | None = None,
     ) -> None:
         self._args = args
-        self._budgets = Budgets.parse(args.budget)
-        self._template = template
+        self._timeouts = PhaseTimeouts.parse(args.phase_timeout)
+        self._zygote = zygote
         self._run_directory = run_directory
         self._num_ranks = plan.num_ranks
-        self._num_hosts = num_hosts
+        self._num_nodes = num_nodes
         self._num_attempts = args.max_restarts + 1
         self._failure: Failure | None = None
         self._was_preempted = False
@@ -134,18 +146,18 @@ class _Run:
         self._variables = environment.run_variables(
             "run",
             run_directory=run_directory,
-            num_nodes=num_hosts,
+            num_nodes=num_nodes,
             device=args.device,
             announced=announced,
             faults=args.inject,
-            budgets=str(self._budgets),
+            timeouts=str(self._timeouts),
             stamps_lines=args.log_dir is not None,
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
 
     def execute(self) -> int:
         """Start the ranks and stay until they have ended."""
         try:
-            with environment.exported(self._variables), _quiet_torchelastic():
+            with environment.exported({**environment.inherited_settings(), **self._variables}), _quiet_torchelastic():
                 self._launch()
         except ChildFailedError as error:
             return self._status_of(error)
@@ -154,13 +166,13 @@ class _Run:
                 return EXIT_PREEMPTED
             stopped_by = error.sigval if isinstance(error, SignalException) else signal.SIGINT
             what = "interrupted" if stopped_by == signal.SIGINT else f"stopped by {stopped_by.name}"
-            print(f"evenstep: {what}; all ranks were stopped", file=sys.stderr, flush=True)  # noqa: T201
+            say(f"evenstep: {what}; all ranks were stopped")
             return 128 + stopped_by
         except RendezvousError as error:
             cause = error.__cause__ or error
             raise ConfigurationError(
-                f"the hosts could not meet at {self._args.rdzv_endpoint or self._args.master_addr}: {cause}. Check "
-                f"that every host runs the same command, and that the address and port can be reached."
+                f"the nodes could not meet at {self._args.rdzv_endpoint or self._args.master_addr}: {cause}. Check "
+                f"that every node runs the same command, and that the address and port can be reached."
             ) from None
         finally:
             if self._logs_are_temporary and (self._failure is None or not self._has_logs()):
@@ -175,9 +187,8 @@ class _Run:
         args = on_one_host(for_workers(self._args, num_ranks=self._num_ranks, parent_pid=os.getpid()))
         if args.master_port is None:
             args.master_port = 29500
-        if self._num_hosts > 1:
-            hosts_rendezvous.register()
-            place = meeting_place(args)
+        if self._num_nodes > 1:
+            place = rendezvous_endpoint(args)
             args = on_several_hosts(
                 args, own_address=network.address_towards(*place), keeps_store=network.is_own_address(place[0])
             )
@@ -199,30 +210,32 @@ class _Run:
                 stopped_grace_s=self._args.stopped_grace,
                 look_every_s=self._args.monitor_interval,
             ),
-            budgets=self._budgets,
+            timeouts=self._timeouts,
             on_failure=self._on_failure,
             on_preempted=self._on_preempted,
             limit=self._limit,
+            name_after_s=self._args.name_after,
         )
-        # launch_agent takes no class for its agent, so the name that it looks up is ours for the while.
-        with mock.patch.object(api, "LocalElasticAgent", agent), copied_from(self._template):
-            api.launch_agent(config, command, list(command_args))
+        with torch_elastic.processes_started_by(None if self._zygote is None else self._zygote.start_command):
+            torch_elastic.launch(agent, config, command, command_args)
 
     def _on_failure(self, failure: Failure, restarts_left: int) -> bool:
-        """Say who failed; whether to start again, if that is allowed."""
+        """Print which rank failed; returns whether to restart, if that is allowed."""
         self._failure = failure
         self._limit.note(attempt=failure.attempt, saves=failure.saves, saved_step=failure.saved_step)
         goes_on = restarts_left > 0 and not self._limit.is_reached
-        destination = self._logs.destinations.get(failure.culprit.rank)
+        destination = self._logs.destinations.get(failure.root_cause.rank)
         log = "" if destination is None else destination.stderr or destination.stdout
         attempt = f"attempt {failure.attempt + 1} of {self._num_attempts}"
-        text = tell(
+        has_logs = not goes_on and self._has_logs()
+        text = describe_failure(
             failure,
-            run=f"run {self._log_directory.name.removeprefix('evenstep-logs-')}, {attempt}, host {platform.node()}",
-            num_hosts=self._num_hosts,
+            run=f"run {name_of_run(self._log_directory)}, {attempt}, host {platform.node()}",
+            num_nodes=self._num_nodes,
             log=log,
             log_tail=tail(log) if log else "",
-            other_logs=self._log_directory if not goes_on and self._has_logs() else None,
+            other_logs=self._log_directory if has_logs else None,
+            kept_logs=describe_kept_logs(self._args.log_dir, keep=self._args.keep_logs) if has_logs else "",
             saved_step=self._limit.saved_step,
         )
         if restarts_left > 0 and not goes_on:
@@ -232,7 +245,7 @@ class _Run:
             )
         if goes_on:
             text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {self._num_attempts}"
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        say(text)
         return goes_on
 
     def _on_preempted(self) -> None:
@@ -247,7 +260,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _quiet_torchelastic() -> Iterator[None]:
-    """Nothing that torchelastic logs or warns of is printed, unless torch's own variables ask for it."""
+    """Silence the logs and warnings of torchelastic, unless torch's own variables turn them on."""
     if any(environment.is_set(name) for name in ("TORCH_LOGS", "LOGLEVEL", "TORCH_CPP_LOG_LEVEL")):
         yield
         return
@@ -262,22 +275,14 @@ def _quiet_torchelastic() -> Iterator[None]:
         logger.handlers, logger.propagate = handlers, propagate
 
 
-def _announcement(plan: RankPlan, host: Host, *, fewest_hosts: int, num_hosts: int, device: str | None) -> str:
+def _announcement(plan: RankPlan, host: Host, *, fewest_nodes: int, num_nodes: int, device: str | None) -> str:
     kind = (device or ("cuda" if host.num_gpus else "cpu")).partition(":")[0]
-    world_size = plan.num_ranks * num_hosts
-    shares_a_gpu = device is not None and ":" in device
-    transport = "nccl" if kind == "cuda" and not shares_a_gpu else "gloo"
-    if world_size == 1:
-        transport = "local"
-    elif transport == "gloo" and num_hosts == 1:  # a rank that finds it can't be says so itself
-        transport = "shared memory" if kind == "cpu" else "host memory"
     return environment.announcement(
-        world_size=world_size,
-        num_nodes=num_hosts,
+        world_size=plan.num_ranks * num_nodes,
+        num_nodes=num_nodes,
         device=kind,
         num_threads=plan.num_threads,
-        transport=transport,
-        fewest_nodes=fewest_hosts,
+        fewest_nodes=fewest_nodes,
     )
 
 

@@ -1,1 +1,1 @@
-"""What training writes down about itself: `Logger`, and the files that it writes."""
+"""The numbers of a run, in files: `logger` has `Logger`, `files` the kinds of file that it writes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -15,17 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep import world as worlds
 from evenstep.checks import whole
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
 from evenstep.health.telemetry import StepTimes
 from evenstep.logger.files import Csv, JsonLines, TensorBoard, Writer, why_no_tensorboard
-from evenstep.world import World, current
+from evenstep.world import World
 
 FORMATS: dict[str, Callable[[Path], Writer]] = {
     "jsonl": lambda directory: JsonLines(directory / "metrics.jsonl"),
     "csv": lambda directory: Csv(directory / "metrics.csv"),
     "tensorboard": lambda directory: TensorBoard(directory / "tensorboard"),
 }
+# Of this process, by format and place, with the number of loggers that write there: a second one that opened the file
+# itself would take what the first has written for an earlier run's.
+_shared: dict[tuple[int, str, str], tuple[Writer, int]] = {}
 _CHECKSUM_BITS = 20  # of names: sums of its square are exact in float64
 
 
@@ -36,23 +41,22 @@ class Logger:
         logger.log({"loss": loss.item()}, step=step)                          # rank 0's value
         logger.log({"loss": loss, "accuracy": accuracy}, step=step, mean=True, weight=len(x))   # of all ranks
 
-    Every line is with the operating system when `log` returns, so a killed process loses none. A run that resumes goes
-    on in the same files: what the run before had written for steps that are made again is taken out.
+    `log` returns when the operating system has the line, so a killed process loses none. A resumed run appends to the
+    same files. Lines of its first step and later ones, by an earlier run, move to `metrics.replaced.jsonl` first.
 
-    Collective: every rank makes it, with the same arguments.
+    Collective: every rank makes it, with the same arguments. Several loggers of one run may share a directory.
 
     Args:
         directory: Where the files lie: `metrics.jsonl`, `metrics.csv`, `tensorboard/`.
         formats: Any of "jsonl", "csv", "tensorboard". The last needs `pip install "evenstep[tensorboard]"`.
-        telemetry: Add to every line what the newest finished step of rank 0 spent its time on, as `time/forward_s` and
-            so on (see `world.telemetry`).
+        telemetry: Add the times of rank 0's newest finished step to every line, as `time/forward_s` and so on (see
+            `world.telemetry`).
         every: Write only steps that this divides; others return at once, on all ranks.
-        world: Who logs; None: the current world.
+        world: The ranks that log; None: the current world.
 
     Raises:
-        ConfigurationError: No such format, TensorBoard isn't installed, or the directory can't be written. Raised on
-        all
-            ranks.
+        ConfigurationError: No such format, TensorBoard isn't installed, the directory can't be written, or another
+            process logs there. Raised on all ranks.
     """
 
     def __init__(
@@ -64,18 +68,18 @@ class Logger:
         every: int = 1,
         world: World | None = None,
     ) -> None:
-        self.world = world if world is not None else current()
+        self.world = worlds.chosen(world, "Logger")
         self.directory = Path(directory)
         self.every = every
         self.telemetry = telemetry
         self._last_step: int | None = None
         self._writers: list[Writer] = []
-        # Rank 0 alone can't make its files: the others hear of it here, and not when they miss it in a collective.
+        # If rank 0 can't make its files, the others raise here, too; else they would wait for it in a collective.
         problems = self.world.exchange(self._prepare(formats))
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise ConfigurationError(f"Logger on rank {rank}: {problem}")
-        self.world.at_end(lambda error: self.close())
+        self.world.at_end(self._world_ended)
 
     def _prepare(self, formats: Sequence[str]) -> str | None:
         """Make the writers, on rank 0; what is wrong, or None."""
@@ -93,9 +97,11 @@ class Logger:
             self.directory.mkdir(parents=True, exist_ok=True)
             if not os.access(self.directory, os.W_OK):
                 return f"{self.directory} can't be written."
-        except OSError as error:
-            return f"{self.directory}: {error.strerror}."
-        self._writers = [FORMATS[each](self.directory) for each in dict.fromkeys(formats)]
+            for each in dict.fromkeys(formats):
+                self._writers.append(_acquire(each, self.directory))
+        except (OSError, ConfigurationError) as error:
+            self.close()
+            return f"{self.directory}: {error.strerror}." if isinstance(error, OSError) else str(error)
         return None
 
     def log(
@@ -109,13 +115,13 @@ class Logger:
         """Write numbers of a step.
 
         With `mean` collective: every rank calls this, with the same names. Without it ranks other than 0 need not, and
-        what they give isn't looked at.
+        their values are ignored.
 
         Args:
             values: By name; numbers, or tensors of one element (one on a GPU is waited for).
             step: Of the run, counted over restarts; not less than in the call before.
             mean: Write the mean over all ranks (`world.mean`), instead of rank 0's values.
-            weight: With `mean`: what this rank's values count, such as its number of samples. A rank with 0 has no say.
+            weight: With `mean`: the weight of this rank's values, such as its number of samples; 0: they don't count.
 
         Raises:
             ConfigurationError: A name is no text, a value no number, or the step no whole number from 0 on.
@@ -148,6 +154,8 @@ class Logger:
             except OSError as error:
                 # Numbers about a training are worth less than the training.
                 self._writers.remove(writer)
+                with contextlib.suppress(OSError):
+                    _release(writer)
                 warnings.warn(
                     f"evenstep.Logger: {error.strerror or error}; {type(writer).__name__} in {self.directory} writes "
                     f"nothing from step {step} on, training goes on.",
@@ -156,9 +164,13 @@ class Logger:
                 )
 
     def close(self) -> None:
-        """Let go of the files. Local; twice is once. Called when the `with` block of the world ends."""
+        """Close the files. Local; may be called twice. Called when the `with` block of the world ends."""
+        self.world.cancel_at_end(self._world_ended)
         while self._writers:
-            self._writers.pop().close()
+            _release(self._writers.pop())
+
+    def _world_ended(self, error: BaseException | None) -> None:
+        self.close()
 
     def __enter__(self) -> Logger:
         return self
@@ -203,9 +215,9 @@ class Logger:
             ) from None
 
     def _mean(self, values: Mapping[str, float | Tensor], weight: float | Tensor) -> dict[str, float]:
-        """The means over ranks, in one exchange, with a check that all have named the same.
+        """The means over ranks in one exchange, with a check that all ranks have the same names.
 
-        What is wrong on one rank is told there, but only after the exchange: the others wait in it.
+        An error on one rank is raised only after the exchange, in which the others wait.
         """
         problem: ConfigurationError | None = None
         numbers: dict[str, float] = {}
@@ -215,13 +227,13 @@ class Logger:
             problem = error
         names = "\n".join(numbers)
         checksum = float(zlib.crc32(names.encode()) >> (32 - _CHECKSUM_BITS))
-        # Who has no say in the means still has one in whether names are equal and values numbers.
+        # With equal weights: a rank of weight 0 still takes part in the check of names and values.
         check = self.world.mean(
             torch.tensor([checksum, checksum**2, float(problem is not None)], dtype=torch.float64, device="cpu")
         ).tolist()
         if check[2] > 0:
-            told = self.world.exchange(None if problem is None else str(problem))
-            first = next(each for each in told if each is not None)
+            problems = self.world.exchange(None if problem is None else str(problem))
+            first = next(each for each in problems if each is not None)
             raise ConfigurationError(first) from problem
         if abs(check[1] - check[0] ** 2) > 0.01:
             lists = self.world.exchange(list(numbers))
@@ -240,9 +252,27 @@ class Logger:
         return {} if newest is None else times_of(newest)
 
 
+def _acquire(kind: str, directory: Path) -> Writer:
+    """The writer of a format for a directory: the one that another logger of this process has, or a new one."""
+    key = os.getpid(), kind, os.path.realpath(directory)
+    writer, num_users = _shared.get(key) or (FORMATS[kind](directory), 0)
+    _shared[key] = writer, num_users + 1
+    return writer
+
+
+def _release(writer: Writer) -> None:
+    """Give a writer back; the last logger that does closes it."""
+    for key, (each, num_users) in list(_shared.items()):
+        if each is writer and num_users > 1:
+            _shared[key] = writer, num_users - 1
+        elif each is writer:
+            del _shared[key]
+            writer.close()
+
+
 def times_of(step: StepTimes) -> dict[str, float]:
-    """What a step spent its time on, by name, for a line of a log. Pure."""
-    told = {
+    """The times of a step by name, for a line of a log. Pure."""
+    times = {
         "forward_s": step.forward_s,
         "backward_s": step.backward_s,
         "wait_s": step.wait_s,
@@ -250,5 +280,5 @@ def times_of(step: StepTimes) -> dict[str, float]:
         "optimizer_s": step.optimizer_s,
     }
     if step.ready_s:
-        told["ready_s"] = max(step.ready_s)
-    return {f"time/{name}": value for name, value in told.items() if math.isfinite(value)}
+        times["ready_s"] = max(step.ready_s)
+    return {f"time/{name}": value for name, value in times.items() if math.isfinite(value)}

@@ -1,4 +1,4 @@
-"""Changing attributes of other modules for a while, in a process that exists to be watched."""
+"""Changing attributes of other modules for the length of a `with`, in a process that exists to be observed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _NOTHING = object()
 
 
 class Patches:
-    """Attributes that were replaced, and what they were."""
+    """Attributes that were replaced; a context manager that restores them at its end, last ones first."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Put `make(what is there)` in the place of an attribute; one that isn't there is left alone."""
+        """Put `make(original)` in the place of an attribute; one that doesn't exist is left alone."""
         original = getattr(owner, name, None)
         if original is None:
             return
@@ -27,10 +27,16 @@ class Patches:
             self.later(lambda: setattr(owner, name, before))
 
     def later(self, undo: Callable[[], object]) -> None:
-        """Also do this when all is put back."""
+        """Call this, too, when everything is restored."""
         self._undo.append(undo)
 
-    def put_back(self) -> None:
-        """As it was before, last things first."""
+    def restore(self) -> None:
+        """Make everything what it was before."""
         while self._undo:
             self._undo.pop()()
+
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()

@@ -12,8 +12,7 @@ from torch import Tensor, nn, optim
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError
-from evenstep.optim.divided import defaults_of
-from evenstep.optim.kinds import step_without_hooks
+from evenstep.optim.kinds import defaults_of, step_without_hooks
 
 Groups = list[Any]
 
@@ -29,7 +28,7 @@ def validate_switches(*, elementwise: Any, **switches: Any) -> None:
 
 
 def listed(params: Any) -> Groups:
-    """Parameters or groups of them, in lists: what iterates once is looked at more than once here.
+    """Return parameters, or groups of them, as lists, because an iterator can be read only once.
 
     Raises:
         ConfigurationError: Neither.
@@ -97,7 +96,7 @@ def torchs_refusals(kind: type[optim.Optimizer]) -> Iterator[None]:
 
 
 def facts_of(groups: Sequence[Mapping[str, Any]], index_of: Callable[[Tensor], int]) -> dict[str, Any]:
-    """What must be equal on all ranks of parameter groups, by what people call it; JSON types."""
+    """Return the facts of parameter groups that must be equal on all ranks, by readable name; JSON types."""
     facts: dict[str, Any] = {"the number of parameter groups": len(groups)}
     for number, group in enumerate(groups):
         indices = torch.tensor([index_of(parameter) for parameter in group["params"]], dtype=torch.int64, device="cpu")

@@ -18,9 +18,9 @@ from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
 from evenstep.optim import exact
-from evenstep.optim.together import NUM_NUMBERS, Given, engine_of, note, telling_others
-from evenstep.replica.hidden_gradient import HiddenGradient, local_parts
-from evenstep.replica.torch_interface import wrapped_models
+from evenstep.optim.consistency import NUM_NUMBERS, Given, abort_peers, model_of, note
+from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder, local_parts
+from evenstep.replica.wrapper.distributed import wrapped_models
 from evenstep.transport.base import Op, Transport
 
 _ROOM = 8  # numbers that travel come in multiples of it
@@ -44,7 +44,8 @@ def clip_grad_norm_(
 
     All ranks give the same. On CPUs the exchange that the norm of divided gradients makes compares what they were
     given; elsewhere, and where gradients are whole, the end of the next backward pass does. With an infinite
-    `max_norm`, which only measures, one rank may call this alone where gradients are whole.
+    `max_norm`, which only measures and leaves gradients as they are, one rank may call this alone where gradients are
+    whole.
 
     Args:
         parameters: An optimizer, a module, or parameters.
@@ -57,32 +58,32 @@ def clip_grad_norm_(
         The norm before clipping: 0-dim; with `by_group` [num_groups]. float64.
 
     Raises:
-        ConfigurationError: A norm or an exponent makes no sense, or groups are asked of what has none.
+        ConfigurationError: A norm or an exponent makes no sense, or the parameters have no groups.
         MismatchError: The ranks were given different arguments; gradients are as they were.
         UsageError: The gradients have not been averaged over ranks yet.
         NonFiniteError: See `error_if_nonfinite`; gradients are as they were.
     """
     who = "clip_grad_norm_"
     parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
-    with telling_others(parameters):
+    with abort_peers(parameters):
         checks.switches(f"{who}: ", error_if_nonfinite=error_if_nonfinite, by_group=by_group)
         groups = _groups(parameters, who, by_group=by_group)
         _validate_averaged(groups, who)
     limits: list[Any] = []
-    exponent, told, problem = 2.0, None, None
+    exponent, received, problem = 2.0, None, None
     try:
         exponent = _exponent(norm_type)
-        limits, told = _limits(max_norm, len(groups), by_group=by_group)
+        limits, received = _limits(max_norm, len(groups), by_group=by_group)
     except ConfigurationError as error:
         problem = error
     facts = (
-        ("max_norm", told),
+        ("max_norm", received),
         ("norm_type", exponent),
         ("error_if_nonfinite", bool(error_if_nonfinite)),
         ("by_group", bool(by_group)),
         ("the number of parameters", tuple(map(len, groups))),
     )
-    only_measures = all(limit == math.inf for limit in (told if isinstance(told, tuple) else (told,)))
+    only_measures = all(limit == math.inf for limit in (received if isinstance(received, tuple) else (received,)))
     gradients = [_Gradients(group) for group in groups]
     norms = _norms(gradients, exponent, groups, Given(who, facts, problem, changes=not only_measures))
     if error_if_nonfinite and not bool(torch.isfinite(norms).all()):
@@ -90,7 +91,11 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the gradient's norm is {norms.tolist()}. To clip anyway, leave error_if_nonfinite out."
         )
     for group, norm, limit in zip(gradients, norms, limits, strict=True):
+        if not isinstance(limit, Tensor) and limit == math.inf:
+            continue  # it only measures; torch's scale would be inf / inf where a gradient is infinite
         scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        if isinstance(limit, Tensor):
+            scale = torch.where(torch.isposinf(limit), 1.0, scale)
         for same in _by_kind(group.parts + group.whole):
             torch._foreach_mul_(same, scale.to(same[0].device))
     return norms if by_group else norms[0]
@@ -112,11 +117,11 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     """
     who = "clip_grad_value_"
     parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
-    with telling_others(parameters):
+    with abort_peers(parameters):
         clip_value = checks.number(f"{who}: clip_value", clip_value, least=0, finite=False)
         groups = _groups(parameters, who, by_group=False)
         _validate_averaged(groups, who)
-    note(engine_of(groups[0]), who, [("clip_value", clip_value), ("the number of parameters", len(groups[0]))])
+    note(model_of(groups[0]), who, [("clip_value", clip_value), ("the number of parameters", len(groups[0]))])
     for group in groups:
         gradients = _Gradients(group)
         for same in _by_kind(gradients.parts + gradients.whole):
@@ -128,18 +133,18 @@ class _Gradients:
     """The gradients of some parameters, as far as this rank has them.
 
     Attributes:
-        hidden: Those that are divided.
-        parts: This rank's parts of them.
-        whole: Those that every rank has, in `p.grad` or hidden behind it: `fuse` steps with those of another dtype.
+        hidden: Placeholders of sharded gradients.
+        parts: This rank's shards of them.
+        whole: Gradients that every rank has in full, in `p.grad` or behind a placeholder of `fuse`.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.hidden: list[HiddenGradient] = []
+        self.hidden: list[GradientPlaceholder] = []
         self.whole: list[Tensor] = []
-        undivided: list[HiddenGradient] = []
+        undivided: list[GradientPlaceholder] = []
         for parameter in parameters:
             grad = parameter.grad
-            if isinstance(grad, HiddenGradient):
+            if isinstance(grad, GradientPlaceholder):
                 (self.hidden if grad.bucket.num_shards > 1 else undivided).append(grad)
             elif grad is not None and grad.is_sparse:
                 parameter.grad = grad = grad.coalesce()
@@ -164,7 +169,7 @@ def _norms(
     tensors = [tensor for group in groups for tensor in (*group.hidden, *group.whole)]
     device = tensors[0].device if tensors else torch.device("cpu")
     # Each gradient is divided among the ranks of its own model: several models, several sums.
-    transports: dict[int, tuple[Transport, list[list[HiddenGradient]]]] = {}
+    transports: dict[int, tuple[Transport, list[list[GradientPlaceholder]]]] = {}
     for number, group in enumerate(groups):
         for hidden in group.hidden:
             transport = hidden.bucket.transport
@@ -173,7 +178,7 @@ def _norms(
     if not any(transport.world_size > 1 and _carries_facts(device) for transport, _ in transports.values()):
         _settle_alone(parameters, given)
     is_max = math.isinf(norm_type)
-    if (world := worlds.initialised()) is not None and world.lanes is not None and not is_max:
+    if (world := worlds.initialised()) is not None and world.virtual_ranks is not None and not is_max:
         return _exact_norms([group.whole for group in groups], list(transports.values()), norm_type, device, given)
     totals = torch.stack([_powers(group.whole, norm_type, device) for group in groups])
     for transport, theirs in transports.values():
@@ -185,7 +190,7 @@ def _norms(
 
 def _exact_norms(
     wholes: Sequence[Sequence[Tensor]],
-    divided: Sequence[tuple[Transport, Sequence[Sequence[HiddenGradient]]]],
+    divided: Sequence[tuple[Transport, Sequence[Sequence[GradientPlaceholder]]]],
     norm_type: float,
     device: torch.device,
     given: Given,
@@ -216,17 +221,17 @@ def _carries_facts(device: torch.device) -> bool:
 
 
 def _settle_alone(parameters: Sequence[Sequence[Tensor]], given: Given) -> None:
-    """What was given goes with the next backward pass; what is wrong with it is told.
+    """Note the arguments for the next backward pass; abort the peers' wait if they are wrong.
 
     Raises:
         ConfigurationError: Something is.
     """
     everything = [parameter for group in parameters for parameter in group]
     if given.problem is not None:
-        with telling_others(everything):
+        with abort_peers(everything):
             raise given.problem
     if given.changes:
-        note(engine_of(everything), given.who, given.facts)
+        note(model_of(everything), given.who, given.facts)
 
 
 def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool) -> Tensor:
@@ -273,7 +278,7 @@ def _exponent(norm_type: Any) -> float:
     norm_type = math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type  # as torch takes it
     exponent = checks.number("clip_grad_norm_: norm_type", norm_type, above=0, finite=False)
     world = worlds.initialised()
-    if world is not None and world.lanes is not None and exponent not in (1.0, 2.0, math.inf):
+    if world is not None and world.virtual_ranks is not None and exponent not in (1.0, 2.0, math.inf):
         raise ConfigurationError(
             f"clip_grad_norm_: norm_type={norm_type} in reproducible mode, where norms are those with exponent 1, 2 or "
             f"math.inf."
@@ -288,14 +293,16 @@ def _limits(max_norm: Any, num_groups: int, *, by_group: bool) -> tuple[list[Any
     if len(limits) != num_groups:
         raise checks.refuse("clip_grad_norm_: max_norm", max_norm, f"a number, or one for each of {num_groups} groups")
     limits = [each.reshape(()) if isinstance(each, Tensor) and each.numel() == 1 else each for each in limits]
-    told: list[float | None] = []
+    received: list[float | None] = []
     for limit in limits if is_list else limits[:1]:
         if isinstance(limit, Tensor) and limit.numel() == 1 and limit.device.type != "cpu":
-            told.append(None)
+            received.append(None)
         else:
             otherwise = "one per group with by_group=True"
-            told.append(checks.number("clip_grad_norm_: max_norm", limit, least=0, finite=False, otherwise=otherwise))
-    return limits, tuple(told) if is_list else told[0] if told else None
+            received.append(
+                checks.number("clip_grad_norm_: max_norm", limit, least=0, finite=False, otherwise=otherwise)
+            )
+    return limits, tuple(received) if is_list else received[0] if received else None
 
 
 def _groups(parameters: Parameters, who: str, *, by_group: bool) -> list[list[Tensor]]:

@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.optim.together import engine_of, keep_note, telling_others
-from evenstep.replica.bucket import HALF_PRECISION
-from evenstep.replica.distributed import DistributedDataParallel
-from evenstep.transport.common import is_in_common
+from evenstep.optim.consistency import abort_peers, keep_note, model_of
+from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 _NUM_STEPS = "num_steps"
 
 
-class ExponentialAverage:
+class ExponentialMovingAverage:
     """Parameters averaged over steps with exponentially falling weights: `average = decay * average + (1 - decay) * p`.
 
-        average = evenstep.ExponentialAverage(model, decay=0.999)
+        average = evenstep.ExponentialMovingAverage(model, decay=0.999)
         ...
         optimizer.step()
         average.update()
@@ -48,13 +47,13 @@ class ExponentialAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, ramp_up: bool = True) -> None:
-        who = "ExponentialAverage"
-        with telling_others(model):
+        who = "ExponentialMovingAverage"
+        with abort_peers(model):
             if not isinstance(model, nn.Module):
                 raise checks.refuse(f"{who}: model", model, "a torch.nn.Module")
             self.decay = checks.number(f"{who}: decay", decay, least=0, below=1)
             self.ramp_up = checks.switch(f"{who}: ramp_up", ramp_up)
-        keep_note(engine_of(model.parameters()), self, who, [("decay", self.decay), ("ramp_up", self.ramp_up)])
+        keep_note(model_of(model.parameters()), self, who, [("decay", self.decay), ("ramp_up", self.ramp_up)])
         self.num_steps = 0
         self._is_applied = False
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
@@ -97,9 +96,6 @@ class ExponentialAverage:
     def applied(self) -> Iterator[None]:
         """Inside, the model has the averages; afterwards what it had before. Values are exchanged in place.
 
-        Parameters that ranks have in common (`ShardedOptimizer(share_parameters=True)`) get this rank's averages as
-        their memory instead, so that each rank may evaluate when it likes.
-
         Raises:
             UsageError: Inside `applied`; or the model has other parameters than when the average was made.
         """
@@ -115,7 +111,7 @@ class ExponentialAverage:
 
     def _validate_not_applied(self, what: str) -> None:
         if self._is_applied:
-            raise UsageError(f"ExponentialAverage.{what} inside `with average.applied()`. Leave the block first.")
+            raise UsageError(f"ExponentialMovingAverage.{what} inside `with average.applied()`. Leave the block first.")
 
     def _current(self, what: str) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
         """The model's parameters and module buffers, if they are those that there were."""
@@ -126,7 +122,8 @@ class ExponentialAverage:
             if found != before:
                 name = min(n for n in found.keys() | before.keys() if found.get(n) != before.get(n))
                 raise UsageError(
-                    f"ExponentialAverage.{what}: {name!r} was {_told(before.get(name))} when the average was made, and "
+                    f"ExponentialMovingAverage.{what}: {name!r} was {_told(before.get(name))} when the average "
+                    f"was made, and "
                     f"is {_told(found.get(name))} now. Make the average when the model is complete and on its device."
                 )
         return parameters, buffers
@@ -137,19 +134,10 @@ class ExponentialAverage:
         for name, parameter in self._model.named_parameters():
             average = self._averages[name]
             if name in self._before:
-                before = self._before.pop(name)
-                if is_in_common(before):
-                    parameter.data = before
-                else:
-                    parameter.copy_(before)
+                parameter.copy_(self._before.pop(name))
             elif average.dtype is not parameter.dtype:  # exchanged, it would lose what the other dtype can't hold
-                if is_in_common(parameter):
-                    self._before[name], parameter.data = parameter.data, average.to(parameter.dtype)
-                else:
-                    self._before[name] = parameter.detach().clone()
-                    parameter.copy_(average)
-            elif is_in_common(parameter) or is_in_common(average):
-                parameter.data, self._averages[name] = average, parameter.data
+                self._before[name] = parameter.detach().clone()
+                parameter.copy_(average)
             else:
                 pairs.append((parameter, average))
         for one, other in pairs:
@@ -174,7 +162,7 @@ class ExponentialAverage:
             UsageError: Inside `applied`.
         """
         self._validate_not_applied("load_state_dict")
-        where = "ExponentialAverage.load_state_dict"
+        where = "ExponentialMovingAverage.load_state_dict"
         if not isinstance(state, Mapping):
             raise checks.refuse(f"{where}: state", state, "what state_dict() returned")
         num_steps = checks.whole(f"{where}: {_NUM_STEPS}", state.get(_NUM_STEPS), least=0)

@@ -9,19 +9,18 @@ from typing import Any
 from torch import nn, optim
 
 from evenstep import checks
+from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.errors import ConfigurationError
 from evenstep.optim import arguments
-from evenstep.optim.divided import DividedOptimizer, without_state
-from evenstep.optim.elements import ElementDivision
+from evenstep.optim.consistency import OnTheWay, abort_peers
 from evenstep.optim.kinds import is_elementwise, validate_kind, validate_optimizer
-from evenstep.optim.together import OnTheWay, telling_others
-from evenstep.replica.distributed import DistributedDataParallel
-from evenstep.replica.dividing import divide_gradients, validate_dividable
-from evenstep.replica.engine import Engine
-from evenstep.replica.layout import BucketPolicy, ParameterSpec, Sharding, plan_layout
-from evenstep.replica.sharded_bucket import ShardedBucket
-from evenstep.replica.sharded_exchange import Follower, ShardedExchange
-from evenstep.transport.agreement import validate_together
+from evenstep.optim.sharded.base import PartitionedOptimizer, without_state
+from evenstep.optim.sharded.element_wise import ElementWisePartition
+from evenstep.replica.gradients.buckets.layout import BucketPolicy, ParameterSpec, Sharding, plan_layout
+from evenstep.replica.gradients.engine import Engine
+from evenstep.replica.sharded.bucket import ShardedBucket
+from evenstep.replica.sharded.exchange import Follower, ShardedExchange, shard_gradients, validate_shardable
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.transport.local import LocalTransport
 
 
@@ -52,20 +51,20 @@ def fuse(optimizer: optim.Optimizer, model: nn.Module | None = None) -> FlatOpti
     return FlatOptimizer(optimizer, model)
 
 
-class FlatOptimizer(DividedOptimizer):
+class FlatOptimizer(PartitionedOptimizer):
     """What `fuse` makes; its arguments are those of `fuse`."""
 
     def __init__(self, optimizer: optim.Optimizer, model: nn.Module | None = None) -> None:
         kind = type(optimizer)
-        with telling_others(optimizer if model is None else model):
+        with abort_peers(optimizer if model is None else model):
             if model is not None and not isinstance(model, nn.Module):
                 raise checks.refuse("fuse: model", model, "the module whose parameters these are, or None")
         self.model = model if isinstance(model, DistributedDataParallel) else None
         if self.model is None:
             _validate(optimizer)
         else:
-            engine = self.model.engine
-            validate_together(OnTheWay(engine), "fuse", lambda: _facts_of(optimizer, engine))
+            wrapped = self.model
+            validate_on_all_ranks(OnTheWay(wrapped.engine), "fuse", lambda: _facts_of(optimizer, wrapped))
         self._kind = kind
         super().__init__(optimizer.param_groups, optimizer.defaults)
         saved = optimizer.state_dict()
@@ -85,7 +84,9 @@ class FlatOptimizer(DividedOptimizer):
         # Of the defaults, those that are arguments: some are what a class has derived from them.
         given = {k: v for k, v in optimizer.defaults.items() if k in inspect.signature(kind).parameters}
         self._defaults_given = given
-        self._division = ElementDivision(buckets, owner, kind, given, lambda: self.param_groups, None, master=False)
+        self._partition = ElementWisePartition(
+            buckets, owner, kind, given, lambda: self.param_groups, None, master=False
+        )
         self.load_state_dict(saved)
 
     def _of_model(self, model: DistributedDataParallel) -> ShardedExchange:
@@ -93,7 +94,7 @@ class FlatOptimizer(DividedOptimizer):
         groups = self._groups_by_index()
         self._owner = 1 + max((sharding.owner for sharding, _ in others.values()), default=-1)
         sharding = Sharding(self._owner, is_replicated=True)
-        return divide_gradients(
+        return shard_gradients(
             model.engine, {**others, **{index: (sharding, group) for index, group in groups.items()}}
         )
 
@@ -110,7 +111,7 @@ class FlatOptimizer(DividedOptimizer):
         Raises:
             ConfigurationError: It is fused.
         """
-        if self._division is not None:
+        if self._partition is not None:
             raise ConfigurationError("add_param_group: add groups to the plain optimizer, and fuse it then.")
         super().add_param_group(param_group)
 
@@ -122,14 +123,14 @@ def _validate(optimizer: optim.Optimizer) -> None:
     validate_optimizer("fuse: optimizer", optimizer)
     kind = type(optimizer)
     validate_kind(kind)
-    if isinstance(optimizer, DividedOptimizer) or not is_elementwise(kind):
+    if isinstance(optimizer, PartitionedOptimizer) or not is_elementwise(kind):
         raise ConfigurationError(
             f"fuse: {kind.__name__} isn't known to change each element by its own gradient alone, so it can't step "
             f"parameters that lie together. Use it as it is."
         )
 
 
-def _facts_of(optimizer: optim.Optimizer, engine: Engine) -> dict[str, Any]:
+def _facts_of(optimizer: optim.Optimizer, model: DistributedDataParallel) -> dict[str, Any]:
     """What must be equal on all ranks that fuse an optimizer over a model's parameters.
 
     Raises:
@@ -137,6 +138,7 @@ def _facts_of(optimizer: optim.Optimizer, engine: Engine) -> dict[str, Any]:
         UsageError: Gradients have been added since the last reduction.
     """
     _validate(optimizer)
+    engine = model.engine
     index_of = {id(parameter): index for index, parameter in enumerate(engine.parameters)}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = [parameter for parameter in parameters if id(parameter) not in index_of]
@@ -150,9 +152,9 @@ def _facts_of(optimizer: optim.Optimizer, engine: Engine) -> dict[str, Any]:
         taken = [engine.names[index] for index in indices if index in _shardings_of(engine)]
         if taken:
             raise ConfigurationError(f"fuse: parameter {taken[0]!r} belongs to another flat or sharded optimizer.")
-        validate_dividable(engine, indices)
+        validate_shardable(engine, indices)
     facts = arguments.facts_of(optimizer.param_groups, lambda parameter: index_of.get(id(parameter), -1))
-    if engine.drift is None:  # ranks may be meant to step differently
+    if model.monitors.drift is None:  # ranks may be meant to step differently
         facts = {name: value for name, value in facts.items() if "parameters of" in name or "parameter groups" in name}
     return {"the optimizer": type(optimizer).__name__} | facts
 

@@ -1,13 +1,15 @@
-"""What is known of torch's optimizers: which of them look at one element at a time, and which have a fused step."""
+"""Properties of torch's optimizers: which are element-wise, and which have a fused step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from torch import Tensor, optim
+import torch
+from torch import Tensor, nn, optim
 
 from evenstep import checks
+from evenstep import world as worlds
 from evenstep.errors import ConfigurationError
 
 # Their step changes an element of a parameter by that element's gradient and state alone.
@@ -39,7 +41,7 @@ _AROUND: Any = optim.Optimizer.profile_hook_step(_nothing)  # what torch puts ar
 
 
 def is_elementwise(kind: type[optim.Optimizer]) -> bool:
-    """Whether an optimizer may be given a piece of a parameter. Pure. Not known of a class of the user's own: no."""
+    """Return whether a class steps each element by itself. Pure. False for classes of the user's own."""
     return kind in _ELEMENTWISE
 
 
@@ -47,8 +49,8 @@ def validate_optimizer(what: str, given: Any) -> None:
     """Refuse what is no optimizer.
 
     Args:
-        what: Who was given which argument.
-        given: What was given.
+        what: The function and argument, for the message.
+        given: The argument.
 
     Raises:
         ConfigurationError: It is none.
@@ -83,7 +85,7 @@ def validate_kind(kind: type[optim.Optimizer]) -> None:
 
 
 def choose_fused(
-    kind: type[optim.Optimizer], options: Mapping[str, Any], parameters: Sequence[Tensor], *, in_lanes: bool
+    kind: type[optim.Optimizer], options: Mapping[str, Any], parameters: Sequence[Tensor], *, in_virtual_ranks: bool
 ) -> bool:
     """Whether a parameter group's step is to be the fused one: where there is one and the user hasn't chosen. Pure.
 
@@ -91,18 +93,19 @@ def choose_fused(
         kind: Of the optimizer.
         options: Of the group.
         parameters: Of the group. torch's fused steps are for real numbers.
-        in_lanes: In reproducible mode: no. torch's fused steps of a CPU (2.13) round the last elements of a tensor
+        in_virtual_ranks: In reproducible mode: no. torch's fused steps of a CPU (2.13) round the last elements of a
+            tensor
             otherwise than those before them, and where a stretch ends depends on the number of ranks.
 
     Raises:
         ConfigurationError: The user has chosen it in reproducible mode.
     """
-    if in_lanes and options.get("fused"):
+    if in_virtual_ranks and options.get("fused"):
         raise ConfigurationError(
             "fused=True in reproducible mode: a fused step rounds the last elements of a stretch otherwise, and where "
             "stretches end depends on the number of ranks. Leave fused out, or use the plain torch optimizer."
         )
-    if in_lanes or not all(kind in _FUSED.get(p.device.type, ()) and p.is_floating_point() for p in parameters):
+    if in_virtual_ranks or not all(kind in _FUSED.get(p.device.type, ()) and p.is_floating_point() for p in parameters):
         return False
     # torch's fused SGD of a CPU (2.11 to 2.13) computes new values of 16 bits, and writes but the last few of them.
     if kind is optim.SGD and any(p.device.type == "cpu" and p.dtype.itemsize < 4 for p in parameters):
@@ -116,7 +119,7 @@ def choose_fused(
 def step_without_hooks(kind: type[optim.Optimizer]) -> Callable[[Any], object]:
     """The step of a class that torch has made an optimizer of, without what torch has put around it.
 
-    That calls hooks, and tells the profiler. An optimizer inside another one would have it twice, for one step.
+    torch's wrapper calls hooks and the profiler. An optimizer inside another one would have it twice, for one step.
     """
     step: Any = kind.step
     is_wrapped = getattr(step, "__code__", None) is _AROUND.__code__
@@ -128,3 +131,42 @@ def is_divided(key: str, value: Any, parameter: Tensor) -> bool:
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return False
     return parameter.dim() > 0 or key not in _SCALARS
+
+
+def copy_options(kind: type[optim.Optimizer], group: Mapping[str, Any], own: dict[str, Any]) -> None:
+    """Copy the options of the user's group to the inner optimizer's, with the fused step unless one is chosen.
+
+    Args:
+        kind: Of the inner optimizer.
+        group: The user's.
+        own: The inner optimizer's; it has `params` of its own already.
+    """
+    own.update((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+    world = worlds.initialised()
+    in_virtual_ranks = world is not None and world.virtual_ranks is not None
+    if own["params"] and choose_fused(kind, group, own["params"], in_virtual_ranks=in_virtual_ranks):
+        own["fused"], own["foreach"] = True, False
+
+
+def update_options(groups: Sequence[Mapping[str, Any]], inner: optim.Optimizer) -> None:
+    """Before a step: give all groups of the inner optimizer the options that the user's groups have now."""
+    for group, own in zip(groups, inner.param_groups, strict=True):
+        copy_options(type(inner), group, own)
+        if own.get("fused") and own.get("momentum") and not group.get("fused") and _begins_in_part(own, inner):
+            own["fused"] = False  # torch's fused SGD knows only parameters that all begin, or none
+
+
+def _begins_in_part(own: Mapping[str, Any], inner: optim.Optimizer) -> bool:
+    """Whether some tensors of a group have a momentum already, and others will get theirs in this step."""
+    has = {inner.state[p].get("momentum_buffer") is not None for p in own["params"] if p.grad is not None}
+    return len(has) > 1
+
+
+def defaults_of(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that an optimizer class makes of its arguments, as it sets them for a parameter of no model."""
+    return try_out(kind, arguments).defaults
+
+
+def try_out(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> optim.Optimizer:
+    """An optimizer of a class, over one small parameter of no model."""
+    return kind([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **arguments)

@@ -16,8 +16,8 @@ from torch import Tensor, optim
 from evenstep import checks
 from evenstep import world as worlds
 from evenstep.errors import UsageError
+from evenstep.optim.consistency import abort_peers, model_of, note
 from evenstep.optim.kinds import validate_optimizer
-from evenstep.optim.together import engine_of, note, telling_others
 from evenstep.world import World
 
 Rule = Literal["linear", "sqrt"]
@@ -36,7 +36,7 @@ def scale_learning_rate(
     """Scale the rates of all parameter groups from the batch that they were found for to the one that is used.
 
     Every rank calls it once, with the same arguments, before schedulers are made. Rank 0 prints what was decided.
-    Nobody waits: ranks whose arguments differ are found in the first backward pass, if the model was wrapped before,
+    No rank waits: ranks whose arguments differ are found in the first backward pass, if the model was wrapped before,
     and else by their rates.
 
     Args:
@@ -44,8 +44,8 @@ def scale_learning_rate(
         base_batch_size: Samples per step that the rates were found for.
         global_batch_size: Samples per optimizer step of all ranks together, accumulation included.
         rule: "linear": rates grow with the batch; "sqrt": with its square root.
-        accumulation_steps: Micro-batches per step on each rank; only told.
-        world: Who takes part; None: the current world.
+        accumulation_steps: Micro-batches per step on each rank; only for the message.
+        world: The ranks that take part; None: the current world.
 
     Returns:
         What rates were multiplied by.
@@ -60,7 +60,7 @@ def scale_learning_rate(
         "accumulation_steps": accumulation_steps,
     }
     who = "scale_learning_rate"
-    with telling_others(optimizer):
+    with abort_peers(optimizer):
         validate_optimizer(f"{who}: optimizer", optimizer)
         given = [(name, checks.whole(f"{who}: {name}", size, least=1)) for name, size in sizes.items()]
         checks.choice(f"{who}: rule", rule, ("linear", "sqrt"))
@@ -73,11 +73,11 @@ def scale_learning_rate(
                 raise UsageError("scale_learning_rate: the rates of this optimizer have been scaled before.")
         world = worlds.chosen(world, who)
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    note(engine_of(parameters), who, [*given, ("rule", rule)])
+    note(model_of(parameters), who, [*given, ("rule", rule)])
     base_batch_size, global_batch_size, accumulation_steps = (size for _, size in given)  # plain numbers from here on
     ratio = global_batch_size / base_batch_size
     factor = ratio if rule == "linear" else math.sqrt(ratio)
-    told = []
+    received = []
     scaled: list[Tensor] = []  # groups without a rate of their own have one tensor between them, and the defaults
     for group in optimizer.param_groups:
         before = group["lr"]
@@ -89,12 +89,12 @@ def scale_learning_rate(
             scaled.append(before)
             group["unscaled_lr"] = before.clone()
             before.mul_(factor)
-        told.append(f"{float(group['unscaled_lr']):.4g} to {float(group['lr']):.4g}")
+        received.append(f"{float(group['unscaled_lr']):.4g} to {float(group['lr']):.4g}")
     default = optimizer.defaults.get("lr")
     if isinstance(default, int | float):
         optimizer.defaults["lr"] = default * factor  # of groups that are added later
     world.print(
-        f"learning rate: {', '.join(dict.fromkeys(told))} ({rule} rule, times {factor:.4g}); global batch "
+        f"learning rate: {', '.join(dict.fromkeys(received))} ({rule} rule, times {factor:.4g}); global batch "
         f"{global_batch_size} (base {base_batch_size}), about {global_batch_size / world.world_size:.4g} per rank, "
         f"{accumulation_steps} micro-batch{'es' if accumulation_steps > 1 else ''} each"
     )
@@ -124,7 +124,7 @@ class LinearWarmup(optim.lr_scheduler.LRScheduler):
         self, optimizer: optim.Optimizer, num_steps: int, *, start_factor: float = 0.001, last_epoch: int = -1
     ) -> None:
         who = "LinearWarmup"
-        with telling_others(optimizer):
+        with abort_peers(optimizer):
             validate_optimizer(f"{who}: optimizer", optimizer)
             self.num_steps = checks.whole(f"{who}: num_steps", num_steps, least=0)
             self.start_factor = checks.number(f"{who}: start_factor", start_factor, above=0, most=1)
@@ -154,7 +154,7 @@ class LinearWarmup(optim.lr_scheduler.LRScheduler):
         return made
 
     def _look_at(self, rates: list[float | Tensor], before: float) -> None:
-        """Warn if something has set rates anew early in the warm-up, where that is told from another's multiplying.
+        """Warn if rates were overwritten early in the warm-up, and not multiplied by another scheduler.
 
         Args:
             rates: As they are found.
@@ -169,7 +169,7 @@ class LinearWarmup(optim.lr_scheduler.LRScheduler):
                 if world is None or world.is_main:
                     warnings.warn(
                         f"LinearWarmup: a rate that it had made {left:.4g} was {float(rate):.4g} a step later: "
-                        f"somebody sets rates whatever they were, and the warm-up has no effect, or a wrong one. Of "
+                        f"another scheduler overwrites rates, and the warm-up has no effect, or a wrong one. Of "
                         f"torch's schedulers LambdaLR, OneCycleLR, CyclicLR and CosineAnnealingWarmRestarts do. Put "
                         f"one behind the other: torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, other], "
                         f"milestones=[{self.num_steps}]).",

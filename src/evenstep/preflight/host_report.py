@@ -1,4 +1,4 @@
-"""`evenstep env`: what one pastes into a bug report. Looks, and changes nothing; opens no port."""
+"""The report of `evenstep env` for bug reports. Reads only; opens no port."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from evenstep import environment
+from evenstep.control_groups import memory_limit_bytes
 from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.cores import Host, count_cores, plan_ranks
+from evenstep.launcher.options.resources import Host, count_cores, plan_ranks
 from evenstep.network import addresses
-from evenstep.transport.segment import available_bytes, host_memory_bytes
+from evenstep.preflight.tested_versions import runs_on, untested
+from evenstep.transport.shm.segment import available_bytes, host_memory_bytes
 
 Report = dict[str, dict[str, str]]
 
@@ -60,19 +62,19 @@ def render(report: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def describe_placement(placement: Placement) -> dict[str, str]:
-    """What was recognised, and by what. Pure."""
+    """The launcher that was recognised, and by which variables. Pure."""
     if placement.launcher == "none":
         return {"recognised": "none: one process" + (f"; {placement.remark}" if placement.remark else "")}
     found = {
         "recognised": placement.launcher,
         "because": placement.why,
         "this is": f"rank {placement.rank} of {placement.world_size}, {placement.local_rank} of "
-        f"{placement.local_world_size} on host {placement.node_rank} of {placement.num_nodes}",
+        f"{placement.local_world_size} on node {placement.node_rank} of {placement.num_nodes}",
     }
     if placement.rendezvous_file is not None:
-        found["ranks meet"] = f"in {placement.rendezvous_file}"
+        found["rendezvous"] = f"in {placement.rendezvous_file}"
     elif placement.master_address is not None:
-        found["ranks meet"] = f"at {placement.master_address}:{placement.master_port}"
+        found["rendezvous"] = f"at {placement.master_address}:{placement.master_port}"
     return found
 
 
@@ -88,6 +90,9 @@ def _versions() -> dict[str, str]:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     found["torch built with"] = f"CUDA {torch.version.cuda or 'none'}, NCCL {nccl}"
     found["python"] = f"{platform.python_version()} ({sys.executable})"
+    pair = (str(torch.__version__), platform.python_version())
+    runs = "; ".join(f"{run.date} on torch {run.torch} ({run.wheel}): {run.result}" for run in runs_on(*pair))
+    found["tested"] = runs or f"no: {untested(*pair)}"
     found["system"] = f"{platform.platform()}, {' '.join(platform.libc_ver())}"
     return found
 
@@ -119,7 +124,9 @@ def _gpu(index: int) -> str:
 
 def _memory() -> dict[str, str]:
     try:
-        found = {"memory": f"{_gib(available_bytes())} available of {_gib(host_memory_bytes())}"}
+        limit = memory_limit_bytes()
+        allowed = "" if limit is None else f"; control groups allow {_gib(limit)}"
+        found = {"memory": f"{_gib(available_bytes())} available of {_gib(host_memory_bytes())}{allowed}"}
     except OSError as error:
         found = {"memory": str(error)}
     for path in ("/dev/shm", "/tmp"):

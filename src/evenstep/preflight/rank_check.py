@@ -1,4 +1,4 @@
-"""What `evenstep run --check` has every rank do: a sum, a step, and a look at every pair, before hours of training.
+"""`evenstep run --check`: checks a sum and a training step, and measures pairs of ranks.
 
 Started as a module, on every rank. Ends with the status of whatever goes wrong, named by its rank.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from evenstep.errors import MismatchError
 from evenstep.joining import init
-from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
 from evenstep.transport.base import Transport
 from evenstep.world import World
 
@@ -39,23 +39,23 @@ def main() -> None:
             _measure_pairs(world)
 
 
-def choose_pairs(hosts: list[int], limit: int = _MAX_PAIRS) -> list[tuple[int, int]]:
-    """Which pairs of ranks to look at. Pure.
+def choose_pairs(nodes: list[int], limit: int = _MAX_PAIRS) -> list[tuple[int, int]]:
+    """Choose the pairs of ranks to measure. Pure.
 
-    All of them where that is few; else one rank of every host with one of every other, and neighbours on each host,
+    All of them where that is few; else one rank of every node with one of every other, and neighbours on each node,
     as many as the limit allows.
 
     Args:
-        hosts: The host of each rank, as a number.
+        nodes: The node of each rank, as a number.
         limit: How many pairs at most.
     """
-    every = list(itertools.combinations(range(len(hosts)), 2))
+    every = list(itertools.combinations(range(len(nodes)), 2))
     if len(every) <= limit:
         return every
-    first_of = [hosts.index(host) for host in dict.fromkeys(hosts)]
-    between = list(itertools.combinations(first_of, 2))
-    beside = [(rank, rank + 1) for rank in range(len(hosts) - 1) if hosts[rank] == hosts[rank + 1]]
-    return (between + beside)[:limit]
+    first_of = [nodes.index(node) for node in dict.fromkeys(nodes)]
+    inter_node = list(itertools.combinations(first_of, 2))
+    neighbours = [(rank, rank + 1) for rank in range(len(nodes) - 1) if nodes[rank] == nodes[rank + 1]]
+    return (inter_node + neighbours)[:limit]
 
 
 def slow_pairs(seconds: dict[tuple[int, int], float], times: float = _SLOW) -> list[tuple[int, int]]:
@@ -77,7 +77,7 @@ def _check_sum(world: World) -> None:
 
 
 def _check_step(world: World) -> None:
-    """A step of a small network on shares of a batch, and the same on the whole batch in this process alone."""
+    """Compare a step on shares of a batch with one on the whole batch."""
     batch = torch.randn(8 * world.world_size, 16, generator=torch.Generator().manual_seed(1), device="cpu")
 
     def build() -> torch.nn.Module:
@@ -100,7 +100,7 @@ def _check_step(world: World) -> None:
     if not furthest < 1e-5:
         raise MismatchError(
             f"rank {world.rank}: after one step the parameters are {furthest:.3g} away from one process's, and should "
-            f"be within 1e-05. Do all hosts have the same torch ({torch.__version__} here)?"
+            f"be within 1e-05. Do all nodes have the same torch ({torch.__version__} here)?"
         )
 
 
@@ -109,7 +109,7 @@ def _backward(loss: torch.Tensor) -> None:
 
 
 def _measure_pairs(world: World) -> None:
-    pairs = choose_pairs([int(host) for host in world.exchange(world.node_rank)])
+    pairs = choose_pairs([int(node) for node in world.exchange(world.node_rank)])
     seconds: dict[tuple[int, int], float] = {}
     for pair in pairs:
         group = dist.new_group(list(pair))
@@ -119,15 +119,15 @@ def _measure_pairs(world: World) -> None:
             both.close()
         else:
             taken, row = 0.0, ""
-        told = world.exchange([taken, row])[pair[0]]
-        seconds[pair] = float(told[0])
-        world.print(f"ranks {pair[0]} and {pair[1]}: {told[1]}")
+        shared = world.exchange([taken, row])[pair[0]]
+        seconds[pair] = float(shared[0])
+        world.print(f"ranks {pair[0]} and {pair[1]}: {shared[1]}")
         world.barrier()
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
     num_pairs = math.comb(world.world_size, 2)
     if len(pairs) < num_pairs:
-        world.print(f"({len(pairs)} of {num_pairs} pairs: one rank of every host, and neighbours)")
+        world.print(f"({len(pairs)} of {num_pairs} pairs: one rank of every node, and neighbours)")
     for first, second in slow_pairs(seconds):
         world.print(f"slow: ranks {first} and {second} take more than {_SLOW:g} times as long as the median pair")
 

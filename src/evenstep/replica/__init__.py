@@ -1,7 +1,16 @@
 """Keeping replicas equal: the gradient that is applied is the gradient of the global mean loss, on every rank.
 
-From plain data to effects: `layout` (which gradient lies where), `reducer` (when a bucket may travel), `weighting`
-(what is summed and by what it is divided), `agreement` (are the models the same), `batches` (splitting a batch, and
-what stands in for an empty one), `engine` (executes all this in autograd's hooks), `module_buffers`, and
-`distributed` (the class that users see). `reference` is the slow, obvious engine that the tests compare with.
+Reading order, from the roof down; each imports only from those below it:
+
+1. `wrapper/`: `DistributedDataParallel`, the class that users see, and the parts that it is built of.
+2. `data_parallel/`: `DataParallel`, replicas in the threads of one process. It stands by itself.
+3. `sharded/`: gradients that are sharded over the ranks, for `ShardedOptimizer`.
+4. `virtual_ranks/`: reproducible mode: a loop over virtual ranks, and the sums of their gradients.
+5. `monitors/`: what is compared between ranks while a model trains: parameters, options, non-finite gradients.
+6. `gradients/`: the engine. It follows backward passes, packs gradients into buckets and averages them over ranks.
+7. `normalization/`: `SyncBatchNorm`, and the order of the exchanges of a model's layers.
+8. `batches`: splitting a batch, and the dummy batch of a rank whose share is empty. `join`: ranks that run out of data
+   before the others. `channels`: transports for one purpose each. `module_buffers`: running statistics and the like.
+
+`testing.reference` is the slow, obvious engine that tests compare this one with.
 """

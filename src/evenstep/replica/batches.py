@@ -1,33 +1,53 @@
-"""Batches as nests of tensors: splitting one, and what stands in for one that is empty."""
+"""Batches as pytrees of tensors: splitting one, the dummy batch in place of an empty one, and who watches inputs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from evenstep.compat import torch_pytree as pytree
 from evenstep.errors import ConfigurationError
-from evenstep.lanes import begin_of
+from evenstep.virtual_ranks import begin_of
 
 # Two rows and not one: batch normalisation refuses to train on a single value per channel.
-_STAND_IN_ROWS = 2
+_MIN_ROWS = 2
 
 
-def batch_length(batch: Any, dim: int = 0) -> int | None:
-    """Length of the batch dimension of the first tensor in a nest that has one; None if there is none."""
-    for leaf in pytree.tree_leaves(batch):
-        if _has_rows(leaf, dim):
-            return int(leaf.shape[dim])
-    return None
+class InputWatcher(Protocol):
+    """Sees what wrapped models are given for training."""
+
+    def see(self, inputs: Any) -> None:
+        """Called with the pytree of a model's arguments, before a forward pass in grad mode."""
+
+
+# Empty in most steps: a wrapped model leaves its short way as long as there is one.
+input_watchers: WeakSet[InputWatcher] = WeakSet()
+
+
+def show_inputs(inputs: Any) -> None:
+    """Have the watchers see a pytree of arguments, unless gradients are off: that is evaluation."""
+    if input_watchers and torch.is_grad_enabled():
+        for watcher in list(input_watchers):
+            watcher.see(inputs)
+
+
+def is_empty_batch(batch: Any, dim: int = 0) -> bool:
+    """Whether a batch has no sample: there are tensors with a batch dimension, and all of them have length 0 there.
+
+    One that is longer may be a batch beside an empty one, such as the texts of samples of which none has an image.
+    """
+    lengths = {leaf.shape[dim] for leaf in pytree.tree_leaves(batch) if _has_rows(leaf, dim)}
+    return lengths == {0}
 
 
 def split(batch: Any, num_parts: int, dim: int = 0) -> list[Any]:
     """Divide a batch into parts that differ by at most one sample. Pure.
 
     Args:
-        batch: A nest of tensors with n samples along `dim`; tensors that lack it and other values go into every part.
+        batch: A pytree of tensors with n samples along `dim`; tensors that lack it and other values go into every part.
         num_parts: How many parts; fewer come back when there are fewer samples, none for none.
         dim: The batch dimension.
 
@@ -64,10 +84,18 @@ def rows_of(batch: Any, dim: int) -> tuple[list[tuple[Any, bool]], Any, int]:
     return [(leaf, _has_rows(leaf, dim)) for leaf in leaves], structure, lengths.pop()
 
 
-class StandIn:
-    """What a module is run on when this rank's share of a batch is empty: one remembered sample.
+class DummyBatch:
+    """The batch that a module runs on when this rank's share is empty: one remembered sample, repeated.
 
-    Without one (the very first batch is empty) zeros of the right shape stand in.
+    Without a sample, if the very first batch is empty, it is zeros of the right shape.
+
+    [Note: outputs of a dummy batch]
+
+    Outputs are cut to length 0 where they depend on the number of rows, so that a criterion takes them beside empty
+    targets. A model may flatten them ([n * tokens, classes]), or return what has nothing to do with rows (a table of
+    biases). So a dummy batch never has as many rows as the batch that its sample is of: an output that is as long in
+    every dimension as it was then doesn't depend on rows, and is left as it is. Where the outputs of then aren't known,
+    or the inputs differed in length, an output is cut if its batch dimension is a multiple of the number of rows.
 
     Args:
         dim: The batch dimension.
@@ -79,47 +107,74 @@ class StandIn:
     def __init__(self, dim: int = 0) -> None:
         self._dim = dim
         self.has_sample = False
-        self._samples: list[Any] | None = None
+        self._num_rows = _MIN_ROWS
+        self._is_comparable = False
+        self._samples: list[Tensor | None] = []
+        self._output_shapes: list[tuple[int, ...]] = []
 
     def remember(self, inputs: Any) -> None:
-        """Keep the first sample of the first batch that has one."""
-        if self._samples is None:
-            self._samples = [
-                leaf.narrow(self._dim, 0, 1).detach().clone() if _has_rows(leaf, self._dim) else None
-                for leaf in pytree.tree_leaves(inputs)
-            ]
-            self.has_sample = True
+        """Keep the first sample of a batch that isn't empty."""
+        leaves = pytree.tree_leaves(inputs)
+        self._samples = [
+            leaf.narrow(self._dim, 0, 1).detach().clone()
+            if _has_rows(leaf, self._dim) and leaf.shape[self._dim]
+            else None
+            for leaf in leaves
+        ]
+        lengths = {leaf.shape[self._dim] for leaf in leaves if _has_rows(leaf, self._dim)}
+        # Of different lengths two may be as long together as two dummies.
+        self._is_comparable = len(lengths) == 1
+        self._num_rows = _MIN_ROWS + (lengths == {_MIN_ROWS})
+        self.has_sample = True
+
+    def remember_outputs(self, outputs: Any) -> None:
+        """Keep the shapes of what the module returned for the batch that was remembered."""
+        if self._is_comparable:
+            self._output_shapes = _shapes(outputs)
 
     def build(self, inputs: Any) -> Any:
-        """The same nest with every empty tensor replaced by `_STAND_IN_ROWS` rows."""
+        """Return the same pytree with a few rows in every empty tensor."""
         leaves, structure = pytree.tree_flatten(inputs)
-        remembered = self._samples if self._samples is not None and len(self._samples) == len(leaves) else None
+        samples = self._samples if len(self._samples) == len(leaves) else [None] * len(leaves)
         filled = [
-            self._fill(leaf, remembered[index] if remembered is not None else None)
-            if _has_rows(leaf, self._dim) and leaf.shape[self._dim] == 0
-            else leaf
-            for index, leaf in enumerate(leaves)
+            self._fill(leaf, sample) if _has_rows(leaf, self._dim) else leaf
+            for leaf, sample in zip(leaves, samples, strict=True)
         ]
         return pytree.tree_unflatten(filled, structure)
 
     def _fill(self, empty: Tensor, sample: Tensor | None) -> Tensor:
-        shape = list(empty.shape)
-        shape[self._dim] = _STAND_IN_ROWS
         if sample is not None and sample.dim() == empty.dim() and sample.dtype == empty.dtype:
-            rows = sample.to(empty.device).repeat_interleave(_STAND_IN_ROWS, self._dim)
+            rows = sample.to(empty.device).repeat_interleave(self._num_rows, self._dim)
         else:
+            shape = list(empty.shape)
+            shape[self._dim] = self._num_rows
             rows = torch.zeros(shape, dtype=empty.dtype, device=empty.device)
         # What made the empty tensor may be wrapped, too: its pass has to come on this rank as on the others.
         return rows + empty.sum() if empty.requires_grad else rows
 
     def empty_outputs(self, outputs: Any) -> Any:
-        """The outputs of the stand-in cut to length 0, still part of the graph."""
-        dim = self._dim
-        return pytree.tree_map_only(
-            Tensor,
-            lambda out: out.narrow(dim, 0, 0) if _has_rows(out, dim) and out.shape[dim] == _STAND_IN_ROWS else out,
-            outputs,
-        )
+        """Views of the outputs of the dummy batch, without rows and still part of the graph; see the note."""
+        shapes = _shapes(outputs)
+        known = self._output_shapes if list(map(len, self._output_shapes)) == list(map(len, shapes)) else None
+        before = iter(shapes if known is None else known)
+
+        def cut(output: Tensor) -> Tensor:
+            then, dims = next(before), list(range(output.dim()))
+            if _has_rows(output, self._dim):
+                dims.insert(0, self._dim)
+            if known is None:
+                found = [dim for dim in dims[:1] if _has_rows(output, self._dim) and not then[dim] % self._num_rows]
+            else:
+                found = [dim for dim in dims if output.shape[dim] != then[dim]]
+            # A view also of what is left as it is: hooks are put on it, and it may be an output of somebody else's.
+            return output.narrow(found[0], 0, 0) if found else output.view_as(output)
+
+        return pytree.tree_map_only(Tensor, cut, outputs)
+
+
+def _shapes(outputs: Any) -> list[tuple[int, ...]]:
+    """Of all tensors of a pytree."""
+    return [tuple(leaf.shape) for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 
 def _has_rows(leaf: Any, dim: int) -> bool:

@@ -1,24 +1,32 @@
-"""Transports for one purpose: made when first needed, kept, and closed with their world.
+"""Channels: transports for one purpose each, made when first needed, kept, and closed with their world.
 
-What a layer exchanges in the middle of a forward or backward pass has to be matched with what the same layer exchanges
-on other ranks, and never with a bucket, whose turn comes earlier on one rank and later on another.
+A layer's exchange in the middle of a forward or backward pass must be matched with the same layer's exchange on other
+ranks, and never with a bucket, which travels earlier on one rank and later on another.
 
 [Note: several wrapped models]
 
 A loss may go through two of them (a GAN, an encoder and a decoder). A rank that has samples sends the buckets of both
 while autograd runs, in the order in which they fill; a rank whose share is empty sends first all of the one, then all
-of the other, when their passes end. So each wrapped model has a transport of its own for its buckets: the first has the
-world's, and a program with one model makes no other.
+of the other, when their passes end. And two models may be trained in two threads, whose calls have no common order at
+all. So each wrapped model has a transport of its own for all that its passes and its optimizer's steps send, messages
+included (`Trained.control`), and one for its SyncBatchNorms if it has some; nothing of a step goes over the world's
+`control`. The first model has the world's transport, and a program with one model makes no other.
+
+Models find their transports by the order in which they are wrapped, so that has to be the same on all ranks: one
+thread wraps them all (`validate_thread`).
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
+from evenstep.errors import UsageError
 from evenstep.transport.base import Transport
 from evenstep.world import World
 
@@ -28,14 +36,14 @@ _open: weakref.WeakKeyDictionary[World, dict[tuple[str, torch.device], Transport
 def channel(
     world: World, purpose: str, device: torch.device, process_group: dist.ProcessGroup | None = None
 ) -> Transport:
-    """The transport that carries tensors of one purpose and device, apart from everything else.
+    """Return the transport of one purpose and device, whose calls mix with no others.
 
-    Collective the first time, over the ranks of the group: they ask for new channels in the same order. Per device,
-    because autograd has a thread per device and their order among each other is nobody's.
+    Collective the first time, over the ranks of the group: they open new channels in the same order. There is one per
+    device, because autograd has a thread per device, and their calls have no common order.
 
     Args:
-        world: Whose ranks; the transport is closed with it.
-        purpose: What for.
+        world: The ranks; the transport is closed with it.
+        purpose: A name, the same on all ranks.
         device: Where the tensors are.
         process_group: Some ranks of the world; None: all.
 
@@ -46,17 +54,30 @@ def channel(
     made = _open.setdefault(members, {})
     key = (purpose, device)
     if key not in made:
-        made[key] = (members.transport if device.type == members.device.type else members.control).split()
-        members._on_close.append(made[key].close)
+        made[key] = _split_for(members, device)
     return made[key]
 
 
-class _BucketTransports:
-    """The transports of a world that carry buckets: number 0 is the world's own."""
+def _split_for(members: World, device: torch.device) -> Transport:
+    """Collective: one more transport for tensors on a device, which is closed with its world."""
+    made = (members.transport if device.type == members.device.type else members.control).split()
+    members._on_close.append(made.close)
+    return made
 
-    def __init__(self, world: World) -> None:
+
+class _Pool:
+    """Transports of a world for one purpose and device: an owner has one for itself, and the next owner has it then.
+
+    Args:
+        world: The ranks.
+        device: Where the tensors are.
+        first: Number 0; None: it is made, too.
+    """
+
+    def __init__(self, world: World, device: torch.device, first: Transport | None = None) -> None:
         self._world = weakref.ref(world)
-        self._made: list[Transport] = [world.transport]
+        self._device = device
+        self._made: list[Transport] = [] if first is None else [first]
         self._busy: set[int] = set()
 
     def take(self, owner: object) -> Transport:
@@ -68,8 +89,7 @@ class _BucketTransports:
             gc.collect()  # a wrapped model is full of cycles: what looks alive may have been left long ago
             number = self._first_free(world)
         if number == len(self._made):
-            self._made.append(world.transport.split())
-            world._on_close.append(self._made[-1].close)
+            self._made.append(_split_for(world, self._device))
         self._busy.add(number)
         weakref.finalize(owner, self._busy.discard, number).atexit = False
         return self._made[number]
@@ -79,7 +99,7 @@ class _BucketTransports:
         return next(number for number in range(len(self._made) + 1) if number not in busy)
 
 
-_of_buckets: weakref.WeakKeyDictionary[World, _BucketTransports] = weakref.WeakKeyDictionary()
+_pools: weakref.WeakKeyDictionary[World, dict[tuple[str, torch.device], _Pool]] = weakref.WeakKeyDictionary()
 
 
 def bucket_transport(world: World, owner: object) -> Transport:
@@ -93,6 +113,63 @@ def bucket_transport(world: World, owner: object) -> Transport:
     """
     if world.world_size == 1:
         return world.transport
-    if world not in _of_buckets:
-        _of_buckets[world] = _BucketTransports(world)
-    return _of_buckets[world].take(owner)
+    pools = _pools.setdefault(world, {})
+    key = ("buckets", world.device)
+    if key not in pools:
+        pools[key] = _Pool(world, world.device, world.transport)
+    return pools[key].take(owner)
+
+
+def channel_of(
+    owner: object, world: World, purpose: str, device: torch.device, process_group: dist.ProcessGroup | None = None
+) -> Transport:
+    """As `channel`, for one owner alone as long as it lives. Collective, every time.
+
+    Args:
+        owner: Such as the SyncBatchNorms of one model.
+        world: As in `channel`, with all that follows.
+        purpose: See there.
+        device: See there.
+        process_group: See there.
+    """
+    members = world.of_group(process_group)
+    pools = _pools.setdefault(members, {})
+    key = (purpose, device)
+    if key not in pools:
+        pools[key] = _Pool(members, device)
+    return pools[key].take(owner)
+
+
+_wrapped_by: weakref.WeakKeyDictionary[World, weakref.WeakKeyDictionary[object, weakref.ref[threading.Thread]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def validate_thread(world: World, model: object) -> None:
+    """Raise if another thread, which still runs, has wrapped models: see [Note: several wrapped models]. Local.
+
+    Args:
+        world: Of the model that is to be wrapped.
+        model: The model; those that are alive count.
+
+    Raises:
+        UsageError: There is such a thread. Nothing was sent.
+    """
+    if world.world_size == 1:
+        return
+    thread, models = threading.current_thread(), _wrapped_by.setdefault(world, weakref.WeakKeyDictionary())
+    if _others(models, thread):
+        gc.collect()  # a wrapped model is full of cycles: what looks alive may have been left long ago
+    for other in _others(models, thread):
+        raise UsageError(
+            f"DistributedDataParallel on rank {world.rank}: a model is being wrapped in thread {thread.name!r}, and "
+            f"thread {other.name!r} has wrapped one. Ranks find each other's models by the order in which they are "
+            f"wrapped, which isn't the same for two threads on all ranks. Wrap all models in one thread, before the "
+            f"others start; then each of them may be used in a thread of its own."
+        )
+    models[model] = weakref.ref(thread)
+
+
+def _others(models: Mapping[object, weakref.ref[threading.Thread]], thread: threading.Thread) -> list[threading.Thread]:
+    found = [each() for each in models.values()]
+    return [each for each in found if each is not None and each is not thread and each.is_alive()]

@@ -1,23 +1,23 @@
 """Ranks that run out of data before the others: torch's `Join` protocol.
 
-[Note: who tells whom]
+[Note: counting active ranks]
 
-torch's `Join` asks, in ranks that have left their loop, again and again how many ranks are still in theirs; each of
-those answers once per step. torch's class answers at forward. This one answers right before the first collective of a
-window's end, so that forward passes without a reduction (accumulation, evaluation) need no counterpart, and what a
-rank that has joined owes the others is one window's end: it takes part with weight zero.
+torch's `Join` counts the ranks that are still in their loop: ranks that have left it call a collective again and again,
+and each active rank calls it once per step. torch's class does so at forward. This one does so right before the first
+collective of a window's end, so that forward passes without a reduction (accumulation, evaluation) need no counterpart.
+A rank that has left takes part in each window's end, with weight zero.
 
 [Note: several joinables]
 
-`Join([a, b])` has the ranks that have left run a's hook and then b's, once per step, and a alone answers. Whether a's
+`Join([a, b])` has the ranks that have left run a's hook and then b's, once per step, and only a is counted. Whether a's
 window ends first depends on the program, and even on whether it calls `loss.backward()` or `model.backward`. So with
-several of our models each rank that is still in its loop says, at the end of every window, whose it is (`Turns.begin`),
-and a hook of ours that runs on a rank that has left takes part in that window, whichever it is. The first that ends
-answers for the first that is listed.
+several of our models each active rank names, at the end of every window, the model whose window it is
+(`JoinCoordinator.begin`), and a hook of ours on a rank that has left takes part in that window, whichever it is. The
+first window that ends is counted for the first model that is listed.
 
-Joinables that aren't ours say nothing. One that is listed before all of ours answers for all, and has to answer first:
-else the others wait for an answer, and this rank for the others. Whether it has is told by how many collectives its
-group has seen since the `Join` was made: none means that it hasn't.
+Joinables that aren't ours name nothing. One that is listed before all of ours is counted, and has to be counted first:
+else the other ranks wait for that, and this rank for the others. The number of collectives that its group has seen
+since the `Join` was made shows whether it was counted: none means that it wasn't.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, JoinHook
 
+from evenstep.compat.torch_ddp import JoinConfig
 from evenstep.errors import UsageError
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast
+from evenstep.transport.base import Carrier
 from evenstep.world import World
 
 
 class Joining(Protocol):
-    """What the hook needs of the wrapped module."""
+    """A wrapped module, as its join hook sees it."""
 
     module: nn.Module
     world: World
-    _join_config: _JoinConfig
+    _join_config: JoinConfig
 
     @property
     def join_process_group(self) -> dist.ProcessGroup | None:
@@ -53,11 +55,11 @@ class Joining(Protocol):
 
 
 class Uneven:
-    """What the exchange of one model has to know while ranks may leave one by one.
+    """The state of one model's exchange while ranks may leave one by one.
 
     Args:
         model: The wrapped module.
-        turns: Of the `Join` that it is in.
+        coordinator: Of the `Join` that it is in.
         divide_by_initial_world_size: Average plain gradients over all ranks, also over those that have left.
 
     Attributes:
@@ -65,12 +67,12 @@ class Uneven:
         has_joined: This rank has left its loop.
     """
 
-    def __init__(self, model: Joining, turns: Turns, divide_by_initial_world_size: bool) -> None:
+    def __init__(self, model: Joining, coordinator: JoinCoordinator, divide_by_initial_world_size: bool) -> None:
         self.divide_by_initial_world_size = divide_by_initial_world_size
         self.has_joined = False
         self._model = weakref.proxy(model)
-        self._turns = turns
-        self._number = turns.add(model, self)
+        self._coordinator = coordinator
+        self._number = coordinator.add(model, self)
         self._has_begun = False
         self._answer: Any = None
 
@@ -78,36 +80,36 @@ class Uneven:
         """Collective, before the first collective of a window: have the ranks that have left take part in it.
 
         Raises:
-            UsageError: See `Turns.begin`.
+            UsageError: See `JoinCoordinator.begin`.
             RuntimeError: A rank has left, and the `Join` is to end all loops with the first.
         """
         if self._has_begun or self.has_joined or not self._model._join_config.enable:
             return
-        self._answer = self._turns.begin(self._number)
+        self._answer = self._coordinator.begin(self._number)
         self._has_begun = True
 
     def announce_bucket(self) -> None:
         """As `announce`, before a bucket is sent. With several models that can wait for the window's end."""
-        if self._turns.is_of_one:
+        if self._coordinator.is_of_one:
             self.announce()
 
     def end_window(self) -> None:
-        """What was announced is over."""
+        """End the window that was announced."""
         if self._has_begun:
             self._has_begun = False
             answer, self._answer = self._answer, None
             if answer is not None:
                 answer.wait()
-            self._turns.end(self._number)
+            self._coordinator.end(self._number)
 
-    def lowest_active(self, world: World) -> int:
-        """Collective: the first rank that is still in its loop; its module buffers are everybody's."""
-        lowest = torch.tensor([world.world_size if self.has_joined else world.rank], device="cpu")
-        world.control.all_reduce(lowest, "min").wait()
+    def lowest_active(self, control: Carrier) -> int:
+        """Collective: the first active rank, whose module buffers all ranks take."""
+        lowest = torch.tensor([control.world_size if self.has_joined else control.rank], device="cpu")
+        control.all_reduce(lowest, "min").wait()
         return int(lowest)
 
 
-class Turns:
+class JoinCoordinator:
     """Which of the models of one `Join` has its window's end, step by step: see [Note: several joinables]."""
 
     def __init__(self, first: Joining) -> None:
@@ -118,11 +120,11 @@ class Turns:
         self._num_seen = _num_collectives(self._group)
         self._ended: set[int] = set()  # in this step
         self._open: int | None = None  # whose window's end has begun
-        self._is_waiting = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+        self._is_waiting = JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
     @property
     def is_of_one(self) -> bool:
-        """Whether there is nothing to tell apart."""
+        """Whether there is only one model."""
         return len(self._models) == 1
 
     def takes(self, model: Joining) -> bool:
@@ -154,7 +156,7 @@ class Turns:
             raise self._out_of_turn(f"number {number + 1} while that of number {self._open + 1} wasn't over")
         answer = None if self._ended else self._answer()
         if not self.is_of_one:
-            self._say(number, is_again=number in self._ended)
+            self._agree_on_window(number, is_again=number in self._ended)
         self._open = number
         return answer
 
@@ -166,20 +168,20 @@ class Turns:
             self._ended.clear()
 
     def take_part(self) -> None:
-        """Collective, on a rank that has left: take part in the window that the others say.
+        """Collective, on a rank that has left: take part in the window that the active ranks name.
 
         Raises:
             UsageError: They disagree, or don't have each model's window once per step. Raised on every rank.
         """
         for uneven in self._unevens:
             uneven.has_joined = True
-        number = 0 if self.is_of_one else self._say(-1)
+        number = 0 if self.is_of_one else self._agree_on_window(-1)
         model = self._models[number]()
         assert model is not None
         model._take_part_without_data()
 
     def _answer(self) -> Any:
-        """Tell torch's `Join` on the ranks that have left that this one is in its loop."""
+        """Count this rank as active in torch's `Join`."""
         first = self._models[0]()
         assert first is not None
         if not first._join_config.is_first_joinable and self._num_seen is not None:
@@ -192,7 +194,7 @@ class Turns:
             self._num_seen = None  # the next steps are as this one
         return Join.notify_join_context(first)  # type: ignore[arg-type]
 
-    def _say(self, number: int, *, is_again: bool = False) -> int:
+    def _agree_on_window(self, number: int, *, is_again: bool = False) -> int:
         """Collective: agree on whose window ends; ranks that have left pass -1."""
         last = len(self._models) - 1
         said = torch.tensor([number, -1 if number < 0 else last - number, int(is_again)], device="cpu")
@@ -213,23 +215,23 @@ class Turns:
         )
 
 
-_latest: weakref.WeakKeyDictionary[World, weakref.ref[Turns]] = weakref.WeakKeyDictionary()
+_latest: weakref.WeakKeyDictionary[World, weakref.ref[JoinCoordinator]] = weakref.WeakKeyDictionary()
 
 
-def turns_of(model: Joining) -> Turns:
-    """Those of the `Join` that asks a model for its hook at this moment."""
+def coordinator_of(model: Joining) -> JoinCoordinator:
+    """Return the coordinator of the `Join` that is making a model's hook at this moment."""
     known = _latest.get(model.world)
-    turns = None if known is None else known()
-    if turns is None or not turns.takes(model):
-        turns = Turns(model)
-        _latest[model.world] = weakref.ref(turns)
-    return turns
+    coordinator = None if known is None else known()
+    if coordinator is None or not coordinator.takes(model):
+        coordinator = JoinCoordinator(model)
+        _latest[model.world] = weakref.ref(coordinator)
+    return coordinator
 
 
 def _num_collectives(group: dist.ProcessGroup | None) -> int | None:
     """How many collectives a group has begun on this rank; None where that isn't known."""
     group = dist.group.WORLD if group is None else group
-    if group is None or dist.get_backend(group) not in ("gloo", "nccl"):  # others don't count, or count elsewhere
+    if group is None or dist.get_backend(group) not in ("gloo", "nccl", "evenstep"):  # others don't, or elsewhere
         return None
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
@@ -244,13 +246,13 @@ class UnevenJoinHook(JoinHook):
 
     def __init__(self, model: Joining, divide_by_initial_world_size: bool) -> None:
         self._model = model
-        self._turns = turns_of(model)
-        self._uneven = Uneven(model, self._turns, divide_by_initial_world_size)
+        self._coordinator = coordinator_of(model)
+        self._uneven = Uneven(model, self._coordinator, divide_by_initial_world_size)
         model._set_uneven(self._uneven)
 
     def main_hook(self) -> None:
-        """Take part in one reduction of the others, of this model or of another one that is listed beside it."""
-        self._turns.take_part()
+        """Take part in one reduction of the active ranks, of this model or of another one in the same `Join`."""
+        self._coordinator.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Collective: parameters and module buffers become those of a rank that left last."""
@@ -263,9 +265,9 @@ class UnevenJoinHook(JoinHook):
 
 
 def leave(model: Joining) -> None:
-    """A model is in no `Join` any longer."""
+    """Take a model out of its `Join`."""
     model._set_uneven(None)
-    disabled: _JoinConfig = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
+    disabled: JoinConfig = JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
     model._join_config = disabled
 
 

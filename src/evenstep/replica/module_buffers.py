@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from evenstep.compat.torch_tensors import flatten_dense, unflatten_dense
 from evenstep.transport.base import Transport, Work
 
 
@@ -97,13 +97,13 @@ class BufferBroadcast:
             if self._transport.rank == self._src:
                 continue
             # Through `.data`: see `finish_broadcast`.
-            torch._foreach_copy_([tensor.data for tensor in tensors], _unflatten_dense_tensors(packed, tensors))  # type: ignore[no-untyped-call]
+            torch._foreach_copy_([tensor.data for tensor in tensors], unflatten_dense(packed, tensors))  # type: ignore[no-untyped-call]
 
     def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """[numel of all], with their values where they are sent from."""
         if self._transport.rank == self._src:
             with torch.no_grad():
-                return _flatten_dense_tensors(tensors)  # type: ignore[no-any-return, no-untyped-call]
+                return flatten_dense(tensors)  # type: ignore[no-any-return, no-untyped-call]
         numel = sum([tensor.numel() for tensor in tensors])
         return torch.empty(numel, dtype=tensors[0].dtype, device=tensors[0].device)
 

@@ -19,7 +19,6 @@ import os
 import random
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,13 +29,14 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from evenstep.console import say
 from evenstep.errors import ConfigurationError
 from evenstep.world import current
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = {
     "kill": "SIGKILL to itself",
-    "stop": "SIGSTOP to itself; somebody else may continue it",
+    "stop": "SIGSTOP to itself; another process may continue it",
     "raise": "a RuntimeError",
     "exit": "sys.exit(0), as if it had ended well",
     "segfault": "reads address 0",
@@ -47,8 +47,8 @@ KINDS = {
     "nan": "NaN in a gradient, before it is added to the others'",
     "corrupt": "another sign of a gradient, before it is added to the others'",
     "drift": "another value in the first parameter, so that replicas are no longer equal",
-    "shape": "one more collective, of a shape that nobody else has",
-    "order": "one more collective, of a kind that nobody else calls there",
+    "shape": "one more collective, of a shape that no other rank has",
+    "order": "one more collective, of a kind that no other rank calls there",
 }
 
 
@@ -133,7 +133,7 @@ def draw_fault(seed: int, *, num_ranks: int, num_steps: int, kinds: Sequence[str
 
 
 def install(faults: str | Sequence[Fault], *, rank: int) -> Callable[[], None]:
-    """Have this process do what is asked of its rank.
+    """Inject the faults of this rank into this process.
 
     Args:
         faults: For all ranks, as text or as they are.
@@ -184,7 +184,7 @@ class _Injector:
     def _strike(self, phase: str, module: torch.nn.Module | None = None) -> None:
         for fault in [f for f in self._pending if (f.step, f.phase) == (self._step, phase)]:
             self._pending.remove(fault)
-            print(f"evenstep: injecting {fault}", file=sys.stderr, flush=True)  # noqa: T201
+            say(f"evenstep: injecting {fault}")
             _perform(fault, module)
 
 
@@ -201,7 +201,9 @@ def _perform(fault: Fault, module: torch.nn.Module | None) -> None:
         ctypes.string_at(0)
     elif fault.kind == "hold":
         # A library loaded so keeps the lock while it is called.
-        ctypes.PyDLL(None).usleep(int(min(fault.seconds, 2000.0) * 1e6))
+        end_s = time.monotonic() + min(fault.seconds, 2000.0)
+        while (left_s := end_s - time.monotonic()) > 0:  # a signal ends the call, as when stacks are asked for
+            ctypes.PyDLL(None).usleep(int(left_s * 1e6))
     elif fault.kind == "delay":
         time.sleep(fault.seconds)
     elif fault.kind == "allocate":

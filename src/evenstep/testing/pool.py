@@ -8,13 +8,13 @@ from types import TracebackType
 from typing import Any
 
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.ranks import RankGroup
+from evenstep.launcher.pool.ranks import RankGroup
 
 _START_S = 110.0  # for processes that import torch beside whatever else a machine does
 
 
 class RankPool:
-    """One group of processes per world size, made when first asked for, and made anew after a failure.
+    """One group of processes per world size, made on first use, and again after a failure.
 
     A world that a function leaves open stays the current one for later functions on that number of ranks, so that
     `evenstep.init()` costs nothing the next time. Functions are sent by name: put them at the top level of a module.

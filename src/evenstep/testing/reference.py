@@ -20,7 +20,7 @@ class ReferenceReplica:
 
     Args:
         module: The model, equal on all ranks.
-        world: Who takes part.
+        world: The ranks that take part.
     """
 
     def __init__(self, module: nn.Module, world: World) -> None:

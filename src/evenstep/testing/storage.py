@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from evenstep.checkpoint.storage import Storage
+from evenstep.checkpoint.storage.storage import Storage
+from evenstep.errors import CheckpointError
 
 
 def check_storage(factory: Callable[[], Storage]) -> int:
@@ -96,11 +97,21 @@ def _refuses(storage: Storage) -> None:
 
 
 def _locks(storage: Storage) -> None:
-    release = storage.lock({"test": True})
-    again = storage.lock({"test": True})  # the same process: a job may begin anew
-    again()
-    release()
-    storage.lock({})()
+    lock = storage.lock({"test": True})
+    lock.confirm()
+    again = storage.lock({"test": True}, wait_s=0.0)  # the same process: a job may begin anew
+    again.confirm()
+    try:
+        lock.confirm()
+    except CheckpointError:
+        pass
+    else:
+        raise AssertionError("confirm of a lock that was taken over must raise LockedError")
+    lock.release()
+    again.confirm()  # whoever has lost a lock doesn't release the next one
+    again.release()
+    again.release()
+    storage.lock({}).release()
     assert list(storage.list()) == [], "the lock shows among the folders"
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from evenstep.transport.base import Op, Transport, Work
-from evenstep.transport.codec import to_bytes
-from evenstep.transport.exchange import exchange
+from evenstep.transport.core.codec import to_bytes
+from evenstep.transport.core.object_collectives import exchange
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -63,7 +63,9 @@ def ops_of(dtype: torch.dtype) -> tuple[Op, ...]:
         return _ARITHMETIC
     if dtype.is_floating_point:
         return _ARITHMETIC + _ORDER
-    return ("sum", "product", *_ORDER, *_BITS)
+    if dtype is torch.bool or dtype in UNSIGNED[1:]:
+        return ("sum", "product", *_ORDER, *_BITS)
+    return _ARITHMETIC + _ORDER + _BITS
 
 
 def check_transport(factory: Callable[[], Transport], coverage: Coverage | None = None) -> int:
@@ -115,7 +117,11 @@ def reference(values: Sequence[Tensor], op: Op) -> Tensor:
         pick = max if op == "max" else min
         flat = [pick(column) for column in zip(*(value.reshape(-1).tolist() for value in values), strict=True)]
         return torch.tensor(flat, dtype=dtype, device="cpu").view(values[0].shape)
-    return _fold([value.to(torch.int64) for value in values], op).to(dtype)
+    whole = [value.to(torch.int64) for value in values]
+    if op == "mean":  # of the sum as it overflows, towards zero
+        total = _fold(whole, "sum").to(dtype).to(torch.int64)
+        return (total.abs() // len(values) * total.sign()).to(dtype)
+    return _fold(whole, op).to(dtype)
 
 
 def _fold(values: Sequence[Tensor], op: Op) -> Tensor:
@@ -167,36 +173,36 @@ class _Checker:
         self._compare_seen()
 
     def check_moves(self, values: Sequence[Tensor]) -> None:
-        t, told = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
+        t, answers = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
         src = self.num_checked % t.world_size
         got = values[t.rank].clone()
         t.broadcast(got, src).wait()
-        self._same(got, values[src], f"broadcast {told} from {src}")
+        self._same(got, values[src], f"broadcast {answers} from {src}")
         everybodys = torch.cat([value.reshape(-1) for value in values])
         out = torch.zeros_like(everybodys)
         t.all_gather(out, values[t.rank].reshape(-1)).wait()
-        self._same(out, everybodys, f"all_gather {told}")
+        self._same(out, everybodys, f"all_gather {answers}")
         dst = self.num_checked % t.world_size
         out = torch.zeros_like(everybodys)
         mine = self._mine(values)
         t.gather(out if t.rank == dst else None, mine.view(-1), dst).wait()
-        self._same(out, everybodys if t.rank == dst else torch.zeros_like(out), f"gather {told} to {dst}")
+        self._same(out, everybodys if t.rank == dst else torch.zeros_like(out), f"gather {answers} to {dst}")
 
     def check_parts(self, values: Sequence[Tensor], share: int) -> None:
         """Collectives that cut a rank's tensor into one part per rank."""
-        t, told = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
+        t, answers = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
         begin, end = t.rank * share, (t.rank + 1) * share
         src = self.num_checked % t.world_size
         out = torch.zeros(share, dtype=values[0].dtype, device="cpu")
         t.scatter(out, self._mine(values) if t.rank == src else None, src).wait()
-        self._same(out, values[src][begin:end], f"scatter {told} from {src}")
+        self._same(out, values[src][begin:end], f"scatter {answers} from {src}")
         out = torch.zeros_like(values[0])
         t.all_to_all(out, self._mine(values)).wait()
-        self._same(out, torch.cat([value[begin:end] for value in values]), f"all_to_all {told}")
+        self._same(out, torch.cat([value[begin:end] for value in values]), f"all_to_all {answers}")
 
     def check_uneven(self, values: Sequence[Tensor]) -> None:
         """Each rank sends another amount to each."""
-        t, told = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
+        t, answers = self._transport, f"of {values[0].dtype} {list(values[0].shape)}"
         shared = random.Random(self._coverage.seed + self.num_checked)
         splits = [_cut(values[0].numel(), t.world_size, shared) for _ in values]
         received = [
@@ -205,7 +211,7 @@ class _Checker:
         expected = torch.cat(received)
         out = torch.zeros_like(expected)
         t.all_to_all(out, values[t.rank].clone(), [each.numel() for each in received], splits[t.rank]).wait()
-        self._same(out, expected, f"uneven all_to_all {told} with {splits}")
+        self._same(out, expected, f"uneven all_to_all {answers} with {splits}")
 
     def check_barrier(self) -> None:
         work = self._transport.barrier()
@@ -220,9 +226,9 @@ class _Checker:
             if is_allocated:
                 mine = t.allocate(mine.numel(), dtype=mine.dtype, device=self._cpu).view(mine.shape).copy_(mine)
             t.all_reduce(mine, op).wait()
-            told = f"{'allocated ' if is_allocated else ''}{mine.dtype} {list(mine.shape)}"
-            self._close(mine, expected, f"all_reduce({op}) of {told}")
-            self._seen.append((f"all_reduce({op}) of {told}", zlib.crc32(to_bytes(_bits(mine)))))
+            answers = f"{'allocated ' if is_allocated else ''}{mine.dtype} {list(mine.shape)}"
+            self._close(mine, expected, f"all_reduce({op}) of {answers}")
+            self._seen.append((f"all_reduce({op}) of {answers}", zlib.crc32(to_bytes(_bits(mine)))))
 
     def check_reduce(self, values: Sequence[Tensor], op: Op) -> None:
         t = self._transport

@@ -1,9 +1,9 @@
-"""The seam between evenstep and whatever carries bytes.
+"""The interface of all transports: collectives between the ranks of one group.
 
 A transport connects the ranks of one group for one purpose (gradients, control, …). Its calls are matched between
 ranks by their order, so two purposes that may interleave differently on two ranks each get a transport of their own
-(`split`). Everything above this file is written against `Transport`; `evenstep.testing` has the cases that every
-implementation passes.
+(`split`). Everything above this package is written against `Transport`; `evenstep.testing.transport` has the cases that
+every implementation passes.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-# "mean" is of floating-point and complex numbers, "max" and "min" of ordered ones, the last three of integers and bool.
-# Of bool, "sum" and "max" are "or", "product" and "min" are "and".
+# "mean" is of all numbers but unsigned ones of more than 8 bits, and that of integers is rounded towards zero, as NCCL
+# does; "max" and "min" are of ordered ones, the last three of integers and bool. Of bool, "sum" and "max" are "or",
+# "product" and "min" are "and".
 Op = Literal["sum", "max", "min", "mean", "product", "band", "bor", "bxor"]
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """The handle of a collective in flight."""
 
     def wait(self) -> None:
-        """Return when the result may be used: on CPU by anybody, on CUDA by work queued later on this stream.
+        """Return when the result may be used: on CPU by all threads, on CUDA by work queued later on this stream.
 
         Raises:
             PeerLostError: A peer died; the transport can no longer be used.
@@ -34,6 +35,22 @@ class Work(Protocol):
         """Whether `wait` would return at once. Never blocks."""
 
 
+class Carrier(Protocol):
+    """What messages need of a transport: the calls of `Transport` that have these names."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
+        """See `Transport.all_reduce`."""
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """See `Transport.broadcast`."""
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        """See `Transport.all_gather`."""
+
+
 class Transport(Protocol):
     """The ranks of one group, and how they exchange tensors.
 
@@ -41,7 +58,7 @@ class Transport(Protocol):
     its tensors may not be touched before `Work.wait()` returns.
 
     Attributes:
-        name: What the line printed at start calls it: "local", "shared memory", "host memory", "gloo", "nccl".
+        name: In messages: "local", "shared memory", "shared memory + gloo", "gloo", "nccl".
         rank: This rank.
         world_size: Number of ranks.
     """
@@ -51,7 +68,7 @@ class Transport(Protocol):
     world_size: int
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a bucket, zeroed: [numel]. Tensors from here travel with the fewest copies."""
+        """Memory for a bucket, zeroed: [numel]. Collectives copy such tensors least."""
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
         """Combine `tensor` (any shape, contiguous) over the ranks, in place, on every rank."""
@@ -60,7 +77,7 @@ class Transport(Protocol):
         """Make `tensor` (contiguous) equal to rank `src`'s, in place."""
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """Put every rank's `tensor` ([n]) one after the other into `out` ([world_size * n]), in order of rank."""
+        """Concatenate every rank's `tensor` ([n]) in `out` ([world_size * n]), in order of rank."""
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """Combine `tensor` ([world_size * n]) over the ranks, and put part number `rank` of it into `out` ([n])."""
@@ -97,4 +114,4 @@ class Transport(Protocol):
         """Collective: a second transport over the same ranks, whose calls can't mix with this one's."""
 
     def close(self) -> None:
-        """Let go of sockets and memory. Local: doesn't wait for anybody. Twice is once."""
+        """Release sockets and memory. Local: waits for no other rank. Twice is once."""

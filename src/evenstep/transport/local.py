@@ -1,4 +1,4 @@
-"""A world of one: every collective is already done. One process takes the same path as many."""
+"""The transport of a world of one: every collective has already ended. One process takes the same path as many."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class _Done:
     def is_completed(self) -> bool:
         return True
 
-    def when_done(self, told: Callable[[None], object]) -> None:
-        told(None)
+    def add_done_callback(self, callback: Callable[[None], object]) -> None:
+        callback(None)
 
 
 _DONE = _Done()
 
 
 class LocalTransport:
-    """The transport of a world of one. Opens nothing, waits for nobody."""
+    """The transport of a world of one. Opens nothing, never waits."""
 
     name = "local"
     rank = 0
@@ -84,15 +84,15 @@ class LocalTransport:
         """See `Transport.barrier`."""
         return _DONE
 
-    def announce(self, collective: str, text: bytes = b"") -> Work:
-        """See `SharedMemoryTransport.announce`: there is nobody to disagree with."""
+    def compare_call(self, collective: str, text: bytes = b"") -> Work:
+        """See `SharedMemoryTransport.compare_call`: there is no rank to disagree with."""
         return _DONE
 
-    def begin(self, number: int, name: str, packed: bytes) -> None:
-        """See `SharedMemoryTransport.begin`."""
+    def compare_as(self, number: int, name: str, packed: bytes) -> None:
+        """See `SharedMemoryTransport.compare_as`."""
 
-    def serve(self, known_as: Sequence[int]) -> None:
-        """See `SharedMemoryTransport.serve`."""
+    def name_ranks(self, known_as: Sequence[int]) -> None:
+        """See `SharedMemoryTransport.name_ranks`."""
 
     def split(self) -> Transport:
         """See `Transport.split`."""

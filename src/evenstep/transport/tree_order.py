@@ -2,18 +2,18 @@
 
 [Note: exchange, add, gather]
 
-Of a vector every rank gets one slice from every other, adds them in tree order, and tells the others the sum: what a
-ring sends, in two steps. Where several ranks share a host, that is done inside each host first, and then between the
-ranks that have the same slice, one per host, so that every host sends each element once:
+Every rank receives one slice of the vector from every other, adds them in tree order, and sends the sum to the others:
+as many bytes as in a ring, in two steps. Where several ranks share a node, they do this inside each node first, and
+then between the ranks that have the same slice, one per node, so that every node sends each element once:
 
-                 host A                 host B
+                 node A                 node B
              rank 0   rank 1        rank 2   rank 3
-    inside   slice 0  slice 1       slice 0  slice 1       of the host's vectors
-    between  slice 0 -------------- slice 0
-                      slice 1 --------------- slice 1
-    inside   gather                 gather
+    intra-   slice 0  slice 1       slice 0  slice 1       of the node's vectors
+    inter-   slice 0 -------------- slice 0
+    node              slice 1 --------------- slice 1
+    intra-   gather                 gather
 
-With as many consecutive ranks on each host, a power of two, both steps together are the tree over all ranks.
+With as many consecutive ranks on each node, a power of two, both steps together are the tree over all ranks.
 
 Sums are taken one after the other in the order of their launch, whenever they are awaited: on the CPU in a thread of
 the transport, over groups of its own, on a GPU on a stream of its own.
@@ -28,55 +28,55 @@ from torch import Tensor
 
 from evenstep.errors import PeerLostError
 from evenstep.transport.base import Op, Transport, Work
-from evenstep.transport.call_thread import CallThread
-from evenstep.transport.host_plan import HostPlan
-from evenstep.transport.reduction import plan_tree
+from evenstep.transport.core.reduction import divide, plan_tree
+from evenstep.transport.core.worker_thread import WorkerThread
+from evenstep.transport.internode.plan import NodePlan
 
-_IN_TREE_ORDER = ("local", "shared memory", "host memory")
+_IN_TREE_ORDER = ("local", "shared memory")
 _HALF = (torch.float16, torch.bfloat16)
 
-Steps = Generator[Work, None, None]  # what has to be awaited before the next step
+Steps = Generator[Work, None, None]  # yields what has to be awaited before the next step
 
 
 def in_tree_order(
-    transport: Transport, hosts: Sequence[str], subgroup: Callable[[str, Sequence[int]], Transport]
+    transport: Transport, nodes: Sequence[str], subgroup: Callable[[str, Sequence[int]], Transport]
 ) -> Transport:
-    """A transport that adds in a binary tree over ranks: this one, if it does, or one that stands before it.
+    """A transport that adds in a binary tree over ranks: this one, if it does, or an `OrderedTransport` over it.
 
     Collective: every rank calls this.
 
     Args:
         transport: Of ranks whose number is a power of two.
-        hosts: Of each rank, on which host it is.
+        nodes: By rank, the name of its node.
         subgroup: Opens a transport of a name ("gloo", "nccl") between some ranks; called by these ranks alone.
     """
     if transport.name in _IN_TREE_ORDER or getattr(transport, "is_regular", False):
         return transport
-    plan = HostPlan(tuple(tuple(r for r, own in enumerate(hosts) if own == host) for host in dict.fromkeys(hosts)))
+    plan = NodePlan(tuple(tuple(r for r, own in enumerate(nodes) if own == node) for node in dict.fromkeys(nodes)))
     levels = None
-    if plan.is_regular and 1 < len(plan.hosts) < transport.world_size:
-        host, place = plan.place_of(transport.rank)
+    if plan.is_regular and 1 < len(plan.nodes) < transport.world_size:
+        node, place = plan.place_of(transport.rank)
         name = "gloo" if "gloo" in transport.name else transport.name
-        levels = [subgroup(name, plan.hosts[host]), subgroup(name, plan.lane(place))]
+        levels = [subgroup(name, plan.nodes[node]), subgroup(name, plan.inter_node_group(place))]
     return OrderedTransport(transport, levels or [transport.split()])
 
 
 class OrderedTransport:
-    """Adds in tree order; everything else is the transport's behind it. See [Note: exchange, add, gather].
+    """Adds in tree order, and leaves everything else to an inner transport. See [Note: exchange, add, gather].
 
     Args:
-        behind: Carries everything; its ranks are this one's.
-        levels: What sums go through, one after the other: [all ranks], or [the ranks of this host, those of the other
-            hosts with the same place]. Nobody else uses them.
+        inner: The inner transport, of the same ranks.
+        levels: The groups of a sum, one after the other: [all ranks], or [the ranks of this node, the ranks of the
+            other nodes with the same local rank]. Used by nothing else.
     """
 
-    def __init__(self, behind: Transport, levels: Sequence[Transport]) -> None:
-        self.name = behind.name
-        self.rank = behind.rank
-        self.world_size = behind.world_size
-        self._behind = behind
+    def __init__(self, inner: Transport, levels: Sequence[Transport]) -> None:
+        self.name = inner.name
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self._inner = inner
         self._levels = list(levels)
-        self._thread = CallThread("evenstep ordered sums", let_go=self._let_go)
+        self._thread = WorkerThread("evenstep ordered sums", on_close=self._on_close)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     # ------------------------------------------------------------------ sums
@@ -84,7 +84,7 @@ class OrderedTransport:
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.all_reduce`; sums are added in tree order."""
         if op not in ("sum", "mean"):
-            return self._behind.all_reduce(tensor, op)
+            return self._inner.all_reduce(tensor, op)
         flat = tensor.detach().view(-1)
         ready = self._ready(flat)
         return self._launch(self._sum(ready, self._levels), flat, ready, op)
@@ -92,7 +92,7 @@ class OrderedTransport:
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`; sums are added in tree order."""
         if op not in ("sum", "mean"):
-            return self._behind.reduce_scatter(out, tensor, op)
+            return self._inner.reduce_scatter(out, tensor, op)
         ready, into = self._ready(tensor.detach().view(-1)), out.detach().view(-1)
         part = ready.new_empty(into.numel())
         return self._launch(self._sum_of_parts(part, ready), into, part, op)
@@ -102,16 +102,16 @@ class OrderedTransport:
         return self.all_reduce(tensor, op)
 
     def _ready(self, flat: Tensor) -> Tensor:
-        """As it travels: 16 bits as 32, so that sums are rounded once; with Gloo what is on a GPU on the CPU."""
+        """The tensor to send: 16 bits as 32, so that sums are rounded once; with Gloo on the CPU."""
         wide = flat.float() if flat.dtype in _HALF else flat
         return wide.cpu() if self.name == "gloo" else wide
 
     def _launch(self, steps: Steps, into: Tensor, result: Tensor, op: Op) -> Work:
-        """Have the steps taken behind those of all calls before. `into` becomes `result`."""
+        """Take the steps after those of all earlier calls. `into` becomes `result`."""
 
         def finish() -> None:
             if op == "mean":
-                result.div_(self.world_size)
+                divide(result, self.world_size)
             if result is not into:
                 into.copy_(result)
 
@@ -147,7 +147,7 @@ class OrderedTransport:
             flat.copy_(whole[: flat.numel()])
 
     def _sum_of_parts(self, part: Tensor, flat: Tensor) -> Steps:
-        # Part number r belongs to rank r, which is place r % m of host r // m: first those of one place together.
+        # Part number r belongs to rank r, which is place r % m of node r // m: first those of one place together.
         place = self._levels[0].world_size if len(self._levels) > 1 else 1
         mine = flat
         if flat.numel() and place > 1:
@@ -162,23 +162,23 @@ class OrderedTransport:
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Transport.allocate`."""
-        return self._behind.allocate(numel, dtype=dtype, device=device)
+        return self._inner.allocate(numel, dtype=dtype, device=device)
 
     def broadcast(self, tensor: Tensor, src: int) -> Work:
         """See `Transport.broadcast`."""
-        return self._behind.broadcast(tensor, src)
+        return self._inner.broadcast(tensor, src)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
         """See `Transport.all_gather`."""
-        return self._behind.all_gather(out, tensor)
+        return self._inner.all_gather(out, tensor)
 
     def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
         """See `Transport.gather`."""
-        return self._behind.gather(out, tensor, dst)
+        return self._inner.gather(out, tensor, dst)
 
     def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
         """See `Transport.scatter`."""
-        return self._behind.scatter(out, tensor, src)
+        return self._inner.scatter(out, tensor, src)
 
     def all_to_all(
         self,
@@ -188,30 +188,30 @@ class OrderedTransport:
         splits: Sequence[int] | None = None,
     ) -> Work:
         """See `Transport.all_to_all`."""
-        return self._behind.all_to_all(out, tensor, out_splits, splits)
+        return self._inner.all_to_all(out, tensor, out_splits, splits)
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
-        return self._behind.barrier()
+        return self._inner.barrier()
 
     def split(self) -> Transport:
         """See `Transport.split`."""
-        return OrderedTransport(self._behind.split(), [each.split() for each in self._levels])
+        return OrderedTransport(self._inner.split(), [each.split() for each in self._levels])
 
     def close(self) -> None:
         """See `Transport.close`."""
         self._thread.close(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
 
-    def _let_go(self) -> None:
-        for each in (*self._levels, self._behind):
+    def _on_close(self) -> None:
+        for each in (*self._levels, self._inner):
             each.close()
 
     def __repr__(self) -> str:
-        return f"<OrderedTransport of {' and '.join(str(each.world_size) for each in self._levels)}, {self._behind!r}>"
+        return f"<OrderedTransport of {' and '.join(str(each.world_size) for each in self._levels)}, {self._inner!r}>"
 
 
 class _Sum:
-    """A sum under way."""
+    """The handle of a sum in flight."""
 
     def __init__(self, wait: Callable[[], object], is_done: Callable[[], bool], finish: Callable[[], object]) -> None:
         self._wait = wait
@@ -232,5 +232,5 @@ def _add(received: Tensor, num_ranks: int) -> Tensor:
     """The sum of equal parts, in tree order."""
     parts = list(received.view(num_ranks, -1).unbind())
     for a, b in plan_tree(num_ranks):
-        parts[a].add_(parts[b])  # parts[a] is memory of `received`, which is nobody else's
+        parts[a].add_(parts[b])  # parts[a] is memory of `received`, which only this sum uses
     return parts[0]

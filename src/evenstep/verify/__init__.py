@@ -1,1 +1,16 @@
-"""Are two runs the same? On other numbers of ranks, and killed and resumed against left alone."""
+"""Are two runs the same? On other numbers of ranks, and killed and resumed against left alone.
+
+In reading order:
+
+    ranks       `evenstep verify`: runs a script on several numbers of ranks, in float32 and float64
+    recorder    one rank of such a run: records what each step saw, computed and left behind
+    loaders     there: the same samples and global batches on any number of ranks
+    dropout     there: switched off, as masks would differ
+    double      there: the script in float64
+    evidence    the record of a run: one line of JSON and two files a step
+    compare     where two runs differ by more than rounding                      pure
+    causes      what usually causes such a difference                            pure
+    report      the result as a table and as JSON
+    resume      `evenstep verify --resume`: runs, kills, resumes and compares
+    traces      where a resumed run differs from an undisturbed one              pure
+"""

@@ -1,4 +1,4 @@
-"""Why a run on several ranks is not the run on fewer: what usually causes it, told from what the ranks have seen. Pure.
+"""What usually makes a run on several ranks differ from one on fewer, by the evidence that ranks recorded. Pure.
 
 Nothing here is a guess at the script's text. Each cause has evidence of its own:
 
@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from evenstep.checks import counted
+from evenstep.observe.thresholds import SAME_WEIGHT
 from evenstep.verify.evidence import Run, Seen
-from evenstep.verify.weights import Weights, find_weights
 
-_SAME_WEIGHT = 1e-3  # weights this close to each other, relatively, are equal
+_MOST_PASSES = 64  # backward passes of all ranks in a step, above which their weights are not computed
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Cause:
 
 
 def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Cause]:
-    """What the evidence says of a difference, the best first; nothing if it says nothing.
+    """The causes that the evidence supports, the best first; none if it supports none.
 
     Args:
         base: The run on fewer ranks; in float64, if there is one.
@@ -79,20 +80,20 @@ def _data(base: Run, run: Run, step: int) -> list[Cause]:
     more, fewer = theirs - ours, ours - theirs
     total, expected = sum(theirs.values()), sum(ours.values())
     repeated = sum(min(count, theirs[each] - 1) for each, count in more.items() if theirs[each] > 1)
-    when, told = f"in step {step + 1}, {repeated} of the {total} samples", _by_whom(run.at(step))
+    when, received = f"in step {step + 1}, {repeated} of the {total} samples", _by_whom(run.at(step))
     if not repeated:
         # Ranks with orders of their own see each other's samples sooner or later.
         steps = range(min(base.num_steps, run.num_steps))
         repeated = max(0, _num_repeated(run, steps) - _num_repeated(base, steps))
-        when, told = f"within {len(steps)} steps, {repeated} of the samples", ""
+        when, received = f"within {len(steps)} steps, {repeated} of the samples", ""
     if repeated:
         left_out = f", and {sum(fewer.values())} of the {expected} of step {step + 1} are left out" if fewer else ""
         return [
             Cause(
                 "repeated",
-                f"data seen twice: {when} of {run.num_ranks} ranks are repetitions{told}{left_out}. Divide the data "
-                f"over the ranks: evenstep.DataLoader(global_batch_size=), or a DistributedSampler that knows rank and "
-                f"number of ranks, with one seed. (At an epoch's end torch's sampler repeats samples, too.)",
+                f"data seen twice: {when} of {run.num_ranks} ranks are repetitions{received}{left_out}. Divide the "
+                f"data over the ranks: evenstep.DataLoader(global_batch_size=), or a DistributedSampler that knows rank"
+                f" and number of ranks, with one seed. (At an epoch's end torch's sampler repeats samples, too.)",
             )
         ]
     if total != expected:
@@ -217,17 +218,17 @@ def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen:
     """Each pass has added the right gradient: only the weights are wrong, all of them or some."""
     right, applied = torch.tensor(weights.right, device="cpu"), torch.tensor(weights.applied, device="cpu")
     ratios = applied / right
-    passes = max(len(each.lanes) for each in seen), max(len(each.lanes) for each in known)
+    passes = max(len(each.virtual_ranks) for each in seen), max(len(each.virtual_ranks) for each in known)
     if not bool(ratios.isfinite().all()) or float(ratios.abs().max()) == 0:
         return []
-    if float((ratios - ratios.mean()).abs().max()) > _SAME_WEIGHT * float(ratios.abs().mean()):
-        rank_of = [rank for rank, each in enumerate(seen) for _ in each.lanes]
+    if float((ratios - ratios.mean()).abs().max()) > SAME_WEIGHT * float(ratios.abs().mean()):
+        rank_of = [rank for rank, each in enumerate(seen) for _ in each.virtual_ranks]
         shares = [
             (float(sum(part[i] for i, owner in enumerate(rank_of) if owner == rank)), rank)
             for rank in range(len(seen))
             for part in (right, applied)
         ]
-        told = ", ".join(
+        received = ", ".join(
             f"rank {rank} by {shares[2 * rank + 1][0]:.4g} instead of {shares[2 * rank][0]:.4g}"
             for rank in range(min(len(seen), 4))
         )
@@ -235,12 +236,12 @@ def _counted_wrong(weights: Weights, num_base: int, known: Sequence[Seen], seen:
             Cause(
                 "average",
                 f"a loss averaged over the wrong number: each rank's gradient is right, and counts by the wrong "
-                f"weight ({told}). Ranks average over different numbers of samples or tokens, and the mean of their "
-                f"means is not the global mean: model.backward(loss, weight=what it was averaged over).",
+                f"weight ({received}). Ranks average over different numbers of samples or tokens, and the mean of "
+                f"their means is not the global mean: model.backward(loss, weight=what it was averaged over).",
             )
         ]
     ratio = float(ratios.mean())
-    if abs(ratio - 1) <= _SAME_WEIGHT:
+    if abs(ratio - 1) <= SAME_WEIGHT:
         return []
     if max(passes) > 1:
         return [
@@ -311,8 +312,8 @@ def _shared_masks(seen: Sequence[Seen]) -> list[Cause]:
 def _undivided(seen: Sequence[Seen]) -> list[Cause]:
     for rank, each in enumerate(seen):
         passes = len(each.losses)
-        # Lanes of reproducible mode are averaged over, as ranks are.
-        if each.held_back and not each.lanes_of_run and passes > 1 and each.means == passes:
+        # Virtual ranks of reproducible mode are averaged over, as ranks are.
+        if each.held_back and not each.virtual_ranks_of_run and passes > 1 and each.means == passes:
             return [
                 Cause(
                     "divisor",
@@ -322,3 +323,43 @@ def _undivided(seen: Sequence[Seen]) -> list[Cause]:
                 )
             ]
     return []
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How the backward passes of all ranks make up two gradients.
+
+    Attributes:
+        right: Of each pass, ranks after each other, its weight in the gradient of the run on fewer ranks.
+        applied: Its weight in the gradient that the optimizer got.
+        unexplained: What of the first is no sum of the passes, relatively.
+    """
+
+    right: list[float]
+    applied: list[float]
+    unexplained: float
+
+
+def find_weights(base: Run, run: Run, step: int) -> Weights | None:
+    """The weights of the backward passes, by least squares over probes of the gradients; None if they aren't known."""
+    target = base.probes(0, step).get("applied")
+    probes = [run.probes(rank, step) for rank in range(run.num_ranks)]
+    applied = probes[0].get("applied")
+    columns = [
+        given[key] for given in probes for key in sorted((key for key in given if key.isdigit()), key=int)
+    ]  # ranks after each other
+    if target is None or applied is None or not 0 < len(columns) <= _MOST_PASSES:
+        return None
+    if any(column.shape != target.shape for column in [applied, *columns]):
+        return None
+    matrix = torch.stack([column.double() for column in columns], dim=1)
+    right, unexplained = _solve(matrix, target)
+    return Weights(right, _solve(matrix, applied)[0], unexplained)
+
+
+def _solve(matrix: Tensor, target: Tensor) -> tuple[list[float], float]:
+    scales = matrix.norm(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
+    scaled = matrix / scales
+    solution = torch.linalg.lstsq(scaled, target.double().unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    left = (target - scaled @ solution).norm() / target.norm().clamp_min(torch.finfo(torch.float64).tiny)
+    return (solution / scales).tolist(), float(left)

@@ -1,9 +1,9 @@
-"""Do two runs take the same steps? Judged against float64, not against a tolerance. Pure.
+"""Do two runs take the same steps? Judged by their distances from float64. Pure.
 
 [Note: rounding] Two runs that add the same numbers in another order differ by rounding. How much that is depends on the
 script: a bit in the last place where sums are short, a percent in bfloat16. So the script is run once more in float64,
 on as many ranks as the run that the others are compared with. What lies between that run and its float64 likeness is
-rounding, tensor by tensor and step by step, and other runs may lie `FACTOR` times as far from it.
+rounding, tensor by tensor and step by step, and other runs may lie `ROUNDING_FACTOR` times as far from it.
 
 A run that lies further is not yet wrong: at the kink of a ReLU, or where Adam divides a gradient that is nothing but
 rounding by itself, a last bit becomes a difference that can be seen. So that run, too, is made in float64. There
@@ -22,11 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evenstep.observe.thresholds import ROUNDING_FACTOR, SHRINKS_TO
 from evenstep.verify.evidence import Run, Seen
 
-FACTOR = 16.0
-SHRINKS_TO = 1e-4
-COARSE = 1e-4  # relative rounding above which float32 hides too much, and float64 is asked in any case
 _EPS = torch.finfo(torch.float32).eps
 _EPS_DOUBLE = torch.finfo(torch.float64).eps
 
@@ -45,7 +43,7 @@ class Difference:
         rounding: What rounding explains, in the same measure.
         num_differing: Tensors of that kind that differ in that step.
         num_compared: Of so many.
-        lane: In reproducible mode the first lane that differs; None: none does, or there are none.
+        virtual_rank: In reproducible mode the first virtual rank that differs; None: none does, or there are none.
     """
 
     step: int
@@ -55,16 +53,16 @@ class Difference:
     rounding: float
     num_differing: int = 1
     num_compared: int = 1
-    lane: int | None = None
+    virtual_rank: int | None = None
 
     def __str__(self) -> str:
         of = f" of {self.name!r}" if self.kind == "gradient" else f" {self.name!r}" if self.name else ""
-        lane = "" if self.lane is None else f", lane {self.lane}"
+        virtual_rank = "" if self.virtual_rank is None else f", virtual rank {self.virtual_rank}"
         more = f" ({self.num_differing} of {self.num_compared} differ)" if self.num_compared > 1 else ""
         if self.rounding == 0:
-            return f"step {self.step}{lane}: {self.kind}{of} has other bits{more}"
+            return f"step {self.step}{virtual_rank}: {self.kind}{of} has other bits{more}"
         return (
-            f"step {self.step}{lane}: {self.kind}{of} is off by {self.deviation:.1e}, and rounding explains "
+            f"step {self.step}{virtual_rank}: {self.kind}{of} is off by {self.deviation:.1e}, and rounding explains "
             f"{self.rounding:.0e}{more}"
         )
 
@@ -81,7 +79,7 @@ def are_identical(base: Run, run: Run) -> bool:
             seen.digests[key] != ours[key] for seen in run.at(step) for key in ours if not key.startswith("buffer/")
         ):
             return False
-        if base.num_lanes and _lane_losses(base, step) != _lane_losses(run, step):
+        if base.num_virtual_ranks and _virtual_rank_losses(base, step) != _virtual_rank_losses(run, step):
             return False
     return True
 
@@ -141,20 +139,22 @@ def first_difference_in_double(base: Run, reference: Run, run: Run, double: Run)
 
 
 def first_other_bits(base: Run, run: Run) -> Difference | None:
-    """The first bits that differ: for reproducible mode, which promises none."""
+    """The first bits that differ; reproducible mode promises that there are none."""
     for step in range(min(base.num_steps, run.num_steps)):
-        ours, theirs = _lane_digests(base, step), _lane_digests(run, step)
-        lane = _first_lane(ours, theirs, base.num_lanes)
-        losses = _lane_losses(base, step), _lane_losses(run, step)
+        ours, theirs = _virtual_rank_digests(base, step), _virtual_rank_digests(run, step)
+        virtual_rank = _first_virtual_rank(ours, theirs, base.num_virtual_ranks)
+        losses = _virtual_rank_losses(base, step), _virtual_rank_losses(run, step)
         if losses[0] != losses[1]:
-            return Difference(step + 1, "loss", "", math.nan, 0.0, lane=_first_lane(*losses, base.num_lanes))
+            return Difference(
+                step + 1, "loss", "", math.nan, 0.0, virtual_rank=_first_virtual_rank(*losses, base.num_virtual_ranks)
+            )
         mine = base.ranks[0][step].digests
         for kind in KINDS:
             names = [name for name in mine if name.startswith(f"{kind}/")]
             wrong = [name for name in names if any(seen.digests.get(name) != mine[name] for seen in run.at(step))]
             if wrong:
                 name = wrong[0].partition("/")[2]
-                return Difference(step + 1, KINDS[kind], name, math.nan, 0.0, len(wrong), len(names), lane)
+                return Difference(step + 1, KINDS[kind], name, math.nan, 0.0, len(wrong), len(names), virtual_rank)
     return None
 
 
@@ -185,13 +185,13 @@ class _Scale:
     def allowed(self, name: str) -> float:
         """How far from float64 a tensor may lie."""
         size = self.sizes.get(name, 0.0)
-        return FACTOR * max(self._moved.get(name, 0.0), self.typical * size, _EPS * size)
+        return ROUNDING_FACTOR * max(self._moved.get(name, 0.0), self.typical * size, _EPS * size)
 
     def remains(self, single: Mapping[str, float], name: str) -> float:
         """How much may be left in float64 of the differences that there were in float32."""
         size = self.sizes.get(name, 0.0)
         of_rounding = SHRINKS_TO * max(single.get(name, 0.0), self._moved.get(name, 0.0), _EPS * size)
-        return max(of_rounding, FACTOR * _EPS_DOUBLE * self._largest[name.partition("/")[0]])
+        return max(of_rounding, ROUNDING_FACTOR * _EPS_DOUBLE * self._largest[name.partition("/")[0]])
 
 
 def _first(
@@ -236,17 +236,17 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
 
 
-def _first_lane(ours: Sequence[object], theirs: Sequence[object], num_lanes: int) -> int | None:
-    """The lane of the first backward pass that differs; each lane may have several passes."""
-    if len(ours) != len(theirs) or num_lanes == 0:
+def _first_virtual_rank(ours: Sequence[object], theirs: Sequence[object], num_virtual_ranks: int) -> int | None:
+    """The virtual rank of the first backward pass that differs; each virtual rank may have several passes."""
+    if len(ours) != len(theirs) or num_virtual_ranks == 0:
         return None
     first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
-    return None if first is None else first * num_lanes // len(ours)
+    return None if first is None else first * num_virtual_ranks // len(ours)
 
 
-def _lane_digests(run: Run, step: int) -> list[dict[str, str]]:
-    return [lane for seen in run.at(step) for lane in seen.lanes]
+def _virtual_rank_digests(run: Run, step: int) -> list[dict[str, str]]:
+    return [virtual_rank for seen in run.at(step) for virtual_rank in seen.virtual_ranks]
 
 
-def _lane_losses(run: Run, step: int) -> list[tuple[float, float | None]]:
+def _virtual_rank_losses(run: Run, step: int) -> list[tuple[float, float | None]]:
     return [loss for seen in run.at(step) for loss in seen.losses]

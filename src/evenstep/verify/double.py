@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from evenstep.replica.distributed import DistributedDataParallel
-from evenstep.verify.patching import Patches
+from evenstep.compat import torch_pytree as pytree
+from evenstep.compat.torch_autograd import without_torch_function
+from evenstep.observe.patching import Patches
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 _NARROWER = (torch.float32, torch.float16, torch.bfloat16)
 _TO = Tensor.to
@@ -63,7 +64,7 @@ def _let_go(group: object) -> None:
 
 def widen(module: nn.Module) -> nn.Module:
     """A module with float64 parameters and buffers, converted in place: optimizers that have them keep them."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad(), without_torch_function():
         return module.double()
 
 

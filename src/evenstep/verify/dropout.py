@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evenstep.verify.patching import Patches
+from evenstep.observe.patching import Patches
 
 _FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
@@ -24,7 +24,7 @@ def switch_off(patches: Patches, about_to_draw: Callable[[], bool]) -> None:
     """Have no dropout of torch's drop anything from now on.
 
     Args:
-        patches: Knows how to undo it.
+        patches: Undoes it.
         about_to_draw: Called in place of the draw; returns whether to draw all the same.
     """
     for owner, names in ((F, _FUNCTIONS), (torch, ("dropout", "alpha_dropout", "feature_dropout"))):

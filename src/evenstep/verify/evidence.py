@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from evenstep.checkpoint.snapshot import bytes_of
+from evenstep.checkpoint.format.payload import bytes_of
 
 Values = Mapping[str, Tensor]
 
@@ -23,7 +23,7 @@ NUM_PROBES = 256  # elements of each gradient, evenly drawn, that every rank kee
 
 @dataclass(frozen=True)
 class Plan:
-    """What a rank is to record.
+    """The instructions for a rank that records.
 
     Attributes:
         directory: Where to.
@@ -59,7 +59,7 @@ class Seen:
         graphs: Of each backward pass, how often each kind of node is in its graph.
         modules: Names of the modules that ran, in order, of the first training forward.
         digests: Of every "grad/...", "param/..." and "buffer/..." as it was for, and after, the optimizer.
-        lanes: Of each backward pass, the digests of what it added to gradients on this rank.
+        virtual_ranks: Of each backward pass, the digests of what it added to gradients on this rank.
         settings: Of each parameter group the numbers that the optimizer steps with.
         dropouts: State of the random stream when dropout would have drawn from it, of the first calls.
         draws: Whether a training forward drew random numbers besides.
@@ -68,7 +68,7 @@ class Seen:
         held_back: Whether gradients were held back for accumulation in one of the passes.
         has_hidden: Whether gradients were divided over the ranks and could not be read.
         batch_sizes: Of torch's loaders so far, as the script passed it.
-        lanes_of_run: Lanes of reproducible mode; 0: it is off.
+        virtual_ranks_of_run: Virtual ranks of reproducible mode; 0: it is off.
     """
 
     rows: list[list[str]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Seen:
     graphs: list[dict[str, int]] = field(default_factory=list)
     modules: list[str] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
-    lanes: list[dict[str, str]] = field(default_factory=list)
+    virtual_ranks: list[dict[str, str]] = field(default_factory=list)
     settings: list[dict[str, float]] = field(default_factory=list)
     dropouts: list[str] = field(default_factory=list)
     draws: bool = False
@@ -85,7 +85,7 @@ class Seen:
     held_back: bool = False
     has_hidden: bool = False
     batch_sizes: list[int] = field(default_factory=list)
-    lanes_of_run: int = 0
+    virtual_ranks_of_run: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -119,12 +119,12 @@ class Run:
         return min((len(steps) for steps in self.ranks), default=0)
 
     @property
-    def num_lanes(self) -> int:
+    def num_virtual_ranks(self) -> int:
         """Of reproducible mode; 0: it is off."""
-        return self.ranks[0][0].lanes_of_run if self.num_steps else 0
+        return self.ranks[0][0].virtual_ranks_of_run if self.num_steps else 0
 
     def at(self, step: int) -> list[Seen]:
-        """What each rank saw in a step, counted from 0."""
+        """The record of each rank of a step, counted from 0."""
         return [steps[step] for steps in self.ranks]
 
 
@@ -155,7 +155,7 @@ def num_finished(plan: Plan) -> int:
 
 
 def read_run(directory: Path, num_ranks: int) -> Run:
-    """What a run's `Writer`s left. Tensors are read when they are asked for."""
+    """Read the files of a run's `Writer`s; tensors are read on access."""
 
     def steps_of(rank: int) -> list[Seen]:
         path = directory / f"rank-{rank}.jsonl"
@@ -172,9 +172,9 @@ def read_run(directory: Path, num_ranks: int) -> Run:
     )
 
 
-def _seen(told: dict[str, Any]) -> Seen:
-    losses = [(value, weight) for value, weight in told.pop("losses")]
-    return Seen(**told, losses=losses)
+def _seen(received: dict[str, Any]) -> Seen:
+    losses = [(value, weight) for value, weight in received.pop("losses")]
+    return Seen(**received, losses=losses)
 
 
 def _values_name(step: int) -> str:

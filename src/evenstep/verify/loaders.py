@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils import data
-from torch.utils.data._utils import fetch
 
 from evenstep import randomness
-from evenstep.data.fetch import gives_batches, seed_streams
+from evenstep.compat.torch_data import MapDatasetFetcher
 from evenstep.data.loader import DataLoader
+from evenstep.data.loading.fetch import gives_batches, seed_streams
+from evenstep.observe.loaders import replace_batch_sizes
+from evenstep.observe.patching import Patches
 from evenstep.randomness import mix
-from evenstep.verify.patching import Patches
 
 _SAMPLE_TAG = 0x766572696679  # "verify": other streams from the same seed stay unrelated
 
@@ -26,23 +27,16 @@ def same_global_batches(patches: Patches, sizes: Sequence[Sequence[int]], seen: 
     """Have torch's loaders load the batches of another number of ranks.
 
     Args:
-        patches: Knows how to undo it.
+        patches: Undoes it.
         sizes: See `Plan.batch_sizes`.
-        seen: Told the batch size of every loader, as the script passes it.
+        seen: Gets the batch size of every loader, as the script passes it.
     """
 
-    def made(original: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(original)
-        def init(self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **kwargs: Any) -> None:
-            has_batches = kwargs.get("batch_sampler") is not None or (len(args) > 2 and args[2] is not None)
-            if isinstance(batch_size, int) and not has_batches:
-                seen.append(batch_size)
-                batch_size = size_of(batch_size, sizes, len(seen) - 1)
-            original(self, dataset, batch_size, *args, **kwargs)
+    def choose(size: int) -> int:
+        seen.append(size)
+        return size_of(size, sizes, len(seen) - 1)
 
-        return init
-
-    patches.replace(data.DataLoader, "__init__", made)
+    replace_batch_sizes(patches, choose)
 
 
 def size_of(passed: int, sizes: Sequence[Sequence[int]], index: int) -> int:
@@ -94,5 +88,5 @@ def same_samples(patches: Patches) -> None:
 
         return init
 
-    patches.replace(fetch._MapDatasetFetcher, "fetch", fetched)
+    patches.replace(MapDatasetFetcher, "fetch", fetched)
     patches.replace(DataLoader, "__init__", made)

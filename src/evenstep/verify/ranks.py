@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evenstep.checkpoint.rehearsal import Script
 from evenstep.checks import counted
 from evenstep.environment import openmp_threads, with_verification
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.launcher.cores import count_cores
+from evenstep.launcher.options.resources import count_cores
+from evenstep.observe.rehearsal import RehearsalPlan
+from evenstep.observe.thresholds import COARSE
+from evenstep.temporary import private_directory
 from evenstep.verify import causes, compare
 from evenstep.verify.evidence import Plan, Run, read_run
 from evenstep.verify.loaders import sizes_for
@@ -50,18 +51,20 @@ def verify_ranks(
     if not Path(script).is_file():
         raise ConfigurationError(f"{script}: no such script.")
     if len(set(ranks)) < 2 or min(ranks) < 1:
-        told = ",".join(map(str, ranks))
-        raise ConfigurationError(f"--ranks {told}: at least two numbers of ranks, from 1, as in --ranks 1,2,4.")
+        received = ",".join(map(str, ranks))
+        raise ConfigurationError(f"--ranks {received}: at least two numbers of ranks, from 1, as in --ranks 1,2,4.")
     if num_steps < 1:
         raise ConfigurationError(f"--steps {num_steps}: at least 1.")
-    with tempfile.TemporaryDirectory(prefix="evenstep-verify-") as name:
-        launch = start or _launcher(script, arguments, device=device, threads=_threads_for(max(ranks)))
-        runs = _Runs(Path(name), script, sorted(set(ranks)), num_steps, launch, say)
+    with private_directory("verify") as root:
+        launch = start or _launcher(
+            script, arguments, device=device, threads=_threads_for(max(ranks)), most_ranks=max(ranks)
+        )
+        runs = _Runs(root, script, sorted(set(ranks)), num_steps, launch, say)
         runs.make()
         verdicts = [_verdict(runs, number) for number in runs.numbers[1:]]
         base = runs.of(runs.base)
         alone = causes.find_faults(base)
-        return Report(script, base.num_steps, runs.base, base.num_lanes, tuple(verdicts), tuple(alone))
+        return Report(script, base.num_steps, runs.base, base.num_virtual_ranks, tuple(verdicts), tuple(alone))
 
 
 class _Runs:
@@ -83,8 +86,8 @@ class _Runs:
             self.of(number)
         lengths = {number: self.of(number).num_steps for number in self.numbers}
         if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{steps} on {number}" for number, steps in lengths.items())
-            self._say(f"the script makes {told} ranks; the first {min(lengths.values())} steps are compared")
+            received = ", ".join(f"{steps} on {number}" for number, steps in lengths.items())
+            self._say(f"the script makes {received} ranks; the first {min(lengths.values())} steps are compared")
 
     def of(self, number: int, *, in_double: bool = False) -> Run:
         """The run on so many ranks."""
@@ -100,16 +103,16 @@ class _Runs:
         directory.mkdir()
         sizes = sizes_for(self._batch_sizes or [], seen_on=self.numbers[-1], num_ranks=number)
         if sizes is None:
-            told = ", ".join(map(str, self._batch_sizes or []))
+            received = ", ".join(map(str, self._batch_sizes or []))
             raise ConfigurationError(
-                f"--ranks: the batches of {self.numbers[-1]} ranks, {told} on each, can't be divided over {number}. "
-                f"Choose numbers of ranks that divide each other."
+                f"--ranks: the batches of {self.numbers[-1]} ranks, {received} on each, can't be divided over "
+                f"{number}. Choose numbers of ranks that divide each other."
             )
         plan = Plan(str(directory), self._num_steps, number, in_double, sizes)
         plan.write(directory / "plan.json")
         # Its checkpoints, if it has any, go elsewhere, and it finds none.
         (directory / "traces").mkdir()
-        Script(str(directory / "checkpoints"), str(directory / "traces")).write(directory / "rehearsal.json")
+        RehearsalPlan(str(directory / "checkpoints"), str(directory / "traces")).write(directory / "rehearsal.json")
         status, said = self._start(directory / "plan.json", directory / "rehearsal.json", number)
         if status != 0:
             needs = " (float64 is what tells rounding from mistakes)" if in_double else ""
@@ -132,7 +135,7 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
     faults = tuple(causes.find_faults(run))
     if compare.are_identical(base, run):
         return Verdict(number, 0.0, None, faults)
-    if base.num_lanes:
+    if base.num_virtual_ranks:
         found = compare.first_other_bits(base, run)
         if found is not None:
             why = causes.find_causes(base, run, found.step - 1, rounding=1e-6)
@@ -140,7 +143,7 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
     reference = runs.of(runs.base, in_double=True)
     difference = compare.first_difference(base, reference, run)
     rounding = compare.coarsest_rounding(base, reference)
-    if difference is None and rounding <= compare.COARSE:
+    if difference is None and rounding <= COARSE:
         return Verdict(number, compare.closeness(base, run), None, faults, rounding)
     double = runs.of(number, in_double=True)
     difference = compare.first_difference_in_double(base, reference, run, double)
@@ -148,16 +151,21 @@ def _verdict(runs: _Runs, number: int) -> Verdict:
     return Verdict(number, compare.closeness(base, run), difference, (*why, *_others(faults, why)), rounding)
 
 
-def _others(faults: Sequence[causes.Cause], told: Sequence[causes.Cause]) -> list[causes.Cause]:
-    """Those of which no other of the same kind tells already."""
-    return [fault for fault in faults if all(fault.kind != each.kind for each in told)]
+def _others(faults: Sequence[causes.Cause], received: Sequence[causes.Cause]) -> list[causes.Cause]:
+    """Findings without those that repeat another of the same kind."""
+    return [fault for fault in faults if all(fault.kind != each.kind for each in received)]
 
 
-def _launcher(script: str, arguments: Sequence[str], *, device: str | None, threads: int | None) -> Start:
+def _launcher(
+    script: str, arguments: Sequence[str], *, device: str | None, threads: int | None, most_ranks: int
+) -> Start:
     def start(plan: Path, rehearsal: Path, number: int) -> tuple[int, str]:
         command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(number)]
         command += [] if threads is None else ["--threads-per-rank", str(threads)]
         command += [] if device is None else ["--device", device]
+        # As every launcher of others does, and ours with several nodes: python then draws a seed for hashes on each
+        # rank, and a script that depends on the order of a set is seen.
+        command += ["--cold-start"] if number == most_ranks else []
         done = subprocess.run(
             [*command, script, *arguments],
             env=with_verification(plan, rehearsal),

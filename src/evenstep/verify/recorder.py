@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
 
 from evenstep import world as worlds
+from evenstep.compat import torch_pytree as pytree
+from evenstep.compat.torch_autograd import without_torch_function
+from evenstep.compat.torch_modules import BatchNorm
 from evenstep.errors import EvenstepError
+from evenstep.observe.patching import Patches
+from evenstep.observe.steps import watch_steps
 from evenstep.verify import double, dropout, loaders
 from evenstep.verify.evidence import Plan, Seen, Writer, digest, num_finished, probe, thinned
-from evenstep.verify.patching import Patches
 
 _MOST_NODES = 50_000  # of a graph that are counted
 _MOST_NAMES = 5_000  # modules of a forward that are noted
@@ -35,22 +36,21 @@ _WAIT_S = 120.0  # for the other ranks at the end
 _MEANS = ("NllLoss", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "KlDiv", "Mean")
 
 
-def install(file: Path, *, rank: int) -> Callable[[], None]:
-    """Record what this process does, as the plan in a file says; the script ends with the plan's last step.
-
-    Returns:
-        What takes it back.
-    """
-    return Recorder(Plan.read(file), rank).remove
+@contextlib.contextmanager
+def recording(file: Path, *, rank: int) -> Iterator[None]:
+    """Record what this process does, as the plan in a file says; the script ends with the plan's last step."""
+    with Patches() as patches:
+        Recorder(Plan.read(file), rank, patches)
+        yield
 
 
 class Recorder:
-    """Follows one rank, step by step."""
+    """Follows one rank, step by step, until the patches are undone."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, patches: Patches) -> None:
         self._plan = plan
         self._writer = Writer(plan, rank)
-        self._patches = Patches()
+        self._patches = patches
         self._num_steps = 0
         self._seen = Seen()
         self._batch_sizes: list[int] = []
@@ -60,7 +60,6 @@ class Recorder:
         self._models: list[nn.Module] = []
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._depth = 0  # of module calls
-        self._stepping = 0  # depth of optimizer steps: a divided optimizer steps with another one inside
         self._going_back = False
         self._added: dict[str, Tensor] = {}  # by the present backward pass
         self._passes: list[dict[str, Tensor]] = []  # of each backward pass, probes of what it added
@@ -73,21 +72,12 @@ class Recorder:
         patches = self._patches
         patches.replace(nn.Module, "__call__", self._called)
         patches.replace(torch.autograd, "backward", self._backward)
-        handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        for handle in handles:
-            patches.later(handle.remove)
+        watch_steps(patches, self._before_step, self._after_step)
         dropout.switch_off(patches, self._about_to_drop)
         loaders.same_global_batches(patches, self._plan.batch_sizes, self._batch_sizes)
         loaders.same_samples(patches)
         if self._plan.in_double:
             double.compute_in_double(patches)
-
-    def remove(self) -> None:
-        """Take everything back."""
-        self._patches.put_back()
 
     # ------------------------------------------------------------------ forward
 
@@ -98,7 +88,7 @@ class Recorder:
                 return original(module, *args, **kwargs)
             is_wrapper = isinstance(module, nn.parallel.DistributedDataParallel)
             before = None
-            with torch._C.DisableTorchFunction():
+            with without_torch_function():
                 if is_wrapper:
                     self._wrappers.add(module)
                 if self._depth == 0 and _is_trained(module):
@@ -111,7 +101,7 @@ class Recorder:
                 return original(module, *args, **kwargs)
             finally:
                 self._depth -= 1
-                if before is not None and before != self._stream() and not self._lanes():
+                if before is not None and before != self._stream() and not self._virtual_ranks():
                     self._seen.draws = True  # dropout is off, and moves nothing
 
         return call
@@ -154,12 +144,12 @@ class Recorder:
             return
         if len(self._seen.rows) == 1 and len(self._seen.modules) < _MOST_NAMES:
             self._seen.modules.append(name)
-        uses_own = isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+        uses_own = isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         if uses_own and (module.training or not module.track_running_stats) and name not in self._seen.unsynced:
             self._seen.unsynced.append(name)
 
     def _about_to_drop(self) -> bool:
-        if self._lanes() or not torch.is_grad_enabled():
+        if self._virtual_ranks() or not torch.is_grad_enabled():
             return True
         if not self._going_back and len(self._seen.dropouts) < _MOST_DRAWS:
             self._seen.dropouts.append(self._stream())
@@ -179,15 +169,15 @@ class Recorder:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._going_back or not self._models:
                 return original(tensors, grad_tensors, *args, **kwargs)
-            with torch._C.DisableTorchFunction():
+            with without_torch_function():
                 self._note_roots(tensors, grad_tensors)
             self._going_back = True
             try:
                 original(tensors, grad_tensors, *args, **kwargs)
             finally:
                 self._going_back = False
-            with torch._C.DisableTorchFunction():
-                self._seen.lanes.append({name: digest(value) for name, value in self._added.items()})
+            with without_torch_function():
+                self._seen.virtual_ranks.append({name: digest(value) for name, value in self._added.items()})
                 self._passes.append({name: probe(value) for name, value in self._added.items()})
                 self._added = {}
             return None
@@ -208,18 +198,15 @@ class Recorder:
         self._seen.held_back |= any(not wrapper.require_backward_grad_sync for wrapper in self._wrappers)
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             value = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
             added = self._added.get(name)
             self._added[name] = value.clone() if added is None else added + value
 
     # ------------------------------------------------------------------ step
 
-    def _before_step(self, optimizer: Any, *_: object) -> None:
-        self._stepping += 1
-        if self._stepping > 1:
-            return
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+    def _before_step(self, optimizer: Any) -> None:
+        with without_torch_function(), torch.no_grad():
             if not self._models:  # parameters without a module
                 loose = (parameter for group in optimizer.param_groups for parameter in group["params"])
                 self._parameters = {f"parameter {i}": p for i, p in enumerate(loose)}
@@ -238,18 +225,15 @@ class Recorder:
                 for group in optimizer.param_groups
             ]
 
-    def _after_step(self, *_: object) -> None:
-        self._stepping -= 1
-        if self._stepping > 0:
-            return
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+    def _after_step(self, optimizer: Any) -> None:
+        with without_torch_function(), torch.no_grad():
             for name, parameter in self._parameters.items():
                 self._note(f"param/{name}", parameter)
             for name, buffer in self._buffers():
                 self._note(f"buffer/{name}", buffer)
             seen, self._seen = self._seen, Seen()
             seen.batch_sizes = list(self._batch_sizes)
-            seen.lanes_of_run = self._lanes()
+            seen.virtual_ranks_of_run = self._virtual_ranks()
             self._writer.write(self._num_steps, seen, self._values, self._probes())
         self._values, self._applied, self._passes = {}, {}, []
         self._num_steps += 1
@@ -270,9 +254,9 @@ class Recorder:
         like = {name: torch.zeros_like(probe(self._parameters[name])) for name in names}
         return {key: torch.cat([given.get(name, like[name]) for name in names]) for key, given in passes.items()}
 
-    def _lanes(self) -> int:
-        lanes = getattr(worlds.initialised(), "lanes", None)
-        return int(getattr(lanes, "num_lanes", 0))
+    def _virtual_ranks(self) -> int:
+        virtual_ranks = getattr(worlds.initialised(), "virtual_ranks", None)
+        return int(getattr(virtual_ranks, "num_virtual_ranks", 0))
 
     def _finish(self) -> None:
         """End the script, once all ranks have made the last step: a rank that left would be missed by the others."""

@@ -1,4 +1,4 @@
-"""What `evenstep verify` says: a table for people, JSON for programs."""
+"""The result of `evenstep verify`: a table for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evenstep.verify.compare import Difference
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of the run on one number of ranks.
+    """The result of the run on one number of ranks.
 
     Attributes:
         num_ranks: How many.
@@ -53,19 +53,19 @@ class Verdict:
             return f"differs: {self.difference}"
         if self.apart == 0:
             return "identical bits"
-        told = f"equal to {self.apart:.0e}, as expected without reproducible mode"
-        return f"equal to {self.apart:.0e}, although the mode is reproducible" if is_reproducible else told
+        received = f"equal to {self.apart:.0e}, as expected without reproducible mode"
+        return f"equal to {self.apart:.0e}, although the mode is reproducible" if is_reproducible else received
 
 
 @dataclass(frozen=True)
 class Report:
-    """Of one script.
+    """The results of one script.
 
     Attributes:
         script: Its path.
         num_steps: That were compared.
         base: Ranks of the run that the others are compared with.
-        num_lanes: Of reproducible mode; 0: it is off.
+        num_virtual_ranks: Of reproducible mode; 0: it is off.
         verdicts: One for each other number of ranks.
         faults: Of the run that the others are compared with.
     """
@@ -73,7 +73,7 @@ class Report:
     script: str
     num_steps: int
     base: int
-    num_lanes: int
+    num_virtual_ranks: int
     verdicts: tuple[Verdict, ...]
     faults: tuple[Cause, ...] = ()
 
@@ -95,20 +95,20 @@ class Report:
             }
             for verdict in self.verdicts
         ]
-        told: dict[str, Any] = {
+        received: dict[str, Any] = {
             "script": self.script,
             "steps": self.num_steps,
             "compared_with": self.base,
-            "lanes": self.num_lanes,
+            "virtual_ranks": self.num_virtual_ranks,
             "fine": self.is_fine,
             "faults": [asdict(cause) for cause in self.faults],
             "runs": runs,
         }
-        return json.dumps(told, indent=2)
+        return json.dumps(received, indent=2)
 
     def show(self, console: Console) -> None:
         """A table, and under it what is wrong."""
-        mode = f", {self.num_lanes} lanes" if self.num_lanes else ""
+        mode = f", {self.num_virtual_ranks} virtual ranks" if self.num_virtual_ranks else ""
         title = f"{self.script}: {self.num_steps} steps, compared with {self.base} rank" + (
             "s" if self.base > 1 else ""
         )
@@ -116,13 +116,13 @@ class Report:
         table.add_column("ranks", justify="right")
         table.add_column("losses, gradients, parameters")
         for verdict in self.verdicts:
-            table.add_row(str(verdict.num_ranks), verdict.text(is_reproducible=bool(self.num_lanes)))
+            table.add_row(str(verdict.num_ranks), verdict.text(is_reproducible=bool(self.num_virtual_ranks)))
         console.print(table)
-        told: set[str] = set()
+        received: set[str] = set()
         for number, each in [(self.base, self.faults), *((v.num_ranks, v.causes) for v in self.verdicts)]:
             for cause in each:
-                if cause.kind not in told:
-                    told.add(cause.kind)
+                if cause.kind not in received:
+                    received.add(cause.kind)
                     console.print(
                         f"{counted(number, 'rank')}: {cause.text}", markup=False, highlight=False, soft_wrap=True
                     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from evenstep.checkpoint.folders import steps_in
-from evenstep.checkpoint.rehearsal import Script
-from evenstep.checkpoint.storage import LocalDirectory
+from evenstep.checkpoint.storage.directory import steps_in
+from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.environment import with_rehearsal
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.observe.rehearsal import RehearsalPlan
+from evenstep.temporary import private_directory
 from evenstep.verify.traces import first_difference, read_trace
 
 
@@ -44,11 +44,10 @@ def verify_resume(
         raise ConfigurationError(f"{script}: no such script.")
     if num_steps is not None and num_steps < 2:
         raise ConfigurationError(f"--steps {num_steps}: at least 2, one before the kill and one after.")
-    with tempfile.TemporaryDirectory(prefix="evenstep-verify-") as name:
-        root = Path(name)
+    with private_directory("verify") as root:
         command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(num_ranks), script, *arguments]
 
-        def run(part: str, plan: Script, *, dies: bool = False) -> None:
+        def run(part: str, plan: RehearsalPlan, *, dies: bool = False) -> None:
             Path(plan.traces).mkdir(exist_ok=True)
             plan.write(root / "plan.json")
             done = subprocess.run(
@@ -63,8 +62,8 @@ def verify_resume(
                 ending = "ended before it could be killed" if dies else f"failed with status {done.returncode}"
                 raise UsageError(f"the {part} of {script} {ending}. It said:\n{done.stderr[-4000:].rstrip()}")
 
-        def plan(run_name: str, traces: str, save_at: int = 0, kill: int = 0) -> Script:
-            return Script(str(root / run_name), str(root / traces), save_at, kill, num_steps or 0)
+        def plan(run_name: str, traces: str, save_at: int = 0, kill: int = 0) -> RehearsalPlan:
+            return RehearsalPlan(str(root / run_name), str(root / traces), save_at, kill, num_steps or 0)
 
         say(f"1 of 3: {script} on {num_ranks} ranks, undisturbed")
         run("undisturbed run", plan("a", "straight"))

@@ -1,4 +1,4 @@
-"""What two runs of one script have seen and left behind, step by step, and the first place where they differ. Pure."""
+"""Traces of two runs of one script, step by step, and where they first differ. Pure."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def first_difference(straight: Sequence[Mapping[int, Step]], resumed: Sequence[M
                 return f"step {step} on rank {rank}: missing in the resumed run"
             if step not in ours:
                 return f"step {step} on rank {rank}: the undisturbed run had ended before"
-            told = _difference(ours[step], theirs[step])
-            if told is not None:
-                return f"step {step} on rank {rank}: {told}"
+            received = _difference(ours[step], theirs[step])
+            if received is not None:
+                return f"step {step} on rank {rank}: {received}"
     last = [max(trace, default=0) for trace in straight]
     ended = [max(trace, default=0) for trace in resumed]
     if last != ended:

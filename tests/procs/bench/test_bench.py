@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from evenstep.bench.report import PART_NAMES
+from evenstep.bench.explain.report import PART_NAMES
 from tests.commands import Command
 
-PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
 PROGRAMS = {
     block.split("\n", 1)[0].removeprefix("# "): block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 }
@@ -52,8 +52,9 @@ def test_every_command_of_the_page_is_run() -> None:
     assert [shlex.split(command)[-1] for command in COMMANDS] == list(PROGRAMS) == ["train.py", "train_ddp.py"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
-    "number", [pytest.param(0, id="evenstep"), pytest.param(1, id="torch", marks=pytest.mark.slow)]
+    "number", [pytest.param(0, id="evenstep"), pytest.param(1, id="torch", marks=pytest.mark.extended)]
 )
 def test_command_of_the_page(number: int, tmp_path: Path) -> None:
     for name, program in PROGRAMS.items():
@@ -157,14 +158,14 @@ def found_in(directory: Path, **changed: object) -> tuple[list[dict[str, Any]], 
     return report["findings"], report
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize("changed", [{"work_s": 0.4}, {"work_s": 0.6, **SLOW_WIRE}], ids=["shared memory", "slow wire"])
 def test_nothing_is_found_in_a_healthy_script(changed: dict[str, Any], tmp_path: Path) -> None:
     findings, report = found_in(tmp_path, **changed)
     assert findings == [], report
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("cause", "changed"),
     [
@@ -191,7 +192,7 @@ def test_a_planted_cause_is_found_and_no_other(cause: str, changed: dict[str, An
 # ---------------------------------------------------------------------- what goes wrong
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("script", "says"),
     [
@@ -225,6 +226,7 @@ for step in range(60):
 """
 
 
+@pytest.mark.extended
 def test_a_script_that_fails_is_shown_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILING)
     command = Command(tmp_path, ["bench", "train.py", "--replicas", "2"], {"COLUMNS": "80"})

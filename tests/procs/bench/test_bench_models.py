@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -14,13 +15,15 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import TensorDataset
 
 import evenstep
-from evenstep.bench.gpu import covered, is_of_the_script
-from evenstep.bench.loaders import LoaderWatch, num_rows
-from evenstep.bench.models import ModelWatch, _trained_by, facts_of
-from evenstep.bench.records import DATA, RankRecord, backward_until_ready, sorted_marks, steps_in_parts
-from evenstep.bench.scratch import Scratch
-from evenstep.bench.torch_buckets import TorchBuckets, read_buckets
+from evenstep.bench.measure.gpu import covered, is_of_the_script
+from evenstep.bench.measure.models import ModelWatch, facts_of
+from evenstep.bench.measure.records import RankRecord, backward_until_ready, sorted_marks, steps_in_parts
+from evenstep.bench.measure.torch_buckets import TorchBuckets, read_buckets
 from evenstep.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
+from evenstep.observe.loaders import LoaderWatch, replace_batch_sizes
+from evenstep.observe.models import num_rows, trained_by
+from evenstep.observe.patching import Patches
+from evenstep.observe.scratch import idle_checkpointers
 from evenstep.testing import RankPool
 
 
@@ -72,6 +75,7 @@ def watch_torchs_wrapper(seconds: list[float]) -> tuple[str, int, list[dict[str,
     return watch.wrapper, watch.num_rows, steps_in_parts(record)
 
 
+@pytest.mark.extended
 def test_torchs_wrapper_is_seen_through_its_hooks(ranks: RankPool) -> None:
     """The wait is told from the backward pass, and who is late from who waits."""
     fast, slow = ranks.run(watch_torchs_wrapper, 2, [0.0, 0.3])
@@ -125,6 +129,7 @@ def watch_torchs_buckets(
     return watch.bucket_bytes(), [backward_until_ready(record)], len(sent) // 2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("finds_unused", [False, True])
 def test_buckets_of_torchs_wrapper_set_out_one_by_one(ranks: RankPool, finds_unused: bool) -> None:
     """As many as torch itself sends, all bytes of the gradients, in order; the first before the pass sleeps."""
@@ -170,7 +175,7 @@ def test_a_plain_module_is_found_by_its_optimizer() -> None:
     watch = ModelWatch(marks)
     # Not `find`: other tests' wrapped models may not have been collected yet.
     everything = [torch.nn.Linear(2, 2), model, *model]
-    assert _trained_by(optimizer, everything) == [model]
+    assert trained_by(optimizer, everything) == [model]
     watch.models = [model]
     watch._attach(model)
     train(model, marks, optimizer, 3)
@@ -186,15 +191,18 @@ def test_a_plain_module_is_found_by_its_optimizer() -> None:
 # ---------------------------------------------------------------------- loaders
 
 
+waits: list[tuple[int, int]] = []
+
+
 @pytest.fixture
-def loader_watch(monkeypatch: pytest.MonkeyPatch) -> LoaderWatch:
+def loader_watch() -> Iterator[LoaderWatch]:
     """Both classes are as before when the test is over."""
-    for kind in (TorchDataLoader, evenstep.DataLoader):
-        monkeypatch.setattr(kind, "__iter__", kind.__iter__)
-    monkeypatch.setattr(TorchDataLoader, "__init__", TorchDataLoader.__init__)
-    watch = LoaderWatch([], lambda: 0, 4)
-    watch.install()
-    return watch
+    watch = LoaderWatch(lambda began_ns, ended_ns: waits.append((began_ns, ended_ns)), lambda: 0)
+    with Patches() as patches:
+        watch.install(patches)
+        replace_batch_sizes(patches, lambda size: 4 if size > 1 else size)
+        yield watch
+    waits.clear()
 
 
 def test_loaders_of_both_kinds_are_seen_once(loader_watch: LoaderWatch) -> None:
@@ -207,12 +215,12 @@ def test_loaders_of_both_kinds_are_seen_once(loader_watch: LoaderWatch) -> None:
         evenstep.DataLoader(data, global_batch_size=4, world=world),
         evenstep.DataLoader(data, global_batch_size=4, num_workers=1, world=world),
     ):
-        loader_watch.marks.clear()
+        waits.clear()
         loader_watch.num_rows = 0
         sizes = [len(x) for x, _ in loader]
         assert sizes == [4] * 5, "torch's loaders have the batch that was asked for"
         assert loader_watch.num_rows == 20
-        assert loader_watch.marks[::2].count(DATA) == 1 + 5 + 1, "making the iterator, five batches, and the end"
+        assert len(waits) == 1 + 5 + 1, "making the iterator, five batches, and the end"
     assert loader_watch.num_workers == 1
 
 
@@ -254,56 +262,13 @@ def test_rows_of_a_batch(batch: object, rows: int) -> None:
 # ---------------------------------------------------------------------- what a measured run may not do
 
 
-def keep_what_scratch_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measured process is changed for good; this one is restored."""
-    for name in ("resume", "step", "save", "discard"):
-        monkeypatch.setattr(evenstep.Checkpointer, name, getattr(evenstep.Checkpointer, name))
-    for name in ("save", "load"):
-        monkeypatch.setattr(torch, name, getattr(torch, name))
-    monkeypatch.setattr(evenstep.Logger, "__init__", evenstep.Logger.__init__)
+@pytest.fixture
+def patches() -> Iterator[Patches]:
+    with Patches() as made:
+        yield made
 
 
-def test_saved_files_go_elsewhere_and_are_read_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_what_scratch_changes(monkeypatch)
-    best = tmp_path / "best.pt"
-    torch.save({"trained": torch.ones(3)}, best)
-    scratch = Scratch(tmp_path / "scratch")
-    (tmp_path / "scratch").mkdir()
-    scratch.install()
-    assert torch.load(best)["trained"].sum() == 3, "what was there before is read"
-    torch.save({"trained": torch.zeros(3)}, best)
-    torch.save({"trained": torch.zeros(3)}, str(tmp_path / "new.pt"))
-    assert torch.load(best)["trained"].sum() == 0, "and then what this run has saved"
-    assert torch.load(tmp_path / "new.pt")["trained"].sum() == 0
-    monkeypatch.undo()
-    assert torch.load(best)["trained"].sum() == 3
-    assert scratch.saved == [str(best), str(tmp_path / "new.pt")]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "scratch"]
-
-
-def test_a_logger_writes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or it would begin its file anew: step 0 is made once more."""
-    world = evenstep.World.alone()
-
-    def log() -> None:
-        with evenstep.Logger(directory=tmp_path / "run", formats=("jsonl", "csv"), world=world) as logger:
-            logger.log({"loss": 1.0}, step=0)
-
-    log()
-    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    assert len(before) == 2
-    keep_what_scratch_changes(monkeypatch)
-    (tmp_path / "scratch").mkdir()
-    scratch = Scratch(tmp_path / "scratch")
-    scratch.install()
-    log()
-    log()
-    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
-    assert scratch.saved == [str(tmp_path / "run")]
-    assert len(list((tmp_path / "scratch").rglob("metrics.*"))) == 2
-
-
-def test_a_checkpointer_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpointer_does_nothing(tmp_path: Path, patches: Patches) -> None:
     world = evenstep.World.alone()
     model = torch.nn.Linear(2, 2)
 
@@ -317,11 +282,10 @@ def test_a_checkpointer_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         checkpoint.close()
         return checkpoint
 
-    keep_what_scratch_changes(monkeypatch)
-    Scratch(tmp_path).install()
+    idle_checkpointers(patches)
     assert save().num_steps == 1
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
+    patches.restore()
     save()
     assert (tmp_path / "run").exists()
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.bench.footprint import footprint
-from evenstep.bench.memory_probe import sizes_of, state_tensors, storage_bytes
-from evenstep.bench.network import Sweep, measure, plan_sizes
-from evenstep.bench.profile import profile_of
+from evenstep.bench.predict.footprint import footprint
+from evenstep.bench.predict.memory_probe import sizes_of, state_tensors, storage_bytes
+from evenstep.bench.predict.network import Sweep, measure, plan_sizes
+from evenstep.bench.predict.profile import profile_of
 from evenstep.errors import EvenstepError
 from evenstep.logger.files import why_no_tensorboard
 from evenstep.testing import RankPool
@@ -32,7 +32,7 @@ def measure_network() -> dict[str, Any]:
     return measure(world, Sweep(plan_sizes("1K", "256K"), repeats=2)).to_json()
 
 
-@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_the_network_of_a_host(ranks: RankPool, nproc: int) -> None:
     told = ranks.run(measure_network, nproc)
     assert all(each == told[0] for each in told)
@@ -44,7 +44,7 @@ def test_the_network_of_a_host(ranks: RankPool, nproc: int) -> None:
         assert 0 < low <= middle <= high
         assert each["num_ranks"] == nproc
         assert each["num_bytes"] % (4 * nproc) == 0
-    assert list(report["levels"]) == ["inside"]
+    assert list(report["levels"]) == ["intra_node"]
 
 
 # ---------------------------------------------------------------------- profiles
@@ -118,12 +118,12 @@ def train_and_count(widths: list[int], way: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("way", ["DDP", "sharded", "sharded, stage 2"])
-@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.extended)])
 def test_formulas_are_what_ranks_have(ranks: RankPool, nproc: int, way: str, fresh_seed: int) -> None:
     """Parameters, gradients and optimizer state of a random model, on the largest rank."""
     draw = random.Random(fresh_seed)
     widths = [draw.randint(50, 300) for _ in range(draw.randint(3, 8))]
-    from evenstep.replica.layout import BucketPolicy
+    from evenstep.replica.gradients.buckets.layout import BucketPolicy
 
     with torch.device("meta"):
         sizes = sizes_of(build(widths), lambda p: torch.optim.AdamW(p, foreach=False))

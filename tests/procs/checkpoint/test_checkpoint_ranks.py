@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import evenstep
+from evenstep import world as worlds
 from evenstep.checkpoint import checkpointer
 from evenstep.checkpoint.checkpointer import Checkpointer
-from evenstep.checkpoint.folders import steps_in
-from evenstep.checkpoint.reader import check_checkpoint, read_manifest
-from evenstep.checkpoint.storage import LocalDirectory
+from evenstep.checkpoint.load.reader import check_checkpoint
+from evenstep.checkpoint.storage.directory import read_manifest, steps_in
+from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.errors import CheckpointError
 from tests.checkpoint_runs import Training, assert_same
 
@@ -309,9 +310,9 @@ def locked(directory: Path):
 
 
 def test_a_second_job_is_refused_on_all_ranks(ranks, tmp_path):
-    release = LocalDirectory(tmp_path).lock({})
+    lock = LocalDirectory(tmp_path).lock({})
     ranks.run(locked, 2, tmp_path)
-    release()
+    lock.release()
 
 
 def cannot_look(directory: Path):
@@ -355,7 +356,7 @@ def stops(directory: Path, slow: bool):
             run.step()
     except SystemExit as end:
         stopped_at = run.checkpoint.num_steps
-        run.checkpoint._let_go()
+        run.checkpoint._release()
         return end.code, stopped_at
     return None
 
@@ -390,3 +391,31 @@ def test_one_rank_decides_when(ranks, tmp_path):
     found = steps_in(LocalDirectory(tmp_path))
     assert {10, 20, 30} <= set(found)
     assert len(found) >= 4
+
+
+def ends_with_a_sharded_optimizer(directory, seed, memory_format):
+    """A run that ends before its next save is due; returns the optimizer's state."""
+    if (left := worlds.initialised()) is not None:
+        left.close()
+    with evenstep.init(quiet=True, seed=seed):
+        module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.Flatten(), torch.nn.Linear(36, 8))
+        model = evenstep.DistributedDataParallel(module.to(memory_format=memory_format))
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
+        checkpoint = evenstep.Checkpointer(directory, model=model, optimizer=optimizer, every_steps=100)
+        resumed = checkpoint.resume()
+        if resumed == 0:
+            for _ in range(3):
+                model.backward(model(torch.randn(4, 3, 4, 4)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpoint.step()
+        state = optimizer.state_dict()["state"]
+    return resumed, [state[number]["exp_avg"].tolist() for number in sorted(state)]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_the_end_saves_a_sharded_optimizer_though_its_transport_is_closed(ranks, tmp_path, fresh_seed, memory_format):
+    trained = ranks.run(ends_with_a_sharded_optimizer, 2, str(tmp_path / "run"), fresh_seed, memory_format)
+    resumed = ranks.run(ends_with_a_sharded_optimizer, 2, str(tmp_path / "run"), fresh_seed, memory_format)
+    assert [step for step, _ in trained] == [0, 0]
+    assert resumed == [(3, state) for _, state in trained]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.cli import main
-from tests.procs.test_readme import environment
+from evenstep.cli.main import main
+from tests.procs.docs.test_readme import environment
 
-TEXT = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
 PROGRAMS = {
     block.split("\n", 1)[0].removeprefix("# "): block
     for block in re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
@@ -48,7 +48,8 @@ def test_every_program_is_run_by_a_command():
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(each, marks=pytest.mark.slow) if "verify --resume" in each else each for each in COMMANDS]
+    "command",
+    [pytest.param(each, marks=pytest.mark.extended) if "verify --resume" in each else each for each in COMMANDS],
 )
 def test_command(command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     if command.startswith("evenstep checkpoint "):

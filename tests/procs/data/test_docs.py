@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "data.md").read_text()
 PROGRAMS = {
     block.split("\n", 1)[0].removeprefix("# "): block
@@ -47,6 +47,7 @@ def said(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.extended
 def test_programs_say_on_two_ranks_what_they_say_on_one(workplace: Path) -> None:
     one = said(workplace)
     two = said(workplace, "-m", "evenstep", "run", "--nproc-per-node", "2")

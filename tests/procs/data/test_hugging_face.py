@@ -50,6 +50,7 @@ with evenstep.init(quiet=True) as world:
 """
 
 
+@pytest.mark.extended
 def test_other_libraries_data(tmp_path: Path) -> None:
     """The last global batch has one sample: ranks without one get the same columns, empty."""
     if importlib.util.find_spec("datasets") is None:

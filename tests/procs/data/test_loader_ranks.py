@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -120,7 +123,19 @@ def test_the_sampler_finds_its_rank_by_itself(ranks: RankPool, nproc: int) -> No
 # ---------------------------------------------------------------------- stop and resume
 
 
-def train(state: dict[str, Any] | None, num_steps: int, num_workers: int) -> tuple[list[list[int]], dict[str, Any]]:
+def read_ahead(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches, each handed on when the next one has been read, as accelerate does."""
+    iterator = iter(batches)
+    for batch in iterator:
+        for coming in iterator:
+            yield batch
+            batch = coming
+        yield batch
+
+
+def train(
+    state: dict[str, Any] | None, num_steps: int, num_workers: int, consume: Callable[[Any], Any] = iter
+) -> tuple[list[list[int]], dict[str, Any]]:
     """Some steps of real training; what this rank saw, and where the loader is then."""
     evenstep.init(quiet=True)
     dataset = TensorDataset(torch.randn(53, 2), torch.arange(53))
@@ -132,7 +147,7 @@ def train(state: dict[str, Any] | None, num_steps: int, num_workers: int) -> tup
         loader.load_state_dict(state)
     seen: list[list[int]] = []
     for _ in loader.epochs(2):
-        for x, y in loader:
+        for x, y in consume(loader):
             if len(seen) == num_steps:
                 return seen, loader.state_dict()
             model.backward(model(x).square().mean(), weight=len(x))
@@ -142,6 +157,7 @@ def train(state: dict[str, Any] | None, num_steps: int, num_workers: int) -> tup
     return seen, loader.state_dict()
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_on_other_ranks_and_workers(ranks: RankPool) -> None:
     """With empty shares in the last global batch of each epoch, and a stop in the second epoch too."""
     (whole, _), *_ = ranks.run(train, 1, None, -1, 0)
@@ -155,6 +171,21 @@ def test_a_run_goes_on_on_other_ranks_and_workers(ranks: RankPool) -> None:
         seen += [list(chain.from_iterable(shares)) for shares in zip(*(steps for steps, _ in of_ranks), strict=True)]
     assert seen == whole
     assert (state["epoch"], state["position"]) == (2, 0)
+
+
+@SIZES
+def test_a_run_goes_on_behind_a_consumer_that_reads_ahead(ranks: RankPool, nproc: int) -> None:
+    """The last global batch has 5 samples, so that a rank may be given another number of them, or none."""
+    (whole, _), *_ = ranks.run(train, 1, None, -1, 0)
+    seen: list[list[int]] = []
+    state = None
+    for num_steps in (2, 5, -1):
+        of_ranks = ranks.run(train, nproc, state, num_steps, 0, read_ahead)
+        states = [state for _, state in of_ranks]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+        seen += [list(chain.from_iterable(shares)) for shares in zip(*(steps for steps, _ in of_ranks), strict=True)]
+    assert seen == whole
 
 
 # ---------------------------------------------------------------------- streams
@@ -193,6 +224,20 @@ def train_on_shards(num_workers: int) -> tuple[list[int], int, float]:
     return seen, num_steps, weights
 
 
+def pairs_of_shards() -> list[tuple[list[int], list[int]]]:
+    evenstep.init(quiet=True)
+    loader = DataLoader(Shards(), 6)
+    return [(a.tolist(), b.tolist()) for a, b in islice(zip(loader, loader, strict=True), 20)]
+
+
+def test_two_iterations_of_a_sharded_stream_at_once(ranks: RankPool) -> None:
+    """Neither begins anew when the other goes on."""
+    of_ranks = ranks.run(pairs_of_shards, 2)
+    for side in (0, 1):
+        seen = chain.from_iterable(pair[side] for pairs in of_ranks for pair in pairs)
+        assert sorted(seen) == sorted(Shards())
+
+
 @pytest.mark.parametrize(("nproc", "num_workers"), [(2, 0), (2, 2), (3, 0)])
 def test_parts_of_a_stream_that_end_early_take_part(ranks: RankPool, nproc: int, num_workers: int) -> None:
     of_ranks = ranks.run(train_on_shards, nproc, num_workers)
@@ -201,6 +246,36 @@ def test_parts_of_a_stream_that_end_early_take_part(ranks: RankPool, nproc: int,
     assert of_ranks[0][2] == 45.0
     lengths = [len(seen) for seen, _, _ in of_ranks]
     assert max(lengths) > min(lengths)
+
+
+def in_two_threads(streams: list[IterableDataset[int]]) -> list[list[int]]:
+    """What this rank sees of two streams that threads read, which come to their batches in another order on each."""
+    world = evenstep.init(quiet=True)
+    loaders = [DataLoader(stream, 4) for stream in streams]
+
+    def read(number: int) -> list[int]:
+        seen = []
+        batches = iter(loaders[number])
+        while True:
+            if (number + world.rank) % 2:
+                time.sleep(0.02)
+            batch = next(batches, None)
+            if batch is None:
+                return seen
+            seen += batch.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(read, range(2)))
+
+
+@pytest.mark.parametrize("is_by_shard", [True, False])
+def test_streams_in_two_threads_are_compared_each_with_itself(ranks: RankPool, is_by_shard: bool) -> None:
+    streams: list[IterableDataset[int]] = [OfOneRank([*range(40)]), OfOneRank([*range(100, 120)])]
+    if is_by_shard:
+        streams = [Shards(), Shards(range(3))]
+    of_ranks = ranks.run(in_two_threads, 2, streams)
+    for number, stream in enumerate(streams):
+        assert sorted(chain.from_iterable(seen[number] for seen in of_ranks)) == sorted(stream)
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -236,6 +311,61 @@ def test_an_evaluation_is_that_of_one_process(ranks: RankPool, nproc: int, shuff
 # ---------------------------------------------------------------------- mistakes
 
 
+class OfOneRank(IterableDataset[int]):
+    """Numbers that depend on the rank."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+
+def shuffled_by_rank(rank: int) -> None:
+    """The third step is the first that differs."""
+    numbers = list(range(40))
+    numbers[16:] = random.Random(rank).sample(range(16, 40), 24)
+    seen = [batch.tolist() for batch in collected(DataLoader(OfOneRank(numbers), 8))]
+    raise AssertionError(seen)
+
+
+def collected(loader: DataLoader) -> Iterator[Any]:
+    """Batches; a rank that is given one of the third step or behind has been told too late."""
+    for step, batch in enumerate(loader):
+        assert step < 2
+        yield batch
+
+
+def shorter_on_rank_1(rank: int) -> None:
+    for _ in DataLoader(OfOneRank(list(range(32 if rank == 1 else 40))), 8):
+        pass
+
+
+class Uncounted:
+    """A data set whose own code fails."""
+
+    def __len__(self) -> int:
+        raise KeyError("train")
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def with_broken_code_on_rank_1() -> tuple[str, str, float]:
+    """What a rank is told, and a mean over ranks, which understand each other afterwards."""
+    world = evenstep.init(quiet=True)
+    try:
+        DataLoader(Uncounted() if world.rank == 1 else range(10), 4)
+    except (KeyError, evenstep.EvenstepError) as error:
+        return type(error).__name__, str(error), world.mean(float(world.rank))
+    raise AssertionError("no error")
+
+
+def test_what_the_data_sets_code_raises_on_one_rank_is_said_on_the_others(ranks: RankPool) -> None:
+    others = ("OtherRankFailedError", "DataLoader on rank 1: KeyError: 'train'", 1.0)
+    assert ranks.run(with_broken_code_on_rank_1, 3) == [others, ("KeyError", "'train'", 1.0), others]
+
+
 def sampled_by_weight(rank: int) -> None:
     DataLoader(range(4), 4, sampler=WeightedSampler([1, 1, 1, 1 + rank]))
 
@@ -250,6 +380,8 @@ def test_ranks_that_differ_later_are_told_too(ranks: RankPool, nproc: int) -> No
     for make, told in (
         (sampled_by_weight, "the digest of weights is"),
         (with_fewer_rows, "loader.gather: rank 1 has"),
+        (shuffled_by_rank, "In epoch 0, step 2, rank 1 is given other records than rank 0"),
+        (shorter_on_rank_1, "In epoch 0, step 4, it has ended on rank 1 and goes on on rank 0"),
     ):
         errors = ranks.run(error_of, nproc, make)
         assert len(set(errors)) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 PROGRAMS = [
     pytest.param(block, id=f"{page.name}:{number}")
     for page in sorted(DOCS.glob("*.md"))
@@ -23,6 +23,7 @@ def test_there_are_programs() -> None:
     assert PROGRAMS
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_program_of_a_page(program: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(program)

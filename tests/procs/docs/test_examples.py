@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 TEXTBOOK = EXAMPLES / "textbook"
 RUN = ["-m", "evenstep", "run", "--nproc-per-node", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -31,7 +31,7 @@ def call(directory: Path, *arguments: object, may_abort: bool = False) -> str:
         command, cwd=directory, env=env, capture_output=True, text=True, timeout=DEADLINE_S, stdin=subprocess.DEVNULL
     )
     if done.returncode != 0 and may_abort and "terminate called without an active exception" in done.stderr:
-        # torch's own DistributedDataParallel aborts like that at its end, once in about fifty runs (docs/devlog.md).
+        # torch's own class aborts like that at its end, once in about fifty runs: docs/contributing/devlog.md
         return call(directory, *arguments)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -63,7 +63,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.slow
+@pytest.mark.extended
 def test_textbook_program_agrees_with_torch(program: str, tmp_path: Path):
     """In the data set's own order the two see the same batches, and the printed losses are the same digits."""
     launcher, options = PROGRAMS[program]
@@ -85,7 +85,7 @@ def test_textbook_program_agrees_with_torch(program: str, tmp_path: Path):
     assert abs(losses["evenstep"] - losses["torch"]) <= 1.01e-4, losses
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_shuffled_losses_are_close(tmp_path: Path):
     """The two shuffle differently, so the losses are close and not equal."""
     outputs = {
@@ -96,13 +96,14 @@ def test_shuffled_losses_are_close(tmp_path: Path):
     assert ours == pytest.approx(theirs, rel=0.1)
 
 
+@pytest.mark.extended
 def test_data_parallel_splits_every_batch(tmp_path: Path):
     output = call(tmp_path, TEXTBOOK / "data_parallel.py")
     assert "outside: input (30, 5), output (30, 2); inside, batches of [15, 15]" in output
     assert "outside: input (10, 5), output (10, 2); inside, batches of [5, 5]" in output
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_torchrun_program_resumes(tmp_path: Path):
     """Two epochs, and two more after a new start, end where four epochs end; under torchrun itself."""
     program = TEXTBOOK / "torchrun.py"
@@ -182,6 +183,7 @@ def test_generated_set_is_the_same_each_time_and_checked(mnist: ModuleType, tmp_
 # ---------------------------------------------------------------------- the larger examples
 
 
+@pytest.mark.extended
 def test_digits(tmp_path: Path):
     """What `make demo` runs: well trained, the same parameters as one process, and a picture of it."""
     output = call(tmp_path, *RUN, EXAMPLES / "digits.py")
@@ -198,7 +200,7 @@ def test_digits(tmp_path: Path):
     assert len(report) > 20_000
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_language_model_learns_on_any_number_of_replicas(tmp_path: Path):
     """A narrow one, a few steps; on one replica and on two the losses are the same."""
     small = ["--width", 64, "--layers", 2, "--context", 64, "--batch", 6, "--max-bytes", 60_000]

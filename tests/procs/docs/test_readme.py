@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text()
 DEADLINE_S = 150.0
 
@@ -88,9 +88,10 @@ def test_exemptions_are_still_in_the_readme():
 def _slowly(command: str) -> object:
     """Programs that other tests run in other ways too."""
     is_slow = any(word in command for word in ("textbook", "language_model", "torchrun", "--nproc-per-node 3"))
-    return pytest.param(command, marks=pytest.mark.slow) if is_slow else command
+    return pytest.param(command, marks=pytest.mark.extended) if is_slow else command
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("command", [_slowly(c) for c in commands() if c not in EXEMPT])
 def test_command_of_the_readme(command: str, workplace: Path):
     done = read_aloud(command, workplace)
@@ -100,6 +101,7 @@ def test_command_of_the_readme(command: str, workplace: Path):
     assert done.stdout.strip()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -114,6 +116,7 @@ def test_program_of_the_readme(command: str, says: str, workplace: Path):
     assert says in done.stdout
 
 
+@pytest.mark.extended
 def test_the_loss_does_not_depend_on_the_number_of_replicas(workplace: Path):
     """As the README says of train.py."""
     one = read_aloud("python train.py", workplace).stdout
@@ -150,7 +153,7 @@ FAKE_PYTHON = """\
 echo "$OMP_NUM_THREADS: $*" >>"$LOG"
 case "$*" in
 -c*version_info\\[*) echo 3.12.1 ;;
-"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+"-m venv"*) for folder; do :; done; mkdir -p "$folder/bin" && cp "$0" "$folder/bin/python" ;;
 esac
 """
 
@@ -190,6 +193,47 @@ def test_a_second_call_installs_nothing_also_in_a_folder_with_a_space(tmp_path: 
     assert make_demo(checkout.with_name("moved")) == install + demo
 
 
+def test_another_torch_has_an_environment_of_its_own(tmp_path: Path):
+    """With the python that only notes how it is called."""
+    (tmp_path / "requirements").mkdir()
+    for name in ("requirements/install.sh", "requirements/test.txt", "pyproject.toml", "Makefile"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    fake = tmp_path / "python3.12"
+    fake.write_text(FAKE_PYTHON)
+    fake.chmod(0o755)
+    log = tmp_path / "log"
+
+    def make_test_torch(*arguments: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        log.unlink(missing_ok=True)
+        done = subprocess.run(
+            ["make", "test-torch", f"PYTHON={fake}", *arguments],
+            cwd=tmp_path,
+            env=environment(tmp_path) | {"LOG": str(log)},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        ran = log.read_text().splitlines() if log.exists() else []
+        return done, [line.partition(": ")[2] for line in ran if ": -m " in line]
+
+    folder = "build/venv-torch-2.15.0+cpu-python3.12"
+    tests = "-m pytest --numprocesses 2 --dist loadfile --part"
+    done, ran = make_test_torch("TORCH=2.15.0+cpu")
+    assert done.returncode == 0, done.stderr
+    assert ran[:2] == [f"-m venv {folder}", f"-m pip install --quiet -r {folder}/pins.txt"]
+    assert ran[-1] == f"{tests} core"
+    ours = (tmp_path / "requirements" / "test.txt").read_text().splitlines()
+    theirs = (tmp_path / folder / "pins.txt").read_text().splitlines()
+    differing = [theirs[line] for line in range(len(ours)) if ours[line] != theirs[line]]
+    assert differing == ["torch==2.15.0+cpu"]
+    assert make_test_torch("TORCH=2.15.0+cpu", "PART=rest")[1] == [f"{tests} rest"], "installed once"
+    assert not (tmp_path / ".venv").exists()
+    done, ran = make_test_torch()
+    assert done.returncode != 0
+    assert "which torch?" in done.stderr
+    assert ran == []
+
+
 def test_what_is_installed_with_it_is_enough():
     """torch works without numpy, but safetensors moves torch's tensors through it: `broadcast_object`, `verify`."""
     listed = re.search(r"^dependencies = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -205,6 +249,7 @@ def name_of(requirement: str) -> str:
     return re.split(r"[^\w-]", requirement)[0]
 
 
+@pytest.mark.extended
 def test_pip_install_gives_a_working_command(tmp_path: Path):
     """In an environment that has nothing of evenstep but what `pip install .` puts there; its needs are lent to it."""
     source = tmp_path / "a copy"

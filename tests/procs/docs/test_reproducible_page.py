@@ -12,7 +12,7 @@ import pytest
 
 from evenstep import world as worlds
 
-PAGE = (Path(__file__).parents[2] / "docs" / "reproducible.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "reproducible.md").read_text()
 PROGRAMS = {
     block.split("\n", 1)[0].removeprefix("# "): block
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -37,6 +37,7 @@ def test_every_program_is_run():
     assert set(PROGRAMS) == set(SAYS)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", SAYS)
 def test_programs_say_the_same_on_any_number_of_ranks(ranks, tmp_path, name):
     path = tmp_path / name

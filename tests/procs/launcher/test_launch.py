@@ -18,7 +18,7 @@ import torch
 
 import evenstep
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError
-from evenstep.launcher.ranks import RankGroup
+from evenstep.launcher.pool.ranks import RankGroup
 from tests.commands import is_running
 
 
@@ -85,18 +85,22 @@ def test_rank_0s_result_comes_back() -> None:
     assert evenstep.launch(train, 2, (3.0,), kwargs={"scale": 2.0}, device="cpu") == (4.0, 2, "cpu")
 
 
+@pytest.mark.extended
 def test_one_rank_goes_the_same_way_and_takes_the_threads() -> None:
     assert evenstep.launch(threads, 1, threads_per_rank=2) == (2, "2")
 
 
+@pytest.mark.extended
 def test_processes_of_a_rank_start_as_they_would_in_a_script_and_a_task_may_hear_ctrl_c() -> None:
     assert evenstep.launch(start_method_and_interrupts, 1) == (None, True, False)
 
 
+@pytest.mark.extended
 def test_a_function_for_torchs_own_process_group_runs() -> None:
     assert evenstep.launch(plain_torch, 2) == 3.0
 
 
+@pytest.mark.extended
 def test_in_a_cascade_the_culprits_exception_is_raised() -> None:
     before = set(multiprocessing.active_children())  # the ranks of other tests
     with pytest.raises(KeyError, match="bad sample") as caught:
@@ -114,6 +118,7 @@ def test_an_exception_that_cannot_travel_is_told() -> None:
     assert "raise_unpicklable" in str(caught.value.__cause__)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("how", "exitcode", "words"),
     [
@@ -130,11 +135,13 @@ def test_who_ends_without_an_exception_is_named(how: str, exitcode: int, words: 
     assert "rank 1 (pid " in str(caught.value)
 
 
+@pytest.mark.extended
 def test_a_deadline_says_who_is_missing_and_where(tmp_path: Path) -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"missing: rank 0, 1 of 2(.|\n)*in leave_pids"):
-        evenstep.launch(leave_pids, 2, (str(tmp_path),), timeout_s=8.0)
+        evenstep.launch(leave_pids, 2, (str(tmp_path),), timeout_s=15.0)  # two seconds of imports, on a quiet machine
 
 
+@pytest.mark.extended
 def test_functions_of_a_notebook_travel_by_value() -> None:
     """`python -c` has no file that the ranks could import, like a notebook."""
     program = (
@@ -152,6 +159,7 @@ def test_functions_of_a_notebook_travel_by_value() -> None:
     assert "typed in" in done.stdout.splitlines()[1]
 
 
+@pytest.mark.extended
 def test_a_missing_main_guard_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import evenstep\ndef fn(): pass\nevenstep.launch(fn, 2)\n")
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -160,6 +168,7 @@ def test_a_missing_main_guard_is_one_clear_error(tmp_path: Path) -> None:
     assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-2]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("call", "status", "told"),
     [
@@ -190,11 +199,14 @@ def test_a_mistake_in_a_script_is_one_message_and_a_status(tmp_path: Path, call:
     assert re.fullmatch(rf"evenstep: {told}\n", done.stderr), done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGINT])
 def test_no_rank_outlives_a_parent_that_is_killed_or_interrupted(tmp_path: Path, sent: signal.Signals) -> None:
     # In the background of a shell, interrupts are ignored by whoever doesn't ask for them.
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    program += f"import evenstep, tests.procs.test_launch as t; evenstep.launch(t.leave_pids, 2, ({str(tmp_path)!r},))"
+    program += (
+        f"import evenstep; from {__name__} import leave_pids; evenstep.launch(leave_pids, 2, ({str(tmp_path)!r},))"
+    )
     parent = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     files = [tmp_path / "0", tmp_path / "1"]
     deadline = time.monotonic() + 90

@@ -70,6 +70,7 @@ def test_sizes_live_beside_each_other(ranks: RankPool) -> None:
     assert ranks.run(sum_of_ranks, 1) == [0.0]
 
 
+@pytest.mark.extended
 def test_a_failure_is_the_culprits_and_the_next_task_has_new_processes() -> None:
     with RankPool() as pool:
         before = pool.run(identity, 2)
@@ -82,6 +83,7 @@ def test_a_failure_is_the_culprits_and_the_next_task_has_new_processes() -> None
         assert (pool.num_cases, pool.num_groups) == (3, 2)
 
 
+@pytest.mark.extended
 def test_a_killed_rank_is_named_with_its_signal() -> None:
     with (
         RankPool() as pool,
@@ -91,6 +93,7 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
     assert (e.value.rank, e.value.exitcode) == (1, -9)
 
 
+@pytest.mark.extended
 def test_a_task_that_takes_too_long_is_stopped_and_says_where_it_was() -> None:
     with RankPool() as pool:
         pool.run(identity, 2)
@@ -99,6 +102,7 @@ def test_a_task_that_takes_too_long_is_stopped_and_says_where_it_was() -> None:
         assert pool.pids == set()
 
 
+@pytest.mark.extended
 def test_groups_not_used_for_longest_make_room() -> None:
     with RankPool(max_ranks=2) as pool:
         pool.run(sum_of_ranks, 1)
@@ -108,6 +112,7 @@ def test_groups_not_used_for_longest_make_room() -> None:
             pool.run(sum_of_ranks, 3)
 
 
+@pytest.mark.extended
 def test_the_start_of_processes_isnt_the_first_cases_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a busy machine a case failed in which nothing had been done yet."""
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(5)\n")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from evenstep.launcher.copy_state import mapped_files
-from evenstep.launcher.template import why_not
+from evenstep.launcher.spawn.post_fork import mapped_files
+from evenstep.launcher.spawn.zygote import why_not
 from tests.commands import call
 
 DESCRIBES_ITSELF = """
@@ -68,6 +72,7 @@ def told(directory: Path, rank: int) -> list[object]:
     return json.loads((directory / f"told-{rank}").read_text())
 
 
+@pytest.mark.extended
 def test_a_copy_is_what_python_would_have_started(tmp_path: Path) -> None:
     flags = ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1"]
     states = {}
@@ -114,3 +119,50 @@ def test_a_mapped_file_may_have_a_space_in_its_name() -> None:
 7ffc-7ffd rw-p 00000000 00:00 0                          [stack]
 """
     assert mapped_files(maps) == {"/my work/.venv/libopenblas 64.so"}
+
+
+LOOKS_AT_THE_LAUNCHER = """
+    import os, time
+    from pathlib import Path
+
+    print(*sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                  if os.path.exists(f"/proc/self/fd/{fd}")), flush=True)
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        orphan = os.fork()
+        if orphan == 0:
+            parent = os.getppid()
+            while os.getppid() == parent:
+                time.sleep(0.01)
+            os.write(writer, b"launcher" if os.getppid() == launcher else b"another")
+        os._exit(0)
+    os.wait()
+    print(os.read(reader, 100).decode())
+"""
+
+
+def test_a_copy_holds_nothing_that_the_launcher_was_given_and_leaves_it_no_orphans(tmp_path: Path) -> None:
+    """Whoever starts the launcher may hold a lock, or be a make with a jobserver. Orphans would stay as zombies."""
+    script = textwrap.dedent(LOOKS_AT_THE_LAUNCHER).replace(
+        "import os, time", "import os, time; launcher = os.getppid()"
+    )
+    (tmp_path / "script.py").write_text(script)
+    reader, writer = os.pipe()
+    with open(tmp_path / "lock", "w") as lock:
+        command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", "1", "--device", "cpu", "script.py"]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            pass_fds=[reader, writer, lock.fileno()],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        links = {os.readlink(f"/proc/self/fd/{fd}") for fd in (reader, writer, lock.fileno())}
+    os.close(reader)
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    descriptors, parent = done.stdout.splitlines()
+    assert not links & set(descriptors.split())
+    assert parent == "another"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -84,6 +85,7 @@ def expected_training(seed: int, norm_type: float, by_group: bool) -> tuple[list
     return norms, [float(p.detach().sum()) for p in model.parameters()]
 
 
+@pytest.mark.extended(ranks=3)
 @SIZES
 def test_clipping_is_torchs_on_one_process(ranks, fresh_seed, nproc):
     cases = [
@@ -127,6 +129,39 @@ def wrong_clipping() -> None:
             evenstep.clip_grad_norm_(model, **wrong)
     with pytest.raises(ConfigurationError, match="takes an optimizer"):
         evenstep.clip_grad_norm_(model, 1.0, by_group=True)
+
+
+def measured_without_limit(seed: int) -> list[bool]:
+    """Measures an infinite gradient in every way; whether all gradients are as they were."""
+    world = evenstep.init(quiet=True)
+    unchanged = []
+    for sharded, limit in itertools.product((True, False), (math.inf, torch.tensor(math.inf), [math.inf] * 2)):
+        model = evenstep.DistributedDataParallel(build(seed))
+        groups = groups_of(model)
+        optimizer = (
+            evenstep.ShardedOptimizer(model, torch.optim.SGD, groups, lr=0.1)
+            if sharded
+            else torch.optim.SGD(groups, lr=0.1)
+        )
+        model(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
+        grads = (
+            [bucket.shard for bucket in model.engine.exchange.sharded_buckets]
+            if sharded and world.world_size > 1
+            else [parameter.grad for parameter in model.parameters()]
+        )
+        grads[0].view(-1)[0] = math.inf
+        before = [grad.clone() for grad in grads]
+        norm = evenstep.clip_grad_norm_(optimizer, limit, by_group=isinstance(limit, list))
+        assert torch.isinf(norm).any()
+        unchanged.append(all(torch.equal(a, b) for a, b in zip(before, grads, strict=True)))
+        optimizer.zero_grad()
+    return unchanged
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_an_infinite_limit_only_measures(ranks, fresh_seed, nproc):
+    for unchanged in ranks.run(measured_without_limit, nproc, fresh_seed):
+        assert all(unchanged), unchanged
 
 
 def test_wrong_clipping_is_named_on_every_rank(ranks):

@@ -14,7 +14,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
-from evenstep.replica.bucket import Bucket
+from evenstep.replica.gradients.buckets.bucket import Bucket
 
 
 def build(seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -63,6 +63,7 @@ def skipping(seed: int, sharded: bool, weighted: bool) -> tuple[list[str], list[
     return told, sums
 
 
+@pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_a_step_with_a_bad_gradient_on_one_rank_is_skipped_by_all(ranks, fresh_seed, nproc):
     for sharded, weighted in ((False, True), (True, False)):
@@ -132,6 +133,7 @@ def _warned_in(
     return [str(each.message) for each in caught if "not a number" in str(each.message)]
 
 
+@pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize(("nproc", "poisoned"), [(2, [1]), (3, [0, 2])])
 def test_a_bad_gradient_is_said_once_by_default(ranks, fresh_seed, nproc, poisoned):
     # Small buckets, one that travels in place, several of different sizes, and one that is divided.
@@ -153,6 +155,8 @@ def test_a_bad_gradient_is_said_once_by_default(ranks, fresh_seed, nproc, poison
     assert ranks.run(warned, nproc, fresh_seed, poisoned, 2, True, False, None) == [[]] * nproc
 
 
+@pytest.mark.extended
+@pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize(("nproc", "poisoned"), [(2, [1]), (3, [0, 2])])
 def test_over_gloo_a_bad_gradient_is_said_once_too_and_all_who_had_one_are_named(ranks, fresh_seed, nproc, poisoned):
     for width, sharded, cap_mb in (
@@ -279,7 +283,7 @@ def local_training(seed: int, every: int, warmup: int) -> tuple[list[bool], list
     """(when parameters were averaged, parameters at the end, those of an oracle with ranks' own loops)."""
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(build(seed))
-    local = evenstep.LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.1), every=every, warmup_steps=warmup)
+    local = evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=every, warmup_steps=warmup)
     oracle = build(seed)
     stepper = torch.optim.SGD(oracle.parameters(), lr=0.1)
     torch.manual_seed(seed + world.rank)
@@ -323,25 +327,25 @@ def wrong_local() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for wrong in ({"every": 0}, {"every": 2, "warmup_steps": -1}):
         with pytest.raises(ConfigurationError, match=list(wrong)[-1]):
-            evenstep.LocalUpdates(model, optimizer, **wrong)
+            evenstep.LocalSGD(model, optimizer, **wrong)
     with pytest.raises(ConfigurationError, match="model=Linear"):
-        evenstep.LocalUpdates(nn.Linear(1, 1), optimizer, every=1)
+        evenstep.LocalSGD(nn.Linear(1, 1), optimizer, every=1)
     with model.accumulate():
         model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
     with pytest.raises(UsageError, match="before the loop"):
-        evenstep.LocalUpdates(model, optimizer, every=1)
+        evenstep.LocalSGD(model, optimizer, every=1)
     model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
     with pytest.raises(ConfigurationError, match="plain torch optimizer"):
-        evenstep.LocalUpdates(model, evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1), every=1)
+        evenstep.LocalSGD(model, evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1), every=1)
     first, last = list(model.module[0].parameters()), list(model.module[2].parameters())
     plain = torch.optim.SGD(first, lr=0.1)
     for kind in (torch.optim.SGD, torch.optim.Adafactor):  # the second would step each rank with its own gradients
         divided = evenstep.ShardedOptimizer(model, kind, last, lr=0.1)
         with pytest.raises(UsageError, match="the model has a ShardedOptimizer"):
-            evenstep.LocalUpdates(model, plain, every=2)
+            evenstep.LocalSGD(model, plain, every=2)
         del divided  # one that has gone doesn't matter
-        local = evenstep.LocalUpdates(model, plain, every=2)
-        with pytest.raises(UsageError, match="the model has a LocalUpdates"):
+        local = evenstep.LocalSGD(model, plain, every=2)
+        with pytest.raises(UsageError, match="the model has a LocalSGD"):
             evenstep.ShardedOptimizer(model, kind, last, lr=0.1)
         local.close()
 
@@ -375,7 +379,7 @@ def half_gradients(seed: int, gloo: bool, dtype: torch.dtype, options: dict, wei
             model.backward(loss, weight=weight)
         else:
             loss.backward()
-        scale = model.engine.exchange._units.unit if weighted else 1.0
+        scale = model.engine.exchange._weights.agreed if weighted else 1.0
         (own * (weight / scale)).backward()
         for parameter, each in zip(model.parameters(), twin.parameters(), strict=True):
             exact = world.gather(each.grad.double().unsqueeze(0)).sum(0) * scale / total
@@ -419,7 +423,7 @@ def without_samples(seed: int, weighted: list[bool | None], gloo: bool) -> list[
             loss = model(part).float().square().mean()
             model.backward(loss, weight=1024 * len(part)) if counts else loss.backward()
         if counts:
-            assert world.world_size == 1 or model.engine.exchange._units.unit > 1024
+            assert world.world_size == 1 or model.engine.exchange._weights.agreed > 1024
         optimizer.step()
         optimizer.zero_grad()
     if gloo:
@@ -447,7 +451,7 @@ def counts_later(seed: int) -> float:
         loss.backward() if weight is None else model.backward(loss, weight=weight)
         assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
         model.zero_grad()
-    return model.engine.exchange._units.unit
+    return model.engine.exchange._weights.agreed
 
 
 def test_weights_that_come_later_are_divided_too(ranks, fresh_seed):

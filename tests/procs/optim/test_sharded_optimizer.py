@@ -14,8 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.hidden_gradient import HiddenGradient
-from evenstep.replica.sharded_bucket import ShardedBucket
+from evenstep.replica.batches import split
+from evenstep.replica.sharded.bucket import ShardedBucket
+from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder
 
 SIZES = pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 KINDS = ["SGD", "AdamW", "Adam", "Adagrad", "NAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adafactor"]
@@ -134,9 +135,63 @@ def random_training(seed: int, num_models: int, num_steps: int) -> int:
     return compared
 
 
+@pytest.mark.extended(ranks=3)
 @SIZES
 def test_random_training_equals_the_plain_optimizer(ranks, fresh_seed, nproc):
     assert ranks.run(random_training, nproc, fresh_seed, 6, 6, timeout_s=150) == [36] * nproc
+
+
+def windows_that_are_dropped(seed: int, num_steps: int) -> None:
+    """Windows that `zero_grad` drops on some ranks, behind gradients of a step before that may be left."""
+    world = evenstep.init(quiet=True)
+    shared, own = random.Random(seed), random.Random(seed * 1000 + world.rank)
+    alone = Branches(2, 3, seed)
+    models = [evenstep.DistributedDataParallel(Branches(2, 3, seed), bucket_cap_mb=2e-4) for _ in range(3)]
+    optimizers = [
+        torch.optim.SGD(models[0].parameters(), lr=0.1),
+        evenstep.ShardedOptimizer(models[1], torch.optim.SGD, lr=0.1),
+        evenstep.ShardedOptimizer(models[2], torch.optim.SGD, lr=0.1, shard_gradients=True),
+    ]
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+
+    def run(model: nn.Module, x: torch.Tensor, *, weighted: bool) -> None:
+        loss = model(x, [0, 1]).square().mean()
+        model.backward(loss, weight=len(x)) if weighted else loss.backward()
+
+    for step in range(num_steps):
+        weighted, set_to_none = shared.random() < 0.5, shared.random() < 0.5
+        zeroes_before, how = shared.random() < 0.5, own.choice(["nothing", "a loop left early", "accumulated"])
+        generator = torch.Generator().manual_seed(seed + step)
+        sizes = [shared.choice([0, 1, 4]) for _ in range(world.world_size)]
+        sizes[shared.randrange(world.world_size)] = 2
+        shares = [torch.randn(n, 3, dtype=torch.float64, generator=generator) for n in sizes]
+        lost = torch.randn(6, 3, dtype=torch.float64, generator=generator)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            if zeroes_before:
+                optimizer.zero_grad(set_to_none)
+            if how == "a loop left early":
+                for part in model.microbatches(lost, 2):
+                    run(model, part, weighted=weighted)
+                    break
+            elif how == "accumulated":
+                with model.accumulate():
+                    run(model, lost, weighted=weighted)
+            optimizer.zero_grad(set_to_none)
+            for part in model.microbatches(shares[world.rank], 2):
+                run(model, part, weighted=weighted)
+            optimizer.step()
+        reference.zero_grad()
+        divisor = sum(sizes) if weighted else world.world_size
+        for part in (part for share in shares for part in split(share, 2)):
+            (alone(part, [0, 1]).square().mean() * (len(part) if weighted else 1) / divisor).backward()
+        reference.step()
+        for model, name in zip(models, ("whole", "stage 1", "stage 2"), strict=True):
+            assert_same_parameters(model, alone, f"seed {seed}, step {step}, {name}, {sizes}, {how}: ")
+
+
+@pytest.mark.parametrize("nproc", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
+def test_zero_grad_drops_a_window_with_what_it_has_saved(ranks, fresh_seed, nproc):
+    ranks.run(windows_that_are_dropped, nproc, fresh_seed, 8)
 
 
 def same_bits(seed: int, kind_name: str, stage2: bool) -> bool:
@@ -270,7 +325,7 @@ def reads_of_gradients(seed: int) -> list[str]:
     model, optimizer = make(seed)
     model(torch.randn(4, 6, dtype=torch.float64)).sum().backward()
     weight = model.module[0].weight
-    assert isinstance(weight.grad, HiddenGradient)
+    assert isinstance(weight.grad, GradientPlaceholder)
     assert weight.grad.shape == weight.shape
     assert "divided" in repr(weight.grad)
     reads = [
@@ -371,7 +426,7 @@ def bytes_of(seed: int, stage2: bool) -> tuple[int, int, int]:
         for tensor in (bucket.shard, bucket.flat):
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     for parameter in model.parameters():
-        assert isinstance(parameter.grad, HiddenGradient)
+        assert isinstance(parameter.grad, GradientPlaceholder)
     return optimizer.state_bytes, sum(storages.values()), sum(p.nbytes for p in model.parameters())
 
 
@@ -408,7 +463,7 @@ def laid_out_again(seed: int, stage2: bool) -> tuple[int, int, int]:
     model = evenstep.DistributedDataParallel(Backwards(12, 256, seed), bucket_cap_mb=0.3, first_bucket_cap_mb=0.3)
     dense = list(model.module.layers.parameters())
     optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, dense, shard_gradients=stage2)
-    arena = model.engine.transport._exchange.arena
+    arena = model.engine.transport._context.arena
     layout, before, most = model.engine.exchange.layout, arena.used_bytes, 0
 
     build = ShardedBucket.__init__
@@ -437,6 +492,7 @@ def test_buckets_are_laid_out_again_one_by_one(ranks, fresh_seed):
 
 
 def over_gloo(seed: int) -> list[float]:
+    evenstep.init(quiet=True)  # makes the group that is adopted
     world = evenstep.World.from_process_group(transport="gloo", device="cpu")
     assert world.transport_name == "gloo"
     try:

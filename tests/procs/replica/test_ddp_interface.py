@@ -77,6 +77,7 @@ def pairs(seed):
     assert whole.world is world
 
 
+@pytest.mark.extended
 def test_a_sub_group_averages_among_its_ranks(ranks, fresh_seed):
     ranks.run(pairs, 4, fresh_seed)
 
@@ -104,6 +105,7 @@ def two_dimensional(seed):
     torch.testing.assert_close(local["2.weight"], whole["2.weight"].chunk(2, dim=1)[tp])
 
 
+@pytest.mark.extended
 def test_tensor_parallelism_inside_a_mesh(ranks, fresh_seed):
     ranks.run(two_dimensional, 4, fresh_seed)
 
@@ -142,6 +144,7 @@ def uneven(seed, kind):
     assert_same(grads(model), averaged(module, [batch(seed + r) for r in range(world.world_size)]), rtol=0, atol=1e-12)
 
 
+@pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize("kind", ["by all", "by those left", "weighted"])
 @SIZES
 def test_join_makes_uneven_ranks_exact(ranks, fresh_seed, nproc, kind):
@@ -170,6 +173,7 @@ def uneven_accumulation(seed):
     assert counts == [3 * 2 * (world.world_size - 1)], "module buffers are those of the rank that left last"
 
 
+@pytest.mark.extended(ranks=3)
 @SIZES
 def test_join_with_accumulation_and_batch_norm(ranks, fresh_seed, nproc):
     ranks.run(uneven_accumulation, nproc, fresh_seed)
@@ -192,7 +196,7 @@ def several_joined(seed, through_both, order, weighted):
             x = batch(seed + 10 * step + world.rank, rows=2 + world.rank)
             for number, loss in enumerate(losses(*models, x)):
                 if weighted:
-                    models[1 if through_both else number].backward(loss, weight=len(x))
+                    evenstep.backward(models if through_both else [models[number]], loss, weight=len(x))
                 else:
                     loss.backward()
             optimizers[0].step()
@@ -214,6 +218,7 @@ def square(seed):
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
 
 
+@pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("order", ["first, second", "second, first"])
 @pytest.mark.parametrize("through_both", [False, True])
@@ -414,7 +419,7 @@ def two_scales(seed, own_first, first_dtype, second_dtype, has_idle):
                 if number == 1:
                     models[0].backward(through_first(*models, x), weight=weight)
                 else:
-                    models[1].backward(through_both(*models, x), weight=weight)
+                    evenstep.backward(models[::-1], through_both(*models, x), weight=weight)
         loss_of = {0: through_both, 1: through_first, 2: through_both}
         for number in range(3):
             for x, weight in zip(batches[number], weights[number], strict=True):
@@ -429,6 +434,7 @@ def two_scales(seed, own_first, first_dtype, second_dtype, has_idle):
             model.zero_grad(set_to_none=step == 0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("first", "second"),
     [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float64), (torch.float64, torch.bfloat16)],
@@ -456,7 +462,7 @@ def one_scaler(overflows):
         loss = models[1](models[0](x)).square().mean()
         if overflows and step == 1 and world.rank == 0:
             loss = loss * float("inf")
-        models[1].backward(loss, weight=2 + world.rank, scaler=scaler)
+        evenstep.backward(models, loss, weight=2 + world.rank, scaler=scaler)
         for optimizer in optimizers:
             scaler.step(optimizer)
             optimizer.zero_grad()
@@ -473,7 +479,7 @@ def one_scaler(overflows):
     for model, module in zip(models, modules, strict=True):
         assert_same(model.parameters(), module.parameters(), rtol=1e-5, atol=1e-6)
     with pytest.raises(evenstep.errors.NonFiniteError):  # without a scaler it is a fault
-        models[1].backward(models[1](models[0](x)).square().mean() * float("inf"), weight=1)
+        evenstep.backward(models, models[1](models[0](x)).square().mean() * float("inf"), weight=1)
 
 
 def make_square(seed):
@@ -726,14 +732,65 @@ def wrapped_inside(seed, weighted):
         assert_same(grads(model), grads(reference), rtol=0, atol=1e-12)
         model.zero_grad()
         reference.zero_grad()
-    with pytest.raises(ConfigurationError, match="the module is wrapped already"):
-        evenstep.DistributedDataParallel(model)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 @SIZES
 def test_a_part_of_a_module_may_be_wrapped_too(ranks, fresh_seed, nproc, weighted):
     ranks.run(wrapped_inside, nproc, fresh_seed, weighted)
+
+
+def wrapped_twice(seed):
+    """Beside torch's class, whose two wrappers average the same gradients one after the other."""
+    world = evenstep.init(quiet=True)
+    gloo = dist.new_group(backend="gloo")
+    x = batch(seed + world.rank)
+    found = []
+    for wrap, group in ((evenstep.DistributedDataParallel, None), (TorchDistributedDataParallel, gloo)):
+        module = nn.Sequential(square(1), nn.BatchNorm1d(6), square(2)).double()
+        inner = wrap(module, process_group=group)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            outer = wrap(inner, process_group=group)
+        if wrap is evenstep.DistributedDataParallel:
+            assert [str(each.message)[:29] for each in told] == ["the module is wrapped already"] * (world.rank == 0)
+            first = inner, outer
+        for model in (outer, inner, outer):
+            outer.zero_grad()
+            model(x).square().mean().backward()
+            found.append(grads(outer))
+        outer.eval()  # module buffers stay equal
+        with outer.no_sync(), inner.no_sync():
+            outer(x).square().mean().backward()
+        found.append(grads(outer))
+        found.append(list(outer.state_dict()))
+    for ours, torchs in zip(found[:4], found[5:9], strict=True):
+        assert_same(ours, torchs, rtol=0, atol=1e-12)
+    assert found[4] == found[9]
+    # What torch's class doesn't have: weights, empty shares, a ShardedOptimizer.
+    inner, outer = first
+    outer.zero_grad()
+    optimizer = evenstep.ShardedOptimizer(outer, torch.optim.SGD, lr=0.1)
+    reference = copy.deepcopy(module)
+    reference.load_state_dict({name.removeprefix("module.module."): t for name, t in outer.state_dict().items()})
+    batches = [batch(seed + 9 + r, rows=r) for r in range(world.world_size)]
+    reference.eval()
+    for each in (outer, reference):
+        each.zero_grad()
+    outer.backward(outer(batches[world.rank]).square().sum() / max(1, world.rank), weight=world.rank)
+    optimizer.step()
+    losses = [reference(x).square().sum() for x in batches]
+    (sum(losses) / sum(map(len, batches))).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    assert_same(list(outer.parameters()), list(reference.parameters()), rtol=0, atol=1e-12)
+    again = copy.deepcopy(outer) if world.process_group is dist.group.WORLD else outer
+    assert again.engine is again.module.engine
+
+
+@pytest.mark.extended
+@SIZES
+def test_a_wrapped_model_that_is_wrapped_again_is_averaged_once(ranks, fresh_seed, nproc):
+    ranks.run(wrapped_twice, nproc, fresh_seed)
 
 
 class Checkpointed(nn.Module):
@@ -841,6 +898,7 @@ def arguments(seed):
         "static_graph": True,
         "skip_all_reduce_unused_params": True,
         "batched_grad_copy": True,
+        "lazy_bucket_allocation": True,
         "bucket_cap_mb_list": [1e-4, 5e-4],
         "delay_all_reduce_named_params": [("2.weight", named["2.weight"])],
         "param_to_hook_all_reduce": named["0.weight"],
@@ -881,6 +939,79 @@ def arguments(seed):
 @SIZES
 def test_torchs_arguments_and_attributes(ranks, fresh_seed, nproc):
     ranks.run(arguments, nproc, fresh_seed)
+
+
+def finalizations(wrap, seed):
+    """What each call of torch's order of calls did: None, or that it was refused; and the gradients of two steps."""
+    world = evenstep.init(quiet=True)
+    model = wrap(make())
+    x = batch(seed + world.rank)
+    done, gradients = [], []
+
+    def attempt(call):
+        try:
+            call()
+        except RuntimeError:
+            done.append("refused")
+        else:
+            done.append(None)
+
+    def require(value):
+        model.require_manual_backward_finalization = value
+
+    def passes():
+        model(x).square().mean().backward()
+
+    done += [model.require_manual_backward_finalization, model.should_finalize_after_backward]
+    attempt(model.finalize_backward)  # not required
+    passes()
+    attempt(model.finalize_backward)
+    require(True)
+    attempt(model.finalize_backward)  # nothing was averaged yet
+    for _ in range(2):
+        model.zero_grad()
+        passes()
+        attempt(model.finalize_backward)
+        attempt(model.finalize_backward)  # a second time
+        gradients.append(grads(model))
+    with model.no_sync():
+        passes()
+        attempt(model.finalize_backward)
+    passes()
+    attempt(lambda: require(False))  # not finalized
+    attempt(lambda: model(x))
+    attempt(model.finalize_backward)
+    with torch.no_grad():
+        attempt(lambda: model(x))
+    require(False)
+    passes()
+    attempt(lambda: model(x))
+    done.append(model.require_manual_backward_finalization)
+    return done, gradients
+
+
+def manual_finalization(seed):
+    done, gradients = finalizations(evenstep.DistributedDataParallel, seed)
+    assert done == [False, False] + ["refused"] * 3 + [None, "refused"] * 2 + ["refused"] * 3 + [None] * 3 + [False]
+    if hasattr(TorchDistributedDataParallel, "finalize_backward"):  # torch 2.15
+        theirs, expected = finalizations(TorchDistributedDataParallel, seed)
+        assert done == theirs
+        for ours, torchs in zip(gradients, expected, strict=True):
+            assert_same(ours, torchs, rtol=0, atol=1e-12)
+    model = evenstep.DistributedDataParallel(make())
+    model.require_manual_backward_finalization = True
+    model(batch(seed)).sum().backward()
+    assert model.should_finalize_after_backward
+    again = copy.deepcopy(model)
+    assert again.require_manual_backward_finalization
+    again(batch(seed))  # has no backward pass behind it
+    with pytest.raises(ConfigurationError, match="require_manual_backward_finalization"):
+        model.require_manual_backward_finalization = "yes"
+
+
+@SIZES
+def test_manual_finalization_has_torchs_order_of_calls(ranks, fresh_seed, nproc):
+    ranks.run(manual_finalization, nproc, fresh_seed)
 
 
 def buffers():

@@ -12,7 +12,7 @@ from torch import nn
 
 import evenstep
 from evenstep.testing import RankPool
-from tests.procs.test_engine import assert_same_grads, grads
+from tests.procs.replica.test_engine import assert_same_grads, grads
 
 
 def make_model() -> nn.Module:
@@ -32,7 +32,7 @@ def trained(directory: str, is_on_meta: bool) -> list[torch.Tensor]:
             bucket_cap_mb=1e-3,
         )
         optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
-        average = evenstep.ExponentialAverage(model, decay=0.9)
+        average = evenstep.ExponentialMovingAverage(model, decay=0.9)
         with torch.device("cpu"):
             rows = torch.arange(240.0, dtype=torch.float64).sin().view(30, 8)
         loader = evenstep.DataLoader(

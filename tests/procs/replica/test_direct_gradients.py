@@ -91,7 +91,7 @@ def build_alike(seed: int) -> tuple[list[Layer], list[Layer], list[evenstep.Dist
 
 
 def passes_through_two(seed: int, way: str, zeroed: str, reaches: bool, accumulates: bool) -> float:
-    """`decoder.backward` with a penalty on a parameter of the encoder; the largest difference from one process."""
+    """A decoder's loss with a penalty on a parameter of the encoder; the largest difference from one process."""
     world = evenstep.init(quiet=True)
     singles, inner, models = build_alike(seed)
     reference, ours = build_optimizers(singles, "plain"), build_optimizers(models, way)
@@ -111,7 +111,7 @@ def passes_through_two(seed: int, way: str, zeroed: str, reaches: bool, accumula
                 if number < len(parts) - 1:
                     for model in models:
                         stack.enter_context(model.accumulate())
-                models[1].backward(loss_of(inner, passed(models, mine), mine), weight=len(mine))
+                evenstep.backward(models, loss_of(inner, passed(models, mine), mine), weight=len(mine))
         for optimizer in [*reference, *ours]:
             optimizer.step()
         zero([*reference, *ours], zeroed)
@@ -138,7 +138,7 @@ def passes_of_weight_zero(seed: int) -> tuple[float, bool]:
         loss_of(singles, singles[1](singles[0](x)), x).backward()
         counts = world.rank == 0
         loss = loss_of(inner, models[1](models[0](x)), x if counts else x * torch.inf)
-        models[1].backward(loss, weight=7 if counts else 0)
+        evenstep.backward(models, loss, weight=7 if counts else 0)
         for optimizer in [*reference, *ours]:
             optimizer.step()
         zero([*reference, *ours], "to None")
@@ -150,6 +150,24 @@ def test_what_has_no_weight_brings_nothing_into_another_model(ranks, fresh_seed)
     for found, is_alike in ranks.run(passes_of_weight_zero, 2, fresh_seed):
         assert found < 1e-12
         assert is_alike
+
+
+def penalty_on_a_forgotten_model(seed: int) -> str:
+    """What comes of `decoder.backward` with a penalty on a parameter of the encoder."""
+    evenstep.init(quiet=True)
+    _, inner, models = build_alike(seed)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    try:
+        models[1].backward(models[1](x).square().mean() + inner[0].apart.square().sum(), weight=4)
+    except evenstep.errors.UsageError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_penalty_on_a_model_that_is_forgotten_is_an_error_on_all_ranks(ranks, fresh_seed):
+    for said in ranks.run(penalty_on_a_forgotten_model, 2, fresh_seed):
+        assert "goes through a wrapped Layer" in said
+        assert "evenstep.backward([" in said
 
 
 def other_models_are_left_alone(seed: int) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 import evenstep
 from evenstep.errors import ConfigurationError, DriftError, MismatchError
-from evenstep.replica.drift import DEFAULT_EVERY
+from evenstep.replica.monitors.drift import DEFAULT_EVERY
 from evenstep.testing import faults
 
 
@@ -104,7 +104,7 @@ def in_step(model: evenstep.DistributedDataParallel, steps: int = DEFAULT_EVERY 
     """Trains for more than a round; whether comparing goes on."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01, momentum=0.5)
     train(model, optimizer, steps)
-    return model.engine.drift.is_on
+    return model.monitors.drift.is_on
 
 
 def changed_alike(seed: int) -> None:
@@ -138,17 +138,17 @@ def kept_for_themselves(seed: int) -> None:
 
 
 def stepping_alone(seed: int) -> None:
-    """By `LocalUpdates`, in `no_sync`, and by a hook that averages within a rank."""
+    """By `LocalSGD`, in `no_sync`, and by a hook that averages within a rank."""
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(build(seed))
-    local = evenstep.LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), every=3)
+    local = evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), every=3)
     for _ in range(5):
         model.backward(model(torch.randn(4, 6)).square().mean())
         local.step()
         model.zero_grad()
     local.close()
     train(model, local.optimizer, DEFAULT_EVERY + 3)  # `close` has made momenta equal
-    assert model.engine.drift.is_on
+    assert model.monitors.drift.is_on
 
     model = evenstep.DistributedDataParallel(build(seed))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -157,7 +157,7 @@ def stepping_alone(seed: int) -> None:
             model(torch.randn(4, 6)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert not model.engine.drift.is_on
+    assert not model.monitors.drift.is_on
 
     model = evenstep.DistributedDataParallel(build(seed))
     alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
@@ -180,7 +180,7 @@ def still_equal(seed: int) -> None:
             model.backward(model(part).square().mean(), weight=len(part))
         optimizer.step()
         optimizer.zero_grad()
-    assert model.engine.drift.is_on
+    assert model.monitors.drift.is_on
 
     model = evenstep.DistributedDataParallel(build(seed))
     model.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -193,7 +193,7 @@ def still_equal(seed: int) -> None:
             train(model, optimizer, DEFAULT_EVERY + 10 * world.rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, DEFAULT_EVERY + 3)
-    assert model.engine.drift.is_on
+    assert model.monitors.drift.is_on
 
 
 def sharpness_aware(seed: int) -> None:
@@ -211,7 +211,7 @@ def sharpness_aware(seed: int) -> None:
             torch._foreach_copy_(list(model.parameters()), before)
         optimizer.step()
         optimizer.zero_grad()
-    assert model.engine.drift.is_on
+    assert model.monitors.drift.is_on
 
 
 def on_unlike_machines(seed: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.optim.shards import Shard
+from evenstep.optim.sharded.flat_segments import Shard
 
 
 class Headless(nn.Module):

@@ -1,6 +1,6 @@
 """The engine against the reference engine and torch's own, on 2, 3 and 4 ranks.
 
-python -m tests.procs.test_engine 1000        # the long run: that many random windows on each number of ranks
+python -m tests.procs.replica.test_engine 1000        # the long run: that many random windows on each number of ranks
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pickle
 import random
 import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 import evenstep
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
 from evenstep.replica.batches import split
-from evenstep.replica.readiness import Readiness
-from evenstep.replica.reference import ReferenceReplica
+from evenstep.replica.gradients.autograd_hooks import Readiness
+from evenstep.replica.gradients.exchange.header import LateKinds
 from evenstep.testing import RankPool
+from evenstep.testing.reference import ReferenceReplica
 
 SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
 
@@ -109,6 +111,7 @@ def random_windows(seed, num_models, num_windows, world=None):
     return checked
 
 
+@pytest.mark.extended(ranks=3)
 @SIZES
 def test_random_windows_equal_the_reference(ranks, fresh_seed, nproc):
     assert ranks.run(random_windows, nproc, fresh_seed, 12, 6) == [72] * nproc
@@ -137,6 +140,7 @@ def plain_backward_as_torch(seed):
         theirs.zero_grad()
 
 
+@pytest.mark.extended(ranks=3)
 @SIZES
 def test_plain_backward_means_what_torch_means(ranks, fresh_seed, nproc):
     ranks.run(plain_backward_as_torch, nproc, fresh_seed)
@@ -162,6 +166,7 @@ def second_weighted_pass(seed, keep_views):
         model.zero_grad(set_to_none=not keep_views)
 
 
+@pytest.mark.extended(ranks=3)
 @SIZES
 @pytest.mark.parametrize("keep_views", [True, False])
 def test_what_was_reduced_is_not_reduced_again(ranks, fresh_seed, nproc, keep_views):
@@ -192,6 +197,28 @@ def test_mixing_the_two_backwards_is_an_error(ranks):
 
 def test_mixing_the_two_backwards_between_ranks_is_an_error_on_all(ranks):
     ranks.run(mixture_between_ranks, 2)
+
+
+def mixture_told_late(when):
+    """As on a GPU, where the numbers of a window aren't waited for."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Branches(1, 4, 0), world=world)
+    model.engine.exchange._late_kinds = LateKinds()
+    for number in range(1, 40):
+        model.zero_grad()
+        loss = model(torch.ones(2, 4, dtype=torch.float64), [0]).sum()
+        try:
+            model.backward(loss) if number == when and world.rank else loss.backward()
+        except UsageError as error:
+            return number, str(error)
+    return None
+
+
+@pytest.mark.parametrize("when", [1, 5])
+def test_mixing_the_two_backwards_on_gpus_is_an_error_on_all(ranks, when):
+    first, second = ranks.run(mixture_told_late, 2, when)
+    assert first == second
+    assert first[0] == (1 if when == 1 else 17)
 
 
 def zero_weight_ignores_nan(as_tensor):
@@ -364,21 +391,25 @@ def test_an_empty_share_adds_nothing_to_what_is_left(ranks, fresh_seed, nproc, p
     ranks.run(windows_without_zero_grad, nproc, fresh_seed, plain)
 
 
-def another_kind(zeroed):
+def another_kind(set_to_none):
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(Branches(1, 4, 0), world=world)
     x = torch.ones(2, 4, dtype=torch.float64)
     model(x, [0]).mean().backward()
-    if zeroed:
-        model.zero_grad()
-    with contextlib.nullcontext() if zeroed else pytest.raises(UsageError, match="Call zero_grad between them"):
+    if set_to_none is not None:
+        model.zero_grad(set_to_none)
+    with (
+        contextlib.nullcontext()
+        if set_to_none is not None
+        else pytest.raises(UsageError, match="Call zero_grad between them")
+    ):
         for part in model.microbatches(x[: 2 - 2 * world.rank], 1):
             model.backward(model(part, [0]).mean(), weight=len(part))
 
 
-@pytest.mark.parametrize("zeroed", [True, False])
-def test_what_is_left_and_an_empty_share_allow_one_kind_of_backward(ranks, zeroed):
-    ranks.run(another_kind, 2, zeroed)
+@pytest.mark.parametrize("set_to_none", [True, False, None])
+def test_what_is_left_and_an_empty_share_allow_one_kind_of_backward(ranks, set_to_none):
+    ranks.run(another_kind, 2, set_to_none)
 
 
 # ---------------------------------------------------------------------- empty shares
@@ -434,6 +465,140 @@ def test_an_empty_share_leaves_no_trace(ranks, first_batch_is_empty, plain):
     assert results[0] == results[1] == results[2]
 
 
+class Captioned(nn.Module):
+    """Images and texts, of which a sample may lack one; flattened, as criteria of language models take it; a loss."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.image, self.text, self.head = nn.Linear(3, 4), nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.double()
+
+    def forward(self, image, ids):
+        logits = self.head(torch.cat([self.image(image).unsqueeze(1).expand(-1, 5, -1), self.text(ids)]).tanh())
+        return logits.flatten(0, 1), logits.square().sum() + self.head.bias.exp().sum()
+
+
+def half_empty_shares(seed, plain):
+    """Ranks have no image, no text, neither, or both; a share without any has no gradient, one with any has."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(Captioned(seed), world=world, find_unused_parameters=True)
+    alone = Captioned(seed)
+    chance = random.Random(seed)
+    for step in range(10):
+        model.zero_grad()
+        alone.zero_grad()
+        sizes = [(chance.choice([0, 0, 1, 3]), chance.choice([0, 0, 2, 4])) for _ in range(world.world_size)]
+        sizes[chance.randrange(world.world_size)] = (1, 2)
+        generator = torch.Generator().manual_seed(seed + step)
+        shares = [
+            (
+                torch.randn(images, 3, generator=generator, dtype=torch.float64),
+                torch.randint(9, (texts, 5), generator=generator),
+                torch.randint(9, ((images + texts) * 5,), generator=generator),
+            )
+            for images, texts in sizes
+        ]
+        weights = [sum(each) for each in sizes]
+
+        def loss_of(model, image, ids, targets):
+            logits, inner = model(image, ids)
+            assert logits.shape == (len(targets), 9)
+            return nn.functional.cross_entropy(logits, targets) + inner
+
+        loss = loss_of(model, *shares[world.rank])
+        loss.backward() if plain else model.backward(loss, weight=weights[world.rank])
+        for weight, share in zip(weights, shares, strict=True):
+            if weight:
+                part = 1 / world.world_size if plain else weight / sum(weights)
+                (loss_of(alone, *share) * part).backward()
+        expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in alone.parameters()]
+        got = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+        assert_same_grads(got, expected, f"seed {seed}, step {step}, {sizes}")
+
+
+@pytest.mark.parametrize("nproc", [1, 2, pytest.param(4, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_share_is_empty_if_all_its_tensors_are(ranks, fresh_seed, nproc, plain):
+    ranks.run(half_empty_shares, nproc, fresh_seed, plain)
+
+
+class WithLoss(nn.Module):
+    """Returns outputs and, as some models do, a loss that is computed inside, and so also over a dummy batch."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(3, 2)
+        self.double()
+
+    def forward(self, x):
+        out = self.layer(x).tanh()
+        return out, out.square().sum()
+
+
+def forward_passes_in_any_order(seed, sharded):
+    """What a pass counts for depends on the outputs that its loss goes through, whichever forward passes there were."""
+    world = evenstep.init(quiet=True)
+    chance, own = random.Random(seed), random.Random(seed * 1000 + world.rank)
+    model = evenstep.DistributedDataParallel(WithLoss(seed), world=world)
+    alone = WithLoss(seed)
+    if sharded:
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(24):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        plain, together = chance.random() < 0.5, chance.random() < 0.5
+        given = chance.random() < 0.5  # the weight
+        sizes = [[chance.choice([0, 2, 3]) for _ in range(2)] for _ in range(world.world_size)]
+        sizes[chance.randrange(world.world_size)] = [2, 3]
+        generator = torch.Generator().manual_seed(seed + step)
+        shares = [[torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in each] for each in sizes]
+        abandoned = [model(torch.ones(2 * n, 3, dtype=torch.float64)) for n in own.choices([0, 1], k=own.randrange(3))]
+        losses = [model(x)[1] for x in shares[world.rank]]
+        del abandoned[1:]
+        if own.random() < 0.5:
+            losses.reverse()
+            shares[world.rank].reverse()
+
+        def weight_of(xs, *, given=given, plain=plain):
+            num_samples = sum(map(len, xs))
+            return num_samples if given and not plain else float(num_samples > 0)
+
+        def run(loss, xs, *, given=given, plain=plain):
+            if plain:
+                loss.backward()
+            else:
+                model.backward(loss, **({"weight": weight_of(xs)} if given else {}))
+
+        if together:
+            run(sum(losses), shares[world.rank])
+        else:
+            with model.accumulate():
+                run(losses[0], shares[world.rank][:1])
+            run(losses[1], shares[world.rank][1:])
+        total, terms = 0.0, []
+        for each in shares:
+            for xs in [each] if together else [each[:1], each[1:]]:
+                total += weight_of(xs)
+                terms += [weight_of(xs) * sum(alone(x)[1] for x in xs if len(x))] if weight_of(xs) else []
+        (sum(terms) / (world.world_size if plain else total)).backward()
+        optimizer.step()
+        reference.step()
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            context = f"seed {seed}, step {step}, plain {plain}, together {together}, given {given}, {sizes}"
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13, msg=lambda m, c=context: f"{c}: {m}")
+
+
+@pytest.mark.parametrize("nproc", [1, 2, pytest.param(3, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_pass_counts_for_what_its_loss_goes_through(ranks, fresh_seed, nproc, sharded):
+    ranks.run(forward_passes_in_any_order, nproc, fresh_seed, sharded)
+
+
 # ---------------------------------------------------------------------- unused parameters, buffers
 
 
@@ -445,6 +610,25 @@ def unused_parameters():
         pattern = [g is not None for g in grads(model)]
         model.zero_grad()
     return pattern
+
+
+def call_twice(seed):
+    """One loss of two calls that leave the same bucket unused."""
+    world = evenstep.init(quiet=True)
+    module = Branches(3, 4, seed)
+    model = evenstep.DistributedDataParallel(copy.deepcopy(module), world=world, bucket_cap_mb=1e-4)
+    for step in range(3):
+        x = torch.randn(world.world_size, 2, 2, 4, dtype=torch.float64)
+        x = world.broadcast_object(x)
+        for target, rows in ((model, x[world.rank : world.rank + 1]), (module, x)):
+            target.zero_grad()
+            calls = [torch.stack([target(each, [0, 2]) for each in rows[:, call]]) for call in range(2)]
+            (calls[0] * calls[1].sin()).mean().backward()
+        assert_same_grads(grads(model), grads(module), f"step {step}")
+
+
+def test_several_calls_in_one_loss_may_leave_the_same_parameters_unused(ranks, fresh_seed):
+    ranks.run(call_twice, 2, fresh_seed)
 
 
 def test_unused_parameters_need_no_flag(ranks):
@@ -893,6 +1077,52 @@ def test_a_gradient_penalty_is_reduced_once(ranks):
     ranks.run(gradient_penalty, 2)
 
 
+def differentiate_gradients(seed, weighted):
+    """The gradient of a penalty on p.grad, beside one process on all rows; and buckets that keep no graph."""
+    world = evenstep.init(quiet=True)
+    module = Branches(3, 4, seed)
+    model = evenstep.DistributedDataParallel(copy.deepcopy(module), world=world, bucket_cap_mb=1e-4)
+    warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
+    generator = torch.Generator().manual_seed(seed)
+    for num_passes in (1, 2, 1):
+        sizes = [[1 + (rank + index) % 3 for rank in range(world.world_size)] for index in range(num_passes)]
+        x = [torch.randn(sum(each), 4, dtype=torch.float64, generator=generator).split(each) for each in sizes]
+        losses = [[module(rows, [0, 2]).square().mean() for rows in each] for each in x]
+        if weighted:
+            sums = [n * each for many in zip(sizes, losses, strict=True) for n, each in zip(*many, strict=True)]
+            loss = sum(sums) / sum(map(sum, sizes))
+        else:
+            loss = sum(map(sum, losses)) / world.world_size
+        used = [p for name, p in module.named_parameters() if not name.startswith("layers.1")]
+        wanted = torch.autograd.grad(loss, used, create_graph=True)
+        second = torch.autograd.grad(sum(each.square().sum() for each in wanted), used)
+        mine = [each[world.rank] for each in sizes]
+        for index, each in enumerate(x):
+            with contextlib.nullcontext() if index == num_passes - 1 else model.accumulate():
+                own = model(each[world.rank], [0, 2]).square().mean()
+                if weighted:
+                    model.backward(own, weight=mine[index], create_graph=True)
+                else:
+                    own.backward(create_graph=True)
+        assert not any(view.requires_grad for bucket in model.engine.buckets for view in bucket.views)
+        got = [p.grad for p in model.parameters() if p.grad is not None]
+        assert_same_grads([each.detach() for each in got], wanted, "first")
+        model.zero_grad()
+        penalty = sum(each.square().sum() for each in got)
+        if weighted:
+            model.backward(penalty, weight=sum(mine))
+        else:
+            penalty.backward()
+        assert_same_grads([p.grad for p in model.parameters() if p.grad is not None], second, "second")
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_averaged_gradients_can_be_differentiated(ranks, fresh_seed, nproc, weighted):
+    ranks.run(differentiate_gradients, nproc, fresh_seed, weighted)
+
+
 def through_two_models(whose, num_passes):
     """Uneven shares through an encoder and a decoder, both wrapped; beside one process on all rows."""
     world = evenstep.init(quiet=True)
@@ -913,7 +1143,7 @@ def through_two_models(whose, num_passes):
                 loss = models[1](models[0](x, [0, 1]), [0, 1]).square().mean()
                 if index == num_passes - 1:
                     stack.close()
-                models[whose].backward(loss, weight=len(x))
+                evenstep.backward(models[:: 1 - 2 * whose], loss, weight=len(x))
         for network, model in zip(networks, models, strict=True):
             assert_same_grads(grads(model), [p.grad / total for p in network.parameters()])
             network.zero_grad()
@@ -952,7 +1182,7 @@ def empty_shares_through_two_models(seed, num_steps):
             per_rank = [rows.mean() for rows in per_row.split(sizes) if len(rows)]
             (sum(per_rank) / world.world_size).backward()
         else:
-            models[whose if through_both else 1].backward(loss, weight=len(x))
+            evenstep.backward(models[:: 1 - 2 * whose] if through_both else models[1:], loss, weight=len(x))
             per_row.mean().backward()
         for name, network, model in zip("GD", networks, models, strict=True):
             got = [p.grad for p in model.module.parameters()]

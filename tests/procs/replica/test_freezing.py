@@ -16,7 +16,6 @@ IN_TURNS = {0: {2, 4}, 2: {0, 4}, 4: {0, 2}, 6: {0, 2, 4}}
 KINDS: dict[str, dict[str, Any]] = {
     "stage 1": {},
     "stage 2": {"shard_gradients": True},
-    "one copy": {"share_parameters": True},
     "at boundaries": {"elementwise": False},
 }
 

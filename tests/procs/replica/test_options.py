@@ -14,8 +14,8 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import DriftError, MismatchError
-from evenstep.replica import options
-from evenstep.replica.drift import DEFAULT_EVERY
+from evenstep.replica.monitors import options
+from evenstep.replica.monitors.drift import DEFAULT_EVERY
 
 BETAS = {"lr": 0.01, "betas": (0.9, 0.99)}
 
@@ -108,6 +108,7 @@ def test_options_that_differ_are_named_before_the_next_step(ranks, fresh_seed, w
     assert MismatchError.exit_code == 72
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("odd", [0, 2])
 def test_of_three_ranks_the_one_that_differs_from_rank_0_is_named(ranks, fresh_seed, odd):
     told = ranks.run(changed, 3, fresh_seed, "rate", odd, False, False)
@@ -202,7 +203,7 @@ def one_lives_longer(seed: int) -> int:
     """An optimizer that is still there on one rank only is no difference, and isn't asked about twice."""
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(build(seed))
-    watch = model.engine.options
+    watch = model.monitors.options
     plain = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     for each in plain:
         watch.add(each)
@@ -243,13 +244,13 @@ def test_where_replicas_drift_by_another_rate_the_rate_is_named(ranks, fresh_see
 
 
 def test_a_checksum_is_made_once_where_nothing_changes():
-    watch = options.OptionsWatch(mock.Mock(world_size=2), mock.Mock(), torch.device("cpu"))
+    watch = options.OptionsWatch(mock.Mock(world_size=2), mock.Mock(), torch.device("cpu"), lambda: True)
     parameters = [nn.Parameter(torch.zeros(1)) for _ in range(300)]  # python makes such a number anew each time
     optimizer = torch.optim.AdamW(parameters)
     watch.add(optimizer)
     with mock.patch.object(options, "halves", wraps=options.halves) as made:
-        first = watch.tell()
-        assert watch.tell() == first
+        first = watch.header_numbers()
+        assert watch.header_numbers() == first
         assert made.call_count == 1
         optimizer.param_groups[0]["params"].pop()
-        assert watch.tell() != first
+        assert watch.header_numbers() != first

@@ -14,11 +14,11 @@ from torch import nn
 import evenstep
 from evenstep import world as worlds
 from evenstep.testing.transport import Coverage, check_transport
-from evenstep.transport.choice import open_between
-from evenstep.transport.ordered import in_tree_order
-from evenstep.transport.reduction import plan_tree
+from evenstep.transport.core.reduction import plan_tree
+from evenstep.transport.factory import open_between
+from evenstep.transport.tree_order import in_tree_order
 from tests import reproducible_runs as runs
-from tests.procs.test_transport import gloo_carries
+from tests.procs.transport.test_transport import gloo_carries
 
 STEPS = 7  # of the digits, 5 of the language model: among them a short last batch, and a step behind it
 
@@ -41,6 +41,7 @@ def compare(ranks, run, sizes, *arguments, also=()):
         assert_same(ranks.run(run, nproc, *others, timeout_s=150), expected, f"{nproc} ranks with {others}")
 
 
+@pytest.mark.extended
 def test_digits_with_batch_normalisation_dropout_and_augmentation(ranks, fresh_seed):
     also = [
         (2, (STEPS, fresh_seed, True)),  # the sharded optimizer against the plain one
@@ -51,7 +52,8 @@ def test_digits_with_batch_normalisation_dropout_and_augmentation(ranks, fresh_s
     compare(ranks, runs.digits, [2, 4], STEPS, fresh_seed, also=also)
 
 
-def test_language_model_with_parts_of_lanes_clipping_and_autocast(ranks, fresh_seed):
+@pytest.mark.extended
+def test_language_model_with_parts_of_virtual_ranks_clipping_and_autocast(ranks, fresh_seed):
     also = [
         (4, (5, fresh_seed, {})),
         (2, (5, fresh_seed, {"shard_gradients": True})),
@@ -65,8 +67,9 @@ def test_plain_backward_and_a_gradient_scaler(ranks, fresh_seed):
     compare(ranks, runs.language, [4], 5, fresh_seed, None, None, True, also=[(2, (5, fresh_seed, {}, None, True))])
 
 
+@pytest.mark.extended(ranks=4)
 @pytest.mark.parametrize("nproc", [2, 4])
-def test_batch_normalisation_over_lanes_that_run_at_the_same_time(ranks, fresh_seed, nproc):
+def test_batch_normalisation_over_virtual_ranks_that_run_at_the_same_time(ranks, fresh_seed, nproc):
     ranks.run(warm_up, nproc)
     first = ranks.run(runs.normalised, nproc, fresh_seed, timeout_s=120)
     expected, _ = first[0]
@@ -95,7 +98,7 @@ class BesideOutputs(nn.Module):
 
 def gradients_beside_outputs(seed, keeps):
     """Without zero_grad between some steps, too; the loop's gradients against those of the whole batch."""
-    with runs.reproducible(seed, lanes=4) as world:
+    with runs.reproducible(seed, virtual_ranks=4) as world:
         model = evenstep.DistributedDataParallel(BesideOutputs(seed), world=world)
         single = BesideOutputs(seed)
         for step in range(6):
@@ -164,6 +167,8 @@ def ordered_sums(seed):
     return True
 
 
+@pytest.mark.extended
+@pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize("nproc", [2, 4])
 def test_sums_over_gloo_are_added_in_a_tree(ranks, fresh_seed, nproc):
     assert ranks.run(ordered_sums, nproc, fresh_seed, timeout_s=120) == [True] * nproc
@@ -186,12 +191,12 @@ def told_error(arguments_of_rank):
 
 def test_every_rank_is_told_what_is_wrong(ranks):
     ranks.run(warm_up, 2)
-    same = {"seed": 1, "reproducible": True, "lanes": 4}
-    for told in ranks.run(told_error, 2, [same, {**same, "lanes": 8}]):
-        assert told.startswith("MismatchError: evenstep.init: lanes=4 on rank 0, but 8 on rank 1")
+    same = {"seed": 1, "reproducible": True, "virtual_ranks": 4}
+    for told in ranks.run(told_error, 2, [same, {**same, "virtual_ranks": 8}]):
+        assert told.startswith("MismatchError: evenstep.init: virtual_ranks=4 on rank 0, but 8 on rank 1")
     ranks.run(warm_up, 2)
-    for told in ranks.run(told_error, 2, [{**same, "lanes": 1}] * 2):
-        assert told.startswith("ConfigurationError: evenstep.init: lanes=1 can't be divided over 2 ranks")
+    for told in ranks.run(told_error, 2, [{**same, "virtual_ranks": 1}] * 2):
+        assert told.startswith("ConfigurationError: evenstep.init: virtual_ranks=1 can't be divided over 2 ranks")
 
 
 def warm_up():
@@ -219,14 +224,21 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(ranks, fresh_seed, tmp_path):
     assert_same(found, expected, "2, 1 and 4 ranks")
 
 
-@pytest.mark.slow
+@pytest.mark.extended
+@pytest.mark.timeout(600)  # more ranks than cores, and each case has a limit of its own
 def test_a_chain_of_kills_on_4_1_2_and_8_ranks(ranks, fresh_seed, tmp_path):
     expected = ranks.run(runs.digits_until, 1, str(tmp_path / "whole"), 60, fresh_seed, False, timeout_s=170)[0]
-    stages = [(4, 13, True), (1, 22, True), (2, 40, True), (8, 60, False)]  # 41 is short: its last lanes are empty
+    stages = [
+        (4, 13, True),
+        (1, 22, True),
+        (2, 40, True),
+        (8, 60, False),
+    ]  # 41 is short: its last virtual ranks are empty
     assert_same(chain(ranks, tmp_path / "parts", stages, fresh_seed), expected, "4, 1, 2 and 8 ranks")
 
 
-@pytest.mark.slow
-def test_a_hundred_steps_on_eight_ranks(ranks, fresh_seed):
-    compare(ranks, runs.digits, [2, 4, 8], 100, fresh_seed, also=[(8, (100, fresh_seed, True))])
-    compare(ranks, runs.language, [2, 4, 8], 100, fresh_seed, also=[(8, (100, fresh_seed, {}))])
+@pytest.mark.extended
+@pytest.mark.timeout(600)  # more ranks than cores, and each case has a limit of its own
+@pytest.mark.parametrize(("run", "sharded"), [(runs.digits, True), (runs.language, {})])
+def test_a_hundred_steps_on_eight_ranks(ranks, run, sharded, fresh_seed):
+    compare(ranks, run, [2, 4, 8], 100, fresh_seed, also=[(8, (100, fresh_seed, sharded))])

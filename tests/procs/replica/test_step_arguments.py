@@ -47,9 +47,9 @@ def steps(world: evenstep.World, seed: int, way: str, what: str, given: Any, com
     if what == "warm":
         kept.append(evenstep.LinearWarmup(optimizer, **{"num_steps": 3, **given}))
     if what == "average" and given is not None:
-        kept.append(evenstep.ExponentialAverage(model, **given))
+        kept.append(evenstep.ExponentialMovingAverage(model, **given))
     if what == "local":
-        evenstep.LocalUpdates(given.get("model", model), optimizer, every=2)
+        evenstep.LocalSGD(given.get("model", model), optimizer, every=2)
     if what == "fuse":
         evenstep.fuse(given.get("optimizer", optimizer), given.get("model", model))
     if what == "sharded":
@@ -190,10 +190,16 @@ REFUSED: dict[str, tuple[str, str, Any, Any, str]] = {
     "a norm": ("plain", "norm", NORM, {"max_norm": -1}, "clip_grad_norm_: max_norm=-1; a number, at least 0"),
     "a switch": ("stage 1", "norm", NORM, {**NORM, "by_group": "x"}, "clip_grad_norm_: by_group='x'; True or False"),
     "a value": ("stage 1", "value", 0.1, -1, "clip_grad_value_: clip_value=-1; a number, at least 0"),
-    "a decay": ("stage 1", "average", {}, {"decay": 2}, "ExponentialAverage: decay=2; a number, at least 0 and less"),
+    "a decay": (
+        "stage 1",
+        "average",
+        {},
+        {"decay": 2},
+        "ExponentialMovingAverage: decay=2; a number, at least 0 and less",
+    ),
     "a warm-up": ("plain", "warm", {}, {"num_steps": -1}, "LinearWarmup: num_steps=-1; a whole number, at least 0"),
     "a batch": ("flat", "scale", {}, {"base_batch_size": 0}, "scale_learning_rate: base_batch_size=0; a whole number"),
-    "local model": ("plain", "local", {}, {"model": 5}, "LocalUpdates: model=5; an evenstep.DistributedDataParallel"),
+    "local model": ("plain", "local", {}, {"model": 5}, "LocalSGD: model=5; an evenstep.DistributedDataParallel"),
     "sharded model": (
         "plain",
         "sharded",

@@ -1,7 +1,7 @@
 """What a step may be made of, in random combinations, against torch's own optimizer in one process.
 
-    python -m tests.procs.test_step_combinations 300               # that many turns of a new seed
-    python -m tests.procs.test_step_combinations 1 SEED TURN       # one turn again
+    python -m tests.procs.replica.test_step_combinations 300               # that many turns of a new seed
+    python -m tests.procs.replica.test_step_combinations 1 SEED TURN       # one turn again
 
 What is drawn is in tests/step_cases.py, the one process in tests/step_reference.py.
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 import evenstep
-from evenstep.replica.hidden_gradient import HiddenGradient
+from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder
 from evenstep.testing import RankPool
 from tests.step_cases import Branches, Case, Part, Step, Window, draw_case, draw_steps, groups_of, loss_of, poison_of
 from tests.step_reference import Reference, build_optimizers, build_scaler
@@ -156,7 +156,7 @@ def compare_gradients(replica: Replica, reference: Reference, what: str) -> None
     named = replica.model.module.named_parameters()
     for number, ((name, mine), other) in enumerate(zip(named, reference.stepped.parameters(), strict=True)):
         got, expected = mine.grad, other.grad
-        if isinstance(got, HiddenGradient) or (got is None and expected is None):
+        if isinstance(got, GradientPlaceholder) or (got is None and expected is None):
             continue
         got = torch.zeros_like(mine) if got is None else got
         expected = torch.zeros_like(other) if expected is None else expected
@@ -290,12 +290,12 @@ def play(pool: RankPool, seed: int, turn: int) -> None:
     pool.run(half, case.sizes[1], seed, turn, start, timeout_s=150)
 
 
-@pytest.mark.parametrize("turn", range(8))
+@pytest.mark.parametrize("turn", [*range(4), *(pytest.param(turn, marks=pytest.mark.extended) for turn in range(4, 8))])
 def test_random_combinations_equal_one_process(ranks, fresh_seed, turn):
     play(ranks, fresh_seed, turn)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_many_random_combinations_equal_one_process(ranks, fresh_seed):
     for turn in range(8, 68):
         play(ranks, fresh_seed, turn)

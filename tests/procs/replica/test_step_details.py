@@ -217,7 +217,7 @@ def written_between(seed: int, way: str, options: dict[str, Any]) -> tuple[list[
     elif way == "replace":
         for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
             parameter.data = value.detach().clone()
-    elif world.is_main or not options.get("share_parameters"):  # in place
+    else:  # in place
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
                 parameter.copy_(value)
@@ -231,9 +231,8 @@ def written_between(seed: int, way: str, options: dict[str, Any]) -> tuple[list[
 @SIZES
 @pytest.mark.parametrize(
     ("way", "options"),
-    [("load", {}), ("replace", {}), ("in place", {}), ("in place", {"share_parameters": True}),
-     ("load", {"shard_gradients": True}), ("load", {"overlap_gather": True})],
-)  # fmt: skip
+    [("load", {}), ("replace", {}), ("in place", {}), ("load", {"shard_gradients": True})],
+)
 def test_what_is_written_into_16_bit_parameters_counts(ranks, fresh_seed, nproc, way, options):
     """And not the values that a step keeps beside them, which were those of before."""
     for got, written in ranks.run(written_between, nproc, fresh_seed, way, options):
@@ -281,7 +280,7 @@ def kept_beside(seed: int, when: str, options: dict[str, Any]) -> tuple[list[flo
 
 @SIZES
 @pytest.mark.parametrize("when", ["state", "shards", "another group", "an older state"])
-@pytest.mark.parametrize("options", [{}, {"shard_gradients": True}, {"share_parameters": True}])
+@pytest.mark.parametrize("options", [{}, {"shard_gradients": True}])
 def test_what_is_written_counts_also_before_the_next_step(ranks, fresh_seed, nproc, when, options):
     """A state held values of before the writing, and what took them up again put them back into the parameters."""
     for got, written in ranks.run(kept_beside, nproc, fresh_seed, when, options):
@@ -315,7 +314,7 @@ def test_clipping_within_a_window_is_an_error_however_parameters_are_given(ranks
     ranks.run(clipped_too_early, 2)
 
 
-# ---------------------------------------------------------------------- LocalUpdates
+# ---------------------------------------------------------------------- LocalSGD
 
 
 def clipped_alone(seed: int, way: str) -> tuple[float, float, float]:
@@ -323,7 +322,7 @@ def clipped_alone(seed: int, way: str) -> tuple[float, float, float]:
     world = evenstep.init(quiet=True)
     model = wrap(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = evenstep.LocalUpdates(model, optimizer, every=3)
+    local = evenstep.LocalSGD(model, optimizer, every=3)
     single = build(seed)
     x = batch(seed)[world.rank :: world.world_size]
     for model_of, call in ((model, None), (single, 1)):
@@ -359,7 +358,7 @@ def ended_alone(seed: int) -> list[float]:
     """A local gradient that nobody has dropped is not added to those that are averaged again."""
     world = evenstep.init(quiet=True)
     model = wrap(seed)
-    local = evenstep.LocalUpdates(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)
+    local = evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)
     backward(model, seed)
     local.step()
     assert math.isfinite(float(model.module[0].weight.grad.sum()))
@@ -387,13 +386,13 @@ def refused_alone() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mixed = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     with pytest.raises(ConfigurationError, match=r"\[7, 2\] is none of the model's"):
-        evenstep.LocalUpdates(model, mixed, every=2)
-    local = evenstep.LocalUpdates(model, optimizer, every=2)
-    with pytest.raises(UsageError, match="another LocalUpdates"):
-        evenstep.LocalUpdates(model, optimizer, every=2)
+        evenstep.LocalSGD(model, mixed, every=2)
+    local = evenstep.LocalSGD(model, optimizer, every=2)
+    with pytest.raises(UsageError, match="another LocalSGD"):
+        evenstep.LocalSGD(model, optimizer, every=2)
     local.close()
     local.close()
-    evenstep.LocalUpdates(model, optimizer, every=2).close()
+    evenstep.LocalSGD(model, optimizer, every=2).close()
 
 
 @SIZES
@@ -406,7 +405,7 @@ def saved_alone(seed: int, directory: str) -> tuple[list[bool], int]:
     evenstep.init(quiet=True)
     model = wrap(seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = evenstep.LocalUpdates(model, optimizer, every=3)
+    local = evenstep.LocalSGD(model, optimizer, every=3)
     checkpoint = evenstep.Checkpointer(directory, model=model, local=local, every_steps=1)
     averaged = []
     for step in range(7):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import MismatchError, UsageError
-from evenstep.replica.sync_layers import SyncLayers
+from evenstep.replica.normalization.layers import SyncLayers
 
 SIZES = pytest.mark.parametrize("nproc", [2, 3, 4])
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}

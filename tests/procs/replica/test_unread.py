@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.replica import distributed
-from evenstep.replica.bucket import Bucket
-from evenstep.replica.weighting import validate_weight
+from evenstep.replica.gradients.buckets.bucket import Bucket
+from evenstep.replica.gradients.window import validate_weight
+from evenstep.replica.wrapper import distributed
 from evenstep.testing import RankPool
 from tests import reproducible_runs as runs
-from tests.procs.test_engine import random_windows
-from tests.procs.test_sharded_optimizer import random_training
+from tests.procs.optim.test_sharded_optimizer import random_training
+from tests.procs.replica.test_engine import random_windows
 
 
 @contextlib.contextmanager
@@ -39,6 +39,7 @@ def windows(seed: int) -> int:
         return random_windows(seed, 10, 6)
 
 
+@pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_random_windows_equal_the_reference(ranks: RankPool, fresh_seed: int, nproc: int) -> None:
     assert ranks.run(windows, nproc, fresh_seed) == [60] * nproc
@@ -49,6 +50,7 @@ def trained(seed: int) -> int:
         return random_training(seed, 8, 5)
 
 
+@pytest.mark.extended
 def test_random_training_equals_the_plain_optimizers(ranks: RankPool, fresh_seed: int) -> None:
     assert ranks.run(trained, 2, fresh_seed) == [40] * 2
 

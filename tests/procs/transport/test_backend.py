@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from torch import Tensor
 
 import evenstep
 from evenstep.environment import current_placement
-from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError
+from evenstep.errors import ConfigurationError
 from evenstep.testing import RankPool
-from evenstep.transport import fall_through
-from evenstep.transport.backend import EvenstepGroup
-from evenstep.transport.shared_memory import SharedMemoryTransport
+from evenstep.transport import fallback
+from evenstep.transport.backend.backend import EvenstepGroup
+from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.sockets import listening
 
 # torch 2.13 warns of the names that torch 2.11 knows.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,7 +41,7 @@ def both_groups() -> Iterator[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
     evenstep.init(quiet=True)
     groups = dist.new_group(backend="gloo"), dist.new_group(backend="evenstep")
     assert isinstance(groups[1]._shared, SharedMemoryTransport), groups[1].why_gloo
-    fall_through.reset()
+    fallback.reset()
     try:
         yield groups
         groups[1].barrier().wait()
@@ -123,9 +124,10 @@ def same_as_gloo() -> dict[str, int]:
                 got = collectives(ours, dtype, shape, with_gaps=index % 2 == 1)
                 for name, value in expected.items():
                     check_equal(got[name], value, f"{name} of {dtype} {shape}")
-        return fall_through.counts()
+        return fallback.counts()
 
 
+@pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_every_collective_gives_what_gloo_gives(ranks: RankPool, nproc: int) -> None:
     assert ranks.run(same_as_gloo, nproc, timeout_s=120) == [{}] * nproc
@@ -156,7 +158,7 @@ def several_in_one() -> dict[str, int]:
                     reduce_scatter_single(share, torch.ones(share.numel() * size), group=ours)
             for share in shares:
                 assert share.eq(size).all()
-        return fall_through.counts()
+        return fallback.counts()
 
 
 def test_coalesced_calls(ranks: RankPool) -> None:
@@ -210,109 +212,16 @@ def futures_and_threads() -> list[Any]:
         split.shutdown()
         for group in groups:
             dist.destroy_process_group(group)
-        counts = fall_through.counts()
+        counts = fallback.counts()
         if ours.rank() == 0:
             dist.send(torch.ones(3), group_dst=1, group=ours)
         else:
             dist.recv(torch.zeros(3), group_src=0, group=ours)
-        return [counts, fall_through.counts()]
+        return [counts, fallback.counts()]
 
 
 def test_futures_threads_and_groups(ranks: RankPool) -> None:
     assert ranks.run(futures_and_threads, 2) == [[{}, {"send": 1}], [{}, {"recv": 1}]]
-
-
-def failure_of(work: Any, *, by_future: bool) -> Exception:
-    """What `wait` raises, the work's own or that of its future."""
-    with pytest.raises((MismatchError, RuntimeError)) as failed:
-        (work.get_future() if by_future else work).wait()
-    return failed.value
-
-
-def disagreements() -> list[str]:
-    """What a rank is told when the ranks call different things, by `wait` and by a future."""
-    evenstep.init(quiet=True)
-    told = []
-    for by_future in (False, True):
-        group = dist.new_group(backend="evenstep")
-        work = dist.all_reduce(torch.ones(3 + group.rank()), group=group, async_op=True)
-        error = failure_of(work, by_future=by_future)
-        told.append(f"{type(error).__name__}: {error}")
-        assert not work.is_success()
-        assert isinstance(work.exception(), MismatchError)
-        dist.destroy_process_group(group)
-    group = dist.new_group(backend="evenstep")
-    replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
-    try:
-        if group.rank() == 0:
-            replica(torch.ones(1, 3)).sum().backward()
-        else:
-            dist.all_reduce(torch.ones(5), group=group)
-    except RuntimeError as error:  # MismatchError is one, too
-        told.append(str(error))
-    dist.destroy_process_group(group)
-    group = dist.new_group(backend="evenstep")
-    try:
-        rank = group.rank()
-        dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [2 - rank, 2 + rank], [2, 2], group=group)
-    except MismatchError as error:
-        told.append(str(error))
-    dist.destroy_process_group(group)
-    group = dist.new_group(backend="evenstep")
-    try:
-        dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND, group=group)
-    except ConfigurationError as error:
-        told.append(str(error))
-    dist.barrier(group=group)
-    dist.destroy_process_group(group)
-    return told
-
-
-def test_mismatches_are_the_transports_own_errors(ranks: RankPool) -> None:
-    told = ranks.run(disagreements, 2)
-    # Through a future the text is followed by where it was raised, which may be another place on each rank.
-    first, second = ([each.partition("\n")[0] for each in of_rank] for of_rank in told)
-    assert first[:2] + first[3:] == second[:2] + second[3:]
-    sizes = "rank 0: all_reduce(sum) of float32 [3]; rank 1: all_reduce(sum) of float32 [4]"
-    assert told[0][0].startswith("MismatchError: the ranks disagree in collective number 1 over shared memory")
-    assert sizes in told[0][0]
-    assert told[0][1].startswith("RuntimeError")
-    assert sizes in told[0][1]
-    for each in told:
-        assert "rank 0: all_reduce(sum) of float32 [12]; rank 1: all_reduce(sum) of float32 [5]" in each[2]
-    assert "rank 0 sends 2 elements to rank 1, which expects 1" in told[0][3]
-    assert "bitwise operations are for integers and bool" in told[0][4]
-
-
-def sparse_on_one_rank() -> list[str]:
-    """What a rank is told by `wait` and by a future where rank 1 alone has a tensor that goes over Gloo."""
-    evenstep.init(quiet=True)
-    told = []
-    for by_future in (False, True):
-        group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
-        tensor = torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3)
-        started = time.monotonic()
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        told.append(str(failure_of(work, by_future=by_future)).partition("\n")[0])
-        assert time.monotonic() - started < 5
-        assert isinstance(work.exception(), MismatchError)
-        dist.destroy_process_group(group)
-    group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
-    try:
-        # Gloo refuses it, on this rank.
-        dist.broadcast(torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3), group_src=0, group=group)
-    except (MismatchError, RuntimeError) as error:
-        told.append(str(error))
-    dist.destroy_process_group(group)
-    return told
-
-
-def test_what_one_rank_leaves_to_gloo_is_a_mismatch_at_once(ranks: RankPool) -> None:
-    first, second = ranks.run(sparse_on_one_rank, 2, timeout_s=150)
-    for each in (*first[:2], *second[:2]):
-        assert "rank 0: all_reduce(sum) of float32 [3, 3]; rank 1: all_reduce over gloo, of what shared memory" in each
-    assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, for its arguments were" in first[2]
-    assert f" Rank 1: {second[2][:200]}" in first[2]
 
 
 def sparse_on_all_ranks() -> list[Any]:
@@ -340,6 +249,83 @@ def sparse_on_all_ranks() -> list[Any]:
 
 def test_what_all_ranks_leave_to_gloo_works_as_ever(ranks: RankPool) -> None:
     assert ranks.run(sparse_on_all_ranks, 2) == [[([[3.0, 0.0], [0.0, 3.0]], 2.0)] * 3] * 2
+
+
+def message(way: str, world: evenstep.World, group: dist.ProcessGroup) -> list[float]:
+    """A message of rank 0 or of every rank; what this rank received."""
+    rank, size = group.rank(), group.size()
+    mine, theirs = torch.full((2,), float(rank)), torch.full((2,), -1.0)
+    if way == "in a ring":
+        sent = dist.isend(mine, (rank + 1) % size, group=group)
+        dist.recv(theirs, (rank - 1) % size, group=group)
+        sent.wait()
+    elif way == "behind a barrier":  # rank 0 comes to it after its message, as over torch's Gloo
+        sent = dist.isend(mine + 7, 1, group=group) if rank == 0 else None
+        dist.barrier(group)
+        if rank == 1:
+            dist.recv(theirs, 0, group=group)
+        if sent is not None:
+            sent.wait()
+    else:
+        if rank == 0:
+            assert dist.recv(theirs, group=group) == 1
+        elif rank == 1:
+            dist.send(mine, 0, group=group)
+        with world.main_first():  # where the third rank waits is no call that could notice anything
+            pass
+    return theirs.tolist()
+
+
+def gloo_for_a_message(way: str) -> list[float]:
+    """Make Gloo with a message between two ranks, which the third is not at."""
+    world = evenstep.init(quiet=True)
+    before = listening()
+    group = dist.new_group(backend="evenstep")
+    dist.all_reduce(torch.ones(3), group=group)
+    assert listening() == before
+    received = message(way, world, group)
+    dist.barrier(group)
+    assert [address for address, _ in listening() - before] == ["127.0.0.1"]
+    dist.destroy_process_group(group)
+    del group
+    assert listening() == before
+    return received
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("behind a barrier", [[-1.0, -1.0], [7.0, 7.0], [-1.0, -1.0]]),
+        ("from any rank", [[1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0]]),
+        ("in a ring", [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]),
+    ],
+)
+def test_gloo_is_made_with_the_first_message(ranks: RankPool, way: str, expected: list[list[float]]) -> None:
+    assert ranks.run(gloo_for_a_message, 3, way) == expected
+
+
+def group_again() -> list[bool]:
+    """Messages over a group, and then over another; and a deadline that torch changes before there is Gloo."""
+    evenstep.init(quiet=True)
+    arrived = []
+    for turn in range(3):
+        group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
+        if turn == 1:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=30), group)
+            assert group._shared.counters.policy.timeout_s == 30
+        tensor = torch.full((3,), float(turn))
+        if group.rank() == 0:
+            dist.send(tensor, 1, group=group)
+        else:
+            tensor.zero_()
+            dist.recv(tensor, 0, group=group)
+        arrived.append(bool(tensor.eq(turn).all()))
+        dist.destroy_process_group(group)
+    return arrived
+
+
+def test_every_group_has_a_gloo_of_its_own(ranks: RankPool) -> None:
+    assert ranks.run(group_again, 2) == [[True] * 3] * 2
 
 
 class Standing(torch.Tensor):
@@ -381,79 +367,12 @@ def without_memory() -> tuple[list[Any], dict[str, int]]:
             ours._shared.all_reduce(standing)
         dist.all_reduce(named, group=ours)
         got = [standing.behind.tolist(), [float(each.behind[-1]) for each in parts], not_awaited.tolist()]
-        return [*got, named.as_subclass(torch.Tensor).tolist(), type(named).__name__], fall_through.counts()
+        return [*got, named.as_subclass(torch.Tensor).tolist(), type(named).__name__], fallback.counts()
 
 
 def test_tensors_without_memory_of_their_own_are_torchs_to_open(ranks: RankPool) -> None:
     expected = [[2.0] * 3, [0.0, 1.0], [4.0] * 2, [2.0] * 3, "Named"]
     assert ranks.run(without_memory, 2) == [(expected, {"allreduce": 2, "allgather": 1})] * 2
-
-
-def expanded_outputs() -> list[str]:
-    """What a rank is told of outputs whose elements share memory; and whether calls still work."""
-    evenstep.init(quiet=True)
-    group = dist.new_group(backend="evenstep")
-    told = []
-    for call in (
-        lambda outs: dist.all_gather(outs, torch.ones(3), group=group),
-        lambda outs: dist.all_to_all(outs, [torch.ones(3), torch.ones(3)], group=group),
-        lambda outs: dist.gather(torch.ones(3), outs if group.rank() == 0 else None, group_dst=0, group=group),
-    ):
-        try:
-            call([torch.empty(3), torch.empty(1).expand(3)])
-            told.append("nothing")
-        except (ConfigurationError, MismatchError) as error:
-            told.append(f"{type(error).__name__}: {error}")
-        tensor = torch.ones(1)
-        if len(told) < 3:
-            dist.all_reduce(tensor, group=group)
-            assert float(tensor) == 2
-    dist.destroy_process_group(group)
-    return told
-
-
-def test_outputs_that_share_memory_are_refused_before_anything_is_sent(ranks: RankPool) -> None:
-    first, second = ranks.run(expanded_outputs, 2)
-    for name, told in zip(("all_gather", "all_to_all", "gather"), first, strict=True):
-        assert told.startswith(f"ConfigurationError: {name} on rank 0: float32 [3] with strides [0] has elements that")
-    assert [each.replace("on rank 1", "on rank 0") for each in second[:2]] == first[:2]
-    assert second[2].startswith("MismatchError: ")
-    assert first[2].removeprefix("ConfigurationError: ") in second[2]
-
-
-def told_another_deadline() -> tuple[float, str]:
-    """Rank 1 comes late. What rank 0 says, and after how many seconds."""
-    evenstep.init(quiet=True)
-    group = dist.new_group(backend="evenstep")
-    shared, gloo = group._shared, group._get_backend(torch.device("cpu"))
-    assert isinstance(shared, SharedMemoryTransport), group.why_gloo
-    before = shared.arrivals.policy.timeout_s
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.4), group)
-    assert before > 60, "as it was made"
-    assert shared.arrivals.policy.timeout_s == 0.4
-    assert gloo.options._timeout == timedelta(seconds=0.4), "what falls through has the same deadline"
-    return rank_1_comes_late(group, lambda: dist.all_reduce(torch.ones(8), group=group))
-
-
-def rank_1_comes_late(group: Any, call: Callable[[], object]) -> tuple[float, str]:
-    """After how many seconds rank 0 gives a call up, and what it says. Ends the group."""
-    began, told = time.monotonic(), ""
-    if group.rank() == 0:
-        with pytest.raises(CollectiveTimeoutError) as raised:
-            call()
-        told = str(raised.value)
-    took_s = time.monotonic() - began
-    evenstep.init(quiet=True).barrier()
-    dist.destroy_process_group(group)
-    return took_s, told
-
-
-def test_a_deadline_that_is_set_later_takes_effect(ranks: RankPool) -> None:
-    """torch's own `_set_pg_timeout` knows Gloo and NCCL only."""
-    (took_s, told), _ = ranks.run(told_another_deadline, 2)
-    assert 0.4 <= took_s < 30
-    assert "Missing: rank 1" in told
-    assert "timeout_s=0.4" in told
 
 
 def close_world() -> None:
@@ -469,7 +388,7 @@ def as_the_default(backend: str, file: str) -> tuple[list[str], dict[str, int]]:
     store = dist.FileStore(file, placement.world_size)
     dist.init_process_group(backend, store=store, rank=placement.rank, world_size=placement.world_size)
     try:
-        fall_through.reset()
+        fallback.reset()
         world, size = dist.group.WORLD, dist.get_world_size()
         assert isinstance(world, EvenstepGroup)
         ones = torch.ones(4)
@@ -486,7 +405,7 @@ def as_the_default(backend: str, file: str) -> tuple[list[str], dict[str, int]]:
         inner = mesh.get_group("inner")
         assert functional.all_reduce(ones, "avg", inner).eq(1).all()
         dist.barrier()
-        return [dist.get_backend(), world.name(), type(inner).__name__], fall_through.counts()
+        return [dist.get_backend(), world.name(), type(inner).__name__], fallback.counts()
     finally:
         dist.destroy_process_group()
 
@@ -564,9 +483,9 @@ WAYS = {"ddp": with_ddp, "zero": with_zero, "fsdp": with_fsdp, "compiled": with_
 def trained_alike(way: str, hook: str | None) -> dict[str, int]:
     with both_groups() as (gloo, ours):
         expected = WAYS[way](gloo, hook)
-        assert fall_through.counts() == {}
+        assert fallback.counts() == {}
         check_equal(WAYS[way](ours, hook), expected, way)
-        return fall_through.counts()
+        return fallback.counts()
 
 
 @pytest.mark.parametrize(
@@ -600,10 +519,43 @@ def test_torchs_checkpoints(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(checkpointed, 2, str(tmp_path / "checkpoint"))
 
 
+def means_of_integers() -> dict[str, list[Any]]:
+    got: dict[str, list[Any]] = {}
+    with both_groups() as (_, ours):
+        for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64):
+            ones = torch.tensor([1, 2, 3 + ours.rank(), 90]).to(dtype)
+            mine = ones if dtype is torch.uint8 else torch.cat([ones, -ones])
+            tensors = [mine.clone(), mine.clone(), torch.empty_like(mine)]
+            dist.all_reduce(tensors[0], dist.ReduceOp.AVG, group=ours)
+            dist.reduce(tensors[1], group_dst=1, op=dist.ReduceOp.AVG, group=ours)
+            reduce_scatter_single(tensors[2], mine.repeat(ours.size()), dist.ReduceOp.AVG, group=ours)
+            got[str(dtype)] = [
+                tensors[0].tolist(),
+                tensors[1].tolist() if ours.rank() == 1 else None,
+                tensors[2].tolist(),
+            ]
+        for dtype in (torch.uint16, torch.bool):
+            with pytest.raises(ConfigurationError, match="mean"):
+                dist.all_reduce(torch.ones(3).to(dtype), dist.ReduceOp.AVG, group=ours)
+        assert fallback.counts() == {}
+    return got
+
+
+def test_averages_of_integers_are_what_nccl_gives(ranks: RankPool) -> None:
+    """Lightning asks every backend but Gloo for them, when it logs with `sync_dist=True`."""
+    first, second = ranks.run(means_of_integers, 2)
+    for name in ("torch.int8", "torch.uint8", "torch.int16", "torch.int32", "torch.int64"):
+        means = [1, 2, 3, -38 if name == "torch.int8" else 90]
+        if name != "torch.uint8":
+            means += [-each for each in means]
+        assert first[name] == [means, None, means], name
+        assert second[name] == [means, means, means], name
+
+
 # ---------------------------------------------------------------------- peers
 
 END = r"""
-counts = evenstep.transport.fall_through.counts()
+counts = evenstep.transport.fallback.counts()
 assert type(dist.group.WORLD).__name__ == "EvenstepGroup", dist.group.WORLD
 assert counts == {}, counts
 print(f"rank {dist.get_rank()} has trained\n", end="", flush=True)

@@ -1,4 +1,4 @@
-"""What the backend "evenstep" is given and can't use: one error on all ranks, and calls work where all ranks refuse."""
+"""Errors of the backend "evenstep", on all ranks: refused arguments, calls that differ, deadlines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
 import evenstep
-from evenstep.errors import ConfigurationError, MismatchError
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError
 from evenstep.testing import RankPool
-
-from .test_backend import rank_1_comes_late
-from .test_several_hosts import on_hosts
+from evenstep.transport.shm.transport import SharedMemoryTransport
+from tests.procs.transport.test_internode import on_nodes
 
 
 def tensors(*sizes: int) -> list[torch.Tensor]:
@@ -112,12 +111,12 @@ def test_what_gloo_carries_has_the_calls_own_deadline(ranks: RankPool) -> None:
     assert "timeout_s=0.5" in told
 
 
-def between_hosts(names: str) -> list[str]:
+def between_nodes(names: str) -> list[str]:
     """What a rank is told where rank 1 alone leaves a call to Gloo, or gives what can't be used; then sparse sums."""
     evenstep.init(quiet=True)
     told = []
     for case in range(3):
-        with on_hosts(names):
+        with on_nodes(names):
             group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=40))
         odd = group.rank() == 1
         started = time.monotonic()
@@ -139,8 +138,8 @@ def between_hosts(names: str) -> list[str]:
     return told
 
 
-def test_between_hosts_they_are_errors_on_all_too(ranks: RankPool) -> None:
-    told = ranks.run(between_hosts, 3, "aab", timeout_s=120)
+def test_between_nodes_they_are_errors_on_all_too(ranks: RankPool) -> None:
+    told = ranks.run(between_nodes, 3, "aab", timeout_s=120)
     for rank, (sparse, unequal, total) in enumerate(told):
         assert sparse == told[0][0]
         assert "rank 1: all_reduce over gloo, of what shared memory doesn't carry" in sparse
@@ -151,17 +150,18 @@ def test_between_hosts_they_are_errors_on_all_too(ranks: RankPool) -> None:
 
 ENDING = """
 import evenstep
-from tests.procs.test_backend_arguments import between_hosts
+from tests.procs.transport.test_backend_errors import between_nodes
 
 if __name__ == "__main__":
-    print(evenstep.launch(between_hosts, 3, ("aab",))[-1])
+    print(evenstep.launch(between_nodes, 3, ("aab",))[-1])
 """
 
 
+@pytest.mark.extended
 def test_a_process_can_end_while_such_a_call_is_under_way(tmp_path: Path) -> None:
     script = tmp_path / "ending.py"
     script.write_text(ENDING)
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     ended = subprocess.run(
         [sys.executable, script],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
@@ -172,3 +172,182 @@ def test_a_process_can_end_while_such_a_call_is_under_way(tmp_path: Path) -> Non
     assert ended.stdout.splitlines()[-1:] == ["[[6.0, 0.0], [0.0, 6.0]]"], ended.stderr
     assert ended.returncode == 0
     assert "terminate called" not in ended.stderr  # of a rank
+
+
+def failure_of(work: Any, *, by_future: bool) -> Exception:
+    """What `wait` raises, the work's own or that of its future."""
+    with pytest.raises((MismatchError, RuntimeError)) as failed:
+        (work.get_future() if by_future else work).wait()
+    return failed.value
+
+
+def disagreements() -> list[str]:
+    """What a rank is told when the ranks call different things, by `wait` and by a future."""
+    evenstep.init(quiet=True)
+    told = []
+    for by_future in (False, True):
+        group = dist.new_group(backend="evenstep")
+        work = dist.all_reduce(torch.ones(3 + group.rank()), group=group, async_op=True)
+        error = failure_of(work, by_future=by_future)
+        told.append(f"{type(error).__name__}: {error}")
+        assert not work.is_success()
+        assert isinstance(work.exception(), MismatchError)
+        dist.destroy_process_group(group)
+    group = dist.new_group(backend="evenstep")
+    replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
+    try:
+        if group.rank() == 0:
+            replica(torch.ones(1, 3)).sum().backward()
+        else:
+            dist.all_reduce(torch.ones(5), group=group)
+    except RuntimeError as error:  # MismatchError is one, too
+        told.append(str(error))
+    dist.destroy_process_group(group)
+    group = dist.new_group(backend="evenstep")
+    try:
+        rank = group.rank()
+        dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [2 - rank, 2 + rank], [2, 2], group=group)
+    except MismatchError as error:
+        told.append(str(error))
+    dist.destroy_process_group(group)
+    group = dist.new_group(backend="evenstep")
+    try:
+        dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND, group=group)
+    except ConfigurationError as error:
+        told.append(str(error))
+    dist.barrier(group=group)
+    dist.destroy_process_group(group)
+    return told
+
+
+def test_mismatches_are_the_transports_own_errors(ranks: RankPool) -> None:
+    told = ranks.run(disagreements, 2)
+    # Through a future the text is followed by where it was raised, which may be another place on each rank.
+    first, second = ([each.partition("\n")[0] for each in of_rank] for of_rank in told)
+    assert first[:2] + first[3:] == second[:2] + second[3:]
+    sizes = "rank 0: all_reduce(sum) of float32 [3]; rank 1: all_reduce(sum) of float32 [4]"
+    assert told[0][0].startswith("MismatchError: the ranks disagree in collective number 1 over shared memory")
+    assert sizes in told[0][0]
+    assert told[0][1].startswith("RuntimeError")
+    assert sizes in told[0][1]
+    for each in told:
+        assert "rank 0: all_reduce(sum) of float32 [12]; rank 1: all_reduce(sum) of float32 [5]" in each[2]
+    assert "rank 0 sends 2 elements to rank 1, which expects 1" in told[0][3]
+    assert "bitwise operations are for integers and bool" in told[0][4]
+
+
+def sparse_on_one_rank() -> list[str]:
+    """What a rank is told by `wait` and by a future where rank 1 alone has a tensor that goes over Gloo."""
+    evenstep.init(quiet=True)
+    told = []
+    for by_future in (False, True):
+        group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
+        tensor = torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3)
+        started = time.monotonic()
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        told.append(str(failure_of(work, by_future=by_future)).partition("\n")[0])
+        assert time.monotonic() - started < 5
+        assert isinstance(work.exception(), MismatchError)
+        dist.destroy_process_group(group)
+    group = dist.new_group(backend="evenstep", timeout=timedelta(seconds=20))
+    try:
+        # Gloo refuses it, on this rank.
+        dist.broadcast(torch.eye(3).to_sparse() if group.rank() == 1 else torch.eye(3), group_src=0, group=group)
+    except (MismatchError, RuntimeError) as error:
+        told.append(str(error))
+    dist.destroy_process_group(group)
+    return told
+
+
+def test_what_one_rank_leaves_to_gloo_is_a_mismatch_at_once(ranks: RankPool) -> None:
+    first, second = ranks.run(sparse_on_one_rank, 2, timeout_s=150)
+    for each in (*first[:2], *second[:2]):
+        assert "rank 0: all_reduce(sum) of float32 [3, 3]; rank 1: all_reduce over gloo, of what shared memory" in each
+    assert "rank 0: broadcast from rank 0 of float32 [3, 3]; rank 1: no call, for its arguments were" in first[2]
+    assert f" Rank 1: {second[2][:200]}" in first[2]
+
+
+def expanded_outputs() -> list[str]:
+    """What a rank is told of outputs whose elements share memory; and whether calls still work."""
+    evenstep.init(quiet=True)
+    group = dist.new_group(backend="evenstep")
+    told = []
+    for call in (
+        lambda outs: dist.all_gather(outs, torch.ones(3), group=group),
+        lambda outs: dist.all_to_all(outs, [torch.ones(3), torch.ones(3)], group=group),
+        lambda outs: dist.gather(torch.ones(3), outs if group.rank() == 0 else None, group_dst=0, group=group),
+    ):
+        try:
+            call([torch.empty(3), torch.empty(1).expand(3)])
+            told.append("nothing")
+        except (ConfigurationError, MismatchError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+        tensor = torch.ones(1)
+        if len(told) < 3:
+            dist.all_reduce(tensor, group=group)
+            assert float(tensor) == 2
+    dist.destroy_process_group(group)
+    return told
+
+
+def test_outputs_that_share_memory_are_refused_before_anything_is_sent(ranks: RankPool) -> None:
+    first, second = ranks.run(expanded_outputs, 2)
+    for name, told in zip(("all_gather", "all_to_all", "gather"), first, strict=True):
+        assert told.startswith(f"ConfigurationError: {name} on rank 0: float32 [3] with strides [0] has elements that")
+    assert [each.replace("on rank 1", "on rank 0") for each in second[:2]] == first[:2]
+    assert second[2].startswith("MismatchError: ")
+    assert first[2].removeprefix("ConfigurationError: ") in second[2]
+
+
+def told_another_deadline() -> tuple[float, str]:
+    """Rank 1 comes late. What rank 0 says, and after how many seconds."""
+    evenstep.init(quiet=True)
+    group = dist.new_group(backend="evenstep")
+    shared, gloo = group._shared, group._get_backend(torch.device("cpu"))
+    assert isinstance(shared, SharedMemoryTransport), group.why_gloo
+    before = shared.counters.policy.timeout_s
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.4), group)
+    assert before > 60, "as it was made"
+    assert shared.counters.policy.timeout_s == 0.4
+    assert gloo.options._timeout == timedelta(seconds=0.4), "what falls through has the same deadline"
+    return rank_1_comes_late(group, lambda: dist.all_reduce(torch.ones(8), group=group))
+
+
+def told_by_its_own_method() -> tuple[float, str]:
+    """As `told_another_deadline`, by the group's method that `torch.distributed.set_timeout` of torch 2.15 calls."""
+    evenstep.init(quiet=True)
+    group = dist.new_group(backend="evenstep")
+    group.set_timeout(timedelta(seconds=0.4))
+    assert group._gloo is None, "a deadline needs no Gloo"
+    dist.broadcast(torch.ones(1), 0, group=group)
+    return rank_1_comes_late(group, lambda: dist.all_reduce(torch.ones(8), group=group))
+
+
+def monitored() -> tuple[float, str]:
+    """Rank 1 comes late to a barrier with a deadline of its own."""
+    evenstep.init(quiet=True)
+    group = dist.new_group(backend="evenstep")
+    group.monitored_barrier(timedelta(seconds=30), wait_all_ranks=True)
+    return rank_1_comes_late(group, lambda: group.monitored_barrier(timedelta(seconds=0.4)))
+
+
+def rank_1_comes_late(group: Any, call: Callable[[], object]) -> tuple[float, str]:
+    """After how many seconds rank 0 gives a call up, and what it says. Ends the group."""
+    began, told = time.monotonic(), ""
+    if group.rank() == 0:
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            call()
+        told = str(raised.value)
+    took_s = time.monotonic() - began
+    evenstep.init(quiet=True).barrier()
+    dist.destroy_process_group(group)
+    return took_s, told
+
+
+@pytest.mark.parametrize("way", [told_another_deadline, told_by_its_own_method, monitored])
+def test_a_deadline_that_is_set_later_takes_effect(ranks: RankPool, way: Callable[[], tuple[float, str]]) -> None:
+    """torch's own `_set_pg_timeout` knows Gloo and NCCL only."""
+    (took_s, told), _ = ranks.run(way, 2)
+    assert 0.4 <= took_s < 30
+    assert "Missing: rank 1" in told
+    assert "timeout_s=0.4" in told

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenstep.testing import RankPool
-from evenstep.transport import fall_through
+from evenstep.transport import fallback
 
 from .test_backend import both_groups, check_equal
 
@@ -53,9 +53,10 @@ def differentiated() -> dict[str, int]:
             for pause_s in (0.0, 0.2):
                 expected = gradients(gloo, shape, 0.0)
                 check_equal(gradients(ours, shape, pause_s), expected, f"{shape} after {pause_s} s")
-        return fall_through.counts()
+        return fallback.counts()
 
 
+@pytest.mark.extended
 def test_functional_collectives_are_differentiated_as_on_gloo(ranks: RankPool) -> None:
     assert ranks.run(differentiated, 2, timeout_s=120) == [{}] * 2
 
@@ -117,7 +118,7 @@ def transformed(numel: int) -> list[Any]:
             after = torch.ones(1)
             dist.all_reduce(after, group=group)
             told += [float(gradient[-1]), float(after)]
-        told.append(fall_through.counts())
+        told.append(fallback.counts())
     return told
 
 

@@ -1,4 +1,4 @@
-"""Ranks of several hosts: played by ranks of one that say they are on different ones."""
+"""Ranks of several nodes: played by ranks of one node that say they are on different ones."""
 
 import contextlib
 import os
@@ -13,38 +13,38 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.bench.cost import COLLECTIVES, lanes_trips
-from evenstep.bench.cost import Hosts as SomeHosts
+from evenstep.bench.predict.cost import COLLECTIVES, Topology, group_trips
 from evenstep.errors import EvenstepError, MismatchError
-from evenstep.testing import RankPool, namespaces
+from evenstep.testing import RankPool
 from evenstep.testing.transport import DTYPES, Coverage, check_transport
-from evenstep.transport import hosts
+from evenstep.transport import factory
 from evenstep.transport.base import Transport, Work
-from evenstep.transport.choice import open_transports
-from evenstep.transport.fall_through import fall_through
-from evenstep.transport.host_meetings import SMALL_BYTES, Foresight
-from evenstep.transport.host_plan import plan_piece_bytes
-from evenstep.transport.several_hosts import SeveralHostsTransport
+from evenstep.transport.core.fallback import fallback
+from evenstep.transport.factory import open_transports
+from evenstep.transport.internode.negotiation import EAGER_BYTES, CallPrediction
+from evenstep.transport.internode.plan import plan_chunk_bytes
+from evenstep.transport.internode.transport import InternodeTransport
+from tests import namespaces
 
 SHAPES = ((), (0,), (1,), (3, 5), (1021,), (16_385,))
 SOME_DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.bool)
 
 
 @contextlib.contextmanager
-def on_hosts(names: str) -> Iterator[None]:
-    """Rank r says that it is on host `names[r]`."""
-    genuine = hosts.describe_this_process
-    with mock.patch.object(hosts, "describe_this_process", lambda rank: genuine(rank) | {"boot": names[rank]}):
+def on_nodes(names: str) -> Iterator[None]:
+    """Rank r says that it is on node `names[r]`."""
+    genuine = factory.describe_this_process
+    with mock.patch.object(factory, "describe_this_process", lambda rank: genuine(rank) | {"boot": names[rank]}):
         yield
 
 
-def new_transport(names: str) -> SeveralHostsTransport:
+def new_transport(names: str) -> InternodeTransport:
     evenstep.init(quiet=True)
-    with on_hosts(names):
+    with on_nodes(names):
         both = open_transports(None, torch.device("cpu"), timeout_s=30)
     both.control.barrier().wait()  # or it would be closed while others still connect to it
     both.control.close()
-    assert isinstance(both.gradients, SeveralHostsTransport)
+    assert isinstance(both.gradients, InternodeTransport)
     return both.gradients
 
 
@@ -53,9 +53,10 @@ def conforms(names: str, seed: int) -> int:
     return check_transport(lambda: new_transport(names), Coverage(dtypes=dtypes, shapes=SHAPES, seed=seed))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("names", ["aab", "aabb", "abab", "abbab"])
 def test_it_conforms(ranks: RankPool, names: str, fresh_seed: int) -> None:
-    """Equal hosts, hosts of different sizes, and ranks dealt out in turn."""
+    """Equal nodes, nodes of different sizes, and ranks dealt out in turn."""
     assert min(ranks.run(conforms, len(names), names, fresh_seed, timeout_s=150)) > 200
 
 
@@ -70,10 +71,11 @@ def sums_of_pieces(names: str, seed: int, numel: int) -> tuple[torch.Tensor, tor
     in_order = works[0].is_completed()
     is_max = torch.equal(other, torch.stack(every).amax(0))
     transport.close()
-    # The tree: inside the hosts, then over them.
+    # The tree: inside the nodes, then over them.
     return bucket.clone(), (every[0] + every[1]) + (every[2] + every[3]), is_max and in_order
 
 
+@pytest.mark.extended
 def test_long_vectors_are_added_in_the_order_of_the_tree(ranks: RankPool, fresh_seed: int) -> None:
     numel = (20 << 20) // 4 + 12_345  # three pieces
     results = ranks.run(sums_of_pieces, 4, "aabb", fresh_seed, numel)
@@ -83,14 +85,14 @@ def test_long_vectors_are_added_in_the_order_of_the_tree(ranks: RankPool, fresh_
 
 
 def repeated(names: str, seed: int) -> tuple[int, int, list[str]]:
-    """The same random calls again and again. How many were foreseen, of how many that can be, and what was wrong."""
+    """The same random calls again and again. How many were predicted, of how many that can be, and what was wrong."""
     transport, wrong, can_be = new_transport(names), [], 0
     draw = random.Random(seed)
     calls = [
         (draw.choice([1, 900, 5_000, 5_000, 20_011, 100_003, 262_144, 300_000]), draw.choice(["sum", "mean", "max"]))
         for _ in range(11)
     ]
-    calls.insert(0, (5_000, "sum"))  # in 16 bits, short enough for any number of hosts
+    calls.insert(0, (5_000, "sum"))  # in 16 bits, short enough for any number of nodes
     for turn in range(4):
         for number, (numel, op) in enumerate(calls):
             dtype = torch.float64 if number % 3 else torch.bfloat16
@@ -102,18 +104,19 @@ def repeated(names: str, seed: int) -> tuple[int, int, list[str]]:
             expected = stacked.amax(0) if op == "max" else stacked.sum(0) / (len(names) if op == "mean" else 1)
             if not torch.allclose(mine.double(), expected, rtol=1e-2, atol=1e-2 if op == "mean" else 0):
                 wrong.append(f"turn {turn}, call {number}: {op} of {numel}")
-            can_be += turn > 1 and mine.nbytes > SMALL_BYTES and transport._steps.own_slice(mine).numel() > 0
-    foreseen = transport._steps.meetings.num_foreseen
+            can_be += turn > 1 and mine.nbytes > EAGER_BYTES and transport._steps.own_slice(mine).numel() > 0
+    predicted = transport._steps.headers.num_predicted
     transport.close()
-    return foreseen, can_be, wrong
+    return predicted, can_be, wrong
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("names", ["aab", "abab", "aabc", "abbab"])
 def test_calls_that_come_again_take_their_data_along(ranks: RankPool, names: str, fresh_seed: int) -> None:
     told = ranks.run(repeated, len(names), names, fresh_seed)
     assert [wrong for _, _, wrong in told] == [[]] * len(names)
-    for foreseen, can_be, _ in told:
-        assert foreseen >= can_be
+    for predicted, can_be, _ in told:
+        assert predicted >= can_be
     assert told[0][1] > 0
 
 
@@ -145,32 +148,32 @@ def test_odd_tensors(ranks: RankPool) -> None:
 
 
 class Counted:
-    """A lane that counts what it sends, as Gloo would: (messages one after the other, bytes)."""
+    """An inter-node group that counts what it sends, as Gloo would: (messages one after the other, bytes)."""
 
-    def __init__(self, lane: Transport) -> None:
-        self._lane, self.sent = lane, [0, 0]
+    def __init__(self, group: Transport) -> None:
+        self._group, self.sent = group, [0, 0]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._lane, name)
+        return getattr(self._group, name)
 
     def _count(self, num_messages: int, num_bytes: int) -> None:
         self.sent[0] += num_messages
         self.sent[1] += num_bytes
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Work:
-        ring = self._lane.world_size - 1
+        ring = self._group.world_size - 1
         self._count(ring, ring * tensor.nbytes)
-        return self._lane.all_gather(out, tensor)
+        return self._group.all_gather(out, tensor)
 
     def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor, *splits: Any) -> Work:
-        mine = tensor.nbytes // self._lane.world_size
+        mine = tensor.nbytes // self._group.world_size
         self._count(1, tensor.nbytes - mine)
-        return self._lane.all_to_all(out, tensor, *splits)
+        return self._group.all_to_all(out, tensor, *splits)
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> Work:
-        doublings = (self._lane.world_size - 1).bit_length()
-        self._count(doublings, doublings * tensor.nbytes if self._lane.rank == src else 0)
-        return self._lane.broadcast(tensor, src)
+        doublings = (self._group.world_size - 1).bit_length()
+        self._count(doublings, doublings * tensor.nbytes if self._group.rank == src else 0)
+        return self._group.broadcast(tensor, src)
 
 
 def call_of(transport: Transport, name: str, whole: torch.Tensor, part: torch.Tensor) -> Callable[[], Work]:
@@ -191,19 +194,19 @@ def counted_calls(names: str, calls: list[tuple[str, int]]) -> list[list[int]]:
         call = call_of(transport, name, torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4 // n))
         for _ in range(10):
             call().wait()
-        counted = Counted(transport._lane)
-        transport._steps._lane = transport._steps.meetings._lane = counted
+        counted = Counted(transport._inter_node)
+        transport._steps._inter_node = transport._steps.headers._inter_node = counted
         call().wait()
-        transport._steps._lane = transport._steps.meetings._lane = counted._lane
+        transport._steps._inter_node = transport._steps.headers._inter_node = counted._group
         told.append(counted.sent)
     transport.close()
     return told
 
 
-@pytest.mark.parametrize("names", ["aabb", pytest.param("aabbcc", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", ["aabb", pytest.param("aabbcc", marks=pytest.mark.extended)])
 def test_the_simulation_sends_what_the_transport_sends(ranks: RankPool, names: str) -> None:
-    """`cost.lanes_trips`, for every way that a call can go, against the lanes of the first host."""
-    on = SomeHosts(len(set(names)), 2)
+    """`cost.group_trips`, for every way that a call can go, against the groups of the first node."""
+    on = Topology(len(set(names)), 2)
     sizes = [96, 48_000, 1 << 20, 960_000 * 4]
     calls = [(name, size // 4 // len(names) * len(names) * 4) for name in COLLECTIVES for size in sizes]
     told = ranks.run(counted_calls, len(names), names, calls)
@@ -212,10 +215,10 @@ def test_the_simulation_sends_what_the_transport_sends(ranks: RankPool, names: s
             each[number] for each in told[:2]
         )
         assert num_messages == others_messages
-        comparing, rest = lanes_trips(name, num_bytes, on)
-        num_pieces = -(-num_bytes // plan_piece_bytes(num_bytes)) if name == "all_reduce" and rest.num_messages else 1
+        comparing, rest = group_trips(name, num_bytes, on)
+        num_pieces = -(-num_bytes // plan_chunk_bytes(num_bytes)) if name == "all_reduce" and rest.num_messages else 1
         assert num_messages == comparing.num_messages + num_pieces * rest.num_messages, (name, num_bytes)
-        padding = 4096 * on.num_hosts  # slices begin at multiples of a page or less
+        padding = 4096 * on.num_nodes  # slices begin at multiples of a page or less
         sent = num_bytes_of_rank_0 + num_bytes_of_rank_1
         assert sent == pytest.approx(comparing.num_bytes + rest.num_bytes, abs=padding), (name, num_bytes)
 
@@ -225,7 +228,7 @@ def disagree_on_what_was_expected() -> str:
     for _ in range(8):
         for numel in (5_000, 20_000):
             transport.all_reduce(torch.ones(numel)).wait()
-    assert transport._steps.meetings.num_foreseen
+    assert transport._steps.headers.num_predicted
     transport.all_reduce(torch.ones(5_000)).wait()
     with pytest.raises(EvenstepError) as caught:
         transport.all_reduce(torch.ones(20_000 if transport.rank < 2 else 30_000)).wait()
@@ -233,22 +236,22 @@ def disagree_on_what_was_expected() -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_a_call_that_was_expected_on_one_host_and_another_on_the_other_is_named(ranks: RankPool) -> None:
+def test_a_call_that_one_node_predicted_and_the_other_did_not_make_is_named(ranks: RankPool) -> None:
     for text in ranks.run(disagree_on_what_was_expected, 4):
         assert text.startswith("MismatchError"), text
         assert "20000" in text
         assert "30000" in text
 
 
-def test_foresight_knows_what_came_after_the_same_calls() -> None:
-    foresight = Foresight()
+def test_a_prediction_is_what_came_after_the_same_calls() -> None:
+    prediction = CallPrediction()
     sequence = [b"a", b"a", b"a", b"h"]  # three buckets of one size, and a header
     for number in range(40):
         if number >= 12:  # everything has been seen behind eight calls
-            assert foresight.expected == (sequence[number % 4], number % 4)
-        foresight.happened(sequence[number % 4], number % 4)
-    foresight.happened(b"x", 0)
-    assert foresight.expected is None
+            assert prediction.expected == (sequence[number % 4], number % 4)
+        prediction.record(sequence[number % 4], number % 4)
+    prediction.record(b"x", 0)
+    assert prediction.expected is None
 
 
 def disagree() -> str:
@@ -263,18 +266,18 @@ def disagree() -> str:
     return str(caught.value)
 
 
-def test_hosts_that_call_different_things_are_told_so(ranks: RankPool) -> None:
+def test_nodes_that_call_different_things_raise_the_same_error(ranks: RankPool) -> None:
     told = ranks.run(disagree, 4)
     assert len(set(told)) == 1
     assert "ranks 0, 1: all_reduce(sum) of float32 [3]; ranks 2, 3: all_reduce(sum) of float32 [5]" in told[0]
 
 
 def train(names: str, seed: int) -> tuple[str, list[torch.Tensor], dict[str, int]]:
-    """Three steps of a model in which module buffers travel too, in a world of several hosts."""
+    """Three steps of a model in which module buffers travel too, in a world of several nodes."""
     before = evenstep.init(quiet=True)
-    fall_through.reset()
+    fallback.reset()
     torch.manual_seed(seed)
-    with on_hosts(names):
+    with on_nodes(names):
         world = evenstep.World.from_process_group()
     model = torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.BatchNorm1d(60), torch.nn.Linear(60, 3)).double()
     wrapped = evenstep.DistributedDataParallel(model, world=world)
@@ -290,10 +293,10 @@ def train(names: str, seed: int) -> tuple[str, list[torch.Tensor], dict[str, int
     world.close()
     assert before.rank == world.rank
     assert float(mean) == (world.world_size - 1) / 2
-    return name, [p.detach() for p in model.parameters()], fall_through.counts()
+    return name, [p.detach() for p in model.parameters()], fallback.counts()
 
 
-def test_a_model_learns_the_same_as_on_one_host(ranks: RankPool, fresh_seed: int) -> None:
+def test_a_model_learns_the_same_as_on_one_node(ranks: RankPool, fresh_seed: int) -> None:
     """Nothing the engine does needs more than what has a way of its own."""
     alone = ranks.run(train, 4, "aaaa", fresh_seed)
     several = ranks.run(train, 4, "aabb", fresh_seed)
@@ -321,9 +324,10 @@ with evenstep.init(quiet=True, device="cpu") as world:
 """
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(namespaces.why_not() is not None, reason=f"no network namespaces: {namespaces.why_not()}")
 def test_real_addresses_and_process_numbers(tmp_path: Path) -> None:
-    """Two namespaces, which share neither: what the ranks say of themselves keeps the hosts apart."""
+    """Two namespaces, which share neither: what the ranks say of themselves keeps the nodes apart."""
     script, told = tmp_path / "script.py", tmp_path / "told"
     script.write_text(SCRIPT)
     with namespaces.Namespaces(2) as hosts:
@@ -336,3 +340,32 @@ def test_real_addresses_and_process_numbers(tmp_path: Path) -> None:
         ]
         assert [process.wait(timeout=120) for process in started] == [0, 0]
     assert told.read_text() == "shared memory + gloo [0, 0, 1, 1] True"
+
+
+def call_in_a_fork() -> str:
+    transport = new_transport("aab")
+    transport.all_reduce(torch.ones(3)).wait()  # its thread runs
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = "no error"
+        try:
+            transport.all_reduce(torch.ones(3)).wait()
+        except evenstep.errors.UsageError as error:
+            said = str(error)
+        finally:
+            transport.close()
+            os.write(writer, said.encode())
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as said_there:
+        found = said_there.read()
+    os.waitpid(pid, 0)
+    transport.all_reduce(torch.ones(3)).wait()
+    transport.close()
+    return found
+
+
+def test_a_forked_child_does_not_wait_for_the_thread(ranks: RankPool) -> None:
+    for said in ranks.run(call_in_a_fork, 3, timeout_s=30):
+        assert said == "this process was forked from a rank; only ranks can call collectives."

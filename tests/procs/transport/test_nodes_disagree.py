@@ -1,4 +1,4 @@
-"""Ranks of several hosts that call different things, or that refuse what they were given: one error on all of them."""
+"""Ranks of several nodes that call different things, or that refuse what they were given: one error on all of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from evenstep.testing import RankPool
 from evenstep.transport.base import Transport
 from tests.faults.test_transport_faults import sums_between_refusals
 
-from .test_several_hosts import new_transport
+from .test_internode import new_transport
 
-LONG = 1 << 19  # 2 MiB of float32: more than one piece
+LONG = 1 << 19  # 2 MiB of float32: more than one chunk
 
 Make = Callable[[Transport, bool], Any]  # a call of a rank, and whether that is the odd one
 
@@ -27,8 +27,8 @@ REFUSED: dict[str, tuple[str, Make]] = {
         lambda t, odd: t.all_reduce(torch.eye(3).to_sparse() if odd else torch.eye(3)),
     ),
     "op": (
-        "mean of integers",
-        lambda t, odd: t.all_reduce(torch.ones(3, dtype=torch.int32), "mean" if odd else "sum"),
+        "neither true nor false",
+        lambda t, odd: t.all_reduce(torch.ones(3, dtype=torch.bool), "mean" if odd else "sum"),
     ),
     "root": ("src=77", lambda t, odd: t.broadcast(torch.ones(3), 77 if odd else 0)),
     "long root": ("src=77", lambda t, odd: t.broadcast(torch.ones(LONG), 77 if odd else 1)),
@@ -92,7 +92,7 @@ OTHERS: dict[str, tuple[str, Make]] = {
     ),
     "over gloo": (
         "all_reduce over gloo",
-        lambda t, odd: t.announce("all_reduce over gloo") if odd else t.all_reduce(torch.ones(3)),
+        lambda t, odd: t.compare_call("all_reduce over gloo") if odd else t.all_reduce(torch.ones(3)),
     ),
 }  # fmt: skip
 
@@ -128,8 +128,8 @@ def errors_of(names: str, odd: int, what: str) -> list[str]:
     return errors(names, odd, globals_of(what))
 
 
-# On a host of two, on one of three ranks (of which one carries nothing), and where one is alone.
-PLACES = [("aabb", 3), ("aab", 1), ("aab", 2), pytest.param("abbab", 4, marks=pytest.mark.slow)]
+# On a node of two, on one of three ranks (of which one carries nothing), and where one is alone.
+PLACES = [("aabb", 3), ("aab", 1), ("aab", 2), pytest.param("abbab", 4, marks=pytest.mark.extended)]
 
 
 @pytest.mark.parametrize(("names", "odd"), PLACES)
@@ -166,7 +166,7 @@ def test_what_all_ranks_refuse_is_no_call(ranks: RankPool, names: str) -> None:
 
 
 def refused_by_a_host(names: str) -> str:
-    """All ranks of host b refuse, each for a reason of its own."""
+    """All ranks of node b refuse, each for a reason of its own."""
     transport = new_transport(names)
     refuses = names[transport.rank] == "b"
     try:
@@ -179,7 +179,8 @@ def refused_by_a_host(names: str) -> str:
     return str(caught.value)
 
 
-def test_what_a_whole_host_refuses_is_the_same_error_on_all(ranks: RankPool) -> None:
+@pytest.mark.extended
+def test_what_a_whole_node_refuses_is_the_same_error_on_all(ranks: RankPool) -> None:
     told = set(ranks.run(refused_by_a_host, 5, "aabba"))
     assert len(told) == 1, told
     text = told.pop()
@@ -202,6 +203,7 @@ def refuse_and_close() -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.extended
 def test_who_closes_after_refusing_has_told_why(ranks: RankPool) -> None:
     told = ranks.run(refuse_and_close, 4)
     assert told[0] == told[2] == told[3]
@@ -210,7 +212,7 @@ def test_who_closes_after_refusing_has_told_why(ranks: RankPool) -> None:
 
 
 def stay_away() -> str:
-    """Rank 3, number 1 on its host, closes; what is rank 2 told?"""
+    """Rank 3, number 1 on its node, closes; what error does rank 2 raise?"""
     transport = new_transport("aabb")
     transport.barrier().wait()
     world = evenstep.init(quiet=True)

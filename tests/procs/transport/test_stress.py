@@ -1,6 +1,6 @@
 """Random collectives, in random company, with random delays: every result bit for bit, no hang.
 
-python -m tests.procs.test_transport_stress 100000        # the long run: that many on each number of ranks, twice
+python -m tests.procs.transport.test_stress 100000        # the long run: that many on each number of ranks, twice
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ import torch
 import evenstep
 from evenstep.testing import RankPool
 from evenstep.testing.transport import ops_of
-from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Transport, Work
-from evenstep.transport.gloo import open_gloo
-from evenstep.transport.host import connect_shared_memory
-from evenstep.transport.reduction import Scratch, plan_arithmetic, reduce_into
-from evenstep.transport.shared_memory import SharedMemoryTransport
+from evenstep.transport.core.reduction import Scratch, plan_arithmetic, reduce_into
+from evenstep.transport.process_group.gloo import open_gloo
+from evenstep.transport.shm.handshake import connect_shared_memory
+from evenstep.transport.shm.sync import plan_waiting
+from evenstep.transport.shm.transport import SharedMemoryTransport
 
 CPU = torch.device("cpu")
 SIZES = (0, 1, 5, 300, 20_000, 70_000, 300_000)
@@ -60,7 +61,7 @@ def start_one(transport: SharedMemoryTransport, shared: random.Random, own: rand
     if seed % 3 == 0:  # numbers travel beside it
         numbers = draw(generator, torch.float64, 1 + seed % 700, size)
         beside, expected_beside = numbers[rank].clone(), expected_sum(numbers, "sum")
-        transport.take_along(beside)
+        transport.piggyback(beside)
     work: Work
     if kind == "all_reduce":
         work, got, expected = transport.all_reduce(mine, op), mine, expected_sum(values, op)
@@ -170,6 +171,7 @@ def stopping_at_random(pids: Callable[[], set[int]], seed: int, longest_s: float
         thread.join()
 
 
+@pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize("nproc", [2, 3, 5])
 def test_random_collectives(ranks: RankPool, fresh_seed: int, nproc: int) -> None:
     started = ranks.run(random_collectives, nproc, fresh_seed, 300, 0.01, timeout_s=150)
@@ -177,6 +179,7 @@ def test_random_collectives(ranks: RankPool, fresh_seed: int, nproc: int) -> Non
     assert nproc > 2 or started == [300, 300]
 
 
+@pytest.mark.extended
 def test_random_collectives_while_ranks_are_stopped_and_go_on(fresh_seed: int) -> None:
     """The transport waits for who is stopped, and kills nobody. (Ranks of its own: no other test is stopped.)"""
     with RankPool() as pool:
@@ -205,6 +208,103 @@ def helped() -> None:
 
 def test_a_rank_that_waits_elsewhere_holds_nobody_up(ranks: RankPool) -> None:
     ranks.run(helped, 2)
+
+
+def appear(path: Path) -> None:
+    """Wait for a file, which no collective and no helper can make."""
+    end = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < end, f"{path.name} did not come"
+        time.sleep(0.01)
+
+
+def helped_after_a_long_wait(folder: Path) -> None:
+    """Rank 0 waits for one call while the next is in flight, longer than the helper stays awake for nothing.
+
+    Then it waits for what rank 1 does only after that next call.
+    """
+    world = evenstep.init(quiet=True)
+    transport = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
+    assert not isinstance(transport, str)
+    first, second = torch.ones(10), torch.ones(500_000)
+    if world.rank == 0:
+        works = [transport.all_reduce(first), transport.all_reduce(second)]
+        works[0].wait()
+        appear(folder / "second")
+        works[1].wait()
+    else:
+        time.sleep(1.5)
+        transport.all_reduce(first).wait()
+        time.sleep(0.2)  # rank 0 has returned from its wait
+        transport.all_reduce(second).wait()
+        (folder / "second").touch()
+    assert second.eq(2).all()
+    transport.close()
+
+
+def test_the_helper_stays_awake_while_one_call_waits_and_another_is_in_flight(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(helped_after_a_long_wait, 2, tmp_path)
+
+
+def called_back_during_a_wait(folder: Path) -> None:
+    """Rank 0 waits for its second call, which rank 1 makes only after the callback of rank 0's first."""
+    world = evenstep.init(quiet=True)
+    transport = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
+    assert not isinstance(transport, str)
+    first, second = torch.ones(10), torch.ones(500_000)
+    if world.rank == 0:
+        works = [transport.all_reduce(first), transport.all_reduce(second)]
+        works[0].add_done_callback(lambda error: (folder / "called").touch())
+        works[1].wait()
+    else:
+        time.sleep(0.3)  # rank 0 waits
+        transport.all_reduce(first).wait()
+        appear(folder / "called")
+        transport.all_reduce(second).wait()
+    assert second.eq(2).all()
+    transport.close()
+
+
+def test_callbacks_run_while_a_thread_waits_for_a_later_call(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(called_back_during_a_wait, 2, tmp_path)
+
+
+def launched_during_a_wait(folder: Path) -> None:
+    """On rank 0 one thread waits for a call that rank 1 makes only after another thread has launched the next.
+
+    That one is shown to rank 1 all the same: it allocates, asks for a callback, and returns at once.
+    """
+    world = evenstep.init(quiet=True)
+    transport = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
+    assert not isinstance(transport, str)
+    first, second = torch.ones(10), transport.allocate(500_000, dtype=torch.float32, device=CPU).fill_(1)
+    called: list[object] = []
+    if world.rank == 0:
+        work = transport.all_reduce(first)
+        thread = threading.Thread(target=work.wait)
+        thread.start()
+        time.sleep(0.2)  # it waits
+        third = transport.allocate(500_000, dtype=torch.float32, device=CPU).fill_(1)
+        works = [transport.all_reduce(second), transport.all_reduce(third)]
+        works[0].add_done_callback(called.append)
+        assert not any(each.is_completed() for each in [work, *works])
+        (folder / "launched").touch()
+        thread.join()
+        works[1].wait()
+        appear(folder / "over")
+        assert called == [None]
+    else:
+        third = torch.ones(500_000)
+        appear(folder / "launched")
+        for tensor in (first, second, third):
+            transport.all_reduce(tensor).wait()
+        (folder / "over").touch()
+    assert all(tensor.eq(2).all() for tensor in (first, second, third))
+    transport.close()
+
+
+def test_a_launch_never_waits_for_a_thread_that_waits(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(launched_during_a_wait, 2, tmp_path)
 
 
 def from_threads() -> None:

@@ -23,16 +23,15 @@ import evenstep
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.testing import RankPool
 from evenstep.testing.transport import UNSIGNED, Coverage, check_transport, ops_of
-from evenstep.transport import host
-from evenstep.transport.arrivals import plan_waiting
 from evenstep.transport.base import Op
-from evenstep.transport.gloo import connect_gloo, open_gloo
-from evenstep.transport.host import connect_shared_memory
 from evenstep.transport.local import LocalTransport
-from evenstep.transport.process_group import ProcessGroupTransport
-from evenstep.transport.segment import MAX_BESIDE_BYTES, plan_segment
-from evenstep.transport.shared_memory import SharedMemoryTransport
-from evenstep.transport.through_host import ThroughHostTransport
+from evenstep.transport.process_group.gloo import connect_gloo, open_gloo
+from evenstep.transport.process_group.transport import ProcessGroupTransport
+from evenstep.transport.shm import handshake
+from evenstep.transport.shm.handshake import connect_shared_memory
+from evenstep.transport.shm.segment import MAX_PIGGYBACK_BYTES, plan_segment
+from evenstep.transport.shm.sync import plan_waiting
+from evenstep.transport.shm.transport import SharedMemoryTransport
 
 TIMEOUT_S = 60.0
 
@@ -72,18 +71,6 @@ def test_local_conforms() -> None:
     assert check_transport(LocalTransport) > 1000
 
 
-def check_through_host(seed: int) -> int:
-    """With tensors of the CPU: the calls, and their order. `tests/gpu` has the copies."""
-    return check_transport(
-        lambda: ThroughHostTransport(new_shared_memory()), Coverage(seed=seed, dtypes=(torch.float32, torch.int64))
-    )
-
-
-@pytest.mark.parametrize("nproc", [2, 3])
-def test_the_way_through_the_host_conforms(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
-    assert min(ranks.run(check_through_host, nproc, fresh_seed, timeout_s=100)) > 100
-
-
 def with_numbers_beside(seed: int) -> list[str]:
     """Calls of every size and kind that take numbers along; and one rank that takes more of them than the others."""
     world = evenstep.init(quiet=True)
@@ -91,15 +78,15 @@ def with_numbers_beside(seed: int) -> list[str]:
     size, rank = transport.world_size, transport.rank
     generator = torch.Generator().manual_seed(seed)
     for numel in (1, 5, 6_000, 12_000, 14_000, 20_000, 300_000):  # of float32; with 16 KiB beside 48 KiB are small
-        for num_beside in (1, 300, MAX_BESIDE_BYTES // 8):
-            given = torch.randn(size, num_beside, dtype=torch.float64, generator=generator)
+        for num_piggyback in (1, 300, MAX_PIGGYBACK_BYTES // 8):
+            given = torch.randn(size, num_piggyback, dtype=torch.float64, generator=generator)
             values = torch.randn(size, numel * size, generator=generator)
             beside = given[rank].clone()
             whole, out = values[rank].clone(), torch.empty(numel)
             if numel % 2:
                 whole = transport.allocate(whole.numel(), dtype=whole.dtype, device=whole.device).copy_(whole)
-            transport.take_along(beside)
-            if num_beside == 300:
+            transport.piggyback(beside)
+            if num_piggyback == 300:
                 transport.reduce_scatter(out, whole).wait()
                 torch.testing.assert_close(out, values.sum(0)[rank * numel : (rank + 1) * numel], rtol=1e-4, atol=1e-4)
             else:
@@ -109,7 +96,7 @@ def with_numbers_beside(seed: int) -> list[str]:
             again = torch.ones(3)
             transport.all_reduce(again).wait()  # which takes nothing along
             assert again.tolist() == [size] * 3
-    transport.take_along(torch.zeros(2 + rank, dtype=torch.float64))
+    transport.piggyback(torch.zeros(2 + rank, dtype=torch.float64))
     with pytest.raises(MismatchError) as caught:
         transport.all_reduce(torch.ones(3)).wait()
     world.barrier()
@@ -120,10 +107,11 @@ def with_numbers_beside(seed: int) -> list[str]:
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_numbers_travel_beside_a_tensor(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
     for (message,) in ranks.run(with_numbers_beside, nproc, fresh_seed):
-        assert "rank 0: all_reduce(sum) of float32 [3], 2 numbers beside; rank 1: " in message
-        assert "all_reduce(sum) of float32 [3], 3 numbers beside" in message
+        assert "rank 0: all_reduce(sum) of float32 [3], with 2 piggybacked numbers; rank 1: " in message
+        assert "all_reduce(sum) of float32 [3], with 3 piggybacked numbers" in message
 
 
+@pytest.mark.extended(ranks=3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("nproc", [2, 3, 4, 5])
 def test_shared_memory_conforms(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
@@ -131,6 +119,7 @@ def test_shared_memory_conforms(ranks: RankPool, nproc: int, fresh_seed: int) ->
     assert min(counts) > 1000
 
 
+@pytest.mark.extended(ranks=3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("nproc", [2, 3, 4, 5])
 def test_gloo_conforms(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
@@ -172,7 +161,8 @@ def test_whatever_is_asked_for_one_rank_has_nobody_to_talk_to(ranks: RankPool) -
 
 def test_every_dtype_has_ops() -> None:
     assert ops_of(torch.bool) == ("sum", "product", "max", "min", "band", "bor", "bxor")
-    assert "mean" not in ops_of(torch.int32)
+    assert "mean" in ops_of(torch.int32)
+    assert "mean" not in ops_of(torch.uint32)
 
 
 def refusals() -> list[str]:
@@ -186,23 +176,26 @@ def refusals() -> list[str]:
     def refused(*args: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    genuine = host.describe_this_process
-    with mock.patch.object(host, "describe_this_process", lambda r: genuine(r) | ({"boot": "x"} if r == 1 else {})):
-        reasons.append(host.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
-    with mock.patch.object(host.Segment, "create", no_room):
-        reasons.append(host.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
+    genuine = handshake.describe_this_process
+    with mock.patch.object(
+        handshake, "describe_this_process", lambda r: genuine(r) | ({"boot": "x"} if r == 1 else {})
+    ):
+        reasons.append(handshake.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
+    with mock.patch.object(handshake.Segment, "create", no_room):
+        reasons.append(handshake.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
     if world.rank == 1:
-        with mock.patch.object(host.Segment, "attach", refused):
-            reasons.append(host.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
+        with mock.patch.object(handshake.Segment, "attach", refused):
+            reasons.append(handshake.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
     else:
-        reasons.append(host.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
+        reasons.append(handshake.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
     return [str(reason) for reason in reasons]
 
 
+@pytest.mark.extended
 def test_where_memory_cannot_be_shared_all_ranks_know_why(ranks: RankPool) -> None:
     told = ranks.run(refusals, 3)
     assert told[0] == told[1] == told[2]
-    assert told[0][0] == "ranks 0 and 1 are on different hosts"
+    assert told[0][0] == "ranks 0 and 1 are on different nodes"
     assert told[0][1] == "rank 0 could not make it: 5 bytes are needed, 4 are available"
     assert told[0][2] == "rank 1 could not join: [Errno 13] Permission denied"
 
@@ -241,7 +234,7 @@ def made_in_a_sandbox() -> dict[str, str]:
             said = "no seccomp"
             try:
                 if refuse_system_call(number):
-                    said = str(host._create(plan_segment(2, memory_bytes=1 << 20), bytes(16))[1])
+                    said = str(handshake._create(plan_segment(2, memory_bytes=1 << 20), bytes(16))[1])
             finally:
                 os.write(writer, said.encode())
                 os._exit(0)
@@ -265,11 +258,13 @@ def close_world() -> None:
 
 
 def which(transport: str | None, shares: bool) -> tuple[str, str, str]:
-    genuine = host.describe_this_process
+    genuine = handshake.describe_this_process
     told = io.StringIO()
     with (
         contextlib.redirect_stderr(told),
-        mock.patch.object(host, "describe_this_process", genuine if shares else lambda r: {"problem": f"no, says {r}"}),
+        mock.patch.object(
+            handshake, "describe_this_process", genuine if shares else lambda r: {"problem": f"no, says {r}"}
+        ),
         evenstep.init(transport=transport) as world,
     ):
         assert world.mean(float(world.rank)) == (world.world_size - 1) / 2
@@ -277,11 +272,12 @@ def which(transport: str | None, shares: bool) -> tuple[str, str, str]:
     return *names, told.getvalue()
 
 
+@pytest.mark.extended
 def test_init_shares_memory_unless_told_otherwise(ranks: RankPool) -> None:
     ranks.run(close_world, 2)
     (carrier, control, told), (_, _, quiet) = ranks.run(which, 2, None, True)
     assert (carrier, control, quiet) == ("shared memory", "shared memory", "")
-    assert told == "evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, shared memory\n"
+    assert told == "evenstep: 2 ranks on 1 node, cpu, 1 thread per rank, shared memory\n"
     assert ranks.run(which, 2, "gloo", True)[0][:2] == ("gloo", "gloo")
     carrier, control, told = ranks.run(which, 2, None, False)[0]
     assert (carrier, control) == ("gloo", "gloo")
@@ -290,7 +286,7 @@ def test_init_shares_memory_unless_told_otherwise(ranks: RankPool) -> None:
 
 def refused_transports() -> list[str]:
     told = []
-    with mock.patch.object(host, "describe_this_process", lambda r: {"problem": f"no, says {r}"}):
+    with mock.patch.object(handshake, "describe_this_process", lambda r: {"problem": f"no, says {r}"}):
         for name in ("shared memory", "nccl", "pigeons"):
             try:
                 evenstep.init(transport=name, device="cpu")
@@ -387,7 +383,7 @@ def with_and_without_inference_mode(modes: list[bool]) -> None:
                     told.append(error)
                     ended.set()
 
-                by_another_thread.when_done(hear)
+                by_another_thread.add_done_callback(hear)
                 assert ended.wait(30)
                 assert told == [None]
                 assert (total == size).all()
@@ -473,3 +469,44 @@ def test_a_forked_child_leaves_memory_and_peers_alone(ranks: RankPool) -> None:
     for rank, (said, is_right) in enumerate(ranks.run(fork_and_go_on, 2, 1 << 18, timeout_s=10)):
         assert said == f"this process was forked from rank {rank}; only ranks can call collectives."
         assert is_right
+
+
+def call_in_a_fork(kind: str) -> str:
+    """What a forked child says that calls a collective, or waits for one that its parent has begun."""
+    transport = new_gloo() if kind == "named" else open_gloo([0, 1], timeout_s=20)
+    begun = transport.all_reduce(torch.ones(3))
+    begun.wait()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = []
+        try:
+            for attempt in (
+                transport.barrier,
+                begun.wait,
+                transport.split,
+                lambda: transport.all_reduce(torch.ones(3)),
+            ):
+                try:
+                    attempt()
+                except evenstep.errors.UsageError as error:
+                    said.append(str(error))
+            transport.close()
+            del transport, begun
+            gc.collect()
+        finally:
+            os.write(writer, "|".join(said).encode())
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as said_there:
+        found = said_there.read()
+    os.waitpid(pid, 0)
+    transport.all_reduce(torch.ones(3)).wait()
+    transport.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["named", "unnamed"])
+def test_a_forked_child_does_not_wait_for_threads_of_gloo(ranks: RankPool, kind: str) -> None:
+    for rank, said in enumerate(ranks.run(call_in_a_fork, 2, kind, timeout_s=30)):
+        assert said.split("|") == [f"this process was forked from rank {rank}; only ranks can call collectives."] * 4

@@ -22,13 +22,13 @@ from torch import nn
 
 import evenstep
 from evenstep import world as worlds
-from evenstep.cli import main
+from evenstep.cli.main import main
+from evenstep.observe.patching import Patches
 from evenstep.testing import RankPool
 from evenstep.verify.double import compute_in_double
-from evenstep.verify.patching import Patches
 from evenstep.verify.ranks import verify_ranks
 from evenstep.verify.report import Report
-from tests.procs.test_readme import environment
+from tests.procs.docs.test_readme import environment
 from tests.verify_scripts import CORRECT, IDENTICAL, MISTAKES, NOT_REPRODUCIBLE, REPRODUCIBLE
 
 Verify = Callable[[str, tuple[int, ...]], Report]
@@ -36,20 +36,22 @@ Verify = Callable[[str, tuple[int, ...]], Report]
 
 def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
     """On each rank of the pool: what `evenstep run` does with a script, in a process that is kept."""
-    from evenstep.launcher.worker import _run_as_main
+    from evenstep.launcher.spawn.script_runner import _run_as_main
+    from evenstep.observe.rehearsal import rehearsing
     from evenstep.verify import recorder
 
     _forget_groups()  # of tests before this one
-    os.environ |= {"EVENSTEP_REHEARSAL": rehearsal, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    remove = recorder.install(Path(plan), rank=int(os.environ["RANK"]))
-    before = sys.modules["__main__"]
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    before, rank = sys.modules["__main__"], int(os.environ["RANK"])
     try:
-        with contextlib.suppress(SystemExit):
+        with (
+            contextlib.suppress(SystemExit),
+            recorder.recording(Path(plan), rank=rank),
+            rehearsing(Path(rehearsal), rank=rank),
+        ):
             _run_as_main(compile(Path(script).read_text(), script, "exec"), __file__=script)
     finally:
-        remove()
         sys.modules["__main__"] = before
-        del os.environ["EVENSTEP_REHEARSAL"]
         _forget_groups()
     return ""
 
@@ -88,7 +90,7 @@ def verified(ranks: RankPool, tmp_path: Path) -> Verify:
     return verify
 
 
-# The others are slow: all of them run on 1, 2 and 4 ranks with `make test-slow`.
+# The others take longer: all of them run on 1, 2 and 4 ranks with `make test-all`.
 QUICK = {"torch_dropout", "evenstep_tokens", "batch_norm", "mean_of_means", "branch"}
 
 
@@ -98,7 +100,7 @@ def cases(scripts: Iterable[str]) -> list[Any]:
         for name in scripts
         for each in (
             [pytest.param(name, (1, 2), id=name)] * (name in QUICK)
-            + [pytest.param(name, (1, 2, 4), id=f"{name}-4", marks=pytest.mark.slow)]
+            + [pytest.param(name, (1, 2, 4), id=f"{name}-4", marks=pytest.mark.extended)]
         )
     ]
 
@@ -140,7 +142,7 @@ def threads_as_a_reducer_ends(directory: str) -> list[tuple[int, ...]]:
         dist.destroy_process_group()
         del replica
         told.append((before, *ended, gloos_threads()))
-    patches.put_back()
+    patches.restore()
     return told
 
 
@@ -152,19 +154,20 @@ def test_in_float64_gloo_outlives_the_reducer_of_torchs_wrapper(ranks: RankPool,
     assert after < before
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.skipif("reproducible" not in inspect.signature(evenstep.init).parameters, reason="no reproducible mode")
-def test_reproducible_mode_is_held_to_its_bits_and_the_lane_is_named(verified: Verify):
+def test_reproducible_mode_is_held_to_its_bits_and_the_virtual_rank_is_named(verified: Verify):
     report = verified(REPRODUCIBLE, (1, 2, 4))
-    assert report.num_lanes == 8
+    assert report.num_virtual_ranks == 8
     assert [verdict.word for verdict in report.verdicts] == ["identical", "identical"]
     report = verified(NOT_REPRODUCIBLE, (1, 2, 4))
-    for verdict, lane in zip(report.verdicts, (4, 2), strict=True):
+    for verdict, virtual_rank in zip(report.verdicts, (4, 2), strict=True):
         assert verdict.difference is not None
-        assert (verdict.difference.step, verdict.difference.lane) == (1, lane)
+        assert (verdict.difference.step, verdict.difference.virtual_rank) == (1, virtual_rank)
         assert verdict.causes[0].kind == "branch"
 
 
+@pytest.mark.extended
 def test_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """With `evenstep run` and torch's wrapper: sums of whole numbers have the same bits in any order."""
     monkeypatch.chdir(tmp_path)
@@ -177,7 +180,7 @@ def test_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         "script": "script.py",
         "steps": 3,
         "compared_with": 1,
-        "lanes": 0,
+        "virtual_ranks": 0,
         "fine": True,
         "faults": [],
         "runs": [
@@ -187,7 +190,38 @@ def test_from_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py", "verdict.json"]
 
 
-@pytest.mark.slow
+@pytest.mark.extended
+def test_what_the_script_saves_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Or a trained model would be replaced by one of two steps, in float64."""
+    (tmp_path / "train.py").write_text(
+        """
+import evenstep, json, torch
+from pathlib import Path
+
+with evenstep.init(seed=0, quiet=True) as world:
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = evenstep.DataLoader(torch.utils.data.TensorDataset(torch.randn(64, 4)), global_batch_size=8)
+    for (x,) in loader:
+        model.backward(model(x).square().mean(), weight=len(x))
+        optimizer.step()
+        optimizer.zero_grad()
+        if world.is_main:
+            torch.save(model.state_dict(), "model.pt")
+            Path("metrics.json").write_text(json.dumps({"loss": 1.0}))
+            assert Path("metrics.json").read_text() == '{"loss": 1.0}'
+        world.barrier()
+        assert len(torch.load("model.pt")) == 2
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    torch.save({"trained": torch.ones(3)}, "model.pt")
+    assert main(["verify", "--ranks", "1,2", "--steps", "2", "train.py"]) == 0
+    assert torch.load("model.pt")["trained"].tolist() == [1.0] * 3
+    assert sorted(os.listdir()) == ["model.pt", "train.py"]
+
+
+@pytest.mark.extended
 def test_a_script_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     script = tmp_path / "script.py"
     script.write_text("raise RuntimeError('no such thing')")
@@ -215,10 +249,10 @@ def test_wrong_use(arguments: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_the_page_is_true(tmp_path: Path):
     """docs/verify.md: its program and its command, and the JSON that it shows."""
-    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "verify.md").read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (command,) = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (shown,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -235,3 +269,32 @@ def test_the_page_is_true(tmp_path: Path):
     assert run.keys() == example.keys()
     assert run["difference"].keys() == example["difference"].keys()
     assert (run["verdict"], run["causes"][0]["kind"]) == (example["verdict"], example["causes"][0]["kind"])
+
+
+SET_ORDER = """
+import evenstep, torch
+
+with evenstep.init(seed=0):
+    layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in {"a", "b", "c", "d", "e", "f", "g", "h"}})
+    layers.forward = lambda x: sum(layer(x) for layer in layers.values())
+    model = evenstep.DistributedDataParallel(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model.backward(model(torch.ones(2, 2)).sum())
+        optimizer.step()
+"""
+
+
+@pytest.mark.extended
+def test_a_script_that_depends_on_the_order_of_a_set_is_seen(tmp_path: Path) -> None:
+    """Ranks of one node that are copies of one python have one order; under other launchers each has its own."""
+    script = tmp_path / "script.py"
+    script.write_text(SET_ORDER)
+    command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", "2", "--device", "cpu", str(script)]
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert done.returncode == 0, done.stderr
+    command[3:6] = ["verify", "--ranks", "1,2"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert done.returncode != 0
+    assert "MismatchError" in done.stderr, done.stderr

@@ -45,7 +45,7 @@ def answers(directory):
         "a loader's samples": told(lambda: evenstep.DataLoader(range(8), 4, sample_seed=odd)),
         "a loader's function": told(lambda: evenstep.DataLoader(range(8), 4, collate_fn=3 if odd else None)),
         "a loader and a Checkpointer": told(lambda: checkpointer() if odd else evenstep.DataLoader(range(8), 4)),
-        "every": told(lambda: evenstep.LocalUpdates(model, sgd, every=2 + odd)),
+        "every": told(lambda: evenstep.LocalSGD(model, sgd, every=2 + odd)),
         "the rate": told(lambda: sharded(lr=0.1 + odd)),
         "the optimizer of one rank": told(lambda: sharded(5 if odd else torch.optim.SGD)),
     }
@@ -76,7 +76,7 @@ EXPECTED = {
     "a loader's samples": (MismatchError, "DataLoader: sample_seed is False on rank 0 and True on rank 1."),
     "a loader's function": (ConfigurationError, "DataLoader on rank 1: collate_fn=3; a function, or None."),
     "a loader and a Checkpointer": (MismatchError, "rank 0 is at DataLoader, and rank 1 at Checkpointer."),
-    "every": (MismatchError, "LocalUpdates: every is 2 on rank 0 and 3 on rank 1."),
+    "every": (MismatchError, "LocalSGD: every is 2 on rank 0 and 3 on rank 1."),
     "the rate": (MismatchError, "ShardedOptimizer: lr of parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1."),
     "the optimizer of one rank": (ConfigurationError, "ShardedOptimizer on rank 1: kind=5; a class of optimizers"),
     "a second optimizer": (ConfigurationError, "ShardedOptimizer: parameter 'weight' belongs to another"),

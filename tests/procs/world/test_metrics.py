@@ -41,6 +41,7 @@ def measured(size: int, seed: int, num_workers: int) -> tuple[dict[str, Any], in
     return {name: metric.compute().tolist() for name, metric in (of_classes | of_values).items()}, num_samples
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("nproc", [2, 3])
 @pytest.mark.parametrize(("size", "num_workers"), [(33, 0), (35, 1), (3, 0)])
 def test_metrics_are_those_of_one_process(

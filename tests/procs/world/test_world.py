@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import time
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 
 import evenstep
-from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep import randomness
+from evenstep import world as worlds
+from evenstep.checkpoint.format.random_streams import capture_streams, restore_streams
+from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, UsageError
+from tests.sockets import listening
 
 SIZES = pytest.mark.parametrize("nproc", [1, 2, 3])
 
@@ -167,21 +173,194 @@ def test_init_twice_is_the_same_world_or_an_error(ranks):
     ranks.run(init_again, 2)
 
 
-def random_streams():
+# ---------------------------------------------------------------------- random streams
+
+
+def draw():
+    return {"python": random.random(), "numpy": float(numpy.random.rand()), "torch": float(torch.rand(()))}
+
+
+def wrapped(world, **arguments):
+    return evenstep.DistributedDataParallel(torch.nn.Linear(2, 2), world=world, **arguments)
+
+
+def draw_behind(model, seed):
+    """What is drawn after an evaluation and after a first forward pass in training; both from the same seed."""
+    randomness.seed_everything(seed)
+    model.eval()(torch.ones(1, 2))
+    evaluated = draw()
+    randomness.seed_everything(seed)
+    model.train()(torch.ones(1, 2))
+    return evaluated, draw()
+
+
+def own_streams(seed):
     world = evenstep.init(quiet=True)
-    world.has_diverged = False
-    torch.manual_seed(3)
-    same = float(torch.rand(()))
-    model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 2), world=world)
-    torch.manual_seed(3)
-    model(torch.ones(1, 2))
-    return same, float(torch.rand(()))
+    world.draws_its_own = False
+    return draw_behind(wrapped(world), seed)
 
 
-def test_ranks_draw_the_same_until_training_and_their_own_afterwards(ranks):
-    same, own = zip(*ranks.run(random_streams, 3), strict=True)
-    assert len(set(same)) == 1
-    assert len(set(own)) == 3
+def test_ranks_draw_the_same_until_training_and_their_own_afterwards(ranks, fresh_seed):
+    evaluated, trained = zip(*ranks.run(own_streams, 3, fresh_seed), strict=True)
+    for stream in randomness.STREAMS:
+        assert len({each[stream] for each in evaluated}) == 1, stream
+        assert len({each[stream] for each in trained}) == 3, stream
+    assert trained[0] == evaluated[0], "rank 0 draws what one process would"
+
+
+def streams_of_groups(seed):
+    world = evenstep.init(quiet=True)
+    world.draws_its_own = False
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = wrapped(world, process_group=pairs[world.rank // 2])
+    assert model.world.is_initialised, "modules are moved to its device, too"
+    _, own = draw_behind(model, seed)
+    assert world.draws_its_own
+    assert not world.has_diverged
+    _, whole = draw_behind(wrapped(world), seed)
+    saved = capture_streams(world)
+    restore_streams(world.exchange(saved), world)
+    expected = draw()
+    restore_streams(world.exchange(saved), world)
+    model(torch.ones(1, 2))  # the first of the resumed run, which changes nothing any more
+    assert draw() == expected
+    return own, whole
+
+
+def test_ranks_of_a_group_draw_their_own_numbers(ranks, fresh_seed):
+    """Equal places in two groups draw the same, as parts of one replica must that compute some things twice."""
+    own, whole = zip(*ranks.run(streams_of_groups, 4, fresh_seed), strict=True)
+    for stream in randomness.STREAMS:
+        assert own[0][stream] == own[2][stream] != own[1][stream] == own[3][stream], stream
+        assert len({each[stream] for each in whole}) == 4, stream
+
+
+def adopted_streams(seed):
+    """What is drawn behind a first forward pass in training, by who has seeded what."""
+    own_seed = seed + 1 + evenstep.init(quiet=True).rank
+    drawn = {}
+    for case in ("seeded alike", "seeded by the script", "restored behind the wrapping"):
+        world = evenstep.World.from_process_group()
+        randomness.seed_everything(own_seed if case == "seeded by the script" else seed)
+        model = wrapped(world)
+        randomness.seed_everything(own_seed if case.startswith("restored") else seed)
+        if case == "seeded by the script":
+            torch.manual_seed(own_seed)
+        model(torch.ones(1, 2))
+        drawn[case] = draw()
+        assert world.has_diverged, "later calls take the short way"
+        world.close()
+    randomness.seed_everything(own_seed)
+    return drawn, draw()
+
+
+def test_an_adopted_group_keeps_what_its_script_has_seeded(ranks, fresh_seed):
+    results, own = zip(*ranks.run(adopted_streams, 3, fresh_seed), strict=True)
+    alike = [each["seeded alike"] for each in results]
+    assert [len({each[stream] for each in alike}) for stream in ("python", "numpy", "torch")] == [1, 1, 3]
+    assert [each["seeded by the script"]["torch"] for each in results] == [each["torch"] for each in own]
+    assert [each["restored behind the wrapping"] for each in results] == list(own)
+
+
+# ---------------------------------------------------------------------- groups
+
+
+def main_first_of_pairs(path):
+    world = evenstep.init(quiet=True)
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = world.of_group(pairs[world.rank // 2])
+    with mine.main_first() as is_main:
+        if world.rank == 2:
+            world.store.wait(["the first pair is done"])
+            time.sleep(0.3)
+            path.write_text("prepared")
+    assert is_main == (world.rank % 2 == 0)
+    if world.rank == 0:
+        world.store.set("the first pair is done", "")
+    if world.rank == 3:
+        assert path.read_text() == "prepared", "it waited for the first of its own pair"
+
+
+def test_ranks_of_a_group_wait_for_their_own_first(ranks, tmp_path):
+    ranks.run(main_first_of_pairs, 4, tmp_path / "data")
+
+
+def adopt_with_arguments(path):
+    """A group of the script's own: adopted by a constructor, then by `init`, whose sub-groups are as it was told."""
+    world = evenstep.init(quiet=True)
+    rank, world_size = world.rank, world.world_size
+    world.close()
+    store = dist.FileStore(str(path / "store"), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    model = evenstep.DistributedDataParallel(torch.nn.Linear(2, 1))
+    for arguments in ({}, {"transport": "gloo"}, {"timeout_s": 1.5}):
+        with pytest.raises(UsageError, match="DistributedDataParallel has adopted the script's process group already"):
+            evenstep.init(quiet=True, **arguments)
+    model.world.close()
+    world = evenstep.init(quiet=True, transport="gloo", timeout_s=1.5)
+    part = world.of_group(dist.new_group(list(range(world_size))))
+    assert (world.transport_name, part.transport_name) == ("gloo", "gloo")
+    if rank == 0:
+        for alone in (part, world):
+            with pytest.raises(EvenstepError):
+                alone.barrier()  # to which the others don't come
+    dist.barrier()
+    world.close()
+    dist.destroy_process_group()
+    evenstep.init(quiet=True)
+
+
+def test_what_init_is_given_holds_in_adopted_groups_and_sub_groups(ranks, tmp_path):
+    ranks.run(adopt_with_arguments, 2, tmp_path)
+
+
+def plain_run(directory, seed):
+    """What a training script does, with what it listened on after each part."""
+    if (left := worlds.initialised()) is not None:  # by a test before this one
+        left.close()
+    before, found = listening(), {}
+
+    def note(part):
+        found[part] = sorted(listening() - before)
+
+    with evenstep.init(quiet=True, seed=seed) as world:
+        note("init")
+        model = evenstep.DistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.utils.data.TensorDataset(torch.randn(16, 3))
+        loader = evenstep.DataLoader(data, global_batch_size=4, shuffle=True)
+        checkpoint = evenstep.Checkpointer(directory, model=model, optimizer=optimizer, loader=loader, every_steps=2)
+        for (batch,) in loader:
+            optimizer.zero_grad()
+            model.backward(model(batch).square().mean(), weight=len(batch))
+            optimizer.step()
+            checkpoint.step()
+        note("training")
+        checkpoint.save()
+        checkpoint.wait()
+        note("checkpoint")
+        world.barrier()
+        assert world.broadcast_object({"rank": world.rank}, src=1) == {"rank": 1}
+        assert world.mean(world.rank) == (world.world_size - 1) / 2
+        note("the world's calls")
+        total, everything = torch.ones(2), [None] * world.world_size
+        dist.all_reduce(total)
+        dist.all_gather_object(everything, world.rank)
+        dist.barrier()
+        assert (total.tolist(), everything) == ([float(world.world_size)] * 2, list(range(world.world_size)))
+        note("torch's calls")
+        group = dist.new_group()
+        dist.all_reduce(total, group=group)
+        part = evenstep.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+        part(torch.ones(1, 2)).sum().backward()
+        note("a group of torch's")
+    note("the end")
+    return found
+
+
+def test_nothing_listens_in_a_plain_run_on_one_host(ranks, tmp_path, fresh_seed):
+    for found in ranks.run(plain_run, 3, str(tmp_path), fresh_seed):
+        assert not any(found.values()), found
 
 
 def adopt(rank, world_size, path):
@@ -200,6 +379,7 @@ def adopt(rank, world_size, path):
     return *result, float(total)
 
 
+@pytest.mark.extended
 def test_a_group_that_the_script_made_is_adopted(tmp_path):
     context = torch.multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from evenstep.bench.findings import Finding, find
-from evenstep.bench.records import Facts
-from evenstep.bench.report import case_of
-from evenstep.bench.scaling import curve
+from evenstep.bench.explain.findings import Case, Finding, find, unexplained
+from evenstep.bench.explain.report import case_of
+from evenstep.bench.measure.records import Facts
+from evenstep.bench.measure.scaling import curve
 from tests.bench_runs import CALM, Phases, calm, weak_pair
 
 FACTS = Facts(wrapper="evenstep", num_cores=8, gradient_bytes=8 << 20, num_tensors=6, largest=("0.weight", 3 << 20))
@@ -217,3 +218,51 @@ def test_a_loss_smaller_than_what_rounds_differ_by_is_none(fresh_seed: int) -> N
     case = case_of(curve(measured.curves["weak"], measured.rounds)[-1])
     only(find(case), "slow loader")
     assert find(replace(case, spread=0.4)) == []
+
+
+def test_contention_of_a_short_step_is_a_finding_too(fresh_seed: int) -> None:
+    """A fifth of a step is worth a finding, also where it is less than two milliseconds."""
+    alone = {**TINY, "forward": 1.3, "backward": 2.6, "engine": 0.0}
+    slower = {**alone, "forward": 1.6, "backward": 3.3}
+    found = only(findings(2, lambda r, s: slower, alone=lambda r, s: alone, seed=fresh_seed), "contention")
+    assert re.match(r"computing takes 0\.9\d* ms longer|computing takes 1(\.0\d?)? ms longer", found.what), found.what
+
+
+def test_waiting_for_a_late_rank_is_not_said_to_be_the_exchange() -> None:
+    """Of a step of 3.5 ms the exchange takes 0.5 and waiting for the later of two ranks 1.0."""
+
+    def phases(rank: int, step: int) -> Phases:
+        return {"forward": 1.0, "backward": 2.0 if (rank + step) % 2 else 1.0}
+
+    found = only(findings(2, phases, exchange_ms=0.5, noise=0), "small batch")
+    assert found.what.startswith(
+        "of 3.5 ms a step 0.5 ms are the exchange of gradients, and 1 ms are waiting for whichever rank is last: 43%"
+    )
+
+
+def case(phases: Callable[[int, int], Phases], **given: Any) -> Case:
+    found = weak_pair(2, phases, **{"facts": FACTS, **given})
+    return case_of(curve(found.curves["weak"], found.rounds)[-1])
+
+
+def test_a_loss_without_a_finding_is_named_with_the_reason(fresh_seed: int) -> None:
+    contended = case(with_(forward=45, backward=90), alone=calm, seed=fresh_seed)
+    assert unexplained(contended, find(contended)) == [], "it has a finding"
+    reasons = {
+        "a smaller batch computes less efficiently, too": {"divides_batch": True},
+        "other programs kept 1.5 cores busy, which makes everything longer": {"num_cores_elsewhere": 1.5},
+        "rounds differ by 45%": {"spread": 0.45},
+    }
+    for reason, changed in reasons.items():
+        changed_case = replace(contended, **changed)  # type: ignore[arg-type]
+        assert find(changed_case) == []
+        (line,) = unexplained(changed_case, [])
+        assert re.match(r"contention is [0-9.]+ ms of a step, 3\d%, and no finding: ", line), line
+        assert line.endswith(reason)
+    slightly = case(with_(forward=34, backward=68), alone=calm, seed=fresh_seed, noise=0)
+    assert find(slightly) == []
+    assert unexplained(slightly, []) == [
+        "contention is 12 ms of a step, 11%, and no finding: below 15% no single cause can be told from the others"
+    ]
+    healthy = case(calm, exchange_ms=4, seed=fresh_seed)
+    assert unexplained(healthy, find(healthy)) == []

@@ -12,12 +12,19 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.bench.footprint import WAYS, Sizes, footprint, footprints, largest_batch, verdict
-from evenstep.bench.memory_probe import SavedBytes, largest_unit_bytes, sizes_of, specs_of, state_tensors, storage_bytes
-from evenstep.bench.memory_probe import main as run_probe
-from evenstep.cli import main
+from evenstep.bench.predict.footprint import WAYS, Sizes, footprint, footprints, largest_batch, verdict
+from evenstep.bench.predict.memory_probe import (
+    SavedBytes,
+    largest_unit_bytes,
+    sizes_of,
+    specs_of,
+    state_tensors,
+    storage_bytes,
+)
+from evenstep.bench.predict.memory_probe import main as run_probe
+from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.layout import ParameterSpec
+from evenstep.replica.gradients.buckets.layout import ParameterSpec
 
 GIB = 1 << 30
 
@@ -313,6 +320,7 @@ with evenstep.init(seed=0, quiet=True) as world:
 """
 
 
+@pytest.mark.extended
 def test_memory_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It ends after three steps; what is counted is what the same model has on "meta"."""
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -352,12 +360,12 @@ def test_several_optimizers_and_one_inside_another(tmp_path: Path) -> None:
     """A ShardedOptimizer steps flat memory through an optimizer of its own: nothing counts twice."""
     script, out = tmp_path / "train.py", tmp_path / "memory.json"
     script.write_text(TWO_OPTIMIZERS)
-    path, arguments = list(sys.path), list(sys.argv)
+    path, arguments, before = list(sys.path), list(sys.argv), sys.modules["__main__"]
     try:
         with pytest.raises(SystemExit) as caught:
             run_probe(str(out), str(script), [])
     finally:
-        sys.path[:], sys.argv[:] = path, arguments
+        sys.path[:], sys.argv[:], sys.modules["__main__"] = path, arguments, before
     assert not caught.value.code
     told = json.loads(out.read_text())
     assert sorted(shape for shape, _ in told["parameters"]) == [[8], [8, 256], [256], [256, 64]]
@@ -366,7 +374,7 @@ def test_several_optimizers_and_one_inside_another(tmp_path: Path) -> None:
     assert told["num_samples"] == 32
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_memory_of_scripts_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--memory", "no_such.py"]) == 78
     assert "no_such.py: no such script" in capsys.readouterr().err

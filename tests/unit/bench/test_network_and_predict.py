@@ -1,4 +1,4 @@
-"""`evenstep bench --network`, `--predict` and `--published` as far as they need no ranks."""
+"""`evenstep bench --network` and `--predict` as far as they need no ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep.bench import network
-from evenstep.bench.cost import Hosts, Link, Network, collective_s
-from evenstep.bench.memory import add_estimate_arguments
-from evenstep.bench.modes import MODES, parser_of
-from evenstep.bench.network import (
+from evenstep.bench.command import SUBCOMMANDS, parser_of
+from evenstep.bench.predict import network
+from evenstep.bench.predict.arguments import parse_size
+from evenstep.bench.predict.cost import Link, Network, Topology, collective_s
+from evenstep.bench.predict.memory import add_estimate_arguments
+from evenstep.bench.predict.network import (
     Figure,
     Level,
     NetworkReport,
@@ -26,54 +27,54 @@ from evenstep.bench.network import (
     _fit,
     join_levels,
     levels_from_json,
-    parse_size,
     plan_sizes,
     table,
 )
-from evenstep.bench.published import by_cycle, by_size, cases, published_table, ready_times, resnet, vgg16
-from evenstep.bench.simulate import Bucket, Profile
-from evenstep.cli import main
+from evenstep.bench.predict.simulate import Bucket, Profile
+from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError
 from evenstep.transport.local import LocalTransport
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-def figures(level: str, hosts: Hosts, network: Network) -> list[Figure]:
+def figures(level: str, topology: Topology, network: Network) -> list[Figure]:
     sizes = plan_sizes("1K", "64M")
-    times = [collective_s("all_reduce", size, hosts, network) for size in sizes]
-    return [Figure(level, "all_reduce", size, hosts.num_ranks, (t, t, t)) for size, t in zip(sizes, times, strict=True)]
+    times = [collective_s("all_reduce", size, topology, network) for size in sizes]
+    return [
+        Figure(level, "all_reduce", size, topology.num_ranks, (t, t, t)) for size, t in zip(sizes, times, strict=True)
+    ]
 
 
 # ---------------------------------------------------------------------- --network
 
 
 def test_levels_are_fitted_by_what_connects_them() -> None:
-    """Two hosts of two ranks: memory inside, Gloo's ring between, whatever the whole takes."""
-    made_of = Network(Link(20e-6, 8e9), Link(300e-6, 1e9), "lanes")
+    """Two nodes of two ranks: memory inside, Gloo's ring between, whatever the whole takes."""
+    made_of = Network(Link(20e-6, 8e9), Link(300e-6, 1e9), "hierarchical")
     measured = [
-        *figures("all", Hosts(2, 2), made_of),
-        *figures("inside", Hosts(1, 2), made_of),
-        *figures("between", Hosts(2, 1), made_of),
+        *figures("all", Topology(2, 2), made_of),
+        *figures("intra_node", Topology(1, 2), made_of),
+        *figures("inter_node", Topology(2, 1), made_of),
     ]
-    levels = _fit(measured, Hosts(2, 2), "shared memory + gloo")
-    for name, link in (("inside", made_of.inside), ("between", made_of.between)):
+    levels = _fit(measured, Topology(2, 2), "shared memory + gloo")
+    for name, link in (("intra_node", made_of.intra_node), ("inter_node", made_of.inter_node)):
         assert levels[name].link.latency_s == pytest.approx(link.latency_s, rel=1e-3)
         assert levels[name].link.bytes_per_s == pytest.approx(link.bytes_per_s, rel=1e-3)
-    assert join_levels(levels).algorithm == "lanes"
+    assert join_levels(levels).algorithm == "hierarchical"
 
 
 @pytest.mark.parametrize(
-    ("hosts", "transport", "name", "algorithm"),
+    ("topology", "transport", "name", "algorithm"),
     [
-        (Hosts(1, 4), "shared memory", "inside", "lanes"),
-        (Hosts(4, 1), "gloo", "between", "ring"),
-        (Hosts(1, 8), "nccl", "inside", "ring"),
+        (Topology(1, 4), "shared memory", "intra_node", "hierarchical"),
+        (Topology(4, 1), "gloo", "inter_node", "ring"),
+        (Topology(1, 8), "nccl", "intra_node", "ring"),
     ],
 )
-def test_one_level(hosts: Hosts, transport: str, name: str, algorithm: str) -> None:
+def test_one_level(topology: Topology, transport: str, name: str, algorithm: str) -> None:
     made_of = Network(Link(20e-6, 8e9), Link(300e-6, 1e9), algorithm)  # type: ignore[arg-type]
-    levels = _fit(figures("all", hosts, made_of), hosts, transport)
+    levels = _fit(figures("all", topology, made_of), topology, transport)
     assert list(levels) == [name]
     assert levels[name].link.bytes_per_s == pytest.approx(getattr(made_of, name).bytes_per_s, rel=1e-3)
     assert levels[name].link.latency_s == pytest.approx(getattr(made_of, name).latency_s, rel=1e-3)
@@ -81,8 +82,8 @@ def test_one_level(hosts: Hosts, transport: str, name: str, algorithm: str) -> N
 
 def test_a_report_survives_a_file_and_has_a_line_per_figure() -> None:
     made_of = Network(Link(20e-6, 8e9), Link(20e-6, 8e9), "ring")
-    measured = tuple(figures("all", Hosts(4, 1), made_of))
-    report = NetworkReport("gloo", Hosts(4, 1), measured, _fit(measured, Hosts(4, 1), "gloo"))
+    measured = tuple(figures("all", Topology(4, 1), made_of))
+    report = NetworkReport("gloo", Topology(4, 1), measured, _fit(measured, Topology(4, 1), "gloo"))
     read = json.loads(json.dumps(report.to_json()))
     assert levels_from_json(read, where="x") == report.levels
     last = read["figures"][-1]
@@ -90,10 +91,10 @@ def test_a_report_survives_a_file_and_has_a_line_per_figure() -> None:
     assert last["bus_bytes_per_s"] == pytest.approx(1.5 * last["algorithm_bytes_per_s"])
     lines = table(report).splitlines()
     assert len([line for line in lines if line.startswith("| all (4)")]) == len(measured)
-    assert lines[-1].startswith("between hosts: 20.0 us, 8.000 GB/s (ring")
+    assert lines[-1].startswith("between nodes: 20.0 us, 8.000 GB/s (ring")
     (level,) = report.levels.values()
-    noisy = table(replace(report, levels={"between": replace(level, error=0.8)}))
-    assert noisy.endswith("The fit is poor: measure again when hosts and network are quiet, with more --repeats.")
+    noisy = table(replace(report, levels={"inter_node": replace(level, error=0.8)}))
+    assert noisy.endswith("The fit is poor: measure again when nodes and network are quiet, with more --repeats.")
 
 
 class Done:
@@ -155,7 +156,14 @@ def test_flags_that_make_no_sense(capsys: pytest.CaptureFixture[str], flags: lis
 
 
 @pytest.mark.parametrize(
-    "levels", [None, [], {"inside": 5}, {"inside": {"link": {"latency_s": 1.0}}}, {"inside": {"link": {"gbit": 1.0}}}]
+    "levels",
+    [
+        None,
+        [],
+        {"intra_node": 5},
+        {"intra_node": {"link": {"latency_s": 1.0}}},
+        {"intra_node": {"link": {"gbit": 1.0}}},
+    ],
 )
 def test_links_that_are_damaged(levels: object) -> None:
     with pytest.raises(ConfigurationError, match=r"links\.json is damaged"):
@@ -182,7 +190,7 @@ def profile(tmp_path: Path) -> str:
 
 def test_a_prediction(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "prediction.json"
-    links = ["--inside", "3,1200", "--between", "10,100"]
+    links = ["--intra-node", "3,1200", "--inter-node", "10,100"]
     assert main(["bench", "--predict", *links, "--json", str(out), profile]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("32 samples a rank: forward 10.0 ms, backward 20.0 ms")
@@ -193,13 +201,20 @@ def test_a_prediction(profile: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all(0 < each["efficiency"] <= 1.3 for each in read)
 
 
+def test_a_prediction_says_what_it_has_been_compared_with(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--predict", "--intra-node", "5,200", profile]) == 0
+    assert "Predicted, not measured. Predictions have been compared with measurements on 4 ranks of one machine" in (
+        capsys.readouterr().out
+    )
+
+
 def test_a_prediction_from_measured_links(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = NetworkReport("nccl", Hosts(1, 8), (), {"inside": Level(Link(1e-6, 1e11), "nccl", 0.1)})
+    report = NetworkReport("nccl", Topology(1, 8), (), {"intra_node": Level(Link(1e-6, 1e11), "nccl", 0.1)})
     links = tmp_path / "links.json"
     links.write_text(json.dumps(report.to_json()))
     within = tmp_path / "report.json"
     within.write_text(json.dumps({"profile": PROFILE.to_json()}))
-    arguments = ["--links", str(links), "--between", "10,100", "--ranks", "8,64", "--global-batch", "512"]
+    arguments = ["--links", str(links), "--inter-node", "10,100", "--ranks", "8,64", "--global-batch", "512"]
     assert main(["bench", "--predict", *arguments, str(within)]) == 0
     assert capsys.readouterr().out.count("| sharded |") == 2
 
@@ -208,16 +223,16 @@ def test_a_prediction_from_measured_links(profile: str, tmp_path: Path, capsys: 
     ("arguments", "message"),
     [
         (["{}"], "needs a network"),
-        (["--inside", "5", "{}"], "--inside 5: write microseconds and Gbit/s"),
-        (["--inside", "5,0", "{}"], "--inside 5,0: a link's bandwidth"),
-        (["--inside", "5,100", "--ranks", "8,x", "{}"], "--ranks 8,x"),
-        (["--inside", "5,100", "--ranks", "12", "{}"], "12 ranks don't fill hosts of 8"),
-        (["--inside", "5,100", "--batch", "0", "{}"], "--batch 0.0"),
-        (["--inside", "5,100", "--batch", "8", "--global-batch", "8", "{}"], "exclude each other"),
-        (["--inside", "5,100", "no_such.json"], "no_such.json: No such file"),
+        (["--intra-node", "5", "{}"], "--intra-node 5: write microseconds and Gbit/s"),
+        (["--intra-node", "5,0", "{}"], "--intra-node 5,0: a link's bandwidth"),
+        (["--intra-node", "5,100", "--ranks", "8,x", "{}"], "--ranks 8,x"),
+        (["--intra-node", "5,100", "--ranks", "12", "{}"], "12 ranks don't fill nodes of 8"),
+        (["--intra-node", "5,100", "--batch", "0", "{}"], "--batch 0.0"),
+        (["--intra-node", "5,100", "--batch", "8", "--global-batch", "8", "{}"], "exclude each other"),
+        (["--intra-node", "5,100", "no_such.json"], "no_such.json: No such file"),
         (["--links", "{}", "{}"], "is no report of `evenstep bench --network --json`"),
-        (["--inside", "5,100", __file__], "is no JSON"),
-        (["--inside", "5,100", "--json", "/proc/no/such", "{}"], "--json /proc/no/such"),
+        (["--intra-node", "5,100", __file__], "is no JSON"),
+        (["--intra-node", "5,100", "--json", "/proc/no/such", "{}"], "--json /proc/no/such"),
     ],
 )
 def test_predictions_that_make_no_sense(
@@ -229,8 +244,8 @@ def test_predictions_that_make_no_sense(
     assert err.count("\n") == 1
 
 
-def test_help_of_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--network"], ["--predict"], ["--memory"], ["--published"]):
+def test_help_of_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--network"], ["--predict"], ["--memory"]):
         with pytest.raises(SystemExit) as caught:
             main(["bench", *arguments, "--help"])
         assert caught.value.code == 0
@@ -238,43 +253,6 @@ def test_help_of_every_mode(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["estimate", "--help"])
     assert "FILE.py:FUNCTION" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------------- --published
-
-
-def test_models_have_the_sizes_of_their_papers() -> None:
-    """Parameters exactly; multiplications of a forward pass over 224 x 224 pixels."""
-    found = {
-        name: resnet(depths) for name, depths in {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}.items()
-    }
-    found[16] = vgg16()
-    numel = {name: sum(layer.numel for layer in layers) for name, layers in found.items()}
-    assert numel == {50: 25_557_032, 101: 44_549_160, 152: 60_192_808, 16: 138_357_544}
-    operations = {name: round(sum(layer.operations for layer in layers) / 1e9, 1) for name, layers in found.items()}
-    assert operations == {50: 4.1, 101: 7.8, 152: 11.5, 16: 15.5}
-
-
-def test_fusion_loses_nothing() -> None:
-    ready = list(ready_times(resnet((3, 4, 6, 3)), 0.1))
-    for fuse in (by_size, by_cycle):
-        buckets = fuse(ready)
-        assert sum(bucket.num_bytes for bucket in buckets) == 4 * 25_557_032
-        assert [bucket.ready_s for bucket in buckets] == sorted(bucket.ready_s for bucket in buckets)
-    assert all(bucket.num_bytes <= 64 << 20 for bucket in by_cycle(ready))
-
-
-def test_the_table_in_the_documentation_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--published"]) == 0
-    printed = capsys.readouterr().out
-    assert printed == published_table() + "\n"
-    assert printed in (DOCS / "scaling.md").read_text()
-
-
-def test_cases_are_named_once_and_simulated_within_reason() -> None:
-    rows = [(case.source, case.model) for case in cases()]
-    assert len(set(rows)) == len(rows) == 5
-    assert all(0.3 < case.efficiency() <= 1.0 for case in cases())
 
 
 def test_commands_of_the_page_are_commands() -> None:
@@ -291,4 +269,4 @@ def test_commands_of_the_page_are_commands() -> None:
             seen.add(flag := arguments.pop(0))
             parser = parser_of(flag)
         parser.parse_args(arguments)
-    assert seen == {"estimate", *MODES}
+    assert seen == {"estimate", *SUBCOMMANDS}

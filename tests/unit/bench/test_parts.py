@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.bench.decompose import Decomposition, decompose
-from evenstep.bench.plan import Setting, default_replicas, in_order, plan_settings, too_small, validate_replicas
-from evenstep.bench.records import (
+from evenstep.bench.measure.decompose import Decomposition, decompose
+from evenstep.bench.measure.plan import Setting, default_replicas, in_order, plan_settings, too_small, validate_replicas
+from evenstep.bench.measure.records import (
     DATA,
     DATA_END,
     PHASES,
@@ -22,7 +22,7 @@ from evenstep.bench.records import (
     steps_in_parts,
     write_record,
 )
-from evenstep.bench.scaling import Spread, curve, median_run
+from evenstep.bench.measure.scaling import Spread, curve, median_run
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, OPTIMIZER, OPTIMIZER_END, REDUCED, WAITING
 from tests.bench_runs import CALM, MS, WARMUP, calm, make_run, weak_pair

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from evenstep.bench import page, plots
-from evenstep.bench.command import add_bench, scaling
-from evenstep.bench.plan import Setting
-from evenstep.bench.profile import profile_of_report
-from evenstep.bench.report import PART_NAMES, build_report, nothing_found, print_report
-from evenstep.bench.runs import Wish, remarks
+from evenstep.bench.command import scaling
+from evenstep.bench.explain import page, plots
+from evenstep.bench.explain.report import PART_NAMES, build_report, nothing_found, print_report
+from evenstep.bench.measure.plan import Setting
+from evenstep.bench.measure.runs import Wish, remarks
+from evenstep.bench.predict.profile import profile_of_report
+from evenstep.cli.bench import build_parser
 from evenstep.errors import ConfigurationError
 from tests.bench_runs import CALM, calm, make_run, measured, weak_pair
 
@@ -117,6 +118,47 @@ def test_a_loss_without_a_cause_is_not_said_to_be_healthy() -> None:
     assert re.match(
         "No cause was found for certain on 4 replicas, although weak scaling has an efficiency of 8[0-9]%", told
     )
+
+
+def test_a_loss_without_a_finding_is_a_note_in_the_table_and_on_the_page() -> None:
+    found = weak_pair(2, lambda r, s: {**CALM, "forward": 45.0, "backward": 90.0}, alone=calm)
+    busy = [
+        replace(r, usage=replace(r.usage, cores=(1.0,) * 8)) for r in found.rounds[0][found.curves["weak"][-1]].records
+    ]
+    for round_ in found.rounds:
+        setting = found.curves["weak"][-1]
+        round_[setting] = replace(round_[setting], records=tuple(busy))
+    built = build_report(found, version="1", began_at="now")
+    assert built["findings"] == []
+    (line,) = built["unexplained"]
+    assert line.startswith("weak scaling on 2 replicas: contention is ")
+    out = io.StringIO()
+    print_report(built, Console(file=out, width=80))
+    assert f"note: {line}" in re.sub(r"\s+", " ", out.getvalue())
+    assert nothing_found(built).startswith("No cause was found for certain")
+    pictures = {name: plots.as_svg(figure, name) for name, figure in plots.draw(built).items()}
+    assert f"<li>{line}</li>" in page.render(built, pictures)
+
+
+def test_one_round_has_no_quartiles() -> None:
+    def texts(num_rounds: int) -> tuple[str, str]:
+        built = build_report(weak_pair(2, calm, exchange_ms=4), version="1", began_at="now")
+        built["command"]["num_rounds"] = num_rounds
+        out = io.StringIO()
+        print_report(built, Console(file=out, width=100))
+        pictures = {name: plots.as_svg(figure, name) for name, figure in plots.draw(built).items()}
+        return out.getvalue(), page.render(built, pictures)
+
+    quartiles = r"\d+% \(\d+ to \d+\)"
+    terminal, html = texts(3)
+    assert re.search(quartiles, terminal)
+    assert "<td>one round</td>" not in html
+    terminal, html = texts(1)
+    assert not re.search(quartiles, terminal)
+    assert html.count("<td>one round</td>") == 2
+    found = weak_pair(2, calm)
+    assert any("one round" in remark for remark in remarks(found.curves, found.rounds[:1], WISH))
+    assert not any("one round" in remark for remark in remarks(found.curves, found.rounds[:1] * 3, WISH))
 
 
 def test_both_curves_in_one_report() -> None:
@@ -230,9 +272,7 @@ def test_a_browser_shows_the_pictures(html: str, tmp_path: Path) -> None:
 
 
 def parse(*arguments: str) -> Namespace:
-    parser = ArgumentParser()
-    add_bench(parser.add_subparsers())
-    return parser.parse_args(["bench", *arguments])
+    return build_parser().parse_args(arguments)
 
 
 @pytest.mark.parametrize(

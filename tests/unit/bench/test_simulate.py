@@ -8,21 +8,21 @@ import random
 
 import pytest
 
-from evenstep.bench.cost import (
+from evenstep.bench.predict.cost import (
     ALGORITHMS,
     COLLECTIVES,
     Collective,
-    Hosts,
     Link,
     Network,
+    Topology,
     Trip,
     bus_factor,
     collective_s,
     fit_link,
-    lanes_trips,
+    group_trips,
 )
-from evenstep.bench.profile import combine, profile_of_report, summarise
-from evenstep.bench.simulate import (
+from evenstep.bench.predict.profile import combine, profile_of_report, summarise
+from evenstep.bench.predict.simulate import (
     VARIANTS,
     Bucket,
     Profile,
@@ -47,77 +47,83 @@ def network(algorithm: str = "ring") -> Network:
 
 
 def test_a_ring_by_hand() -> None:
-    """8 ranks on 2 hosts: 14 stages of which 2 cross; 2 * 7/8 of the vector through the narrowest link."""
+    """8 ranks on 2 nodes: 14 stages of which 2 cross; 2 * 7/8 of the vector through the narrowest link."""
     expected = 12 * 1e-6 + 2 * 10e-6 + 2 * 7 / 8 * 80 * MIB / 10e9
-    assert collective_s("all_reduce", 80 * MIB, Hosts(2, 4), network()) == pytest.approx(expected)
+    assert collective_s("all_reduce", 80 * MIB, Topology(2, 4), network()) == pytest.approx(expected)
     half = 6 * 1e-6 + 1 * 10e-6 + 7 / 8 * 80 * MIB / 10e9
     for name in ("reduce_scatter", "all_gather"):
-        assert collective_s(name, 80 * MIB, Hosts(2, 4), network()) == pytest.approx(half)
+        assert collective_s(name, 80 * MIB, Topology(2, 4), network()) == pytest.approx(half)
 
 
-def test_a_ring_inside_one_host_knows_nothing_of_the_wire() -> None:
+def test_a_ring_inside_one_node_knows_nothing_of_the_wire() -> None:
     expected = 6 * 1e-6 + 2 * 3 / 4 * MIB / 100e9
-    assert collective_s("all_reduce", MIB, Hosts(1, 4), network()) == pytest.approx(expected)
+    assert collective_s("all_reduce", MIB, Topology(1, 4), network()) == pytest.approx(expected)
 
 
 def test_a_tree_by_hand() -> None:
-    """Latency grows with the logarithm of the hosts, and NCCL takes it where a ring's stages cost more."""
+    """Latency grows with the logarithm of the nodes, and NCCL takes it where a ring's stages cost more."""
     tree = 2 * (3 * 1e-6 + 5 * 10e-6) + 2 * 4096 / 10e9
-    assert collective_s("all_reduce", 4096, Hosts(32, 4), network("tree")) == pytest.approx(tree)
-    assert collective_s("all_reduce", 4096, Hosts(32, 4), network("nccl")) == pytest.approx(tree)
-    ring = collective_s("all_reduce", 1 << 34, Hosts(32, 4), network("ring"))
-    assert collective_s("all_reduce", 1 << 34, Hosts(32, 4), network("nccl")) == pytest.approx(ring)
+    assert collective_s("all_reduce", 4096, Topology(32, 4), network("tree")) == pytest.approx(tree)
+    assert collective_s("all_reduce", 4096, Topology(32, 4), network("nccl")) == pytest.approx(tree)
+    ring = collective_s("all_reduce", 1 << 34, Topology(32, 4), network("ring"))
+    assert collective_s("all_reduce", 1 << 34, Topology(32, 4), network("nccl")) == pytest.approx(ring)
 
 
 def test_halving_by_hand() -> None:
-    inside = 3 * 1e-6 + 3 / 4 * MIB / 100e9
-    between = 3 * 10e-6 + 7 / 8 * MIB / 10e9
-    assert collective_s("all_reduce", MIB, Hosts(8, 4), network("halving")) == pytest.approx(2 * (inside + between))
+    intra_node = 3 * 1e-6 + 3 / 4 * MIB / 100e9
+    inter_node = 3 * 10e-6 + 7 / 8 * MIB / 10e9
+    assert collective_s("all_reduce", MIB, Topology(8, 4), network("halving")) == pytest.approx(
+        2 * (intra_node + inter_node)
+    )
 
 
-def test_lanes_by_hand() -> None:
+def test_hierarchical_by_hand() -> None:
     """What is expected is added, exchanged in one message and spread; of a long vector the pieces overlap."""
-    inside = 1.5 * (1e-6 + MIB / 100e9)
-    between = 10e-6 + 2 * (128 + MIB / 2) / 10e9
-    assert collective_s("all_reduce", MIB, Hosts(2, 2), network("lanes")) == pytest.approx(inside + between)
-    long = 64 * MIB  # 16 pieces, of which the first is added while hosts compare what they call
-    added, between = 16 * 1e-6 + long / 100e9, 10e-6 + long / 10e9
-    assert collective_s("all_reduce", long, Hosts(2, 2), network("lanes")) == pytest.approx(between + 1.5 * added / 16)
+    intra_node = 1.5 * (1e-6 + MIB / 100e9)
+    inter_node = 10e-6 + 2 * (128 + MIB / 2) / 10e9
+    assert collective_s("all_reduce", MIB, Topology(2, 2), network("hierarchical")) == pytest.approx(
+        intra_node + inter_node
+    )
+    long = 64 * MIB  # 16 pieces, of which the first is added while nodes compare what they call
+    added, inter_node = 16 * 1e-6 + long / 100e9, 10e-6 + long / 10e9
+    assert collective_s("all_reduce", long, Topology(2, 2), network("hierarchical")) == pytest.approx(
+        inter_node + 1.5 * added / 16
+    )
 
 
-def test_hosts_that_compare_for_longer_than_a_piece_is_added() -> None:
+def test_nodes_that_compare_for_longer_than_a_piece_is_added() -> None:
     """Two pieces of 1 MiB: compare, swap both, spread the second one."""
-    links = Network(Link(1e-6, 100e9), Link(5e-3, 10e9), "lanes")
-    comparing, between = 5e-3 + 2 * 4096 / 10e9, 5e-3 + 2 * MIB / 10e9
+    links = Network(Link(1e-6, 100e9), Link(5e-3, 10e9), "hierarchical")
+    comparing, inter_node = 5e-3 + 2 * 4096 / 10e9, 5e-3 + 2 * MIB / 10e9
     added = 1e-6 + MIB / 100e9  # one of them
-    expected = comparing + between + added / 2
-    assert collective_s("all_reduce", 2 * MIB, Hosts(2, 2), links) == pytest.approx(expected)
+    expected = comparing + inter_node + added / 2
+    assert collective_s("all_reduce", 2 * MIB, Topology(2, 2), links) == pytest.approx(expected)
 
 
 def test_short_vectors_and_halves_of_an_all_reduce_by_hand() -> None:
-    links = network("lanes")
-    comparing = 3 * 10e-6 + 3 * 2 * 4096 / 10e9  # of 4 hosts of 2 ranks
+    links = network("hierarchical")
+    comparing = 3 * 10e-6 + 3 * 2 * 4096 / 10e9  # of 4 nodes of 2 ranks
     added = 1e-6 + 1024 / 100e9
-    assert collective_s("all_reduce", 1024, Hosts(4, 2), links) == pytest.approx(added + comparing)
+    assert collective_s("all_reduce", 1024, Topology(4, 2), links) == pytest.approx(added + comparing)
     half = 1e-6 + MIB / 2 / 100e9
     sent_at_once = 10e-6 + 3 / 4 * MIB / 10e9
-    scattered = collective_s("reduce_scatter", MIB, Hosts(4, 2), links)
+    scattered = collective_s("reduce_scatter", MIB, Topology(4, 2), links)
     assert scattered == pytest.approx(max(half, comparing) + sent_at_once)
     in_a_ring = 3 * 10e-6 + 3 / 4 * MIB / 10e9
-    assert collective_s("all_gather", MIB, Hosts(4, 2), links) == pytest.approx(half + comparing + in_a_ring)
+    assert collective_s("all_gather", MIB, Topology(4, 2), links) == pytest.approx(half + comparing + in_a_ring)
 
 
-def test_lanes_of_lonely_ranks_are_gloos_ring() -> None:
+def test_hierarchical_of_lonely_ranks_are_gloos_ring() -> None:
     """Except for its reduce-scatter, in which everybody sends to everybody at once."""
     for name in ("all_reduce", "all_gather", "broadcast"):
-        lonely = collective_s(name, MIB, Hosts(4, 1), network("lanes"))
-        assert lonely == collective_s(name, MIB, Hosts(4, 1), network("ring"))
-    lonely = collective_s("reduce_scatter", MIB, Hosts(4, 1), network("lanes"))
+        lonely = collective_s(name, MIB, Topology(4, 1), network("hierarchical"))
+        assert lonely == collective_s(name, MIB, Topology(4, 1), network("ring"))
+    lonely = collective_s("reduce_scatter", MIB, Topology(4, 1), network("hierarchical"))
     assert lonely == pytest.approx(10e-6 + 3 / 4 * MIB / 10e9)
 
 
 @pytest.mark.parametrize(
-    ("collective", "num_bytes", "hosts", "comparing", "rest"),
+    ("collective", "num_bytes", "topology", "comparing", "rest"),
     [
         ("all_reduce", 64, (2, 2), (1, 2 * 4096), (0, 0)),
         ("all_reduce", 64, (4, 8), (3, 3 * 8 * 4096), (0, 0)),
@@ -135,24 +141,28 @@ def test_lanes_of_lonely_ranks_are_gloos_ring() -> None:
     ],
 )
 def test_what_lanes_send(
-    collective: Collective, num_bytes: int, hosts: tuple[int, int], comparing: tuple[int, int], rest: tuple[int, float]
+    collective: Collective,
+    num_bytes: int,
+    topology: tuple[int, int],
+    comparing: tuple[int, int],
+    rest: tuple[int, float],
 ) -> None:
-    """By hand; tests/procs/test_several_hosts.py holds it against what they really send."""
-    assert lanes_trips(collective, num_bytes, Hosts(*hosts)) == (Trip(*comparing), Trip(*rest))
+    """By hand; tests/procs/transport/test_internode.py holds it against what they really send."""
+    assert group_trips(collective, num_bytes, Topology(*topology)) == (Trip(*comparing), Trip(*rest))
 
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:
     assert [bus_factor(name, 4) for name in COLLECTIVES] == [1.5, 0.75, 0.75, 1.0]
 
 
-def is_sent_at_once(name: Collective, size: float, hosts: Hosts) -> bool:
-    """Whether lanes send it with their first message: to more than two hosts more bytes, in fewer messages."""
-    return lanes_trips(name, size, hosts)[1].num_messages == 0
+def is_sent_at_once(name: Collective, size: float, topology: Topology) -> bool:
+    """Whether groups send it with their first message: to more than two nodes more bytes, in fewer messages."""
+    return group_trips(name, size, topology)[1].num_messages == 0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_costs_grow_with_everything(algorithm: str, fresh_seed: int) -> None:
-    """More bytes, more hosts or a slower link never cost less; alone nothing costs anything."""
+    """More bytes, more nodes or a slower link never cost less; alone nothing costs anything."""
     draw = random.Random(fresh_seed)
     for _ in range(200):
         name: Collective = draw.choice(COLLECTIVES)
@@ -162,21 +172,23 @@ def test_costs_grow_with_everything(algorithm: str, fresh_seed: int) -> None:
             Link(draw.uniform(0, 1e-3), draw.uniform(1e8, 1e11)),
             algorithm,  # type: ignore[arg-type]
         )
-        costs = collective_s(name, size, Hosts(h, k), links)
+        costs = collective_s(name, size, Topology(h, k), links)
         assert math.isfinite(costs)
         assert costs >= 0
-        assert collective_s(name, size, Hosts(1, 1), links) == 0.0
-        is_short = [is_sent_at_once(name, each, Hosts(by * h, k)) for each, by in ((size, 1), (2 * size, 1), (size, 2))]
+        assert collective_s(name, size, Topology(1, 1), links) == 0.0
+        is_short = [
+            is_sent_at_once(name, each, Topology(by * h, k)) for each, by in ((size, 1), (2 * size, 1), (size, 2))
+        ]
         if is_short[0] == is_short[1]:
-            assert collective_s(name, 2 * size, Hosts(h, k), links) >= costs
+            assert collective_s(name, 2 * size, Topology(h, k), links) >= costs
         if h > 1 and is_short[0] == is_short[2]:
-            assert collective_s(name, size, Hosts(2 * h, k), links) >= costs
+            assert collective_s(name, size, Topology(2 * h, k), links) >= costs
         slower = Network(
-            Link(2 * links.inside.latency_s, links.inside.bytes_per_s / 2),
-            Link(2 * links.between.latency_s, links.between.bytes_per_s / 2),
+            Link(2 * links.intra_node.latency_s, links.intra_node.bytes_per_s / 2),
+            Link(2 * links.inter_node.latency_s, links.inter_node.bytes_per_s / 2),
             algorithm,  # type: ignore[arg-type]
         )
-        assert collective_s(name, size, Hosts(h, k), slower) == pytest.approx(2 * costs)
+        assert collective_s(name, size, Topology(h, k), slower) == pytest.approx(2 * costs)
 
 
 def test_a_fit_finds_the_link_that_made_the_times(fresh_seed: int) -> None:
@@ -220,16 +232,16 @@ def test_a_fit_has_no_negative_latency() -> None:
         (lambda: Link(-1e-6, 1e9), "latency of -1e-06"),
         (lambda: Link(math.nan, 1e9), "latency of nan"),
         (lambda: Link(0, 0), "more than 0"),
-        (lambda: Hosts(0, 4), "0 hosts of 4 ranks"),
-        (lambda: Hosts.of(12, 8), "12 ranks don't fill hosts of 8"),
+        (lambda: Topology(0, 4), "0 nodes of 4 ranks"),
+        (lambda: Topology.of(12, 8), "12 ranks don't fill nodes of 8"),
         (lambda: Network(INSIDE, BETWEEN, "butterfly"), "algorithm 'butterfly'"),  # type: ignore[arg-type]
         (lambda: fit_link([(4.0, 1.0), (4.0, 2.0)]), "measure two"),
         (lambda: Profile(0, 1, 1, 1, ()), "0 samples"),
         (lambda: Profile(1, -1, 1, 1, ()), "forward_s = -1"),
         (lambda: Profile(1, 1, 1, 1, (Bucket(0, 1.0),)), "bucket 0 of 0 bytes"),
-        (lambda: predict(PROFILE, network(), [], ranks_per_host=8), "numbers from 1"),
-        (lambda: predict(PROFILE, network(), [8], ranks_per_host=8, global_batch=0), "global batch of 0"),
-        (lambda: simulate_step(PROFILE, Hosts(1, 2), network(), "fsdp"), "variant 'fsdp'"),  # type: ignore[arg-type]
+        (lambda: predict(PROFILE, network(), [], ranks_per_node=8), "numbers from 1"),
+        (lambda: predict(PROFILE, network(), [8], ranks_per_node=8, global_batch=0), "global batch of 0"),
+        (lambda: simulate_step(PROFILE, Topology(1, 2), network(), "fsdp"), "variant 'fsdp'"),  # type: ignore[arg-type]
         (lambda: Profile.from_json({"version": 7}), "version 7"),
         (lambda: Profile.from_json({"version": 1, "buckets": []}), "no profile"),
     ],
@@ -250,13 +262,13 @@ PROFILE = Profile(
     other_s=0.001,
     buckets=(Bucket(10 * MIB, 0.005), Bucket(10 * MIB, 0.012), Bucket(10 * MIB, 0.020)),
 )
-WIRE = Network(Link(0.0, 1e18), Link(0.0, 2e9), "ring")  # 10 MiB between 2 hosts: 5.24 ms
+WIRE = Network(Link(0.0, 1e18), Link(0.0, 2e9), "ring")  # 10 MiB between 2 nodes: 5.24 ms
 TAKES = 10 * MIB / 2e9
 
 
 def test_overlap_by_hand() -> None:
     """Two buckets hide behind the backward pass, the third can't."""
-    step = simulate_step(PROFILE, Hosts(2, 1), WIRE)
+    step = simulate_step(PROFILE, Topology(2, 1), WIRE)
     expected = [0.005, 0.005 + TAKES, 0.012, 0.012 + TAKES, 0.020, 0.020 + TAKES]
     assert [moment for times in step.bucket_times for moment in times] == pytest.approx(expected)
     header = 1024 / 2e9
@@ -268,14 +280,14 @@ def test_overlap_by_hand() -> None:
 def test_buckets_wait_for_each_other() -> None:
     """On a wire ten times slower each bucket waits for the one before it."""
     slow = Network(Link(0.0, 1e18), Link(0.0, 2e8), "ring")
-    step = simulate_step(PROFILE, Hosts(2, 1), slow)
+    step = simulate_step(PROFILE, Topology(2, 1), slow)
     ends = [0.005 + 10 * TAKES * n for n in (1, 2, 3)]
     assert [end for _, end in step.bucket_times] == pytest.approx(ends)
 
 
 def test_sharded_by_hand() -> None:
     """Half the bytes in the backward pass, half of the optimizer's time, and gathers that hide but for the last."""
-    step = simulate_step(PROFILE, Hosts(2, 1), WIRE, "sharded")
+    step = simulate_step(PROFILE, Topology(2, 1), WIRE, "sharded")
     reduced = 0.020 + TAKES / 2 + 1024 / 2e9
     stepping = 0.002 / 3
     gathered = stepping + 3 * TAKES / 2  # the wire is the slower one
@@ -284,11 +296,11 @@ def test_sharded_by_hand() -> None:
 
 def test_stage_2_makes_the_backward_pass_wait_for_memory() -> None:
     slow = Network(Link(0.0, 1e18), Link(0.0, 2e8), "ring")
-    first = simulate_step(PROFILE, Hosts(2, 1), slow, "sharded")
-    second = simulate_step(PROFILE, Hosts(2, 1), slow, "sharded, stage 2")
+    first = simulate_step(PROFILE, Topology(2, 1), slow, "sharded")
+    second = simulate_step(PROFILE, Topology(2, 1), slow, "sharded, stage 2")
     assert second.step_s >= first.step_s
     quick = Network(Link(0.0, 1e18), Link(0.0, 1e18), "ring")
-    steps = [simulate_step(PROFILE, Hosts(2, 1), quick, variant).step_s for variant in VARIANTS[1:]]
+    steps = [simulate_step(PROFILE, Topology(2, 1), quick, variant).step_s for variant in VARIANTS[1:]]
     assert steps[0] == pytest.approx(steps[1])
 
 
@@ -312,11 +324,11 @@ def test_against_a_simulation_by_small_steps_of_time(fresh_seed: int) -> None:
         profile = Profile(
             8, draw.uniform(0, 0.02), backward, 0.003, tuple(map(Bucket, sizes, ready)), draw.uniform(0, 0.01)
         )
-        hosts = Hosts(4, 2)
-        takes = [collective_s("all_reduce", size, hosts, network()) for size in sizes]
-        header = collective_s("all_reduce", 1024, hosts, network())
+        topology = Topology(4, 2)
+        takes = [collective_s("all_reduce", size, topology, network()) for size in sizes]
+        header = collective_s("all_reduce", 1024, topology, network())
         slow = reference(profile, takes, 0.003 + profile.other_s + header)
-        assert simulate_step(profile, hosts, network()).step_s == pytest.approx(slow, abs=2e-4)
+        assert simulate_step(profile, topology, network()).step_s == pytest.approx(slow, abs=2e-4)
 
 
 def parts(step: SimulatedStep) -> float:
@@ -338,7 +350,7 @@ def test_what_must_hold_for_any_step(fresh_seed: int) -> None:
         variant = draw.choice(VARIANTS)
         before = 0.0
         for count in (8, 64, 1024):
-            step = simulate_step(profile, Hosts.of(count, 8), network(algorithm), variant)
+            step = simulate_step(profile, Topology.of(count, 8), network(algorithm), variant)
             assert parts(step) == pytest.approx(step.step_s)
             assert step.exposed_s <= step.communication_s + 1e-12 or variant == "sharded, stage 2"
             assert step.step_s >= step.compute_s
@@ -348,7 +360,7 @@ def test_what_must_hold_for_any_step(fresh_seed: int) -> None:
 
 
 def test_alone_a_step_is_what_was_measured() -> None:
-    step = simulate_step(PROFILE, Hosts(1, 1), network())
+    step = simulate_step(PROFILE, Topology(1, 1), network())
     assert step.step_s == pytest.approx(PROFILE.compute_s)
     assert step.exposed_s == 0.0
 
@@ -360,28 +372,28 @@ def test_the_slowest_of_many_is_slower(fresh_seed: int) -> None:
         seen = sum(max(draw.gauss(0, 1) for _ in range(count)) for _ in range(4000)) / 4000
         assert expected_maximum(count) == pytest.approx(seen, abs=0.08)
     late = Profile(**{**vars(PROFILE), "spread_s": 0.001})
-    step = simulate_step(late, Hosts.of(64, 8), network())
+    step = simulate_step(late, Topology.of(64, 8), network())
     assert step.imbalance_s == pytest.approx(expected_maximum(64) * 0.001)
 
 
 def test_a_larger_batch_hides_more() -> None:
     """And strong scaling divides it."""
     small, large = (
-        predict(PROFILE.at(samples), network(), [64], ranks_per_host=8)[0].efficiency for samples in (8, 128)
+        predict(PROFILE.at(samples), network(), [64], ranks_per_node=8)[0].efficiency for samples in (8, 128)
     )
     assert small < large <= 1.0
-    strong = predict(PROFILE, network(), [1, 8], ranks_per_host=8, global_batch=64)
+    strong = predict(PROFILE, network(), [1, 8], ranks_per_node=8, global_batch=64)
     assert strong[0].efficiency == pytest.approx(1.0)
     assert strong[1].step.num_samples == 8
 
 
 def test_the_table_has_a_line_per_prediction() -> None:
-    predictions = predict(PROFILE, network(), [8, 1024], ranks_per_host=8, variants=VARIANTS)
+    predictions = predict(PROFILE, network(), [8, 1024], ranks_per_node=8, variants=VARIANTS)
     lines = prediction_table(predictions).splitlines()
     assert len(lines) == 2 + 6
     assert all(line.count("|") == 11 for line in lines)
     assert "1,024" in lines[3]
-    assert json.loads(json.dumps(predictions[0].to_json()))["hosts"] == {"num_hosts": 1, "ranks_per_host": 8}
+    assert json.loads(json.dumps(predictions[0].to_json()))["topology"] == {"num_nodes": 1, "ranks_per_node": 8}
 
 
 def test_a_profile_survives_a_file() -> None:

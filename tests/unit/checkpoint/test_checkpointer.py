@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
+import re
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -19,11 +22,13 @@ import evenstep
 from evenstep import World
 from evenstep.checkpoint import tools
 from evenstep.checkpoint.checkpointer import Checkpointer
-from evenstep.checkpoint.folders import steps_in
-from evenstep.checkpoint.reader import check_checkpoint
-from evenstep.checkpoint.storage import LocalDirectory
+from evenstep.checkpoint.load.reader import check_checkpoint
+from evenstep.checkpoint.save.commit import Saver
+from evenstep.checkpoint.storage.directory import folder_of, read_manifest, steps_in
+from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.errors import CheckpointError, ConfigurationError, UsageError
 from tests.checkpoint_runs import Training, assert_same, files_of, flip, flips
+from tests.stub_worlds import stub_world
 
 
 def training(directory, **options) -> Training:
@@ -172,7 +177,7 @@ def test_a_kill_at_every_write_sync_and_rename_leaves_a_good_checkpoint(tmp_path
         except (Dead, CheckpointError):
             pass
         finally:
-            run.checkpoint._let_go()
+            run.checkpoint._release()
 
     whole = Disk()
     shutil.copytree(base, tmp_path / "counted")
@@ -189,8 +194,8 @@ def test_a_kill_at_every_write_sync_and_rename_leaves_a_good_checkpoint(tmp_path
         step = run.checkpoint.resume()
         assert step in (2, 4, 6), f"killed before {whole.effects[number]}"
         assert_same(run.everything(), states[step])
-        assert [p.name for p in directory.iterdir() if p.name.startswith(".")] in ([], [".lock-new"])
-        run.checkpoint._let_go()
+        assert [p.name for p in directory.iterdir() if p.name.startswith(".")] == []
+        run.checkpoint._release()
         reached.add(step)
     assert reached == {2, 4, 6}
 
@@ -224,7 +229,7 @@ def test_a_full_disk_is_raised_by_the_next_step_and_the_previous_checkpoint_is_k
     run.checkpoint.wait()
     disk.first_failing = len(disk.effects) + 5
     run.run_to(4)  # begins to save
-    run.checkpoint._saver.writer._thread.join()
+    run.checkpoint._saver.writer.thread.join()
     disk.first_failing = None
     before = run.everything()
     with pytest.raises(
@@ -296,6 +301,31 @@ def damaged_copy(saved: Path, target: Path) -> Path:
     return target
 
 
+@pytest.mark.parametrize("what", ["manifest", ".safetensors"])
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES])
+def test_what_a_rank_cannot_read_is_not_damaged(saved: Path, tmp_path: Path, what: str, code: int):
+    """A process without descriptors, or without the right to read, says so, and leaves a good checkpoint alone."""
+
+    class Refusing(LocalDirectory):
+        refuses = True
+
+        def open(self, path: str):
+            if self.refuses and path.startswith("step-0000004") and what in path:
+                raise OSError(code, os.strerror(code))
+            return super().open(path)
+
+    storage = Refusing(damaged_copy(saved, tmp_path / "x"))
+    run = training(storage)
+    why = rf"x/step-0000004/.*{what}.* can't be read: {os.strerror(code)} \(on rank 0\).*left as it is"
+    with pytest.raises(CheckpointError, match=why):
+        run.checkpoint.resume()
+    assert steps(tmp_path / "x") == [2, 4]
+    assert check_checkpoint(storage, "step-0000004") != []
+    storage.refuses = False
+    assert run.checkpoint.resume() == 4
+    run.checkpoint.close()
+
+
 def test_no_flipped_bit_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int, capsys: pytest.CaptureFixture[str]):
     """Each is found and named by file, and by tensor where it lies in one; some tens are resumed from, too."""
     generator = random.Random(fresh_seed)
@@ -315,7 +345,7 @@ def test_no_flipped_bit_is_loaded(saved: Path, tmp_path: Path, fresh_seed: int, 
             copy = damaged_copy(directory, tmp_path / f"resumed-{number}")
             run = training(copy)
             assert run.checkpoint.resume() == 2
-            run.checkpoint._let_go()
+            run.checkpoint._release()
             told = capsys.readouterr().err
             assert f"damaged: step-0000004/{path.name}: " in told
             assert "set aside as" in told
@@ -346,7 +376,7 @@ def test_a_missing_file_falls_back_and_an_extra_one_is_told(saved: Path, tmp_pat
     run = training(directory)
     assert run.checkpoint.resume() == 4
     assert "step-0000004/notes.txt is no part of it" in capsys.readouterr().err
-    run.checkpoint._let_go()
+    run.checkpoint._release()
     (directory / "step-0000004" / "model.safetensors").unlink()
     (directory / "step-0000002" / "manifest.json").unlink()
     run = training(directory)
@@ -356,7 +386,7 @@ def test_a_missing_file_falls_back_and_an_extra_one_is_told(saved: Path, tmp_pat
     assert "no checkpoint in" in text
     assert "step-0000004/model.safetensors: No such file" in text
     assert "step-0000002/manifest.json: No such file" in text
-    run.checkpoint._let_go()
+    run.checkpoint._release()
 
 
 def test_load_of_one_step_does_not_fall_back_and_needs_no_lock(saved: Path, tmp_path: Path):
@@ -393,7 +423,7 @@ def test_another_model_is_all_differences_in_one_message_and_nothing_is_changed(
         assert line in text.replace("extra float64", "extra float32"), text
     assert all(torch.equal(value, before[key]) for key, value in run.model.state_dict().items())
     assert steps(directory) == [2, 4], "a good checkpoint that doesn't fit is not set aside"
-    run.checkpoint._let_go()
+    run.checkpoint._release()
 
 
 def test_not_strict_loads_what_fits_and_says_what_did_not(saved: Path, tmp_path: Path, capsys):
@@ -408,7 +438,7 @@ def test_not_strict_loads_what_fits_and_says_what_did_not(saved: Path, tmp_path:
     told = capsys.readouterr().err
     assert "not loaded: model: 4.weight was float32 [2, 8], and is float32 [3, 8] here" in told
     assert "not loaded: extra: was not saved" in told
-    other._let_go()
+    other._release()
 
 
 def test_another_optimizer_is_refused(saved: Path, tmp_path: Path):
@@ -419,7 +449,7 @@ def test_another_optimizer_is_refused(saved: Path, tmp_path: Path):
         CheckpointError, match=r"optimizer: saved from torch.optim.sgd.SGD with .*momentum.*AdamW here, with"
     ):
         other.resume()
-    other._let_go()
+    other._release()
 
 
 @pytest.mark.parametrize(
@@ -465,6 +495,29 @@ def test_what_is_kept_by_steps_and_by_metric(tmp_path: Path):
     with pytest.raises(ConfigurationError, match="metric loss='low' is no number"):
         again.step(loss="low")
     again.close()
+
+
+def test_a_metric_is_that_of_the_next_checkpoint_and_of_no_later_one(tmp_path: Path):
+    def metrics() -> dict[int, dict[str, float]]:
+        run.checkpoint.wait()
+        storage = LocalDirectory(tmp_path)
+        return {step: dict(read_manifest(storage, folder_of(step)).metrics) for step in steps(tmp_path)}
+
+    run = training(tmp_path, every_steps=2, keep=10)
+    for step in range(1, 7):
+        run.checkpoint.step(**({"accuracy": 0.5} if step == 3 else {}), loss=step / 8)
+    expected = {2: {"loss": 0.25}, 4: {"accuracy": 0.5, "loss": 0.5}, 6: {"loss": 0.75}}
+    assert metrics() == expected
+    run.checkpoint.save(accuracy=0.75)  # of the same step
+    assert metrics() == {**expected, 6: {"accuracy": 0.75, "loss": 0.75}}
+    run.checkpoint.close()
+    run = training(tmp_path, every_steps=2, keep=10)
+    run.checkpoint.resume()
+    run.checkpoint.save()
+    for _ in range(2):
+        run.checkpoint.step()
+    assert metrics() == {**expected, 6: {"accuracy": 0.75, "loss": 0.75}, 8: {}}
+    run.checkpoint.close()
 
 
 def test_saves_by_the_clock(tmp_path: Path):
@@ -534,7 +587,7 @@ def test_saving_the_same_step_twice_replaces_it(tmp_path: Path):
     assert '"accuracy":0.5' in (tmp_path / "step-0000001" / "manifest.json").read_text()
 
 
-# ---------------------------------------------------------------------- being asked to stop
+# ---------------------------------------------------------------------- stopping on request
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "request_stop()"])
@@ -549,9 +602,26 @@ def test_asked_to_stop_it_saves_and_leaves_with_75(tmp_path: Path, how: str, cap
         run.step()
     assert caught.value.code == 75
     assert steps(tmp_path) == [4]
-    assert f"asked to stop ({how} on rank 0); saved {tmp_path}/step-0000004" in capsys.readouterr().err
-    run.checkpoint._let_go()
+    assert f"stop requested ({how} on rank 0); saved {tmp_path}/step-0000004" in capsys.readouterr().err
+    run.checkpoint._release()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("status", [0, None, 3])
+def test_an_orderly_exit_saves_as_the_end_of_the_block_does(tmp_path: Path, status):
+    def leave():
+        with evenstep.init(quiet=True, device="cpu") as world:
+            run = Training(tmp_path / "world", world, every_minutes=None).run_to(3)
+            with Training(tmp_path / "itself", World.alone(device="cpu"), every_minutes=None).run_to(2).checkpoint:
+                run.step()
+                sys.exit(status)
+
+    with pytest.raises(SystemExit) as caught:
+        leave()
+    assert caught.value.code == status
+    evenstep.init(quiet=True, device="cpu").close()
+    saved = steps(tmp_path / "world"), steps(tmp_path / "itself")
+    assert saved == (([], []) if status else ([4], [2]))
 
 
 def test_the_end_of_the_world_saves_and_an_exception_does_not(tmp_path: Path):
@@ -572,3 +642,49 @@ def test_the_end_of_the_world_saves_and_an_exception_does_not(tmp_path: Path):
         if thread.name.startswith("evenstep save"):
             thread.join()
     assert steps(tmp_path / "bad") == [2], "what was pending is finished, and nothing new is begun"
+    assert not (tmp_path / "bad" / "lock.json").exists(), "released behind what was pending"
+
+
+def test_a_run_whose_lock_was_taken_over_saves_nothing_more(tmp_path: Path):
+    run = training(tmp_path, every_steps=2).run_to(4)
+    run.checkpoint.wait()
+    path = tmp_path / "lock.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"key": "another", "pid": 7, "hostname": "node7"}))
+    with pytest.raises(CheckpointError, match=r"step 6 could not be saved in .*taken over by pid 7 on node7"):
+        run.run_to(8)
+    with pytest.raises(CheckpointError, match="taken over by pid 7 on node7"):
+        run.checkpoint.discard()
+    assert steps(tmp_path) == [2, 4]
+    with pytest.raises(CheckpointError, match="taken over by pid 7 on node7"):
+        run.checkpoint.close()
+    assert json.loads(path.read_text())["pid"] == 7
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_rank_0_waits_for_the_others_as_long_as_the_world_does(tmp_path: Path):
+    with evenstep.init(quiet=True, device="cpu", timeout_s=7) as world:
+        assert world.timeout_s == 7
+    world = stub_world(0, 2)
+    world.timeout_s = 0.2
+    saver = Saver(LocalDirectory(tmp_path), world, {"model": nn.Linear(1, 1)}, lambda *_: None)
+    saver.open()
+    saver.start(1, {})
+    failure, by_peer = saver.finish_alone()
+    assert re.fullmatch(r"rank 0: rank 1 had not written its part after 0\.\d s", failure)
+    assert not by_peer, "nobody else may say so"
+
+
+def test_a_group_may_share_a_run(tmp_path: Path):
+    before = os.umask(0o007)
+    try:
+        run = training(tmp_path / "shared", private=False).run_to(1)
+        run.checkpoint.close()
+    finally:
+        os.umask(before)
+    found = {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "shared" / "step-0000001").iterdir()}
+    assert found == {"0o660"}
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o770
+    with pytest.raises(
+        ConfigurationError, match=r"private=False is for the path .*LocalDirectory\(path, private=False"
+    ):
+        training(LocalDirectory(tmp_path), private=False)

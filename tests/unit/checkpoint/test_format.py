@@ -1,4 +1,4 @@
-"""What stands in a checkpoint's files: state dictionaries, safetensors payloads, the manifest, plans, the lock."""
+"""What stands in a checkpoint's files: state dictionaries, safetensors payloads, the manifest, plans, the storage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import collections
 import enum
 import json
 import math
-import multiprocessing
 import os
 import random
 import typing
@@ -22,16 +21,64 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from evenstep.checkpoint import manifest as manifests
-from evenstep.checkpoint.folders import put_in_place, remove_step, steps_in, sweep
-from evenstep.checkpoint.lock import LockedError
-from evenstep.checkpoint.payload import Entry, parse_header, plan_layout
-from evenstep.checkpoint.plan import Policy, best_step, plan_files, plan_removals
-from evenstep.checkpoint.snapshot import Staging, bytes_of, capture_one
-from evenstep.checkpoint.storage import LocalDirectory
-from evenstep.checkpoint.tree import flatten, unflatten
+from evenstep import randomness
+from evenstep.checkpoint.format import manifest as manifests
+from evenstep.checkpoint.format.payload import Entry, bytes_of, parse_header, plan_layout
+from evenstep.checkpoint.format.plan import Policy, best_step, plan_files, plan_removals
+from evenstep.checkpoint.format.random_streams import capture_streams, restore_streams
+from evenstep.checkpoint.format.tree import flatten, unflatten
+from evenstep.checkpoint.save.snapshot import Staging, capture_one
+from evenstep.checkpoint.storage.directory import put_in_place, remove_step, steps_in, sweep
+from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.errors import ConfigurationError
 from evenstep.testing.storage import check_storage
+from tests.stub_worlds import stub_world
+
+# ---------------------------------------------------------------------- random streams
+
+
+def streams_of(num_ranks, seed, has_diverged, *, reseeded=False):
+    """What the ranks of a run would save; `reseeded`: the script has seeded python's stream on all of them again."""
+    saved = []
+    for rank in range(num_ranks):
+        randomness.seed_everything(seed)
+        if has_diverged:
+            randomness.diverge(rank)
+        if reseeded:
+            random.seed(seed)
+        world = stub_world(rank, num_ranks)
+        world.has_diverged = has_diverged
+        saved.append(there_and_back(capture_streams(world)))
+    return saved
+
+
+def drawn_after(saved, num_ranks):
+    drawn, flags = [], []
+    for rank in range(num_ranks):
+        world = stub_world(rank, num_ranks)
+        restore_streams(saved, world)
+        drawn.append((random.random(), float(numpy.random.rand()), float(torch.rand(()))))
+        flags.append(world.has_diverged)
+    return list(zip(*drawn, strict=True)), flags
+
+
+@pytest.mark.parametrize("num_saved", [1, 2, 3])
+@pytest.mark.parametrize("has_diverged", [True, False])
+def test_a_new_rank_draws_its_own_numbers_where_ranks_did(fresh_seed, num_saved, has_diverged):
+    with randomness.preserved():
+        drawn, flags = drawn_after(streams_of(num_saved, fresh_seed, has_diverged), 5)
+        randomness.seed_everything(fresh_seed)
+        first = (random.random(), float(numpy.random.rand()), float(torch.rand(())))
+    assert flags == [has_diverged] * 5
+    assert [len(set(numbers)) for numbers in drawn] == [5 if has_diverged else 1] * 3
+    assert tuple(numbers[0] for numbers in drawn) == first
+
+
+def test_a_new_rank_shares_what_all_ranks_shared(fresh_seed):
+    with randomness.preserved():
+        drawn, _ = drawn_after(streams_of(2, fresh_seed, True, reseeded=True), 5)
+    assert [len(set(numbers)) for numbers in drawn] == [1, 5, 5]
+
 
 # ---------------------------------------------------------------------- state dictionaries
 
@@ -390,7 +437,7 @@ def test_policies_that_make_no_sense(arguments, message):
         Policy(**arguments)
 
 
-# ---------------------------------------------------------------------- storage and lock
+# ---------------------------------------------------------------------- storage
 
 
 def test_the_local_directory_does_what_a_storage_does(tmp_path: Path):
@@ -420,73 +467,19 @@ def test_links_and_pipes_are_not_read(tmp_path: Path):
     assert steps_in(storage) == [1]
 
 
-def try_lock(directory, connection):
+def test_files_may_be_shared_as_the_umask_says(tmp_path: Path):
+    before = os.umask(0o027)
     try:
-        LocalDirectory(directory).lock({})
-        connection.send("taken")
-    except LockedError as error:
-        connection.send(str(error))
-    connection.recv()
-
-
-def test_two_jobs_do_not_share_a_directory_and_a_dead_one_does_not_keep_it(tmp_path: Path):
-    release = LocalDirectory(tmp_path).lock({})
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=try_lock, args=(tmp_path, theirs))
-    child.start()
-    told = ours.recv()
-    assert f"belongs to another job: pid {os.getpid()} on " in told
-    assert "give this job a directory of its own" in told
-    ours.send("go")
-    child.join()
-    release()
-    child = context.Process(target=try_lock, args=(tmp_path, theirs))
-    child.start()
-    assert ours.recv() == "taken"
-    with pytest.raises(LockedError, match=f"pid {child.pid}"):
-        LocalDirectory(tmp_path).lock({})
-    child.kill()
-    child.join()
-    LocalDirectory(tmp_path).lock({})()
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_stale"),
-    [
-        ({"start": 1}, True),  # another process has got the number since
-        ({"boot": "before the restart"}, True),
-        ({"boot": "elsewhere", "hostname": "elsewhere"}, False),
-        ({"processes": "pid:[1]", "pid": 1}, False),
-        ({"processes": "pid:[1]", "time": "yesterday"}, False),
-        ({"processes": "pid:[1]", "time": 1e300}, False),
-        ({"processes": "pid:[1]", "time": None}, False),
-    ],
-)
-def test_which_locks_are_stale(tmp_path: Path, changes, is_stale):
-    release = LocalDirectory(tmp_path).lock({})
-    path = tmp_path / "lock.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    if is_stale:
-        LocalDirectory(tmp_path).lock({})()
-    else:
-        with pytest.raises(LockedError, match="nobody knows since when" if "time" in changes else r", since \d\d\d\d-"):
-            LocalDirectory(tmp_path).lock({})
-    release()
-
-
-def test_a_kill_while_a_lock_is_taken_leaves_nothing_for_good(tmp_path: Path, monkeypatch):
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", killed)
-        with pytest.raises(KeyboardInterrupt):
-            LocalDirectory(tmp_path).lock({})
-    (left,) = tmp_path.iterdir()
-    left.rename(left.with_name(".lock-1"))  # that of another process
-    LocalDirectory(tmp_path).lock({})()
-    assert list(tmp_path.iterdir()) == []
+        storage = LocalDirectory(tmp_path / "runs" / "x", private=False)
+        storage.write("step/file", [b"x"])
+        lock = storage.lock({})
+    finally:
+        os.umask(before)
+    for name in ("step/file", "lock.json"):
+        assert (tmp_path / "runs" / "x" / name).stat().st_mode & 0o777 == 0o640
+    for folder in ("runs", "runs/x", "runs/x/step"):
+        assert (tmp_path / folder).stat().st_mode & 0o777 == 0o750
+    lock.release()
 
 
 def test_what_a_killed_job_left_is_swept(tmp_path: Path):

@@ -11,9 +11,10 @@ from torch import nn
 
 from evenstep import World
 from evenstep.checkpoint.checkpointer import Checkpointer
-from evenstep.checkpoint.homes import homes
-from evenstep.checkpoint.reader import fill, read_manifest, read_objects
-from evenstep.checkpoint.storage import LocalDirectory
+from evenstep.checkpoint.load.in_place import in_place_targets
+from evenstep.checkpoint.load.reader import fill, read_objects
+from evenstep.checkpoint.storage.directory import read_manifest
+from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.errors import CheckpointError
 from tests.checkpoint_runs import flip
 
@@ -32,8 +33,8 @@ def load(storage, model: nn.Module) -> nn.Module:
     return model
 
 
-def homes_of(directory: Path, model: nn.Module) -> dict[str, torch.Tensor]:
-    return homes(read_manifest(LocalDirectory(directory), STEP).objects["model"], model)
+def targets_of(directory: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+    return in_place_targets(read_manifest(LocalDirectory(directory), STEP).objects["model"], model)
 
 
 def network() -> nn.Module:
@@ -43,13 +44,13 @@ def network() -> nn.Module:
 def test_a_plain_model_is_filled_in_place_and_only_by_fill(tmp_path: Path):
     saved, model = network(), network()
     save(tmp_path, model=saved)
-    found = homes_of(tmp_path, model)
+    found = targets_of(tmp_path, model)
     assert found.keys() == model.state_dict().keys()
     assert all(found[name] is tensor for name, tensor in model.state_dict(keep_vars=True).items())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     storage = LocalDirectory(tmp_path)
     manifest = read_manifest(storage, STEP)
-    state = read_objects(storage, STEP, manifest, ["model"], homes={"model": found})["model"]
+    state = read_objects(storage, STEP, manifest, ["model"], targets={"model": found})["model"]
     assert all(state[name] is found[name] for name in found), "no second copy is made of them"
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     fill(storage, STEP, manifest, "model", {"model": found})
@@ -61,7 +62,7 @@ def test_parts_of_a_tensor_come_to_their_place(tmp_path: Path):
     saved = nn.ParameterDict({"large": torch.randn(700, 999), "none": torch.empty(0, 3), "one": torch.tensor(2.5)})
     model = nn.ParameterDict({name: torch.zeros_like(tensor) for name, tensor in saved.items()})
     save(tmp_path, model=saved)
-    assert len(homes_of(tmp_path, model)) == 3
+    assert len(targets_of(tmp_path, model)) == 3
     load(tmp_path, model)
     assert all(torch.equal(model[name], saved[name]) for name in saved)
 
@@ -98,10 +99,10 @@ def wrapped() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [lambda: nn.Sequential(Turning(3, 3)), hooked, lambda: Keeping(3, 3), wrapped])
-def test_a_model_that_does_more_than_copying_has_no_homes(tmp_path: Path, build):
+def test_a_model_that_does_more_than_copying_has_no_targets(tmp_path: Path, build):
     saved, model, expected = build(), build(), build()
     save(tmp_path, model=saved)
-    assert homes_of(tmp_path, model) == {}
+    assert targets_of(tmp_path, model) == {}
     load(tmp_path, model)
     expected.load_state_dict({name: tensor.clone() for name, tensor in saved.state_dict().items()})
     assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
@@ -119,7 +120,7 @@ def test_what_shares_memory_or_lies_otherwise_is_not_read_in_place(tmp_path: Pat
         return model
 
     model, expected = tied(), tied()
-    assert sorted(homes_of(tmp_path, model)) == ["0.bias", "1.bias", "2.bias"]
+    assert sorted(targets_of(tmp_path, model)) == ["0.bias", "1.bias", "2.bias"]
     load(tmp_path, model)
     expected.load_state_dict(saved.state_dict())
     assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in model.state_dict().items())
@@ -135,7 +136,7 @@ def test_tensors_in_an_extra_state_are_loaded_and_are_no_parameters(tmp_path: Pa
 
     saved, model = (nn.ModuleDict({"a": Extra(3, 3)}) for _ in range(2))
     save(tmp_path, model=saved)
-    assert sorted(homes_of(tmp_path, model)) == ["a.bias", "a.weight"]
+    assert sorted(targets_of(tmp_path, model)) == ["a.bias", "a.weight"]
     load(tmp_path, model)
     assert torch.equal(model["a"].extra["weight"], torch.ones(3, 3))
     assert torch.equal(model["a"].weight, saved["a"].weight)

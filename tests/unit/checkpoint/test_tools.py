@@ -73,3 +73,27 @@ def test_arrays_are_compared_as_tensors_are(tmp_path: Path):
     assert [line for line in lines if line.startswith("notes")] == [
         "notes['array']: 1 of 2 elements differ, by 2 at most"
     ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        (torch.ones(2, 3), 1.5, "torch.float32 [2, 3] and 1.5"),
+        (None, torch.ones(2, 3), "None and torch.float32 [2, 3]"),
+        (numpy.ones(2), [1.0, 1.0], "only in the first"),
+        (torch.tensor(3), 3, "torch.int64 [] and 3"),
+        (1, True, "1 and True"),
+        (1, 1.0, "1 and 1.0"),
+        ([], {}, "[] and {}"),
+        ({}, {"a": 1}, "only in the first"),
+        (float("nan"), float("nan"), None),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), None),
+        (torch.tensor([float("nan"), 1]), torch.tensor([float("nan"), 2]), "1 of 2 elements differ, by 1 at most"),
+        (torch.ones(2), torch.ones(3), "torch.float32 [2] and torch.float32 [3]"),
+    ],
+)
+def test_whatever_stands_at_one_place_is_compared(tmp_path: Path, ours, theirs, told):
+    paths = [save(tmp_path / name, {"it": each}) for name, each in (("a", ours), ("b", theirs))]
+    lines = tools.difference_lines(*paths, None, None)
+    found = [line for line in lines if line.startswith("notes['it']:")]
+    assert found == ([] if told is None else [f"notes['it']: {told}"])

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import evenstep
-from evenstep import cli
-from evenstep.cli import main
+from evenstep.cli import main as cli
+from evenstep.cli.main import main
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_flags_that_make_no_sense(
 def test_more_ranks_than_gpus(capsys: pytest.CaptureFixture[str], script: str) -> None:
     num_ranks = torch.cuda.device_count() + 1
     said = refused(capsys, "--device", "cuda", "--nproc-per-node", str(num_ranks), script)
-    assert f"{num_ranks} rank{'s' if num_ranks > 1 else ''} on this host" in said
+    assert f"{num_ranks} rank{'s' if num_ranks > 1 else ''} on this node" in said
 
 
 @pytest.mark.parametrize("flag", ["--master-port={}", "--rdzv-endpoint=localhost:{}", "--rdzv-endpoint=127.0.0.1:{}"])
@@ -117,7 +117,7 @@ def test_without_a_command_there_is_the_help(capsys: pytest.CaptureFixture[str])
     assert main([]) == 2
     text = capsys.readouterr().out
     listed = re.findall(r"^    ([a-z]+)\b", text, re.MULTILINE)
-    assert listed == list(cli._COMMANDS)
+    assert listed == list(cli.COMMANDS)
 
 
 def test_help_lists_what_exists(capsys: pytest.CaptureFixture[str]) -> None:

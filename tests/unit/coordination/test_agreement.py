@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from evenstep.replica.agreement import check_same_model, describe
+from evenstep.replica.wrapper.model_check import check_same_model, describe
 
 
 def descriptions(*models):

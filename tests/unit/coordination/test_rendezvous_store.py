@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from evenstep.coordination.rendezvous_store import open_store
 from evenstep.environment.placement import Placement
-from evenstep.meeting import open_store
 
 
+@pytest.mark.extended
 def test_a_meeting_that_all_have_left_can_be_come_to_again(tmp_path: Path) -> None:
     """torch deleted the file of ranks that had closed it, and what others had just written for the next world."""
     file = tmp_path / "rendezvous-0"

@@ -20,19 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from evenstep import DataLoader, World
-from evenstep.data.nested import emptied, move
+from evenstep import DataLoader
+from evenstep.data.loading.nested import emptied, move
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from tests.stub_worlds import stub_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
-
-
-def _world(rank: int = 0, world_size: int = 1, *, seed: int | None = None) -> World:
-    """A rank whose peers say whatever it says."""
-    world = World.alone(device="cpu", seed=seed)
-    world.rank, world.world_size = rank, world_size
-    world.exchange = lambda value: [value] * world_size
-    return world
 
 
 def _workers() -> list[Any]:
@@ -41,7 +34,7 @@ def _workers() -> list[Any]:
 
 
 def _loaders(dataset: Any, size: int, world_size: int, **arguments: Any) -> list[DataLoader]:
-    return [DataLoader(dataset, size, world=_world(rank, world_size), **arguments) for rank in range(world_size)]
+    return [DataLoader(dataset, size, world=stub_world(rank, world_size), **arguments) for rank in range(world_size)]
 
 
 def _global_batches(loaders: list[DataLoader]) -> list[list[int]]:
@@ -103,7 +96,7 @@ def test_samples_come_whole_and_empty_shares_keep_dtype_and_shape(num_workers: i
 
 def test_nests_come_back_as_they_are_and_uncopied_on_cpu() -> None:
     batch = {"x": torch.ones(2), "names": ["a", "b"]}
-    loader = DataLoader(range(2), 2, collate_fn=lambda samples: batch, world=_world())
+    loader = DataLoader(range(2), 2, collate_fn=lambda samples: batch, world=stub_world())
     assert next(iter(loader)) is batch
 
 
@@ -209,7 +202,7 @@ def test_a_custom_collate_gives_empty_shares_through_the_loader() -> None:
 
 
 def test_batches_move_to_the_worlds_device() -> None:
-    world = _world()
+    world = stub_world()
     world.device = torch.device("meta")  # any device but the CPU takes this path
     x, rest = next(iter(DataLoader(range(4), 2, collate_fn=lambda s: [torch.tensor(s), {"y": (1, "a")}], world=world)))
     assert x.device.type == "meta"
@@ -228,9 +221,9 @@ def test_moving_reaches_into_nests_and_leaves_the_rest() -> None:
 
 
 def test_memory_is_pinned_only_for_gpus() -> None:
-    assert DataLoader(range(4), 2, world=_world()).pin_memory is False
-    assert DataLoader(range(4), 2, pin_memory=True, world=_world()).pin_memory is False
-    world = _world()
+    assert DataLoader(range(4), 2, world=stub_world()).pin_memory is False
+    assert DataLoader(range(4), 2, pin_memory=True, world=stub_world()).pin_memory is False
+    world = stub_world()
     world.device = torch.device("cuda", 0)
     assert DataLoader(range(4), 2, world=world).pin_memory is True
     assert DataLoader(range(4), 2, pin_memory=False, world=world).pin_memory is False
@@ -240,7 +233,7 @@ def test_memory_is_pinned_only_for_gpus() -> None:
 
 
 def _shuffled(**arguments: Any) -> DataLoader:
-    return DataLoader(range(50), 10, shuffle=True, world=_world(), **arguments)
+    return DataLoader(range(50), 10, shuffle=True, world=stub_world(), **arguments)
 
 
 def _order_of(loader: DataLoader) -> list[int]:
@@ -323,13 +316,13 @@ def test_two_iterations_at_once_have_epochs_of_their_own() -> None:
 
 
 def test_an_evaluation_loader_has_the_same_order_each_time() -> None:
-    loader = DataLoader(range(20), 7, world=_world())
+    loader = DataLoader(range(20), 7, world=stub_world())
     assert _order_of(loader) == _order_of(loader) == list(range(20))
 
 
 def test_the_seed_is_the_worlds_unless_given() -> None:
     by_default, of_world, given_seed = (
-        _order_of(DataLoader(range(50), 10, shuffle=True, world=_world(seed=seed), seed=own))
+        _order_of(DataLoader(range(50), 10, shuffle=True, world=stub_world(seed=seed), seed=own))
         for seed, own in ((None, None), (5, None), (5, 0))
     )
     assert by_default == given_seed == _order_at(0)
@@ -348,7 +341,7 @@ class _Noise(Dataset[torch.Tensor]):
 
 
 def _draws(rank: int = 0, epoch: int = 0) -> list[float]:
-    loader = DataLoader(_Noise(), 8, num_workers=1, world=_world(rank, 2))
+    loader = DataLoader(_Noise(), 8, num_workers=1, world=stub_world(rank, 2))
     loader.set_epoch(epoch)
     return torch.cat(list(loader)).flatten().tolist()
 
@@ -362,12 +355,12 @@ def test_workers_draw_repeatably_and_differently_per_rank_and_epoch() -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_iterating_takes_nothing_from_the_process_s_own_stream(num_workers: int) -> None:
     state = torch.get_rng_state()
-    list(DataLoader(range(20), 5, shuffle=True, num_workers=num_workers, world=_world()))
+    list(DataLoader(range(20), 5, shuffle=True, num_workers=num_workers, world=stub_world()))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_loop_left_early_leaves_no_worker() -> None:
-    for _ in DataLoader(range(100), 2, num_workers=2, world=_world()):
+    for _ in DataLoader(range(100), 2, num_workers=2, world=stub_world()):
         assert len(_workers()) == 2
         break
     assert not _workers()
@@ -403,7 +396,9 @@ def test_a_forked_worker_never_ends_garbage_of_its_parent() -> None:
     gc.disable()
     try:
         del group, cycle
-        loader = DataLoader(_Collecting(), 2, num_workers=1, timeout=10, multiprocessing_context="fork", world=_world())
+        loader = DataLoader(
+            _Collecting(), 2, num_workers=1, timeout=10, multiprocessing_context="fork", world=stub_world()
+        )
         assert [batch.tolist() for batch in loader] == [[0, 1]]
     finally:
         gc.enable()
@@ -474,24 +469,24 @@ class _BrokenLength(_NoLength):
 )
 def test_bad_arguments(dataset: Any, arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=f"^DataLoader: .*{told}"):
-        DataLoader(dataset, **arguments, world=_world(world_size=3))
+        DataLoader(dataset, **arguments, world=stub_world(world_size=3))
 
 
 def test_a_mapping_that_numbers_its_samples_is_a_data_set() -> None:
-    assert torch.cat(list(DataLoader({1: 11, 0: 10, 2: 12}, 2, world=_world()))).tolist() == [10, 11, 12]
+    assert torch.cat(list(DataLoader({1: 11, 0: 10, 2: 12}, 2, world=stub_world()))).tolist() == [10, 11, 12]
 
 
 def test_numpys_whole_numbers_are_whole_numbers() -> None:
-    plain = DataLoader(range(9), 4, True, seed=3, world=_world())
-    numpys = DataLoader(range(9), numpy.int64(4), True, seed=numpy.int32(3), world=_world())
+    plain = DataLoader(range(9), 4, True, seed=3, world=stub_world())
+    numpys = DataLoader(range(9), numpy.int64(4), True, seed=numpy.int32(3), world=stub_world())
     assert torch.cat(list(plain)).tolist() == torch.cat(list(numpys)).tolist()
     assert json.loads(json.dumps(numpys.state_dict())) == plain.state_dict() | {"epoch": 1}
-    stream = DataLoader(_Stream(), numpy.int64(4), world=_world())
+    stream = DataLoader(_Stream(), numpy.int64(4), world=stub_world())
     assert type(stream.global_batch_size) is int
 
 
 def test_a_mistake_of_another_rank_is_raised_here_too() -> None:
-    world = _world(rank=0, world_size=2)
+    world = stub_world(rank=0, world_size=2)
     told = {"kind": "ConfigurationError", "problem": "the data set (list) is empty.", "facts": {}}
     world.exchange = lambda own: [own, own | told]
     with pytest.raises(ConfigurationError, match=r"^DataLoader on rank 1: the data set \(list\) is empty"):
@@ -509,14 +504,14 @@ def test_a_mistake_of_another_rank_is_raised_here_too() -> None:
     ],
 )
 def test_ranks_that_differ(fact: str, value: int) -> None:
-    world = _world(world_size=3)
+    world = stub_world(world_size=3)
     world.exchange = lambda own: [own, own, own | {"facts": own["facts"] | {fact: value}}]
     with pytest.raises(MismatchError, match=f"DataLoader: {fact} is .* on rank 0 and {value} on rank 2"):
         DataLoader(range(9), 4, world=world)
 
 
 def test_one_rank_alone_asks_nobody() -> None:
-    world = _world()
+    world = stub_world()
     world.exchange = None
     assert len(DataLoader(range(9), 4, world=world)) == 3
 
@@ -532,20 +527,20 @@ def test_bad_epochs() -> None:
 
 def test_a_data_set_that_changed_its_length() -> None:
     samples = list(range(9))
-    loader = DataLoader(samples, 4, world=_world())
+    loader = DataLoader(samples, 4, world=stub_world())
     samples.pop()
     with pytest.raises(UsageError, match="had 9 samples when the loader was made and has 8 now"):
         iter(loader)
 
 
 def test_repr_shows_the_state() -> None:
-    loader = DataLoader(range(10), 4, shuffle=True, world=_world(1, 2, seed=3))
+    loader = DataLoader(range(10), 4, shuffle=True, world=stub_world(1, 2, seed=3))
     loader.set_epoch(2)
     assert repr(loader) == (
         "<DataLoader epoch 2: 10 samples shuffled with seed 3, 3 global batches of 4, the last of 2; "
         "rank 1 of 2 on cpu, 0 workers>"
     )
     assert "in order, 2 global batches of 4, 2 left out" in repr(
-        DataLoader(range(10), 4, drop_last=True, world=_world())
+        DataLoader(range(10), 4, drop_last=True, world=stub_world())
     )
     assert (loader.global_batch_size, loader.drop_last, loader.shuffle, loader.seed) == (4, False, True, 3)

@@ -6,7 +6,10 @@ import os
 import random
 import signal
 import time
+import traceback
+from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -15,24 +18,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
-from torch.utils.data import Dataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
-from evenstep import DataLoader, DistributedSampler, World
-from evenstep.data import ahead
-from evenstep.data.fetch import Loaded
-from evenstep.data.gathering import positions_by_rank
-from evenstep.data.packing import MAX_BYTES, pack, unpack
-from evenstep.data.workers import suitable_workers
+from evenstep import DataLoader, DistributedSampler, Records
+from evenstep.data.loading import device_prefetch
+from evenstep.data.loading.fetch import MAX_BYTES, Loaded, pack, unpack
+from evenstep.data.loading.workers import suitable_workers
+from evenstep.data.sources.source import positions_by_rank
 from evenstep.errors import ConfigurationError, DataError, MismatchError
+from evenstep.health.excepthook import describe
+from tests.stub_worlds import stub_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
-
-
-def _world(rank: int = 0, world_size: int = 1) -> World:
-    world = World.alone(device="cpu")
-    world.rank, world.world_size = rank, world_size
-    world.exchange = lambda value: [value] * world_size
-    return world
 
 
 # ---------------------------------------------------------------------- batches at once
@@ -41,7 +38,7 @@ def _world(rank: int = 0, world_size: int = 1) -> World:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_tensors_are_cut_at_once_and_as_torch_stacks_them(num_workers: int) -> None:
     dataset = TensorDataset(torch.randn(21, 3), torch.arange(21), torch.rand(21) > 0.5)
-    ours = list(DataLoader(dataset, 4, num_workers=num_workers, world=_world()))
+    ours = list(DataLoader(dataset, 4, num_workers=num_workers, world=stub_world()))
     theirs = list(torch.utils.data.DataLoader(dataset, batch_size=4))
     assert len(ours) == len(theirs)
     for mine, torchs in zip(ours, theirs, strict=True):
@@ -63,10 +60,10 @@ def test_a_data_set_that_gives_several_samples_is_asked_for_them() -> None:
             asked.append(indices)
             return [10 * index for index in indices]
 
-    assert torch.cat(list(DataLoader(Several(), 4, world=_world()))).tolist() == list(range(0, 100, 10))
+    assert torch.cat(list(DataLoader(Several(), 4, world=stub_world()))).tolist() == list(range(0, 100, 10))
     assert asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     subset = Subset(TensorDataset(torch.arange(10)), range(1, 10, 2))
-    assert torch.cat([batch for (batch,) in DataLoader(subset, 3, world=_world())]).tolist() == [1, 3, 5, 7, 9]
+    assert torch.cat([batch for (batch,) in DataLoader(subset, 3, world=stub_world())]).tolist() == [1, 3, 5, 7, 9]
 
 
 # ---------------------------------------------------------------------- seeds
@@ -86,7 +83,7 @@ class Noisy(Dataset[torch.Tensor]):
 
 def _noise(world_size: int, epoch: int = 0, **arguments: Any) -> torch.Tensor:
     loaders = [
-        DataLoader(Noisy(), 7, shuffle=True, sample_seed=True, seed=3, world=_world(rank, world_size), **arguments)
+        DataLoader(Noisy(), 7, shuffle=True, sample_seed=True, seed=3, world=stub_world(rank, world_size), **arguments)
         for rank in range(world_size)
     ]
     for loader in loaders:
@@ -133,6 +130,8 @@ class Fatal(Dataset[int]):
                 time.sleep(3)
             elif self.how == "says":
                 raise DataError("image 13 is black")
+            elif self.how == "waits":
+                raise RuntimeError("the request timed out after 3 s; the helper exited unexpectedly")
             else:
                 raise ValueError("image 13 is black")
         return index
@@ -151,22 +150,71 @@ class Fatal(Dataset[int]):
     ],
 )
 def test_a_worker_that_fails_is_named_with_its_sample(how: str, told: str) -> None:
-    loader = DataLoader(Fatal(how), 4, num_workers=2, timeout=1 if how == "sleeps" else 0, world=_world())
+    loader = DataLoader(Fatal(how), 4, num_workers=2, timeout=1 if how == "sleeps" else 0, world=stub_world())
     started = time.monotonic()
     with pytest.raises(DataError, match=told):
         list(loader)
     assert time.monotonic() - started < 15
 
 
-def test_an_exception_names_the_sample() -> None:
-    with pytest.raises(ValueError, match="image 13 is black") as caught:
-        list(DataLoader(Fatal("raises"), 4, num_workers=1, world=_world()))
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "kind", "told"), [("raises", ValueError, "is black"), ("waits", RuntimeError, "after 3")]
+)
+def test_an_exception_names_the_sample(how: str, kind: type[Exception], told: str, num_workers: int) -> None:
+    """Whatever its text is like."""
+    with pytest.raises(kind, match=told) as caught:
+        list(DataLoader(Fatal(how), 4, num_workers=num_workers, world=stub_world()))
+    assert type(caught.value) is kind
     if hasattr(caught.value, "add_note"):
-        assert "while evenstep loaded sample 13, epoch 0, step 3" in str(caught.value)
+        shown = "".join(traceback.format_exception(caught.value))
+        assert "while evenstep loaded sample 13, epoch 0, step 3" in shown
+        assert "in __getitem__" in shown
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_of_the_data_set_comes_with_what_its_code_raised(num_workers: int, tmp_path: Path) -> None:
+    """Of streams, too."""
+    (tmp_path / "lines.txt").write_text("1\n")
+
+    def decode(line: str) -> int:
+        raise ValueError("not this one")
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from Records(str(tmp_path / "lines.txt"), decode=decode)
+
+    for dataset in (Records(str(tmp_path / "lines.txt"), decode=decode), Stream()):
+        loader = DataLoader(dataset, 1, num_workers=num_workers, world=stub_world())
+        with pytest.raises(DataError, match=r"lines.txt, record 0, byte 0: damaged: not this one") as caught:
+            list(loader)
+        if hasattr(caught.value, "add_note"):
+            assert "in decode" in describe(caught.value)
+
+
+class Uncounted(Fatal):
+    """What `len` of it raises is the data set's own."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        raise self.error
+
+
+def test_what_the_data_set_raises_when_it_is_counted_keeps_its_traceback() -> None:
+    for error in (ValueError("no such split"), RuntimeError("no such split"), OSError("no such split"), KeyError("x")):
+        with pytest.raises(type(error)) as caught:
+            DataLoader(Uncounted(error), 4, world=stub_world())
+        assert caught.value is error
+        assert caught.traceback[-1].name == "__len__"
+    with pytest.raises(ConfigurationError, match=r"len\(\) of the data set \(Uncounted\) fails: no length") as caught:
+        DataLoader(Uncounted(TypeError("no length")), 4, world=stub_world())
+    assert "in __len__" in describe(caught.value)
 
 
 def test_samples_that_say_so_are_left_out() -> None:
-    loader = DataLoader(Fatal("says"), 4, on_error="skip", num_workers=1, world=_world())
+    loader = DataLoader(Fatal("says"), 4, on_error="skip", num_workers=1, world=stub_world())
     with pytest.warns(UserWarning, match="left out 1 samples in epoch 0: sample 13: image 13 is black"):
         seen = torch.cat(list(loader)).tolist()
     assert seen == [number for number in range(40) if number != 13]
@@ -188,7 +236,7 @@ def test_workers_show_the_user_s_data_set_and_call_his_function() -> None:
     def init(worker: int) -> None:
         assert isinstance(get_worker_info().dataset, Asks)
 
-    loader = DataLoader(Asks(), 2, num_workers=1, worker_init_fn=init, world=_world())
+    loader = DataLoader(Asks(), 2, num_workers=1, worker_init_fn=init, world=stub_world())
     assert torch.cat(list(loader)).all()
 
 
@@ -196,16 +244,21 @@ def test_workers_that_suit() -> None:
     assert [suitable_workers(num_cores=n, local_world_size=1, device_type="cpu") for n in (1, 2, 64)] == [0, 1, 1]
     assert suitable_workers(num_cores=16, local_world_size=16, device_type="cpu") == 0
     assert [suitable_workers(num_cores=n, local_world_size=2, device_type="cuda") for n in (2, 8, 64)] == [1, 3, 8]
-    assert isinstance(DataLoader(range(4), 2, num_workers="auto", world=_world()).num_workers, int)
+    assert isinstance(DataLoader(range(4), 2, num_workers="auto", world=stub_world()).num_workers, int)
     for wrong in ("many", True, 1.0):
         with pytest.raises(ConfigurationError, match="num_workers="):
-            DataLoader(range(4), 2, num_workers=wrong, world=_world())
+            DataLoader(range(4), 2, num_workers=wrong, world=stub_world())
 
 
 def test_slow_starters_are_kept_unless_said_otherwise() -> None:
     for context, persistent, expected in (("fork", None, False), ("spawn", None, True), ("spawn", False, False)):
         loader = DataLoader(
-            range(4), 2, num_workers=1, multiprocessing_context=context, persistent_workers=persistent, world=_world()
+            range(4),
+            2,
+            num_workers=1,
+            multiprocessing_context=context,
+            persistent_workers=persistent,
+            world=stub_world(),
         )
         assert loader._torch_loader.persistent_workers is expected
 
@@ -215,15 +268,15 @@ def test_slow_starters_are_kept_unless_said_otherwise() -> None:
 
 def test_the_loader_takes_an_unpadded_sampler_s_order() -> None:
     sampler = DistributedSampler(range(10), 2, 0, seed=4, pad=False)
-    loader = DataLoader(range(10), 4, sampler=sampler, world=_world())
+    loader = DataLoader(range(10), 4, sampler=sampler, world=stub_world())
     assert (
         torch.cat(list(loader)).tolist()
-        == torch.cat(list(DataLoader(range(10), 4, True, seed=4, world=_world()))).tolist()
+        == torch.cat(list(DataLoader(range(10), 4, True, seed=4, world=stub_world()))).tolist()
     )
     with pytest.raises(ConfigurationError, match="pad=False"):
-        DataLoader(range(10), 4, sampler=DistributedSampler(range(10), 2, 0), world=_world())
+        DataLoader(range(10), 4, sampler=DistributedSampler(range(10), 2, 0), world=stub_world())
     with pytest.raises(ConfigurationError, match="has shuffle and seed of its own"):
-        DataLoader(range(10), 4, True, sampler=sampler, world=_world())
+        DataLoader(range(10), 4, True, sampler=sampler, world=stub_world())
 
 
 # ---------------------------------------------------------------------- evaluation
@@ -236,7 +289,7 @@ def test_gathered_rows_have_the_order_of_the_data_set(
 ) -> None:
     drop_last = drop_last and size >= batch
     loaders = [
-        DataLoader(range(size), batch, shuffle, drop_last=drop_last, world=_world(r, world_size))
+        DataLoader(range(size), batch, shuffle, drop_last=drop_last, world=stub_world(r, world_size))
         for r in range(world_size)
     ]
     rows = [torch.cat(list(loader)) for loader in loaders]
@@ -250,7 +303,7 @@ def test_gathered_rows_have_the_order_of_the_data_set(
 
 
 def test_rows_are_counted() -> None:
-    loader = DataLoader(range(10), 4, world=_world())
+    loader = DataLoader(range(10), 4, world=stub_world())
     with pytest.raises(Exception, match="nothing was iterated yet"):
         loader.gather(torch.zeros(10))
     next(iter(loader))
@@ -258,7 +311,7 @@ def test_rows_are_counted() -> None:
     list(loader)
     with pytest.raises(MismatchError, match="rank 0 has 4 rows and has seen 10 samples"):
         loader.gather(torch.zeros(4))
-    assert positions_by_rank(loader._source.division.epoch(0), 0, 0, 2)[0].tolist() == []
+    assert positions_by_rank(loader._source.batch_plan.epoch(0), 0, 0, 2)[0].tolist() == []
 
 
 # ---------------------------------------------------------------------- on the way
@@ -304,7 +357,7 @@ def test_large_and_small_batches_in_turn() -> None:
         def __getitem__(self, index: int) -> torch.Tensor:
             return torch.full((40_000 if index // 4 == 1 else 10,), index)
 
-    batches = list(DataLoader(Growing(), 4, num_workers=1, world=_world()))
+    batches = list(DataLoader(Growing(), 4, num_workers=1, world=stub_world()))
     assert [batch[:, 0].tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
@@ -319,19 +372,19 @@ def test_on_a_gpu_one_batch_is_copied_ahead(monkeypatch: pytest.MonkeyPatch) -> 
         def wait_event(self, event: str) -> None:
             events.append(f"wait for {event}")
 
-    monkeypatch.setattr(ahead.torch.cuda, "Stream", lambda device: Stream())
-    monkeypatch.setattr(ahead.torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(ahead.torch.cuda, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(ahead, "pinned", lambda batch: batch)
-    monkeypatch.setattr(ahead, "used_on", lambda batch, stream: events.append(f"use {batch}"))
+    monkeypatch.setattr(device_prefetch.torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(device_prefetch.torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(device_prefetch.torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(device_prefetch, "pinned", lambda batch: batch)
+    monkeypatch.setattr(device_prefetch, "used_on", lambda batch, stream: events.append(f"use {batch}"))
 
     def move(batch: int, device: torch.device, *, non_blocking: bool) -> int:
         events.append(f"copy {batch}")
         return batch
 
-    monkeypatch.setattr(ahead, "move", move)
+    monkeypatch.setattr(device_prefetch, "move", move)
     items = ((number, Loaded(number)) for number in range(3))
-    for tag, loaded in ahead.on_device(items, torch.device("cuda", 0), pin=True, are_pinned=False):
+    for tag, loaded in device_prefetch.on_device(items, torch.device("cuda", 0), pin=True, are_pinned=False):
         assert tag == loaded.batch
         events.append(f"given {tag}")
     expected = [

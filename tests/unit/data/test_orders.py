@@ -11,21 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep import DataLoader, WeightedSampler, World
-from evenstep.data import locality
-from evenstep.data import order as order_module
-from evenstep.data.budget import TokenBatches, cut
-from evenstep.data.locality import LocalOrder, WeightedOrder, Weights
-from evenstep.data.order import EpochOrder
+from evenstep import DataLoader, WeightedSampler
+from evenstep.data.order import locality
+from evenstep.data.order import permutation as order_module
+from evenstep.data.order.locality import LocalOrder
+from evenstep.data.order.max_tokens import TokenBatches, cut
+from evenstep.data.order.permutation import EpochOrder
+from evenstep.data.order.weighted import WeightedOrder, Weights
 from evenstep.errors import ConfigurationError
-
-
-def _world(rank: int = 0, world_size: int = 1) -> World:
-    world = World.alone(device="cpu")
-    world.rank, world.world_size = rank, world_size
-    world.exchange = lambda value: [value] * world_size
-    return world
-
+from tests.stub_worlds import stub_world
 
 # ---------------------------------------------------------------------- locality
 
@@ -185,7 +179,7 @@ def test_the_loader_takes_the_weighted_sampler_s_draws() -> None:
     sampler = WeightedSampler([1, 2, 3, 4], 21, 1, 0, seed=5)
     draws = list(sampler)
     for world_size in (1, 3):
-        loaders = [DataLoader(range(4), 8, sampler=sampler, world=_world(r, world_size)) for r in range(world_size)]
+        loaders = [DataLoader(range(4), 8, sampler=sampler, world=stub_world(r, world_size)) for r in range(world_size)]
         batches = [torch.cat(shares) for shares in zip(*loaders, strict=True)]
         assert [len(batch) for batch in batches] == [8, 8, 5]
         assert torch.cat(batches).tolist() == draws
@@ -281,11 +275,11 @@ def test_sorting_by_length_wastes_little_and_epochs_differ() -> None:
 )
 def test_bad_divisions(arguments: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
-        DataLoader(range(3), world=_world(), **arguments)
+        DataLoader(range(3), world=stub_world(), **arguments)
 
 
 def test_ranks_with_other_lengths_are_told() -> None:
-    world = _world(world_size=2)
+    world = stub_world(world_size=2)
     other = dict[str, Any]()
 
     def exchange(own: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep.data import order as order_module
-from evenstep.data.order import EpochOrder
-from evenstep.data.plan import BatchPlan
+from evenstep.data.order import permutation as order_module
+from evenstep.data.order.batch_plan import FixedBatches
+from evenstep.data.order.permutation import EpochOrder
 from evenstep.errors import ConfigurationError
 
 # Seeds are fixed, so these tests can't flake; the bound is five standard deviations from what chance gives.
@@ -185,7 +185,7 @@ def _parity(order: list[int]) -> int:
 def test_shares_cut_every_global_batch_completely_evenly_and_in_order(
     num_samples: int, size: int, drop_last: bool, world_size: int
 ) -> None:
-    plan = BatchPlan(num_samples, size, drop_last)
+    plan = FixedBatches(num_samples, size, drop_last)
     position = 0
     for step in range(plan.num_batches):
         start, stop = plan.global_batch(step)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep import DataLoader, Records, World
-from evenstep.data import readahead
-from evenstep.data.locality import LocalOrder
+from evenstep import DataLoader, Records
+from evenstep.data.order.locality import LocalOrder
+from evenstep.data.sources import readahead
+from tests.stub_worlds import stub_world
 
 
 class _Asked(Records):
@@ -34,13 +35,6 @@ class _Asked(Records):
         return super().batch_of(indices)
 
 
-def _world(rank: int, world_size: int) -> World:
-    world = World.alone(device="cpu")
-    world.rank, world.world_size = rank, world_size
-    world.exchange = lambda value: [value] * world_size
-    return world
-
-
 def _file(tmp_path: Path, num_records: int) -> Path:
     (tmp_path / "x.bin").write_bytes(os.urandom(num_records * 8))
     return tmp_path / "x.bin"
@@ -52,13 +46,13 @@ def test_every_window_is_asked_for_once_and_one_window_ahead(tmp_path: Path, wor
     num_records, block, window = 1003, 16, 4
     records = _Asked(_file(tmp_path, num_records), record_bytes=8)
     loader = DataLoader(
-        records, 24, shuffle=True, locality=(block, window), world=_world(world_size - 1, world_size), seed=1
+        records, 24, shuffle=True, locality=(block, window), world=stub_world(world_size - 1, world_size), seed=1
     )
     if start:
         loader.load_state_dict(loader.state_dict() | {"position": start})
     for _ in loader:
         pass
-    order = loader._source.division.epoch(0).order  # type: ignore[attr-defined]
+    order = loader._source.batch_plan.epoch(0).order  # type: ignore[attr-defined]
     expected = sorted(order.at(torch.arange(start // order.span * order.span, num_records)).tolist())
     assert sorted(sample for run in records.asked for sample in range(*run)) == expected
     there: set[int] = set()
@@ -80,7 +74,7 @@ def test_orders_without_windows_or_with_huge_ones_are_left_to_the_system(
 ) -> None:
     monkeypatch.setattr(readahead, "_LARGEST_BYTES", 16 * 4 * 8 - 1)
     records = _Asked(_file(tmp_path, 100), record_bytes=8)
-    assert sum(map(len, DataLoader(records, 24, world=_world(0, 1), **given))) == 100
+    assert sum(map(len, DataLoader(records, 24, world=stub_world(0, 1), **given))) == 100
     assert records.asked == []
 
 

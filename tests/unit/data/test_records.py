@@ -12,18 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep import DataLoader, Records, TokenDataset, World
-from evenstep.data import files
+from evenstep import DataLoader, Records, TokenDataset
+from evenstep.data.sources import files
 from evenstep.errors import ConfigurationError, DataError, MismatchError
+from tests.stub_worlds import stub_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
-
-
-def _world(rank: int = 0, world_size: int = 1) -> World:
-    world = World.alone(device="cpu")
-    world.rank, world.world_size = rank, world_size
-    world.exchange = lambda value: [value] * world_size
-    return world
 
 
 def _fixed(directory: Path, *counts: int, record_bytes: int = 12) -> tuple[list[Path], torch.Tensor]:
@@ -91,7 +85,7 @@ def test_fixed_records_shuffled_through_a_loader_are_the_files(tmp_path: Path, n
         shuffle=True,
         locality=(8, 4),
         num_workers=num_workers,
-        world=_world(),
+        world=stub_world(),
     )
     seen = torch.cat(list(loader))
     assert seen.shape == table.shape
@@ -110,7 +104,7 @@ def test_headers_are_left_out(tmp_path: Path) -> None:
 def test_shards_are_paths_or_a_pattern_for_the_loader(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("1\n2\n3\n")
     for shards in (tmp_path / "x.jsonl", str(tmp_path / "*.jsonl"), [tmp_path / "x.jsonl"]):
-        assert torch.cat(list(DataLoader(shards=shards, global_batch_size=2, world=_world()))).tolist() == [1, 2, 3]
+        assert torch.cat(list(DataLoader(shards=shards, global_batch_size=2, world=stub_world()))).tolist() == [1, 2, 3]
 
 
 # ---------------------------------------------------------------------- what is damaged
@@ -159,12 +153,12 @@ def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path: Path) -> 
 def test_damaged_records_can_be_left_out_and_are_counted(tmp_path: Path, num_workers: int) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(DAMAGED.encode("latin1"))
-    loader = DataLoader(shards=path, global_batch_size=2, on_error="skip", num_workers=num_workers, world=_world())
+    loader = DataLoader(shards=path, global_batch_size=2, on_error="skip", num_workers=num_workers, world=stub_world())
     with pytest.warns(UserWarning, match=r"rank 0 left out 2 samples in epoch 0: sample 2: .*d.jsonl, record 2, byte"):
         batches = list(loader)
     assert [batch["a"].tolist() for batch in batches] == [[1, 2], [4], [6]]
     assert loader.num_skipped == 2
-    loader = DataLoader(shards=path, global_batch_size=2, num_workers=num_workers, world=_world())
+    loader = DataLoader(shards=path, global_batch_size=2, num_workers=num_workers, world=stub_world())
     with pytest.raises(DataError, match=r"^[^\n]*d.jsonl, record 2, byte 24: no JSON"):
         list(loader)
 
@@ -172,7 +166,7 @@ def test_damaged_records_can_be_left_out_and_are_counted(tmp_path: Path, num_wor
 def test_a_share_of_damaged_records_only_is_empty(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text("{\n{\n3\n4\n")
-    loader = DataLoader(shards=path, global_batch_size=2, on_error="skip", world=_world())
+    loader = DataLoader(shards=path, global_batch_size=2, on_error="skip", world=stub_world())
     with pytest.warns(UserWarning, match="left out 2"):
         batches = list(loader)
     assert [batch.tolist() for batch in batches] == [[], [3, 4]]
@@ -186,7 +180,7 @@ def test_files_that_change_are_noticed_before_they_kill(tmp_path: Path, change: 
     """Reading a mapping behind the file's end would be SIGBUS."""
     paths, _ = _fixed(tmp_path, 10, 3000)
     records = Records(paths, record_bytes=12)
-    loader = DataLoader(records, 8, world=_world())
+    loader = DataLoader(records, 8, world=stub_world())
     next(batches := iter(loader))
     if change == "shorter":
         os.truncate(paths[1], 7000)
@@ -226,11 +220,11 @@ def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], told: str) -> 
 
 def test_dataset_and_shards_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="dataset and shards exclude each other"):
-        DataLoader(range(3), 2, shards="x.jsonl", world=_world())
+        DataLoader(range(3), 2, shards="x.jsonl", world=stub_world())
     with pytest.raises(ConfigurationError, match=r"DataLoader: shards: x.jsonl is not there"):
-        DataLoader(shards="x.jsonl", global_batch_size=2, world=_world())
+        DataLoader(shards="x.jsonl", global_batch_size=2, world=stub_world())
     with pytest.raises(ConfigurationError, match="on_error='maybe'"):
-        DataLoader(range(3), 2, on_error="maybe", world=_world())
+        DataLoader(range(3), 2, on_error="maybe", world=stub_world())
 
 
 # ---------------------------------------------------------------------- tokens
@@ -250,7 +244,7 @@ def test_windows_of_a_file_and_of_a_tensor(tmp_path: Path, dtype: torch.dtype) -
         assert torch.equal(x, numbers[10 * window : 10 * window + 10])
         assert torch.equal(y, numbers[10 * window + 1 : 10 * window + 11])
         assert all(map(torch.equal, held[window], (x, y)))
-    x, y = next(iter(DataLoader(from_file, 100, world=_world())))
+    x, y = next(iter(DataLoader(from_file, 100, world=stub_world())))
     assert torch.equal(x.flatten(), numbers[:1000])
     assert torch.equal(y.flatten(), numbers[1:1001])
     assert len(TokenDataset(numbers, 10, stride=3)) == 331

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+from collections import deque
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
@@ -12,18 +15,16 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import evenstep
 from evenstep import DataLoader, World
-from evenstep.errors import ConfigurationError
+from evenstep.data.order import batch_plan
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica.batches import input_watchers
+from tests.stub_worlds import stub_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
-
-
-def _world(rank: int = 0, world_size: int = 1) -> World:
-    world = World.alone(device="cpu")
-    world.rank, world.world_size = rank, world_size
-    world.exchange = lambda value: [value] * world_size
-    return world
 
 
 def _optimizer() -> torch.optim.Optimizer:
@@ -34,7 +35,8 @@ def _optimizer() -> torch.optim.Optimizer:
 
 def _loaders(size: int, world_size: int, **arguments: Any) -> list[DataLoader]:
     return [
-        DataLoader(range(size), collate_fn=list, world=_world(r, world_size), **arguments) for r in range(world_size)
+        DataLoader(range(size), collate_fn=list, world=stub_world(r, world_size), **arguments)
+        for r in range(world_size)
     ]
 
 
@@ -215,6 +217,102 @@ def test_samples_left_of_an_accumulation_come_again() -> None:
     assert (loader.state_dict()["epoch"], loader.position) == (1, 0)
 
 
+# ---------------------------------------------------------------------- consumers that read ahead
+
+
+def _read_ahead(loader: DataLoader, num_ahead: int) -> Iterator[Any]:
+    """The loader's batches, each handed on when so many more have been read."""
+    batches, read = iter(loader), []
+    for batch in batches:
+        read.append(batch)
+        if len(read) > num_ahead:
+            yield read.pop(0)
+    yield from read
+
+
+def _numbers_of_two_columns(size: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(2 * size)).reshape(size, 2))
+
+
+@pytest.mark.parametrize("given", ["the tensor", "a view", "a named argument"])
+@pytest.mark.parametrize("num_steppings", [1, 2])
+def test_a_step_counts_the_batches_that_the_model_was_given(given: str, num_steppings: int, fresh_seed: int) -> None:
+    """Behind consumers that read ahead and accumulate; some loops step two optimizers for each batch."""
+    draw = random.Random(fresh_seed)
+    num_ahead, num_accumulated = draw.randint(0, 3), draw.randint(1, 3)
+    num_batches = num_accumulated * draw.randint(2, 5) + draw.randint(0, num_accumulated - 1)
+    world = stub_world()
+    loader = DataLoader(_numbers_of_two_columns(4 * num_batches), 4, world=world)
+    model = evenstep.DistributedDataParallel(nn.Linear(2, 1), world=world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for epoch in loader.epochs(2):
+            for num_used, (x,) in enumerate(_read_ahead(loader, num_ahead), 1):
+                is_last = num_used % num_accumulated == 0
+                with contextlib.nullcontext() if is_last else model.no_sync():
+                    rows = x[:, :] if given == "a view" else x
+                    out = model(input=rows) if given == "a named argument" else model(rows)
+                    model.backward(out.mean())
+                for _ in range(num_steppings if is_last else 0):
+                    optimizer.step()
+                    expected = (epoch, 4 * num_used) if num_used < num_batches else (epoch + 1, 0)
+                    state = loader.state_dict()
+                    if num_used < num_batches or num_ahead > 0:
+                        assert (state["epoch"], state["position"]) == expected, (num_ahead, num_accumulated)
+            if num_batches % num_accumulated:
+                optimizer.step()
+            assert loader.state_dict()["epoch"] == epoch + 1
+        assert not input_watchers, "the model's short way is free again"
+    finally:
+        world.close()
+
+
+def test_a_consumer_that_reads_ahead_and_gives_the_model_copies_is_warned_of() -> None:
+    world = stub_world()
+    loader = DataLoader(_numbers_of_two_columns(24), 4, world=world)
+    model = evenstep.DistributedDataParallel(nn.Linear(2, 1), world=world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(num_ahead: int, num_looked_at: int, num_accumulated: int) -> None:
+        batches = _read_ahead(loader, num_ahead)
+        for _ in range(num_looked_at):
+            next(batches)
+        for number, (x,) in enumerate(batches, 1):
+            model.backward(model(x / 255).mean())
+            if number % num_accumulated == 0:
+                optimizer.step()
+        if number % num_accumulated:
+            optimizer.step()
+
+    try:
+        train(0, 0, 1)
+        train(0, 1, 1)
+        train(0, 0, 4)
+        with pytest.warns(UserWarning, match="reads batches ahead .*convert them in collate_fn"):
+            train(1, 0, 1)
+    finally:
+        world.close()
+
+
+def test_training_on_two_iterations_at_once_is_warned_of() -> None:
+    (loader,) = _loaders(24, 1, global_batch_size=4, shuffle=True)
+    (reference,) = _loaders(24, 1, global_batch_size=4, shuffle=True)
+    expected = list(zip(list(reference), list(reference), strict=True))
+    assert list(zip(loader, loader, strict=True)) == expected, "nothing trains, so the position doesn't matter"
+    optimizer = _optimizer()
+    with pytest.warns(UserWarning, match="an iteration goes on after a newer one of the same loader began"):
+        deque((optimizer.step() for _ in zip(loader, loader, strict=True)), maxlen=0)
+
+
+def test_persistent_workers_serve_one_iteration_at_a_time() -> None:
+    (loader,) = _loaders(24, 1, global_batch_size=4, num_workers=1, persistent_workers=True)
+    older, newer = iter(loader), iter(loader)
+    next(older)
+    assert len(list(newer)) == 6
+    with pytest.raises(UsageError, match="persistent workers serve one at a time"):
+        next(older)
+
+
 def test_without_an_optimizer_epochs_count_and_commit_counts_batches() -> None:
     (loader,) = _loaders(12, 1, global_batch_size=4)
     for _ in loader:
@@ -268,11 +366,30 @@ def test_a_state_of_other_data_is_refused(change: dict[str, Any], told: str) -> 
     assert other.epoch == 0
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"global_batch_size": 4, "shuffle": True, "locality": 4},
+        {"max_tokens": 50, "lengths": torch.arange(1, 41)},
+        {"global_batch_size": 4, "sampler": evenstep.WeightedSampler(range(1, 41), 30, 1, 0)},
+    ],
+)
+def test_the_words_of_a_message_are_not_what_a_state_depends_on(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text may be improved, and yesterday's checkpoints go on."""
+    (loader,) = _loaders(40, 1, **arguments)
+    state = loader.state_dict()
+    assert all(name.isidentifier() for name in state["data"]), state["data"]
+    monkeypatch.setattr(batch_plan, "_WORDS", dict.fromkeys(batch_plan._WORDS, "in other words"))
+    loader.load_state_dict(state)
+
+
 def test_a_state_of_the_order_before_this_one_is_refused() -> None:
     loader = DataLoader(range(100), 10, shuffle=True, locality=(8, 2), world=World.alone(device="cpu"))
     state = loader.state_dict()
     loader.load_state_dict(state)
-    del state["data"]["the version of locality's order"]
+    del state["data"]["locality_version"]
     with pytest.raises(ConfigurationError, match="the version of locality's order was None and is 2"):
         loader.load_state_dict(state)
 

@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 
 import evenstep
 from evenstep import DistributedSampler
-from evenstep.data.order import EpochOrder
+from evenstep.data.order.permutation import EpochOrder
 from evenstep.errors import ConfigurationError, UsageError
 
 sizes = st.integers(0, 200)
@@ -162,7 +162,7 @@ def test_a_data_set_that_changed_its_length(size: int) -> None:
 def test_states_of_other_samplers_are_refused() -> None:
     state = DistributedSampler(range(20), 2, 0).state_dict()
     for other in (DistributedSampler(range(21), 2, 0), DistributedSampler(range(20), 2, 0, seed=1)):
-        with pytest.raises(ConfigurationError, match="can't be told from those that were seen"):
+        with pytest.raises(ConfigurationError, match="can't be distinguished from those that were seen"):
             other.load_state_dict(state)
 
 

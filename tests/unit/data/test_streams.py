@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from evenstep import DataLoader, World
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep import DataLoader
+from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from tests.stub_worlds import stub_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core
-
-
-def _world(rank: int = 0, world_size: int = 1) -> World:
-    world = World.alone(device="cpu")
-    world.rank, world.world_size = rank, world_size
-    world.exchange = lambda value: [value] * world_size
-    return world
 
 
 class Numbers(IterableDataset[int]):
@@ -67,7 +63,7 @@ class Sharded(Numbers):
 def _epoch(dataset: Any, world_size: int, batch: int = 8, state: Any = None, **arguments: Any) -> list[list[int]]:
     """Global batches; every rank must make the same steps."""
     loaders = [
-        DataLoader(dataset, batch, collate_fn=torch.tensor, world=_world(rank, world_size), **arguments)
+        DataLoader(dataset, batch, collate_fn=torch.tensor, world=stub_world(rank, world_size), **arguments)
         for rank in range(world_size)
     ]
     for loader in loaders if state is not None else []:
@@ -77,7 +73,13 @@ def _epoch(dataset: Any, world_size: int, batch: int = 8, state: Any = None, **a
 
 @pytest.mark.parametrize(
     ("dataset", "count", "num_workers"),
-    [(Numbers, 0, 0), (Numbers, 1, 0), (Numbers, 16, 0), (Numbers, 21, 0), (Numbers, 0, 1), (DividesItself, 21, 2)],
+    [
+        (Numbers, 21, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.extended)
+            for case in [(Numbers, 0, 0), (Numbers, 1, 0), (Numbers, 16, 0), (Numbers, 0, 1), (DividesItself, 21, 2)]
+        ),
+    ],
 )
 def test_global_batches_are_those_of_one_process(dataset: type[Numbers], count: int, num_workers: int) -> None:
     expected = [list(range(first, min(first + 8, count))) for first in range(0, count, 8)]
@@ -89,7 +91,9 @@ def test_global_batches_are_those_of_one_process(dataset: type[Numbers], count: 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_epochs_tell_the_data_set_and_begin_anew(persistent: bool) -> None:
-    loader = DataLoader(Numbers(5), 2, collate_fn=list, num_workers=1, persistent_workers=persistent, world=_world())
+    loader = DataLoader(
+        Numbers(5), 2, collate_fn=list, num_workers=1, persistent_workers=persistent, world=stub_world()
+    )
     for epoch in loader.epochs(2):
         for _ in range(2):
             assert list(loader) == [[100 * epoch + i for i in part] for part in ([0, 1], [2, 3], [4])]
@@ -97,7 +101,7 @@ def test_epochs_tell_the_data_set_and_begin_anew(persistent: bool) -> None:
 
 
 def test_a_stream_resumes_on_other_ranks_and_workers() -> None:
-    loader = DataLoader(Numbers(40), 6, collate_fn=list, world=_world())
+    loader = DataLoader(Numbers(40), 6, collate_fn=list, world=stub_world())
     for step, _ in enumerate(loader):
         loader.commit()
         if step == 2:
@@ -111,7 +115,7 @@ def test_a_stream_resumes_on_other_ranks_and_workers() -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_shards_are_divided_where_there_are_enough(num_workers: int) -> None:
-    loader = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=_world())
+    loader = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=stub_world())
     batches = list(loader)
     assert sorted(chain.from_iterable(batches)) == sorted(Sharded())
     assert all(len({number // 10 % 2 for number in batch}) == 1 for batch in batches), "each worker its own shards"
@@ -119,28 +123,30 @@ def test_shards_are_divided_where_there_are_enough(num_workers: int) -> None:
         len(loader)
     with pytest.raises(UsageError, match="no order that could be restored"):
         loader.gather(torch.zeros(28))
-    loader = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=_world())
+    loader = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=stub_world())
     for step, _ in enumerate(loader):
         loader.commit()
         if step == 2:
             break
-    resumed = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=_world())
+    resumed = DataLoader(Sharded(), 4, collate_fn=list, num_workers=2, world=stub_world())
     resumed.load_state_dict(loader.state_dict())
     assert list(resumed) == batches[3:]
-    other = DataLoader(Sharded(), 4, collate_fn=list, num_workers=num_workers, world=_world())
+    other = DataLoader(Sharded(), 4, collate_fn=list, num_workers=num_workers, world=stub_world())
     with pytest.raises(ConfigurationError, match="the number of ranks times workers was 2 and is"):
         other.load_state_dict(loader.state_dict())
 
 
 def test_shards_have_no_last_batch_that_could_be_dropped() -> None:
     with pytest.raises(ConfigurationError, match="drop_last=True: Sharded is a stream that is divided by shards"):
-        DataLoader(Sharded(), 4, num_workers=2, drop_last=True, world=_world())
-    by_record = DataLoader(Sharded(), 8, collate_fn=list, drop_last=True, world=_world())  # one part: nothing to divide
+        DataLoader(Sharded(), 4, num_workers=2, drop_last=True, world=stub_world())
+    by_record = DataLoader(
+        Sharded(), 8, collate_fn=list, drop_last=True, world=stub_world()
+    )  # one part: nothing to divide
     assert [len(batch) for batch in by_record] == [8, 8, 8]
 
 
 def test_gathered_rows_have_the_stream_s_order() -> None:
-    loader = DataLoader(Numbers(10), 4, world=_world())
+    loader = DataLoader(Numbers(10), 4, world=stub_world())
     rows = torch.cat(list(loader))
     assert torch.equal(loader.gather(rows), torch.arange(10))
 
@@ -150,9 +156,9 @@ def test_length_and_repr() -> None:
         def __len__(self) -> int:
             return self.count
 
-    assert len(DataLoader(WithLength(10), 4, world=_world())) == 3
-    assert len(DataLoader(WithLength(10), 4, drop_last=True, world=_world())) == 2
-    loader = DataLoader(Numbers(10), 4, world=_world())
+    assert len(DataLoader(WithLength(10), 4, world=stub_world())) == 3
+    assert len(DataLoader(WithLength(10), 4, drop_last=True, world=stub_world())) == 2
+    loader = DataLoader(Numbers(10), 4, world=stub_world())
     with pytest.raises(TypeError):
         len(loader)
     assert "a stream in global batches of 4" in repr(loader)
@@ -162,6 +168,116 @@ def test_length_and_repr() -> None:
 @pytest.mark.parametrize("name", ["shuffle", "sample_seed", "locality", "max_tokens"])
 def test_what_a_stream_cannot_have(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} doesn't go with Numbers, an IterableDataset"):
-        DataLoader(Numbers(3), 2, world=_world(), **{name: True})
+        DataLoader(Numbers(3), 2, world=stub_world(), **{name: True})
     with pytest.raises(ConfigurationError, match="on_error doesn't go with"):
-        DataLoader(Numbers(3), 2, on_error="skip", world=_world())
+        DataLoader(Numbers(3), 2, on_error="skip", world=stub_world())
+
+
+# ---------------------------------------------------------------------- streams that shuffle themselves
+
+
+def _by_torch(numbers: list[int]) -> None:
+    numbers[:] = [numbers[i] for i in torch.randperm(len(numbers))]
+
+
+class Shuffled(IterableDataset[int]):
+    """0, 1, 2, ..., in an order that it draws, and draws again after each record."""
+
+    def __init__(self, count: int, shuffle: Callable[[list[int]], object]) -> None:
+        self.count, self.shuffle = count, shuffle
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(self.count))
+        while left:
+            self.shuffle(left)
+            yield left.pop()
+
+
+@pytest.mark.parametrize(
+    "shuffle",
+    [random.shuffle, *(pytest.param(each, marks=pytest.mark.extended) for each in (np.random.shuffle, _by_torch))],
+)
+def test_a_shuffle_is_keyed_by_seed_and_epoch(shuffle: Callable[[list[int]], object], fresh_seed: int) -> None:
+    """Ranks are loaders of one process here, which draw in turns: their streams don't mix, nor with the loop's."""
+    count = 20 + fresh_seed % 20
+    orders = []
+    for seed, epoch in ((1, 0), (1, 1), (2, 0)):
+        state = DataLoader(Shuffled(count, shuffle), 8, seed=seed, world=stub_world()).state_dict() | {"epoch": epoch}
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        expected = _epoch(Shuffled(count, shuffle), 1, state=state, seed=seed)
+        drawn = random.random(), np.random.random(), torch.rand(1).item()
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        assert drawn == (random.random(), np.random.random(), torch.rand(1).item())
+        assert sorted(chain.from_iterable(expected)) == list(range(count))
+        for world_size, num_workers in ((3, 0), (1, 2)):
+            assert (
+                _epoch(Shuffled(count, shuffle), world_size, state=state, seed=seed, num_workers=num_workers)
+                == expected
+            )
+        later = _epoch(Shuffled(count, shuffle), 2, state=state | {"position": 16}, seed=seed)
+        assert later == expected[2:]
+        orders.append(expected)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    with pytest.raises(ConfigurationError, match="seed was 2 and is 0"):
+        _epoch(Shuffled(count, shuffle), 1, state=state)
+
+
+class ShuffledShards(Sharded):
+    """Divides the order of shards that it draws when it is iterated; then draws a number for each record."""
+
+    num_shards = 8
+
+    def __init__(self, num_parts: int = 1, index: int = 0) -> None:
+        self.num_parts, self.index, self.epoch = num_parts, index, 0
+
+    def shard(self, *, num_shards: int, index: int) -> ShuffledShards:
+        return ShuffledShards(num_shards, index)
+
+    def __iter__(self) -> Iterator[Any]:
+        shards = list(range(8))
+        random.shuffle(shards)
+        for shard in shards[self.index :: self.num_parts]:
+            for number in range(4):
+                yield 10 * shard + number, random.random()
+
+
+def test_parts_divide_one_order_of_shards_and_draw_otherwise_inside() -> None:
+    epochs = []
+    loader = DataLoader(ShuffledShards(), 4, collate_fn=list, num_workers=2, world=stub_world())
+    for _ in loader.epochs(2):
+        records = list(chain.from_iterable(loader))
+        assert sorted(number for number, _ in records) == [10 * shard + i for shard in range(8) for i in range(4)]
+        assert len({drawn for _, drawn in records}) >= len(records) - 1, "the first record of each part is drawn alike"
+        epochs.append(records)
+    assert epochs[0] != epochs[1]
+
+
+def test_workers_that_run_through_different_streams_are_an_error() -> None:
+    unseeded = Shuffled(40, lambda numbers: np.random.default_rng().shuffle(numbers))
+    loader = DataLoader(unseeded, 8, num_workers=2, world=stub_world())
+    with pytest.raises(MismatchError, match="In epoch 0, step 1, the workers of rank 0 are given different records"):
+        list(loader)
+    loader = DataLoader(unseeded, 8, num_workers=1, world=stub_world())
+    assert sorted(torch.cat(list(loader)).tolist()) == list(range(40)), "one process alone may draw as it likes"
+
+
+def test_a_resumed_stream_compares_workers_from_its_first_step_on() -> None:
+    class Sometimes(Numbers):
+        """Another record in the fourth step, in every process."""
+
+        def __iter__(self) -> Iterator[int]:
+            numbers = list(range(self.count))
+            numbers[27] = random.SystemRandom().randrange(1 << 60)
+            return iter(numbers)
+
+    loader = DataLoader(Sometimes(64), 8, num_workers=2, world=stub_world())
+    with pytest.raises(MismatchError, match="step 4, the workers of rank 0"):
+        list(loader)
+    for position, has_passed in ((24, False), (32, True)):
+        resumed = DataLoader(Sometimes(64), 8, num_workers=2, world=stub_world())
+        resumed.load_state_dict(loader.state_dict() | {"position": position})
+        if has_passed:
+            assert len(list(resumed)) == 4
+        else:
+            with pytest.raises(MismatchError, match="step 4, the workers of rank 0"):
+                list(resumed)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from evenstep import environment
-from evenstep.environment import Placement, detect, placement_from_hosts, rank_variables
+from evenstep.environment import Placement, detect, placement_from_nodes, rank_variables
 from evenstep.errors import ConfigurationError
 
 TORCHRUN = {
@@ -47,7 +47,7 @@ def test_detect(variables: dict[str, str], expected: Placement) -> None:
     [
         ({"RANK": None}, "RANK is not"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE is not"),
-        ({"LOCAL_RANK": None}, "rank of a host"),
+        ({"LOCAL_RANK": None}, "rank of a node"),
         ({"RANK": "x"}, "RANK='x' is not a whole number"),
         ({"RANK": "4"}, "RANK and WORLD_SIZE are inconsistent: 4 of 4"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK and LOCAL_WORLD_SIZE are inconsistent"),
@@ -84,14 +84,16 @@ def test_ranks_of_several_hosts_meet_over_the_network() -> None:
     assert "GLOO_SOCKET_IFNAME" not in variables
 
 
-def test_placement_from_hosts_that_alternate() -> None:
-    placement = placement_from_hosts(["b", "a", "b", "a"], rank=3)
+def test_placement_from_nodes_that_alternate() -> None:
+    placement = placement_from_nodes(["b", "a", "b", "a"], rank=3)
     assert (placement.local_rank, placement.local_world_size, placement.node_rank, placement.num_nodes) == (1, 2, 1, 2)
 
 
 def test_announcement_counts_in_plain_words() -> None:
     line = environment.announcement(world_size=2, num_nodes=1, device="cpu", num_threads=1, transport="gloo")
-    assert line == "evenstep: 2 ranks on 1 host, cpu, 1 thread per rank, gloo"
+    assert line == "evenstep: 2 ranks on 1 node, cpu, 1 thread per rank, gloo"
+    line = environment.announcement(world_size=6, num_nodes=3, device="cuda", num_threads=4, fewest_nodes=2)
+    assert line == "evenstep: 2 ranks on each of 2 to 3 nodes, cuda, 4 threads per rank"
 
 
 def test_exported_restores_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from evenstep.environment.hosts import (
     hosts_of_node_file,
 )
 from evenstep.errors import ConfigurationError
-from tests.unit import recorded_environments as recorded
+from tests.unit.environment import recorded_environments as recorded
 
 # rank, world_size, local_rank, local_world_size, node_rank, num_nodes, launcher, where rank 0 is found
 TABLE: dict[str, tuple[dict[str, str], dict[str, Sequence[str]], tuple[object, ...]]] = {
@@ -56,7 +56,7 @@ TABLE: dict[str, tuple[dict[str, str], dict[str, Sequence[str]], tuple[object, .
         (0, 1, 0, 1, 0, 1, "none", None),
     ),
     "torchrun": (recorded.TORCHRUN, {}, (3, 4, 1, 2, 1, 2, "torchrun", None)),
-    "torchrun, a task per host": (
+    "torchrun, a task per node": (
         recorded.SRUN_ON_THREE_HOSTS | recorded.TORCHRUN | {"MASTER_ADDR": "gpu07", "MASTER_PORT": "29400"},
         {},
         (3, 4, 1, 2, 1, 2, "torchrun", "gpu07"),
@@ -123,7 +123,7 @@ def test_the_port_is_the_same_in_every_process_and_version() -> None:
     ("variables", "says"),
     [
         (recorded.SBATCH_BODY, "inside Slurm job 2 (2 tasks), but not started by srun"),
-        ({"PBS_JOBID": "77.pbs"}, "inside PBS job 77.pbs (4 slots on 2 hosts), but not started by mpiexec"),
+        ({"PBS_JOBID": "77.pbs"}, "inside PBS job 77.pbs (4 slots on 2 nodes), but not started by mpiexec"),
     ],
 )
 def test_a_job_script_without_a_launcher_is_one_process_and_says_so(variables: dict[str, str], says: str) -> None:
@@ -157,9 +157,9 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
         (without(recorded.PALS, "PMI_SIZE"), "PALS.*PMI_SIZE is not set"),
         (recorded.SRUN | {"SLURM_PROCID": "2"}, "SLURM_PROCID=2, SLURM_STEP_NUM_TASKS=2.*contradict"),
         (recorded.SRUN | {"SLURM_STEP_NODELIST": "node[0"}, "srun: .*brackets don't match"),
-        (recorded.KUBEFLOW, r"RANK=1, WORLD_SIZE=2 are set without LOCAL_RANK, .*rank of a host.*Kubeflow"),
-        (without(recorded.KUBEFLOW, "RANK", "WORLD_SIZE"), "PET_NNODES=2.*one of 2 hosts.*`evenstep run`"),
-        ({"PET_NNODES": "1:3"}, "one of 3 hosts"),
+        (recorded.KUBEFLOW, r"RANK=1, WORLD_SIZE=2 are set without LOCAL_RANK, .*rank of a node.*Kubeflow"),
+        (without(recorded.KUBEFLOW, "RANK", "WORLD_SIZE"), "PET_NNODES=2.*one of 2 nodes.*`evenstep run`"),
+        ({"PET_NNODES": "1:3"}, "one of 3 nodes"),
         (
             recorded.SRUN | {"RANK": "0", "WORLD_SIZE": "1"},
             "RANK=0, WORLD_SIZE=1 contradict srun's own .*SLURM_PROCID=1",

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
-from evenstep.health.blame import CrashReport, Exit, choose_culprit, is_consequence, read_reports, write_report
+from evenstep.health.first_failure import (
+    CrashReport,
+    Exit,
+    choose_root_cause,
+    is_consequence,
+    read_reports,
+    write_report,
+)
 
 
 def report(rank: int, time_ns: int, *, is_consequence: bool = False) -> CrashReport:
@@ -17,28 +24,28 @@ def ended(rank: int, exit_code: int, *, stopped: bool = False) -> Exit:
 
 
 @pytest.mark.parametrize(
-    ("exits", "reports", "culprit"),
+    ("exits", "reports", "root_cause"),
     [
         ([ended(0, 0), ended(1, 0)], [], None),
         # One raised, the other noticed.
         ([ended(0, 1), ended(1, 1)], [report(0, 9, is_consequence=True), report(1, 5)], 1),
-        # The witness was quicker to write than the culprit: what it says still gives it away.
+        # The secondary failure was quicker to write than the root cause: what it says still gives it away.
         ([ended(0, 1), ended(1, 1)], [report(0, 4, is_consequence=True), report(1, 5)], 1),
         # Both have a cause of their own: the earlier.
         ([ended(0, 1), ended(1, 1)], [report(0, 6), report(1, 5)], 1),
-        # Killed ranks tell nothing; the witness does.
+        # Killed ranks tell nothing; the secondary failure does.
         ([ended(0, 1), ended(1, -9)], [report(0, 5, is_consequence=True)], 1),
         ([ended(0, 1), ended(1, 3)], [report(0, 5, is_consequence=True)], 1),
         ([ended(0, 3), ended(1, -9), ended(2, 1)], [report(2, 5, is_consequence=True)], 1),
-        # Stopped by the launcher: no culprit, whatever its signal.
+        # Stopped by the launcher: no root cause, whatever its signal.
         ([ended(0, -15, stopped=True), ended(1, 3)], [], 1),
         # Everybody only lost somebody: the first to notice.
         ([ended(0, 1), ended(1, 1)], [report(0, 8, is_consequence=True), report(1, 5, is_consequence=True)], 1),
     ],
 )
-def test_choose_culprit(exits: list[Exit], reports: list[CrashReport], culprit: int | None) -> None:
-    chosen = choose_culprit(exits, reports)
-    assert (chosen.rank if chosen is not None else None) == culprit
+def test_choose_root_cause(exits: list[Exit], reports: list[CrashReport], root_cause: int | None) -> None:
+    chosen = choose_root_cause(exits, reports)
+    assert (chosen.rank if chosen is not None else None) == root_cause
 
 
 def caused_by(cause: BaseException) -> BaseException:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.cli import main
+from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.jobs import KINDS, Job
+from evenstep.jobs.scripts import KINDS, Job
 
 BIG = Job(
     ("train.py", "--name", "it's; rm -rf $HOME"),

@@ -1,82 +1,15 @@
-"""The progress page, and what the launcher concludes from looking at ranks."""
+"""Ranks seen from outside: suspended ones are reported, and given up after a while."""
 
 from __future__ import annotations
 
-import gc
 import os
-import subprocess
-import sys
-import time
-from collections import OrderedDict
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-import torch
-
-from evenstep.health import page, steps
-from evenstep.health.page import Phase, Seen, read_page
-from evenstep.launcher.watch import Observation, StopWatch, count_memory_kills, observe
+from evenstep.health.heartbeat import Heartbeat, Phase
+from evenstep.launcher.failure.detection import Observation, StopWatch, count_memory_kills, observe
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
-    path = page.page_file(tmp_path, 3, 0)
-    page.open_page(path)
-    yield path
-    page.close_page()
-
-
-def test_what_is_marked_is_read(path: Path) -> None:
-    before = time.monotonic_ns()
-    page.mark(Phase.FORWARD, step=7)
-    page.mark_collective(418, bucket=2)
-    page.mark_waiting(True)
-    seen = read_page(path)
-    assert seen is not None
-    assert (seen.pid, seen.phase, seen.step, seen.collective) == (os.getpid(), Phase.FORWARD, 7, 418)
-    assert (seen.is_waiting, seen.bucket) == (True, 2)
-    assert before <= seen.time_ns <= time.monotonic_ns()
-    assert str(seen) == "in forward, step 7, collective 418"
-    page.mark(Phase.BACKWARD)
-    page.mark_waiting(False)
-    page.mark_collective(419)
-    later = read_page(path)
-    assert later is not None
-    assert (later.phase, later.step, later.is_waiting, later.bucket) == (Phase.BACKWARD, 7, False, None)
-    assert not later.is_done
-    page.mark_done()
-    assert (at_the_end := read_page(path)) is not None
-    assert at_the_end.is_done
-
-
-def test_without_a_page_marking_does_nothing(tmp_path: Path) -> None:
-    page.mark(Phase.FORWARD, step=1)
-    page.mark_collective(1)
-    page.mark_waiting(True)
-    assert read_page(tmp_path / "none") is None
-    page.close_page()
-
-
-def test_a_page_outlives_its_rank_and_is_private(tmp_path: Path) -> None:
-    path = tmp_path / "page"
-    code = f"from evenstep.health import page; import os; page.open_page(__import__('pathlib').Path({str(path)!r}))"
-    ending = "; page.mark(page.Phase.OPTIMIZER, step=5); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", code + ending], check=False)
-    seen = read_page(path)
-    assert seen is not None
-    assert (seen.phase, seen.step) == (Phase.OPTIMIZER, 5)
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize("data", [b"", b"x" * 64, bytes(64), b"short"])
-def test_what_is_no_page_is_none(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "page").write_bytes(data)
-    assert read_page(tmp_path / "page") is None
-
-
-def seen(step: int = 7) -> Seen:
-    return Seen(pid=11, phase=Phase.BACKWARD, step=step, collective=5, is_waiting=False, time_ns=1)
+def seen(step: int = 7) -> Heartbeat:
+    return Heartbeat(pid=11, phase=Phase.BACKWARD, step=step, collective=5, is_waiting=False, time_ns=1)
 
 
 def test_a_stopped_rank_is_told_of_once_and_given_up_after_the_grace() -> None:
@@ -127,24 +60,3 @@ def test_observing_this_process() -> None:
     assert own.resident_bytes > 1 << 20
     assert observe(1 << 22) == Observation(1 << 22, "", 0)
     assert count_memory_kills() is None or count_memory_kills() >= 0  # type: ignore[operator]
-
-
-def test_the_busiest_optimizer_that_is_left_counts(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
-        monkeypatch.setattr(sys.modules["torch.optim.optimizer"], name, OrderedDict())
-    monkeypatch.setattr(steps, "_is_counting", False)
-    steps.count_optimizer_steps()
-    steps.count_optimizer_steps()
-    busy, idle = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
-    for _ in range(5):
-        busy.step()
-    idle.step()
-    seen = read_page(path)
-    assert seen is not None
-    assert (seen.phase, seen.step) == (Phase.BETWEEN_STEPS, 5)
-    del busy
-    gc.collect()
-    idle.step()
-    seen = read_page(path)
-    assert seen is not None
-    assert seen.step == 2

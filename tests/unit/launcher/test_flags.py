@@ -7,8 +7,15 @@ import pytest
 from torch.distributed.run import config_from_args
 
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.options import behind_the_script, fixed_port, for_workers, make_parser, num_nodes, on_one_host
-from evenstep.launcher.options import parse as parse_line
+from evenstep.launcher.options.flags import (
+    behind_the_script,
+    fixed_port,
+    for_workers,
+    make_parser,
+    num_nodes,
+    on_one_host,
+)
+from evenstep.launcher.options.flags import parse as parse_line
 
 
 def parse(*arguments: str) -> Namespace:

@@ -9,8 +9,8 @@ import warnings
 
 import pytest
 
-from evenstep.health.log_lines import StampedLines, stamp
-from evenstep.health.quiet import quieten
+from evenstep.console import quieten
+from evenstep.launcher.spawn.log_lines import StampedLines, stamp
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} rank 3 step 0 \| "
 

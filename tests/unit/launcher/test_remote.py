@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from evenstep.errors import ConfigurationError, RankFailedError
-from evenstep.launcher.remote import pack_call, pack_exception, pack_result, unpack_call
+from evenstep.launcher.pool.remote import pack_call, pack_exception, pack_result, unpack_call
 
 
 class TwoArguments(Exception):

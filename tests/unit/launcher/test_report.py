@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.health.blame import CrashReport, Exit, read_reports, write_report
-from evenstep.health.page import Phase, Seen
-from evenstep.launcher.account import Failure, describe_ranks, judge, status_of, tell
-from evenstep.launcher.other_hosts import Elsewhere
-from evenstep.launcher.verdict import StopPolicy, describe_exit, exit_status, is_evident
-from evenstep.launcher.watch import Hang
+from evenstep.health.first_failure import CrashReport, Exit, read_reports, write_report
+from evenstep.health.heartbeat import Heartbeat, Phase
+from evenstep.launcher.failure.detection import Hang
+from evenstep.launcher.failure.policy import StopPolicy, describe_exit, exit_status, is_evident
+from evenstep.launcher.failure.report import Failure, RemoteFailure, describe_failure, describe_ranks, judge, status_of
 
 TRACEBACK = "Traceback (most recent call last):\n  File ...\nValueError: boom\nand more"
 GENUINE = CrashReport(1, 101, 5, False, 1, "ValueError: boom\nand more", TRACEBACK)
@@ -21,7 +20,7 @@ MISTAKE = CrashReport(1, 101, 5, False, 78, "ConfigurationError: bad", "Configur
 def test_the_traceback_comes_first_and_the_verdict_last() -> None:
     failure = judge([Exit(0, 100, 76), Exit(1, 101, 1)], [WITNESS, GENUINE], attempt=0)
     assert failure is not None
-    text = tell(failure, other_logs=Path("/logs"))
+    text = describe_failure(failure, other_logs=Path("/logs"))
     assert text.splitlines()[0] == "evenstep: output of the other ranks: /logs"
     assert text.count("Traceback") == 1
     assert text.splitlines()[-1] == "evenstep: rank 1 (pid 101) failed: ValueError: boom"
@@ -30,7 +29,9 @@ def test_the_traceback_comes_first_and_the_verdict_last() -> None:
 def test_a_users_mistake_is_said_once_and_without_traceback() -> None:
     failure = judge([Exit(1, 101, 78)], [MISTAKE], attempt=0)
     assert failure is not None
-    assert tell(failure) == "evenstep: rank 1 (pid 101) failed: ConfigurationError: bad\n  at train.py, line 3"
+    assert (
+        describe_failure(failure) == "evenstep: rank 1 (pid 101) failed: ConfigurationError: bad\n  at train.py, line 3"
+    )
 
 
 def test_a_syntax_error_has_no_traceback_and_still_its_lines() -> None:
@@ -38,7 +39,7 @@ def test_a_syntax_error_has_no_traceback_and_still_its_lines() -> None:
     report = CrashReport(0, 100, 5, False, 1, "SyntaxError: never closed (train.py, line 1)", shown)
     failure = judge([Exit(0, 100, 1)], [report], attempt=0)
     assert failure is not None
-    assert tell(failure).splitlines() == [
+    assert describe_failure(failure).splitlines() == [
         *shown.splitlines(),
         "evenstep: rank 0 (pid 100) failed: SyntaxError: never closed (train.py, line 1)",
     ]
@@ -47,17 +48,17 @@ def test_a_syntax_error_has_no_traceback_and_still_its_lines() -> None:
 def test_who_died_without_a_word_leaves_the_end_of_its_log() -> None:
     failure = judge([Exit(0, 100, 76), Exit(1, 101, -11)], [WITNESS], attempt=0)
     assert failure is not None
-    assert tell(failure, log="/logs/rank-1.log", log_tail="Fatal Python error").splitlines() == [
+    assert describe_failure(failure, log="/logs/rank-1.log", log_tail="Fatal Python error").splitlines() == [
         "evenstep: the last lines of rank 1 (/logs/rank-1.log):",
         "Fatal Python error",
         "evenstep: rank 1 (pid 101) was killed by SIGSEGV",
     ]
 
 
-def told(exits: list[Exit], reports: list[CrashReport], *, num_hosts: int = 1) -> list[str]:
+def told(exits: list[Exit], reports: list[CrashReport], *, num_nodes: int = 1) -> list[str]:
     failure = judge(exits, reports, attempt=0)
     assert failure is not None
-    return tell(failure, num_hosts=num_hosts).splitlines()
+    return describe_failure(failure, num_nodes=num_nodes).splitlines()
 
 
 def waited(rank: int, missing: str) -> CrashReport:
@@ -115,7 +116,7 @@ def test_who_came_too_late_did_not_wait_for_the_one_that_had_given_up() -> None:
     late = CrashReport(1, 101, 5, True, 76, "PeerLostError: gone", "Traceback (most recent call last):\nPeerLostError")
     verdict = told([Exit(0, 100, 71), Exit(1, 101, 76)], [waited(0, "rank 1 (pid 101)"), late])[-1]
     assert verdict == (
-        "evenstep: rank 1 (pid 101) had not arrived where rank 0 waited; it came later, and found nobody"
+        "evenstep: rank 1 (pid 101) had not arrived where rank 0 waited; it came later, and found no other rank"
     )
 
 
@@ -129,19 +130,19 @@ def test_what_cannot_be_known_is_not_said() -> None:
     exits = [Exit(0, 100, 76), Exit(1, 101, -15, stopped_by_launcher=True)]
     *before, silent, verdict = told(exits, [WITNESS])
     assert before == WITNESS.traceback.splitlines()
-    assert silent == "evenstep: rank 1 (pid 101) was still running, had told of no error, and has been stopped"
+    assert silent == "evenstep: rank 1 (pid 101) was still running, had reported no error, and has been stopped"
     assert verdict == "evenstep: rank 0 (pid 100) failed: PeerLostError: gone"
 
 
-def test_only_witnesses_point_at_other_hosts_where_there_are_any() -> None:
-    assert "other hosts" not in "".join(told([Exit(0, 100, 76)], [WITNESS]))
-    assert "other hosts" in told([Exit(0, 100, 76)], [WITNESS], num_hosts=2)[0]
-    text = told([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS], num_hosts=2)
-    assert "other hosts" in text[0]
+def test_only_secondary_failures_point_at_other_nodes_where_there_are_any() -> None:
+    assert "other nodes" not in "".join(told([Exit(0, 100, 76)], [WITNESS]))
+    assert "other nodes" in told([Exit(0, 100, 76)], [WITNESS], num_nodes=2)[0]
+    text = told([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS], num_nodes=2)
+    assert "other nodes" in text[0]
     assert "had ended with status 0" in text[-1]
-    missing = told([Exit(0, 100, 71)], [waited(0, "rank 3 (pid 8)")], num_hosts=2)
-    assert "other hosts" in missing[0]
-    assert missing[-1] == "evenstep: rank 3 (pid 8) had not arrived where rank 0 waited; it is on another host"
+    missing = told([Exit(0, 100, 71)], [waited(0, "rank 3 (pid 8)")], num_nodes=2)
+    assert "other nodes" in missing[0]
+    assert missing[-1] == "evenstep: rank 3 (pid 8) had not arrived where rank 0 waited; it is on another node"
 
 
 def test_nobody_failed() -> None:
@@ -165,7 +166,7 @@ def test_is_evident(exits: list[Exit], reports: list[CrashReport], expected: boo
     ("code", "words", "status"),
     [
         (3, "exited with status 3", 3),
-        (-9, "was killed by SIGKILL: out of memory, or killed by somebody", 137),
+        (-9, "was killed by SIGKILL: out of memory, or killed from outside", 137),
         (-15, "was killed by SIGTERM", 143),
         (-63, "was killed by signal 63", 191),
     ],
@@ -185,8 +186,8 @@ LEFT = judge([Exit(0, 100, 76), Exit(1, 101, 0)], [WITNESS], attempt=0)
 def test_who_left_early_is_a_mismatch_and_told_with_its_step() -> None:
     assert LEFT is not None
     assert status_of(LEFT) == 72
-    pages = {rank: Seen(1, Phase.FORWARD, step, 9, False, 1) for rank, step in ((0, 5), (1, 3))}
-    assert "(step 3; the others are at step 5)" in tell(replace(LEFT, pages=pages))
+    pages = {rank: Heartbeat(1, Phase.FORWARD, step, 9, False, 1) for rank, step in ((0, 5), (1, 3))}
+    assert "(step 3; the others are at step 5)" in describe_failure(replace(LEFT, pages=pages))
 
 
 @pytest.mark.parametrize(
@@ -208,23 +209,23 @@ def test_status(exits: list[Exit], reports: list[CrashReport], status: int) -> N
     ("kills", "says"),
     [
         (1, "SIGKILL: out of memory; it held 2.0 GiB, the other ranks up to 1.0 GiB when last looked at"),
-        (0, "SIGKILL (by somebody: the kernel killed none for memory)"),
-        (None, "SIGKILL: out of memory, or killed by somebody; it held 2.0 GiB"),
+        (0, "SIGKILL (from outside: the kernel killed none for memory)"),
+        (None, "SIGKILL: out of memory, or killed from outside; it held 2.0 GiB"),
     ],
 )
 def test_who_was_killed_for_memory(kills: int | None, says: str) -> None:
     failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
     assert failure is not None
     sizes = {0: 1 << 30, 1: 2 << 30}
-    assert says in tell(replace(failure, resident_bytes=sizes, num_memory_kills=kills))
+    assert says in describe_failure(replace(failure, resident_bytes=sizes, num_memory_kills=kills))
 
 
 def test_a_hang_is_71_and_the_last_line() -> None:
     failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
     assert failure is not None
-    hung = replace(failure, hang=Hang(1, 101, 30.0, Seen(101, Phase.BACKWARD, 7, 9, False, 1)))
+    hung = replace(failure, hang=Hang(1, 101, 30.0, Heartbeat(101, Phase.BACKWARD, 7, 9, False, 1)))
     assert status_of(hung) == 71
-    assert tell(hung).splitlines()[-1] == (
+    assert describe_failure(hung).splitlines()[-1] == (
         "evenstep: rank 1 (pid 101) is stopped (state T) in backward, step 7, collective 9, since 30 s. "
         "It was not continued, so the run was ended"
     )
@@ -236,32 +237,36 @@ def test_what_a_rank_says_cannot_command_the_terminal(tmp_path: Path) -> None:
     assert (report.summary, report.traceback) == ("ValueError: \\x1b[2Jboo\nm", "\\x07ü")
 
 
-def test_the_state_of_the_culprit_and_of_who_waits_comes_first() -> None:
+def test_the_state_of_the_root_cause_and_of_who_waits_comes_first() -> None:
     failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=1)
     assert failure is not None
     pages = {
-        0: Seen(100, Phase.BACKWARD, 7, 9, True, 1, waiting_since_ns=500_000_000),
-        1: Seen(101, Phase.BACKWARD, 7, 9, False, 1, bucket=2),
+        0: Heartbeat(100, Phase.BACKWARD, 7, 9, True, 1, waiting_since_ns=500_000_000),
+        1: Heartbeat(101, Phase.BACKWARD, 7, 9, False, 1, bucket=2),
     }
-    text = tell(replace(failure, pages=pages, noticed_ns=2_000_000_000), run="run R, attempt 2 of 4, host A")
+    text = describe_failure(
+        replace(failure, pages=pages, noticed_ns=2_000_000_000), run="run R, attempt 2 of 4, host A"
+    )
     assert text.splitlines()[0] == (
         "evenstep: run R, attempt 2 of 4, host A: rank 1 (pid 101) was in backward, step 7, collective 9, bucket 2 "
         "sent last; rank 0 waited for others, for 1.5 s"
     )
 
 
-@pytest.mark.parametrize("seen", [None, Seen(101, Phase.STARTING, 0, 0, False, 1)])
-def test_nothing_is_said_of_the_state_before_the_first_step(seen: Seen | None) -> None:
+@pytest.mark.parametrize("seen", [None, Heartbeat(101, Phase.STARTING, 0, 0, False, 1)])
+def test_nothing_is_said_of_the_state_before_the_first_step(seen: Heartbeat | None) -> None:
     failure = judge([Exit(0, 100, 76), Exit(1, 101, -9)], [WITNESS], attempt=0)
     assert failure is not None
     pages = {} if seen is None else {1: seen}
-    assert tell(replace(failure, pages=pages), run="run R") == tell(replace(failure, pages=pages))
+    assert describe_failure(replace(failure, pages=pages), run="run R") == describe_failure(
+        replace(failure, pages=pages)
+    )
 
 
-def test_what_ranks_of_a_host_do_in_a_line_for_others() -> None:
+def test_what_ranks_of_a_node_do_in_a_line_for_others() -> None:
     pages = {
-        0: Seen(100, Phase.BACKWARD, 5, 31, True, 10, waiting_since_ns=2_000_000_000),
-        1: Seen(101, Phase.FORWARD, 5, 30, False, 10),
+        0: Heartbeat(100, Phase.BACKWARD, 5, 31, True, 10, waiting_since_ns=2_000_000_000),
+        1: Heartbeat(101, Phase.FORWARD, 5, 30, False, 10),
         2: None,
     }
     assert describe_ranks(pages, now_ns=4_500_000_000) == (
@@ -270,20 +275,22 @@ def test_what_ranks_of_a_host_do_in_a_line_for_others() -> None:
     )
     many = {rank: replace(pages[1], pid=rank) for rank in range(11)}
     assert describe_ranks(many, now_ns=0).endswith("; 3 others")
-    assert describe_ranks({0: Seen(100, Phase.STARTING, 0, 0, False, 10)}, now_ns=0) == "", "not before the first step"
+    assert describe_ranks({0: Heartbeat(100, Phase.STARTING, 0, 0, False, 10)}, now_ns=0) == "", (
+        "not before the first step"
+    )
 
 
-def test_another_hosts_culprit_and_what_other_ranks_did_come_before_the_verdict() -> None:
+def test_another_nodes_root_cause_and_what_other_ranks_did_come_before_the_verdict() -> None:
     state = "rank 1 (pid 101) was in forward, step 5"
     failure = Failure(
         0,
         Exit(0, 100, 76),
         None,
-        elsewhere=Elsewhere("on host 1 (b): rank 1 (pid 101) failed: x", 1, state),
-        on_other_hosts=["on host 1 (b): rank 1 (pid 101) was in forward, step 5"],
+        remote_failure=RemoteFailure("on node 1 (b): rank 1 (pid 101) failed: x", 1, state),
+        on_other_nodes=["on node 1 (b): rank 1 (pid 101) was in forward, step 5"],
     )
-    assert tell(failure, run="run a").splitlines() == [
+    assert describe_failure(failure, run="run a").splitlines() == [
         f"evenstep: run a: {state}",
-        "evenstep: at that time, on host 1 (b): rank 1 (pid 101) was in forward, step 5",
-        "evenstep: on host 1 (b): rank 1 (pid 101) failed: x. The ranks of this host were stopped",
+        "evenstep: at that time, on node 1 (b): rank 1 (pid 101) was in forward, step 5",
+        "evenstep: on node 1 (b): rank 1 (pid 101) failed: x. The ranks of this node were stopped",
     ]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.cores import Host, RankPlan, cores_within, plan_ranks
+from evenstep.launcher.options.resources import Host, RankPlan, cores_within, plan_ranks
 
 LAPTOP = Host(num_cores=8, num_cpus=16, num_gpus=0)
 SERVER = Host(num_cores=64, num_cpus=128, num_gpus=0)
@@ -48,8 +48,8 @@ def test_ranks_and_threads(nproc: str, host: Host, asked: dict[str, object], exp
         ("1.5", LAPTOP, {}, "use auto"),
         ("gpu", LAPTOP, {}, "no GPU"),
         ("2", LAPTOP, {"threads_per_rank": 0}, "0 threads per rank"),
-        ("2", LAPTOP, {"device": "cuda"}, "2 ranks on this host, but it has no GPU"),
-        ("9", GPUS, {"device": "cuda"}, "9 ranks on this host, but it has 8 GPUs"),
+        ("2", LAPTOP, {"device": "cuda"}, "2 ranks on this node, but it has no GPU"),
+        ("9", GPUS, {"device": "cuda"}, "9 ranks on this node, but it has 8 GPUs"),
         ("2", GPUS, {"device": "cuda:8"}, "has 8 GPUs"),
         ("2", GPUS, {"device": "tpu"}, "no device"),
     ],
@@ -60,14 +60,14 @@ def test_what_cannot_be_is_refused(nproc: str, host: Host, asked: dict[str, obje
 
 
 @pytest.mark.parametrize(
-    ("siblings", "cpu_max", "expected"),
+    ("siblings", "limit", "expected"),
     [
-        (["0,4", "1,5", "0,4", "1,5"], "", 2),
-        (["0", "1"], "max 100000", 2),
-        (["0", "1", "2", "3"], "150000 100000\n", 2),
-        (["0"], "10000 100000", 1),
-        ([], "", 1),
+        (["0,4", "1,5", "0,4", "1,5"], None, 2),
+        (["0", "1"], 8.0, 2),
+        (["0", "1", "2", "3"], 1.5, 2),
+        (["0"], 0.1, 1),
+        ([], None, 1),
     ],
 )
-def test_cores_within(siblings: list[str], cpu_max: str, expected: int) -> None:
-    assert cores_within(siblings, cpu_max) == expected
+def test_cores_within(siblings: list[str], limit: float | None, expected: int) -> None:
+    assert cores_within(siblings, limit) == expected

@@ -7,6 +7,9 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,6 +81,95 @@ def test_steps_that_are_made_again_are_written_once(world: World, tmp_path: Path
     expected = [0.0, 1.0, 2.0, 3.0, 4.0, 55.0, 56.0, 57.0, 58.0, 59.0]
     assert [line["loss"] for line in json_lines(tmp_path)] == expected
     assert [float(row["loss"]) for row in csv_rows(tmp_path)] == expected
+
+
+def test_no_run_loses_the_lines_of_an_earlier_one(world: World, tmp_path: Path, capsys: Any, fresh_seed: int) -> None:
+    """Three fresh runs and a resumed one, with other metrics each: every line is in one of the two files, once."""
+    draw = random.Random(fresh_seed)
+    written: list[dict[str, Any]] = []
+    first_steps = [draw.randint(0, 3), 0, draw.randint(0, 3), 4]
+    for run, first in enumerate(first_steps):
+        with Logger(tmp_path, formats=("jsonl", "csv"), world=world) as log:
+            for step in range(first, first + draw.randint(2, 7)):
+                written.append({"step": step, f"of {run % 2}": float(len(written))})
+                log.log({f"of {run % 2}": written[-1][f"of {run % 2}"]}, step=step)
+    replaced = tmp_path / "replaced"
+    replaced.mkdir()
+    for kind in ("jsonl", "csv"):
+        (tmp_path / f"metrics.replaced.{kind}").rename(replaced / f"metrics.{kind}")
+    found = json_lines(tmp_path) + json_lines(replaced)
+    assert sorted(found, key=str) == sorted(written, key=str)
+    rows = [{k: float(v) for k, v in row.items() if v} for row in csv_rows(tmp_path) + csv_rows(replaced)]
+    assert sorted(rows, key=str) == sorted(({k: float(v) for k, v in line.items()} for line in written), key=str)
+    assert f"by an earlier run. They are in metrics.replaced.{kind} now" in capsys.readouterr().err
+    assert [line["step"] for line in json_lines(tmp_path)] == sorted(line["step"] for line in json_lines(tmp_path))
+
+
+def test_two_loggers_of_a_run_share_the_files(world: World, tmp_path: Path) -> None:
+    train, test = (
+        Logger(directory, formats=("jsonl", "csv"), world=world) for directory in (tmp_path, f"{tmp_path}/.")
+    )
+    for step in range(4):
+        train.log({"loss": float(step)}, step=step)
+        if step % 2:
+            test.log({"accuracy": float(step)}, step=step)
+    train.close()
+    test.log({"accuracy": 9.0}, step=9)
+    test.close()
+    expected: list[dict[str, Any]] = [
+        *({"step": 0, "loss": 0.0}, {"step": 1, "loss": 1.0}, {"step": 1, "accuracy": 1.0}, {"step": 2, "loss": 2.0}),
+        *({"step": 3, "loss": 3.0}, {"step": 3, "accuracy": 3.0}, {"step": 9, "accuracy": 9.0}),
+    ]
+    assert json_lines(tmp_path) == expected
+    rows = [{k: float(v) for k, v in row.items() if v} for row in csv_rows(tmp_path)]
+    assert rows == [{k: float(v) for k, v in line.items()} for line in expected]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.csv", "metrics.jsonl"]
+
+
+def test_a_second_process_is_refused_while_the_first_logs(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_WAIT_S", 0.2)
+    program = f"""
+        import os, sys
+        from evenstep import Logger, World
+        log = Logger({str(tmp_path)!r}, world=World.alone(device="cpu"), formats=("csv", "jsonl"))
+        for step in (0, 1):
+            log.log({{"loss": 1.0, f"new {{step}}": 2.0}}, step=step)
+            print(step, flush=True)
+            sys.stdin.readline()
+        if os.fork() == 0:  # as a worker of a loader, which may outlive its rank
+            log.log({{"loss": 7.0}}, step=2)
+            print("child", flush=True)
+            sys.stdin.readline()
+            os._exit(0)
+        sys.stdin.readline()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        for step in (0, 1):  # also after the file was replaced, for a new column
+            assert other.stdout.readline() == f"{step}\n"
+            for kind in ("csv", "jsonl"):
+                with pytest.raises(
+                    ConfigurationError, match=r"Logger on rank 0: .* open in a Logger of another process"
+                ):
+                    Logger(tmp_path, formats=(kind,), world=world)
+            other.stdin.write("\n")
+            other.stdin.flush()
+        assert other.stdout.readline() == "child\n"
+        other.kill()
+        other.wait()
+        with Logger(tmp_path, formats=("csv", "jsonl"), world=world) as log:
+            log.log({"loss": 3.0}, step=2)
+    assert [line["loss"] for line in json_lines(tmp_path)] == [1.0, 1.0, 3.0]
+    assert [row["loss"] for row in csv_rows(tmp_path)] == ["1.0", "1.0", "3.0"]
+
+
+def test_a_logger_that_writes_nothing_leaves_nothing(world: World, tmp_path: Path) -> None:
+    Logger(tmp_path, formats=("jsonl", "csv"), world=world).close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_cut_anywhere_is_gone_on_with(tmp_path: Path, fresh_seed: int) -> None:
@@ -292,9 +384,6 @@ def test_steps_go_forward(world: World, tmp_path: Path) -> None:
 
 def test_a_file_of_somebody_else(world: World, tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("name,address\nAda,London\n")
-    with (
-        Logger(tmp_path, formats=("csv",), world=world) as log,
-        pytest.raises(ConfigurationError, match="no file of a"),
-    ):
-        log.log({"loss": 1.0}, step=0)
+    with pytest.raises(ConfigurationError, match=r"Logger on rank 0: .* no file of a Logger"):
+        Logger(tmp_path, formats=("csv",), world=world)
     assert (tmp_path / "metrics.csv").read_text() == "name,address\nAda,London\n"

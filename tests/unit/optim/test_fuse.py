@@ -90,7 +90,7 @@ def test_few_tensors_are_stepped():
     flat = evenstep.fuse(torch.optim.AdamW(model.parameters()))
     model(torch.randn(2, 8)).sum().backward()
     flat.step()
-    assert flat._divided.num_runs == 1
+    assert flat._divided.num_segments == 1
     assert flat.state_bytes <= 2.5 * sum(p.nbytes for p in model.parameters())
     with pytest.raises(UsageError, match="isn't kept by parameter"):
         flat.state[model[0].weight]

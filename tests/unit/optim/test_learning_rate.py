@@ -65,7 +65,7 @@ def test_wrong_arguments_are_named():
             evenstep.LinearWarmup(optimizer_of(1.0), **wrong)
     for decay in (1.0, -0.1):
         with pytest.raises(ConfigurationError, match="decay"):
-            evenstep.ExponentialAverage(nn.Linear(1, 1), decay)
+            evenstep.ExponentialMovingAverage(nn.Linear(1, 1), decay)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 5])
@@ -91,7 +91,7 @@ def test_the_average_follows_its_formula_and_is_applied_for_a_while():
     print(f"seed {seed}")  # noqa: T201
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
-    average = evenstep.ExponentialAverage(model, 0.9)
+    average = evenstep.ExponentialMovingAverage(model, 0.9)
     expected = [p.detach().clone() for p in model.parameters()]
     for step in range(6):
         with torch.no_grad():
@@ -110,14 +110,14 @@ def test_the_average_follows_its_formula_and_is_applied_for_a_while():
         raise KeyError
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert addresses == [p.data_ptr() for p in model.parameters()]
-    other = evenstep.ExponentialAverage(copy.deepcopy(model), 0.9)
+    other = evenstep.ExponentialMovingAverage(copy.deepcopy(model), 0.9)
     other.load_state_dict(average.state_dict())
     assert other.num_steps == 6
     assert all(
         torch.equal(v, other.state_dict()["parameters"][k]) for k, v in average.state_dict()["parameters"].items()
     )
     with pytest.raises(ConfigurationError, match=r"'0.weight'"):
-        evenstep.ExponentialAverage(nn.Sequential(nn.Linear(2, 2))).load_state_dict(
+        evenstep.ExponentialMovingAverage(nn.Sequential(nn.Linear(2, 2))).load_state_dict(
             {"num_steps": 1, "parameters": {"0.weight": torch.zeros(3, 3), "0.bias": torch.zeros(2)}, "buffers": {}}
         )
 
@@ -126,7 +126,7 @@ def test_the_average_follows_its_formula_and_is_applied_for_a_while():
 def test_an_average_of_16_bit_parameters_doesnt_stand_still(dtype):
     model = nn.Linear(3, 2, bias=False).to(dtype)
     nn.init.ones_(model.weight)
-    average = evenstep.ExponentialAverage(model, 0.999, ramp_up=False)
+    average = evenstep.ExponentialMovingAverage(model, 0.999, ramp_up=False)
     with torch.no_grad():
         model.weight.fill_(2.0)
     for _ in range(2):
@@ -145,11 +145,11 @@ def test_an_average_of_16_bit_parameters_doesnt_stand_still(dtype):
 def test_an_average_loads_into_one_of_the_plain_model():
     world = evenstep.World.alone(device="cpu")
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    average = evenstep.ExponentialAverage(evenstep.DistributedDataParallel(model, world=world))
+    average = evenstep.ExponentialMovingAverage(evenstep.DistributedDataParallel(model, world=world))
     state = average.state_dict()
     assert state["parameters"].keys() == dict(model.named_parameters()).keys()
     nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).load_state_dict({**state["parameters"], **state["buffers"]})
-    other = evenstep.ExponentialAverage(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    other = evenstep.ExponentialMovingAverage(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
     wrapped = {kind: {f"module.{n}": t + 1 for n, t in state[kind].items()} for kind in ("parameters", "buffers")}
     other.load_state_dict({"num_steps": 3, **wrapped})  # as they were saved before
     assert torch.equal(other.state_dict()["parameters"]["0.weight"], state["parameters"]["0.weight"] + 1)
@@ -178,7 +178,7 @@ def _buffer(model: nn.Sequential) -> None:
 )
 def test_an_average_of_a_model_that_has_changed_is_an_error(change, told):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    average = evenstep.ExponentialAverage(model)
+    average = evenstep.ExponentialMovingAverage(model)
     change(model)
     with pytest.raises(UsageError, match=rf"update: {told}.*complete"):
         average.update()
@@ -243,16 +243,16 @@ def test_a_scheduler_that_undoes_a_warmup_is_said(warmup_is_first):
 def test_parameters_that_are_complex_or_no_floats_are_in_an_average(dtype):
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
-    average = evenstep.ExponentialAverage(module, decay=0.5, ramp_up=False)
+    average = evenstep.ExponentialMovingAverage(module, decay=0.5, ramp_up=False)
     module.weight.fill_(4 + 2j if dtype.is_complex else 4)
     average.update()
     assert average.state_dict()["parameters"]["weight"].tolist() == [2 + 1j if dtype.is_complex else 4] * 2
-    evenstep.ExponentialAverage(nn.Tanh()).update()  # nothing to average
+    evenstep.ExponentialMovingAverage(nn.Tanh()).update()  # nothing to average
 
 
 def test_an_average_that_is_saved_while_it_is_applied_is_an_error():
     """What it would have given was the parameters that are trained."""
-    average = evenstep.ExponentialAverage(nn.Linear(2, 2))
+    average = evenstep.ExponentialMovingAverage(nn.Linear(2, 2))
     with average.applied(), pytest.raises(UsageError, match=r"state_dict inside"):
         average.state_dict()
 
@@ -260,6 +260,6 @@ def test_an_average_that_is_saved_while_it_is_applied_is_an_error():
 def test_an_average_that_is_made_in_inference_mode_is_updated():
     model = nn.Linear(2, 2)
     with torch.inference_mode():
-        average = evenstep.ExponentialAverage(model)
+        average = evenstep.ExponentialMovingAverage(model)
     average.update()
     assert average.num_steps == 1

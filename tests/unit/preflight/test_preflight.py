@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from evenstep.about.check import choose_pairs, slow_pairs
-from evenstep.about.env import describe_placement, render
-from evenstep.cli import main
+from evenstep.cli.main import main
 from evenstep.environment import detect
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.options import parse, placed_by
-from tests.unit import recorded_environments as recorded
+from evenstep.launcher.options.flags import parse, placed_by
+from evenstep.preflight.host_report import describe_placement, render
+from evenstep.preflight.rank_check import choose_pairs, slow_pairs
+from tests.unit.environment import recorded_environments as recorded
 
 
 def test_env_prints_every_section(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,8 +39,8 @@ def test_what_was_recognised_and_why() -> None:
     found = describe_placement(detect(recorded.SRUN_ON_THREE_HOSTS))
     assert found["recognised"] == "srun"
     assert found["because"].startswith("SLURM_PROCID=5, SLURM_STEP_NUM_TASKS=7")
-    assert found["this is"] == "rank 5 of 7, 2 of 3 on host 1 of 3"
-    assert found["ranks meet"].startswith("at gpu07:")
+    assert found["this is"] == "rank 5 of 7, 2 of 3 on node 1 of 3"
+    assert found["rendezvous"].startswith("at gpu07:")
     assert "not started by srun" in describe_placement(detect(recorded.SBATCH_BODY))["recognised"]
 
 
@@ -63,7 +63,7 @@ def test_slow_pairs() -> None:
 
 def test_the_flag_check_stands_for_a_script() -> None:
     args = parse(["--nproc-per-node", "2", "--check"])
-    assert (args.training_script, args.module) == ("evenstep.about.check", True)
+    assert (args.training_script, args.module) == ("evenstep.preflight.rank_check", True)
     args = parse(["--nproc-per-node", "2", "train.py", "--check"])
     assert (args.training_script, args.training_script_args, args.module) == ("train.py", ["--check"], False)
     with pytest.raises(ConfigurationError, match="--check runs no script"):

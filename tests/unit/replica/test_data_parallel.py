@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.replicas import Replica, add_bucket, buckets_of
+from evenstep.replica.data_parallel.replicas import Replica, add_bucket, buckets_of
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import evenstep
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "ddp-compatibility.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
@@ -36,6 +37,9 @@ def test_every_public_method_of_torchs_has_a_line():
     named = {name for row in ROWS for name in re.findall(r"`(\w+)`", row[0])}
     public = {name for name in vars(TorchDistributedDataParallel) if not name.startswith("_")}
     assert public <= named
+    # What isn't ours runs torch's code, which looks for parts of torch's class that are never set up.
+    inherited = public - vars(evenstep.DistributedDataParallel).keys() - vars(nn.Module).keys()
+    assert inherited <= {"gather", "scatter", "to_kwargs"}, "a newer torch has a method that ours doesn't know"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].replace("`", "")[:40])

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep import world as worlds
+from evenstep.compat import torch_dynamo
 from evenstep.errors import ConfigurationError
-from evenstep.replica import torch_interface
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_windows_of_any_length_with_and_without_zero_grad_equal_plain_autograd(
                     stack.enter_context(context)
                 loss = last(first(x).tanh()).square().mean()
                 if is_weighted:
-                    last.backward(loss, weight=weight)
+                    evenstep.backward([last, first] if is_chained else [last], loss, weight=weight)
                 else:
                     loss.backward()
         expected = [old + new for old, new in zip(expected, sums, strict=True)]
@@ -141,7 +141,7 @@ def test_a_model_that_accumulates_behind_another_weights_its_passes(alone):
                     behind.backward(hidden.square().mean(), weight=len(part))
                     expected = expected.square().mean(1)
                 else:
-                    front.backward(front(hidden).square().mean(), weight=len(part))
+                    evenstep.backward([front, behind], front(hidden).square().mean(), weight=len(part))
                     expected = modules[1](expected).square()
                 (expected.sum() / 10).backward()
         for p, e in zip(behind.parameters(), modules[0].parameters(), strict=True):
@@ -344,14 +344,13 @@ def careful(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(evenstep.DistributedDataParallel, "_forward_with_care", noted)
     torch._dynamo.reset()  # of what an earlier test has compiled
-    monkeypatch.setattr(torch_interface, "_has_compiled", False)
+    monkeypatch.setitem(torch_dynamo._state, "has_compiled", False)
     return seen
 
 
 @pytest.fixture
 def world(alone):
-    """As one that `evenstep.init` has made, after a first forward pass in training."""
-    alone.has_diverged = True
+    """One that a constructor would make: `evenstep.init` wasn't called."""
     return alone
 
 

@@ -1,4 +1,4 @@
-"""How parameters are divided and digested, and who is in the minority. Pure; `tests/procs/test_drift.py` has ranks."""
+"""How parameters are divided and digested, and who is in the minority. Pure; with ranks: `tests/procs/replica`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.replica.digests import canonical, digest, distance
-from evenstep.replica.drift import DriftWatch, find_minority, plan_portions
+from evenstep.replica.monitors.digests import canonical, digest, distance
+from evenstep.replica.monitors.drift import DriftWatch, find_minority, plan_portions
 
 
 def test_portions_cover_each_row_once_and_cost_about_the_same(fresh_seed):
@@ -122,7 +122,7 @@ def build_watches(seed: int, num_ranks: int, *, is_late: bool, every: int = 4) -
         model = nn.Sequential(nn.Linear(300, 400), nn.Linear(400, 3))
         names, parameters = zip(*model.named_parameters(), strict=True)
         world: Any = SimpleNamespace(world_size=num_ranks, is_main=True)
-        watch = DriftWatch(names, parameters, world, None, every=every, is_vouched=False)  # type: ignore[arg-type]
+        watch = DriftWatch(names, parameters, world, None, None, every=every, is_vouched=False)  # type: ignore[arg-type]
         watch._is_late = is_late
         made.append(watch)
     return made
@@ -130,9 +130,9 @@ def build_watches(seed: int, num_ranks: int, *, is_late: bool, every: int = 4) -
 
 def end_window(watches: list[DriftWatch]) -> list[bool]:
     """What the header does; whether each has found something."""
-    told = [torch.as_tensor(watch.tell(), dtype=torch.float64) for watch in watches]
+    told = [torch.as_tensor(watch.header_numbers(), dtype=torch.float64) for watch in watches]
     for watch in watches:
-        watch.hear(torch.stack(told).sum(0))
+        watch.read_header(torch.stack(told).sum(0))
     return [watch._found is not None for watch in watches]
 
 
@@ -145,10 +145,10 @@ def test_all_ranks_find_a_difference_in_the_same_window(fresh_seed, num_ranks, i
         watch._half_bits = min(20, (53 - (num_ranks - 1).bit_length()) // 2)
 
     def end() -> list[bool]:
-        told = [torch.as_tensor(watch.tell(), dtype=torch.float64) for watch in watches]
+        told = [torch.as_tensor(watch.header_numbers(), dtype=torch.float64) for watch in watches]
         sums = torch.stack(told).sum(0) + told[0] * (num_ranks - len(watches))
         for watch in watches:
-            watch.hear(sums)
+            watch.read_header(sums)
         return [watch._found is not None for watch in watches]
 
     assert not any(any(end()) for _ in range(11))

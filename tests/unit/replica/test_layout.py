@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.errors import ConfigurationError
-from evenstep.replica.layout import BucketPolicy, ParameterSpec, plan_layout
+from evenstep.replica.gradients.buckets.layout import BucketPolicy, ParameterSpec, plan_layout
 
 CPU = torch.device("cpu")
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import UsageError
-from evenstep.replica.scaled import is_scaled
+from evenstep.replica.wrapper.distributed import is_scaled
 
 Scale = Callable[[Tensor], Tensor]
 

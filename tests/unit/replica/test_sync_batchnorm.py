@@ -10,8 +10,8 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ConfigurationError
-from evenstep.replica.sync_batchnorm import combine, local_statistics, replace_torchs
-from evenstep.replica.sync_layers import SyncLayers
+from evenstep.replica.normalization.layers import SyncLayers
+from evenstep.replica.normalization.sync_batchnorm import combine, local_statistics, replace_torchs
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.units import nearest_power_of_two
-from evenstep.replica.weighting import Header, Kind, Window, validate_weight
+from evenstep.replica.gradients.exchange.header import Header, LateKinds
+from evenstep.replica.gradients.exchange.weights import nearest_power_of_two
+from evenstep.replica.gradients.window import Kind, Window, validate_weight
 
 CPU = torch.device("cpu")
 
@@ -51,7 +52,7 @@ def test_no_weight_has_scale_one():
     assert nearest_power_of_two(0.0) == 1.0
 
 
-def header_of(*ranks, unit=1.0):
+def header_of(*ranks, scale=1.0):
     """The sum of what several ranks write."""
     headers = []
     for kind, weight, used in ranks:
@@ -59,7 +60,7 @@ def header_of(*ranks, unit=1.0):
         if kind is not None:
             window.add(kind, weight)
         header = Header(len(used), CPU)
-        header.fill(window, used, unit=unit)
+        header.fill(window, used, scale=scale)
         headers.append(header)
     total = Header(len(ranks[0][2]), CPU)
     total.tensor.copy_(sum(header.tensor for header in headers))
@@ -71,13 +72,34 @@ def test_the_header_carries_weights_kinds_and_used_flags():
     header.kinds()
     assert header.used_anywhere() == [True, False, True]
     assert float(header.divisor()) == 3.0
-    assert float(header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.WEIGHTED, 5.0, [True]), unit=2.0).divisor()) == 4.0
+    assert float(header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.WEIGHTED, 5.0, [True]), scale=2.0).divisor()) == 4.0
 
 
 def test_ranks_that_mean_different_things_are_told():
     header = header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.PLAIN, 0.0, [True]))
     with pytest.raises(UsageError, match=r"1 ranks called loss.backward\(\) and 1 called model.backward"):
         header.kinds()
+
+
+@pytest.mark.parametrize("when", [1, 2, 3, 16, 17, 40])
+def test_on_a_gpu_ranks_that_mean_different_things_are_told_later(when):
+    """The numbers of one window are wrong; the first two are read at once."""
+    alike = header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.WEIGHTED, 3.0, [True]))
+    mixed = header_of((Kind.WEIGHTED, 3.0, [True]), (Kind.PLAIN, 0.0, [True]))
+    late = LateKinds()
+    told = when if when <= 2 else (when + 15) // 16 * 16 + 1
+    for number in range(1, told):
+        late.note(mixed if number == when else alike)
+    with pytest.raises(UsageError, match=r"called loss.backward\(\) and .* model.backward") as error:
+        late.note(mixed if told == when else alike)
+    assert ("noticed in backward pass" in str(error.value)) is (when > 2)
+
+
+def test_on_a_gpu_ranks_without_a_pass_are_left_alone():
+    late = LateKinds()
+    for number in range(40):
+        kinds = [(Kind.PLAIN if number % 2 else Kind.WEIGHTED, 1.0, [True]), (None, 0.0, [False])]
+        late.note(header_of(*kinds))
 
 
 def test_without_any_weight_gradients_become_zero():

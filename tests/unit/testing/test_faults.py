@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep.cli import main
+from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError
 from evenstep.testing.faults import KINDS, Fault, draw_fault, install, parse_faults
 from tests import modules
@@ -128,7 +128,7 @@ def test_a_benchmark_of_faults_that_is_cut_off_leaves_what_it_has(
         if len(made) == 5:
             raise KeyboardInterrupt
         outcome = bench.Outcome(side, fault, more["transport"], more["num_ranks"], more["victim"], ended_s=len(made))
-        outcome.blamed, outcome.status = 1 - more["victim"] if side == "ddp" else more["victim"], 137
+        outcome.named_rank, outcome.status = 1 - more["victim"] if side == "ddp" else more["victim"], 137
         made.append(outcome)
         return outcome
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.errors import ConfigurationError
-from evenstep.transport.codec import decode, encode, to_bytes, to_tensor
+from evenstep.transport.core.codec import decode, encode, to_bytes, to_tensor
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

@@ -1,4 +1,4 @@
-"""Parts that ranks send each other: who announces what, and what is waited for. The group is played."""
+"""Parts that ranks send each other: the order of sends and receives, and of waits. The group is played."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep.transport.both_ways import BothWays
+from evenstep.transport.process_group.full_duplex import FullDuplex
 
 
 class Played:
@@ -56,20 +56,20 @@ def parts(*sizes: int, value: float = 0.0) -> list[torch.Tensor]:
     return [torch.full((size,), value) for size in sizes]
 
 
-def both_ways(group: Any, received: list[torch.Tensor], sent: list[torch.Tensor]) -> BothWays:
-    return BothWays(group, received, sent, number=418, timeout_s=7)
+def exchange(group: Any, received: list[torch.Tensor], sent: list[torch.Tensor]) -> FullDuplex:
+    return FullDuplex(group, received, sent, number=418, timeout_s=7)
 
 
 def test_what_is_expected_is_said_before_anything_is_sent() -> None:
     group = Played()
-    both_ways(group, parts(4, 3, 2), parts(5, 3, 6))
+    exchange(group, parts(4, 3, 2), parts(5, 3, 6))
     assert [what for what, _, _ in group.asked] == ["recv", "recv", "send", "send"]
     assert sorted(group.asked) == [("recv", 0, 4), ("recv", 2, 2), ("send", 0, 5), ("send", 2, 6)]
 
 
 def test_a_ranks_own_part_is_copied_and_nothing_of_no_length_travels() -> None:
     group, received = Played(), parts(0, 3, 2)
-    both_ways(group, received, parts(5, 3, 0, value=1.5))
+    exchange(group, received, parts(5, 3, 0, value=1.5))
     assert group.asked == [("recv", 2, 2), ("send", 0, 5)]
     assert received[1].tolist() == [1.5] * 3
 
@@ -78,7 +78,7 @@ def test_messages_of_a_call_have_a_tag_that_those_of_the_next_ones_have_not() ->
     tags = []
     for number in range(1000):
         group = Played()
-        BothWays(group, parts(1, 1, 1), parts(1, 1, 1), number=number, timeout_s=7)
+        FullDuplex(group, parts(1, 1, 1), parts(1, 1, 1), number=number, timeout_s=7)
         (tag,) = set(group.tags)
         tags.append(tag)
     assert len(set(tags)) == 1000
@@ -87,7 +87,7 @@ def test_messages_of_a_call_have_a_tag_that_those_of_the_next_ones_have_not() ->
 
 def test_every_part_is_waited_for_once_with_the_deadline() -> None:
     group = Played()
-    work = both_ways(group, parts(1, 1, 1), parts(1, 1, 1))
+    work = exchange(group, parts(1, 1, 1), parts(1, 1, 1))
     work.wait()
     work.wait()  # Gloo would wait for messages that nobody sends
     assert work.is_completed()
@@ -96,7 +96,7 @@ def test_every_part_is_waited_for_once_with_the_deadline() -> None:
 
 
 def test_a_failure_is_told_to_everybody_who_waits() -> None:
-    work = both_ways(Played(fails=2), parts(1, 1, 1), parts(1, 1, 1))
+    work = exchange(Played(fails=2), parts(1, 1, 1), parts(1, 1, 1))
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no word of rank 2"):
             work.wait()
@@ -105,7 +105,7 @@ def test_a_failure_is_told_to_everybody_who_waits() -> None:
 
 def waiters() -> set[threading.Thread]:
     """Of this test and of those before it, which may still be ending."""
-    return {thread for thread in threading.enumerate() if thread.name == "evenstep both ways"}
+    return {thread for thread in threading.enumerate() if thread.name == "evenstep full duplex"}
 
 
 def test_who_only_asks_learns_that_it_has_arrived() -> None:
@@ -113,7 +113,7 @@ def test_who_only_asks_learns_that_it_has_arrived() -> None:
     before = waiters()
     group = Played()
     group.may_arrive.clear()
-    work = both_ways(group, parts(1, 1, 1), parts(1, 1, 1))
+    work = exchange(group, parts(1, 1, 1), parts(1, 1, 1))
     assert not work.is_completed()
     (waiter,) = waiters() - before
     group.may_arrive.set()
@@ -123,7 +123,7 @@ def test_who_only_asks_learns_that_it_has_arrived() -> None:
 
 
 def test_a_failure_ends_the_asking_too() -> None:
-    work = both_ways(Played(fails=0), parts(1, 1, 1), parts(1, 1, 1))
+    work = exchange(Played(fails=0), parts(1, 1, 1), parts(1, 1, 1))
     while not work.is_completed():
         threading.Event().wait(0.001)
     with pytest.raises(RuntimeError, match="no word of rank 0"):
@@ -135,7 +135,7 @@ def test_what_nobody_waits_for_is_waited_for() -> None:
     before = waiters()
     played = Played()
     played.may_arrive.clear()
-    both_ways(played, parts(1, 1, 1), parts(1, 1, 1))
+    exchange(played, parts(1, 1, 1), parts(1, 1, 1))
     gc.collect()
     threads = waiters() - before
     assert len(threads) == 1

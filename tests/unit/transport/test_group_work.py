@@ -10,7 +10,7 @@ import torch
 from torch.futures import Future
 
 from evenstep.errors import EvenstepError, MismatchError
-from evenstep.transport.group_work import GloosWork, GroupWork, merge
+from evenstep.transport.backend.work import GlooWork, GroupWork, merge
 
 
 class Heard:
@@ -27,7 +27,7 @@ class Heard:
     def is_completed(self) -> bool:
         return self.is_done
 
-    def when_done(self, told: Callable[[EvenstepError | None], object]) -> None:
+    def add_done_callback(self, told: Callable[[EvenstepError | None], object]) -> None:
         self.told.append(told)
 
     def end(self, error: EvenstepError | None = None) -> None:
@@ -52,8 +52,8 @@ class Carried:
         self.future.wait()
 
 
-def gloos(compared: Heard, carried: Carried, ended: Callable[[Any], object] = lambda _: None) -> GloosWork:
-    return GloosWork(compared, carried, ended)  # type: ignore[arg-type]
+def gloos(compared: Heard, carried: Carried, ended: Callable[[Any], object] = lambda _: None) -> GlooWork:
+    return GlooWork(compared, carried, ended)  # type: ignore[arg-type]
 
 
 def test_who_has_waited_for_gloo_tells() -> None:

@@ -7,12 +7,12 @@ import threading
 import torch
 
 from evenstep.errors import EvenstepError, PeerLostError
-from evenstep.transport.call_thread import CallThread
-from evenstep.transport.group_work import GroupWork
+from evenstep.transport.backend.work import GroupWork
+from evenstep.transport.core.worker_thread import WorkerThread
 
 
 def test_calls_may_write_to_what_was_made_in_inference_mode_and_futures_make_what_can_be_trained_with() -> None:
-    thread = CallThread("evenstep test", let_go=lambda: None)
+    thread = WorkerThread("evenstep test", on_close=lambda: None)
     with torch.inference_mode():
         result = torch.zeros(3)
     go_on, heard, made = threading.Event(), threading.Event(), []
@@ -25,7 +25,7 @@ def test_calls_may_write_to_what_was_made_in_inference_mode_and_futures_make_wha
         made.append((error, result / 4))
         heard.set()
 
-    thread.submit("a call", lambda number: run).when_done(hear)
+    thread.submit("a call", lambda number: run).add_done_callback(hear)
     go_on.set()
     assert heard.wait(20)
     ((error, quarter),) = made

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from evenstep.observe.patching import Patches
 from evenstep.verify import causes, compare
+from evenstep.verify.causes import find_weights
 from evenstep.verify.double import compute_in_double, widen
 from evenstep.verify.dropout import switch_off
 from evenstep.verify.evidence import NUM_PROBES, Plan, Run, Seen, Writer, digest, probe, read_run, thinned
 from evenstep.verify.loaders import same_global_batches, same_samples, size_of, sizes_for
-from evenstep.verify.patching import Patches
 from evenstep.verify.report import Report, Verdict
-from evenstep.verify.weights import find_weights
 
 
 def a_run(*ranks: Seen, values: Mapping[str, Tensor] | None = None, probes: object = None) -> Run:
@@ -28,7 +28,7 @@ def a_run(*ranks: Seen, values: Mapping[str, Tensor] | None = None, probes: obje
 
 
 def seen(**changes: object) -> Seen:
-    return Seen(**{"losses": [(1.0, None)], "lanes": [{}], "graphs": [{"Mean": 1}], **changes})  # type: ignore[arg-type]
+    return Seen(**{"losses": [(1.0, None)], "virtual_ranks": [{}], "graphs": [{"Mean": 1}], **changes})  # type: ignore[arg-type]
 
 
 def noisy(values: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
@@ -122,19 +122,19 @@ def test_identical_means_every_bit_on_every_rank():
     assert not compare.are_identical(base, a_run(seen(digests={**same, "buffer/m": "9"})))
 
 
-def test_in_reproducible_mode_the_lane_is_named():
-    lanes = [{"a": str(lane)} for lane in range(4)]
+def test_in_reproducible_mode_the_virtual_rank_is_named():
+    virtual_ranks = [{"a": str(virtual_rank)} for virtual_rank in range(4)]
     digests = {"grad/a": "sum"}
     losses = [(1.0, 2.0)]
-    base = a_run(seen(lanes=lanes, losses=losses * 4, lanes_of_run=4, digests=digests))
-    wrong = [*lanes[:2], {"a": "9"}, lanes[3]]
+    base = a_run(seen(virtual_ranks=virtual_ranks, losses=losses * 4, virtual_ranks_of_run=4, digests=digests))
+    wrong = [*virtual_ranks[:2], {"a": "9"}, virtual_ranks[3]]
     summed = {"grad/a": "x"}
-    other = [seen(lanes=part, losses=losses * 2, digests=summed) for part in (wrong[:2], wrong[2:])]
+    other = [seen(virtual_ranks=part, losses=losses * 2, digests=summed) for part in (wrong[:2], wrong[2:])]
     assert not compare.are_identical(base, a_run(*other))
     found = compare.first_other_bits(base, a_run(*other))
     assert found is not None
-    assert (found.kind, found.name, found.lane) == ("gradient", "a", 2)
-    assert "lane 2: gradient of 'a' has other bits" in str(found)
+    assert (found.kind, found.name, found.virtual_rank) == ("gradient", "a", 2)
+    assert "virtual rank 2: gradient of 'a' has other bits" in str(found)
 
 
 def test_the_loss_is_weighed_like_the_gradient():
@@ -187,7 +187,7 @@ def test_a_factor_common_to_all_is_a_loss_averaged_over_the_wrong_number(factor,
 def test_with_accumulation_it_is_the_divisor():
     base, run = of_passes([0.5, 0.5], [0.25, 0.25])
     for each in run.at(0):
-        each.lanes = [{}, {}]
+        each.virtual_ranks = [{}, {}]
     assert kinds(base, run) == ["divisor"]
 
 
@@ -253,7 +253,7 @@ def test_faults_that_change_no_gradient():
     sums = a_run(seen(losses=[(1.0, None)] * 3, means=3, held_back=True))
     assert "adds up 3 backward passes" in causes.find_faults(sums)[0].text
     added = {"losses": [(1.0, None)] * 3, "means": 3, "held_back": True}
-    for fine in ({"means": 2}, {"held_back": False}, {"lanes_of_run": 8}):
+    for fine in ({"means": 2}, {"held_back": False}, {"virtual_ranks_of_run": 8}):
         assert causes.find_faults(a_run(seen(**{**added, **fine}))) == []
 
 
@@ -264,7 +264,7 @@ def test_faults_that_change_no_gradient():
 def patches():
     patches = Patches()
     yield patches
-    patches.put_back()
+    patches.restore()
 
 
 def test_patches_put_everything_back(patches: Patches):
@@ -279,7 +279,7 @@ def test_patches_put_everything_back(patches: Patches):
     patches.replace(Base, "f", lambda original: lambda self: original(self) * 10)
     patches.replace(Base, "missing", lambda original: original)
     assert (Derived().f(), Base().f()) == (2, 10)
-    patches.put_back()
+    patches.restore()
     assert (Derived().f(), Base().f(), vars(Derived).get("f")) == (1, 1, None)
 
 
@@ -381,7 +381,7 @@ def test_a_run_survives_its_files(tmp_path):
     plan = Plan(str(tmp_path), 2, 2, False, [[8, 16]])
     plan.write(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == plan
-    told = seen(rows=[["a"]], losses=[(1.0, None), (2.0, 3.0)], lanes=[{"w": "1"}], unsynced=["bn"])
+    told = seen(rows=[["a"]], losses=[(1.0, None), (2.0, 3.0)], virtual_ranks=[{"w": "1"}], unsynced=["bn"])
     for rank in range(2):
         Writer(plan, rank).write(0, told, {"grad/w": thinned(torch.ones(2, 3))}, {"0": torch.ones(4)})
     run = read_run(tmp_path, 2)

@@ -1,4 +1,4 @@
-"""Why it doesn't scale better, and what to do about it: measurements in, causes with their expected gain out. Pure.
+"""Why a script doesn't scale better: measurements in, causes with their expected gain out. Pure.
 
 A cause is reported if what it costs was measured, is worth a tenth of the step, and is more than the spread of the
 rounds; where other programs keep cores busy, which makes everything longer, a quarter of the step. Every part of the
@@ -17,21 +17,24 @@ nor contention is put down to the script.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from evenstep.bench.decompose import Decomposition, Parts
-from evenstep.bench.records import Facts
-
-_WORTH = 0.10  # of the step; smaller losses aren't worth a person's time
-_WORTH_UNSURE = 0.15  # where the cause is no single thing that could be removed
-_WORTH_BESIDE_OTHERS = 0.25  # where other programs make everything longer, in ways that nobody measures
-_MOSTLY = 0.7  # a rank that is last as often as that is last for a reason
-_DEVIATIONS = 2.5  # and more often than chance makes one of equal ranks
-_LARGE_BYTES = 16 << 20  # an exchange of less is latency, whichever layer it is
-_DOMINATES = 0.5
-MANY_ELSEWHERE = 0.3  # cores; then ranks are late, and compute slowly, for reasons that aren't the script's
-_SCHEDULING_S = 0.002  # a rank that loses less does so because the system ran something else
+from evenstep.bench.measure.decompose import Decomposition, Parts
+from evenstep.bench.measure.records import Facts
+from evenstep.observe.thresholds import (
+    DEVIATIONS,
+    DOMINATES,
+    LARGE_BYTES,
+    MANY_ELSEWHERE,
+    MOST_SPREAD,
+    MOSTLY,
+    OFTEN,
+    SCHEDULING_S,
+    WORTH,
+    WORTH_BESIDE_OTHERS,
+    WORTH_UNSURE,
+)
 
 _PHASE_WORDS = {
     "data": "waiting for data",
@@ -41,6 +44,26 @@ _PHASE_WORDS = {
     "engine": "the wrapper's work after the backward pass",
     "optimizer": "the optimizer's step",
     "script": "the script's own work between the passes",
+}
+
+
+_LOSSES = {
+    "data": "waiting for data",
+    "imbalance": "imbalance",
+    "exposed": "exposed communication",
+    "engine": "the wrapper's own work",
+    "contention": "contention",
+}
+# The losses that a cause explains.
+_COVERS = {
+    "slow loader": {"data"},
+    "slow rank": {"imbalance"},
+    "enormous layer": {"exposed"},
+    "small batch": {"exposed", "engine", "imbalance"},
+    "uneven work": {"imbalance"},
+    "oversubscribed threads": {"contention", "exposed", "engine", "imbalance"},
+    "contention": {"contention"},
+    "host waits": set(),
 }
 
 
@@ -64,7 +87,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """What findings are drawn from: one point of a curve.
+    """The input of `find`: one point of a curve.
 
     Attributes:
         num_replicas: Ranks.
@@ -76,7 +99,7 @@ class Case:
         device_busy_s: On a GPU: how long in a step the busiest one computed.
         syncs: On a GPU: lines that made the host wait, and how often in a step.
         divides_batch: Of strong scaling: what computes more slowly than alone may be the smaller batch.
-        num_cores_elsewhere: Cores of the host that other programs kept busy.
+        num_cores_elsewhere: Cores of the machine that other programs kept busy.
     """
 
     num_replicas: int
@@ -102,16 +125,16 @@ class Case:
         if late is None:
             return False
         chance = 1 / self.num_replicas
-        by_luck = chance + _DEVIATIONS * math.sqrt(chance * (1 - chance) / num_steps)
+        by_luck = chance + DEVIATIONS * math.sqrt(chance * (1 - chance) / num_steps)
         return (
-            late.share_of_steps >= min(1.0, max(_MOSTLY, by_luck))
+            late.share_of_steps >= min(1.0, max(MOSTLY, by_luck))
             and late.excess_s >= self.parts.imbalance_s / 2
-            and self.parts.share("imbalance") >= _WORTH
+            and self.parts.share("imbalance") >= WORTH
         )
 
     @property
     def jitter_s(self) -> float:
-        """Imbalance that no rank is to blame for: each exchange waits for whoever comes last."""
+        """Imbalance that no rank is to blame for: each exchange waits for the last rank."""
         return 0.0 if self.held_up_by_one else self.parts.imbalance_s
 
 
@@ -129,6 +152,30 @@ def find(case: Case) -> list[Finding]:
     )
     found = [finding for rule in rules if (finding := rule(case)) is not None]
     return sorted(found, key=lambda finding: -finding.gain)
+
+
+def unexplained(case: Case, findings: Sequence[Finding]) -> list[str]:
+    """Losses of a tenth of the step or more that no finding covers, each with the reason why there is none."""
+    covered = {part for finding in findings for part in _COVERS[finding.cause]}
+    return [
+        f"{words} is {_ms(getattr(case.parts, f'{part}_s'))} of a step, {case.parts.share(part):.0%}, and no finding: "
+        f"{_why_not(case, part)}"
+        for part, words in _LOSSES.items()
+        if part not in covered and case.parts.share(part) >= WORTH
+    ]
+
+
+def _why_not(case: Case, part: str) -> str:
+    share = case.parts.share(part)
+    if case.num_cores_elsewhere > MANY_ELSEWHERE:
+        return f"other programs kept {case.num_cores_elsewhere:.1f} cores busy, which makes everything longer"
+    if share < _limit(case):
+        return f"rounds differ by {case.spread:.0%}"
+    if part == "contention" and case.divides_batch:
+        return "a smaller batch computes less efficiently, too"
+    if share < WORTH_UNSURE:
+        return f"below {WORTH_UNSURE:.0%} no single cause can be told from the others"
+    return "no rule fits what was measured"
 
 
 def _slow_loader(case: Case) -> Finding | None:
@@ -197,20 +244,22 @@ def _small_batch(case: Case) -> Finding | None:
     fixed_s = parts.exposed_s + parts.engine_s + jitter_s
     if case.num_replicas == 1 or fixed_s < _limit(case) * parts.total_s or _oversubscribed(case) is not None:
         return None  # with more threads than cores exchanges are slow, and ranks late, for that reason
-    if parts.exposed_s >= _WORTH * parts.total_s and _one_layer_dominates(case.facts):
+    if parts.exposed_s >= WORTH * parts.total_s and _one_layer_dominates(case.facts):
         return None
-    is_work = jitter_s > _SCHEDULING_S
-    if is_work and jitter_s > max(parts.exposed_s + parts.engine_s, _WORTH_UNSURE * parts.total_s):
+    is_work = jitter_s > SCHEDULING_S
+    if is_work and jitter_s > max(parts.exposed_s + parts.engine_s, WORTH_UNSURE * parts.total_s):
         return None  # it is not the exchange that costs
+    exchange_s = parts.exposed_s + parts.engine_s
+    waits = f", and {_ms(jitter_s)} are waiting for whichever rank is last" if jitter_s > 0 else ""
     twice_s = parts.total_s + _grows_s(case)
     gain = 2 * parts.total_s / twice_s
     rows = case.rows_per_replica
     return Finding(
         "small batch",
-        f"of {_ms(parts.total_s)} a step {_ms(fixed_s)} are the exchange of gradients, {fixed_s / parts.total_s:.0%}, "
-        f"whatever the size of the batch",
+        f"of {_ms(parts.total_s)} a step {_ms(exchange_s)} are the exchange of gradients{waits}: "
+        f"{fixed_s / parts.total_s:.0%}, whatever the size of the batch",
         f"batch {rows:g} to {2 * rows:g} a replica: exposed communication falls from {parts.share('exposed'):.0%} to "
-        f"{parts.exposed_s / twice_s:.0%}, the whole exchange from {fixed_s / parts.total_s:.0%} to "
+        f"{parts.exposed_s / twice_s:.0%}, all of this from {fixed_s / parts.total_s:.0%} to "
         f"{fixed_s / twice_s:.0%}; or accumulate (model.microbatches)",
         gain,
     )
@@ -218,7 +267,7 @@ def _small_batch(case: Case) -> Finding | None:
 
 def _uneven_work(case: Case) -> Finding | None:
     late, parts = case.decomposition.late, case.parts
-    if late is None or case.held_up_by_one or parts.share("imbalance") < max(_limit(case), _WORTH_UNSURE):
+    if late is None or case.held_up_by_one or parts.share("imbalance") < max(_limit(case), WORTH_UNSURE):
         return None
     if case.num_cores_elsewhere > MANY_ELSEWHERE or _small_batch(case) is not None or _oversubscribed(case) is not None:
         return None
@@ -255,7 +304,7 @@ def _contention(case: Case) -> Finding | None:
     parts = case.parts
     if case.divides_batch or case.num_cores_elsewhere > MANY_ELSEWHERE or _wants_too_many_cores(case):
         return None
-    if parts.share("contention") < max(_limit(case), _WORTH_UNSURE) or parts.contention_s < _SCHEDULING_S:
+    if parts.share("contention") < max(_limit(case), WORTH_UNSURE):
         return None
     rest_s = parts.total_s - parts.contention_s
     place = "memory, PCIe or power" if case.facts.device == "cuda" else "memory bandwidth"
@@ -263,7 +312,7 @@ def _contention(case: Case) -> Finding | None:
         "contention",
         f"computing takes {_ms(parts.contention_s)} longer than on one replica, {parts.share('contention'):.0%} of the "
         f"step, although every rank has cores of its own: they share {place}",
-        f"fewer replicas with more threads each, or another host for some of them: {_ms(parts.total_s)} to "
+        f"fewer replicas with more threads each, or another node for some of them: {_ms(parts.total_s)} to "
         f"{_ms(rest_s)} a step at best",
         parts.total_s / rest_s,
     )
@@ -271,18 +320,18 @@ def _contention(case: Case) -> Finding | None:
 
 def _host_waits(case: Case) -> Finding | None:
     parts, busy_s = case.parts, case.device_busy_s
-    lines = [(line, count) for line, count in case.syncs if count >= 0.5]
+    lines = [(line, count) for line, count in case.syncs if count >= OFTEN]
     if case.facts.device != "cuda" or busy_s is None or not lines:
         return None
     idle_s = parts.total_s - parts.exposed_s - parts.imbalance_s - parts.data_s - busy_s
     if idle_s < _limit(case) * parts.total_s:
         return None
-    told = ", ".join(f"{line} ({count:.0f} times a step)" if count >= 1.5 else line for line, count in lines[:3])
+    received = ", ".join(f"{line} ({count:.0f} times a step)" if count >= 1.5 else line for line, count in lines[:3])
     rest_s = parts.total_s - idle_s
     return Finding(
         "host waits",
-        f"{told}: the host waits there for the GPU (.item(), .cpu(), a tensor in an `if`), and the GPU then for the "
-        f"host: it computes {_ms(busy_s)} of {_ms(parts.total_s)}",
+        f"{received}: the host waits there for the GPU (.item(), .cpu(), a tensor in an `if`), and the GPU then for "
+        f"the host: it computes {_ms(busy_s)} of {_ms(parts.total_s)}",
         f"look at values every hundredth step, or keep them on the GPU: {_ms(parts.total_s)} to {_ms(rest_s)} a step "
         f"at best",
         parts.total_s / rest_s,
@@ -290,13 +339,13 @@ def _host_waits(case: Case) -> Finding | None:
 
 
 def _limit(case: Case) -> float:
-    """The share of a step that a loss must have to be told: what rounds differ by is no finding."""
-    least = _WORTH_BESIDE_OTHERS if case.num_cores_elsewhere > MANY_ELSEWHERE else _WORTH
-    return max(least, min(0.5, case.spread))
+    """The share of a step that a loss must have to be reported: a difference between rounds is no finding."""
+    least = WORTH_BESIDE_OTHERS if case.num_cores_elsewhere > MANY_ELSEWHERE else WORTH
+    return max(least, min(MOST_SPREAD, case.spread))
 
 
 def _grows_s(case: Case) -> float:
-    """What of a step is twice as long with twice the batch."""
+    """The part of a step that is twice as long with twice the batch."""
     parts = case.parts
     lost_by_one_s = parts.imbalance_s - case.jitter_s
     return parts.data_s + parts.contention_s + parts.compute_s + lost_by_one_s
@@ -304,7 +353,7 @@ def _grows_s(case: Case) -> float:
 
 def _one_layer_dominates(facts: Facts) -> bool:
     _, num_bytes = facts.largest
-    return num_bytes >= _LARGE_BYTES and facts.num_tensors > 1 and num_bytes >= _DOMINATES * facts.gradient_bytes
+    return num_bytes >= LARGE_BYTES and facts.num_tensors > 1 and num_bytes >= DOMINATES * facts.gradient_bytes
 
 
 def _wants_too_many_cores(case: Case) -> bool:

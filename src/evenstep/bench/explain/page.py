@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from evenstep.bench.report import CURVE_TITLES, PART_NAMES, late_lines, nothing_found, usage_lines
+from evenstep.bench.explain.report import CURVE_TITLES, PART_NAMES, late_lines, nothing_found, usage_lines
 from evenstep.checks import counted
 
 _STYLE = """
@@ -42,7 +42,7 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
         f"{counted(facts['num_cores'], 'core')}; "
         f"{counted(command['num_rounds'], 'round')} of {counted(command['num_steps'], 'step')} after "
         f"{command['num_warmup']} of warm-up; gradients "
-        f"averaged by {facts['wrapper'] or 'nobody that was found'}"
+        f"averaged by {facts['wrapper'] or 'no wrapper that was found'}"
     )
     body = [
         f"<h1>How well does <code>{escape(words)}</code> scale?</h1>",
@@ -50,7 +50,7 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
         _findings(report),
         "<h2>Efficiency</h2>",
         _picture(pictures, "efficiency", "Efficiency against replicas, with quartiles"),
-        *(_scaling(name, points) for name, points in curves.items()),
+        *(_scaling(name, points, command["num_rounds"]) for name, points in curves.items()),
         "<h2>Where a step goes</h2>",
         _picture(pictures, "parts", "The step in parts, by number of replicas"),
         *(_parts(name, points) for name, points in curves.items()),
@@ -61,9 +61,9 @@ def render(report: Mapping[str, Any], pictures: Mapping[str, str]) -> str:
         _picture(pictures, "timeline", "One step on every rank, with buckets in flight"),
         _buckets(main[-1]["buckets"]),
     ]
-    if report["remarks"]:
-        remarks = "".join(f"<li>{escape(remark)}</li>" for remark in report["remarks"])
-        body += ["<h2>Notes</h2>", f"<ul>{remarks}</ul>"]
+    if remarks := [*report["unexplained"], *report["remarks"]]:
+        items = "".join(f"<li>{escape(remark)}</li>" for remark in remarks)
+        body += ["<h2>Notes</h2>", f"<ul>{items}</ul>"]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f"<title>{escape(words)}: scaling</title>\n"
@@ -85,7 +85,7 @@ def _findings(report: Mapping[str, Any]) -> str:
     return f"<h2>Why not better, {where}</h2>{''.join(found)}"
 
 
-def _scaling(name: str, points: Sequence[Mapping[str, Any]]) -> str:
+def _scaling(name: str, points: Sequence[Mapping[str, Any]], num_rounds: int) -> str:
     rows = [
         [
             f"{point['num_replicas']}",
@@ -94,7 +94,9 @@ def _scaling(name: str, points: Sequence[Mapping[str, Any]]) -> str:
             f"{point['samples_per_s']['median']:,.0f}",
             f"{point['speedup']['median']:.2f}",
             f"{point['efficiency']['median']:.0%}",
-            f"{100 * point['efficiency']['low']:.0f} to {point['efficiency']['high']:.0%}",
+            f"{100 * point['efficiency']['low']:.0f} to {point['efficiency']['high']:.0%}"
+            if num_rounds > 1
+            else "one round",
             f"{sum(point['cores_busy_by_rank']):.1f}",
         ]
         for point in points

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenstep.bench.report import CURVE_TITLES, PART_NAMES
+from evenstep.bench.explain.report import CURVE_TITLES, PART_NAMES
 
 INK, GRID = "#3a3f47", "#e6e8eb"
 PART_COLOURS = {

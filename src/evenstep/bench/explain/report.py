@@ -13,16 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.bench.findings import Case, find
-from evenstep.bench.profile import deviation_of
-from evenstep.bench.records import backward_until_ready, buckets_in_flight, spans, steps_in_parts
-from evenstep.bench.runs import Measured
-from evenstep.bench.scaling import Point, Run, Spread, busy_cores, cores_elsewhere, curve, utilisation
+from evenstep.bench.explain.findings import Case, find, unexplained
+from evenstep.bench.measure.records import backward_until_ready, buckets_in_flight, spans, steps_in_parts
+from evenstep.bench.measure.runs import Measured
+from evenstep.bench.measure.scaling import Point, Run, Spread, busy_cores, cores_elsewhere, curve, utilisation
+from evenstep.bench.predict.profile import deviation_of
 from evenstep.checks import counted
+from evenstep.observe.thresholds import WELL
 
 VERSION = 1
-
-_WELL = 0.9  # an efficiency of less should have a cause
 
 # In the order of a step; what is lost stands above what is used.
 PART_NAMES = {
@@ -59,6 +58,7 @@ def build_report(measured: Measured, *, version: str, began_at: str) -> dict[str
         "facts": asdict(main[-1].run.records[0].facts),
         "curves": {name: [_point(point) for point in points] for name, points in curves.items()},
         "findings": _findings(curves),
+        "unexplained": _unexplained(curves),
         "findings_at": main[-1].num_replicas,
         "timeline": timeline(main[-1].run),
         "remarks": list(measured.remarks),
@@ -66,7 +66,7 @@ def build_report(measured: Measured, *, version: str, began_at: str) -> dict[str
 
 
 def _findings(curves: Mapping[str, Sequence[Point]]) -> list[dict[str, Any]]:
-    """Of each curve's last point; a cause that both have is told once, of weak scaling."""
+    """Of each curve's last point; a cause of both curves is reported once, for weak scaling."""
     found: dict[str, dict[str, Any]] = {}
     for name, points in curves.items():
         for finding in find(case_of(points[-1], divides_batch=name == "strong")):
@@ -74,8 +74,18 @@ def _findings(curves: Mapping[str, Sequence[Point]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def _unexplained(curves: Mapping[str, Sequence[Point]]) -> list[str]:
+    """Losses of each curve's last point that no finding explains, with the reason."""
+    found = []
+    for name, points in curves.items():
+        case = case_of(points[-1], divides_batch=name == "strong")
+        where = f"{name} scaling on {counted(case.num_replicas, 'replica')}"
+        found += [f"{where}: {line}" for line in unexplained(case, find(case))]
+    return found
+
+
 def case_of(point: Point, *, divides_batch: bool = False) -> Case:
-    """What findings are drawn from, for one point of a curve; `divides_batch`: of strong scaling."""
+    """The input of `find` for one point of a curve; `divides_batch`: of strong scaling."""
     records = point.run.records
     return Case(
         num_replicas=point.num_replicas,
@@ -175,29 +185,30 @@ def _point(point: Point) -> dict[str, Any]:
 def print_report(report: Mapping[str, Any], console: Console) -> None:
     """Tables, findings and remarks."""
     for name, points in report["curves"].items():
-        console.print(scaling_table(CURVE_TITLES[name], points))
+        console.print(scaling_table(CURVE_TITLES[name], points, report["command"]["num_rounds"]))
         console.print(parts_table(points))
     for line in [*late_lines(report), *usage_lines(report)]:
         console.print(line, highlight=False, markup=False)
     console.print(findings_table(report) if report["findings"] else nothing_found(report), highlight=False)
-    for remark in report["remarks"]:
+    for remark in [*report["unexplained"], *report["remarks"]]:
         console.print(f"note: {remark}", highlight=False, markup=False)
 
 
-def scaling_table(title: str, points: Sequence[Mapping[str, Any]]) -> Table:
-    """Throughput, speed-up, efficiency with its quartiles, and how many cores the ranks kept busy."""
+def scaling_table(title: str, points: Sequence[Mapping[str, Any]], num_rounds: int) -> Table:
+    """Throughput, speed-up, efficiency with its quartiles over rounds, and how many cores the ranks kept busy."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for column in ("replicas", "batch", "step", "samples/s", "speed-up", "efficiency", "cores"):
         table.add_column(column, justify="right", no_wrap=True)
     for point in points:
         efficiency = Spread(**point["efficiency"])
+        quartiles = f" ({100 * efficiency.low:.0f} to {100 * efficiency.high:.0f})" if num_rounds > 1 else ""
         table.add_row(
             f"{point['num_replicas']}",
             f"{point['rows_per_replica']:g}",
             _ms(point["step_s"]["median"]),
             f"{point['samples_per_s']['median']:,.0f}",
             f"{point['speedup']['median']:.2f}",
-            f"{efficiency.median:.0%} ({100 * efficiency.low:.0f} to {100 * efficiency.high:.0f})",
+            f"{efficiency.median:.0%}{quartiles}",
             f"{sum(point['cores_busy_by_rank']):.1f}",
         )
     return table
@@ -221,7 +232,7 @@ def parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def late_lines(report: Mapping[str, Any]) -> list[str]:
-    """Who was ready last, where there was somebody to wait for."""
+    """The straggler of each step with a wait."""
     lines = []
     for name, points in report["curves"].items():
         point = points[-1]
@@ -264,11 +275,11 @@ def findings_table(report: Mapping[str, Any]) -> Table:
 
 
 def nothing_found(report: Mapping[str, Any]) -> str:
-    """What is said when all is well, or nobody knows why it isn't."""
+    """The sentence for a report without findings."""
     curves = report["curves"]
     name = "weak" if "weak" in curves else next(iter(curves))
     efficiency, where = curves[name][-1]["efficiency"]["median"], f"on {counted(report['findings_at'], 'replica')}"
-    if efficiency < _WELL:
+    if efficiency < WELL or report["unexplained"]:
         return (
             f"No cause was found for certain {where}, although {name} scaling has an efficiency of {efficiency:.0%}: "
             f"see where a step goes, and the notes."

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from evenstep.bench.records import PHASES
+from evenstep.bench.measure.records import PHASES
 
 COMPUTE = ("forward", "backward", "script")
 ENGINE = ("sync", "engine")

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType
+
+from evenstep.compat.torch_autograd import DeviceType
 
 NUM_STEPS = 6  # half of them for each look
 _HALF = NUM_STEPS // 2
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parents[2]
 
 
 class Inspection:
@@ -85,7 +86,7 @@ class Inspection:
 
 
 def is_of_the_script(filename: str) -> bool:
-    """Whether a file is neither torch's nor ours: there nobody can change a line."""
+    """Whether a file is the user's own: neither torch's nor ours."""
     path = Path(filename)
     return not path.is_relative_to(Path(torch.__file__).parent) and not path.is_relative_to(_PACKAGE)
 

@@ -14,12 +14,11 @@ a communication hook of the script's stays in its place.
     callback queued by that          REDUCED, END: the wrapper's has run
     last gradient of a bucket        its number, [Note: torch's buckets]
 
-A plain module, in a process without a group, has the same marks; nobody waits then.
+A plain module, in a process without a group, has the same marks, without a wait.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Any
@@ -27,13 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.utils import _pytree as pytree
 
-from evenstep.bench.loaders import num_rows
-from evenstep.bench.records import SYNC
-from evenstep.bench.torch_buckets import BucketWatch
+from evenstep.bench.measure.records import SYNC
+from evenstep.bench.measure.torch_buckets import BucketWatch
+from evenstep.compat import torch_pytree as pytree
+from evenstep.compat.torch_autograd import at_end_of_backward
 from evenstep.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, REDUCED, WAITING
-from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.observe.models import find_models, num_rows
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 
 class ModelWatch:
@@ -57,16 +57,12 @@ class ModelWatch:
         self._buckets: list[BucketWatch] = []
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
-        """Look for wrapped models among all objects; without one, for the module that the optimizer trains."""
-        modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-        ours = [module for module in modules if _is_wrapped(module, ours=True)]
-        torchs = [module for module in modules if _is_wrapped(module, ours=False)]
-        self.models = ours or torchs or _trained_by(optimizer, modules)
-        self.wrapper = "evenstep" if ours else "torch" if torchs else ""
+        """Look for the models, and attach hooks to those that aren't evenstep's."""
+        self.models, self.wrapper = find_models(optimizer)
         for number, model in enumerate(self.models):
             if number == 0:
                 model.register_forward_pre_hook(self._count_rows, with_kwargs=True)
-            if not ours:
+            if self.wrapper != "evenstep":
                 self._attach(model)
 
     def marks(self) -> list[int]:
@@ -82,7 +78,7 @@ class ModelWatch:
         return found
 
     def bucket_bytes(self) -> tuple[int, ...]:
-        """Of every bucket of gradients; empty where none travel, or nobody says it."""
+        """Bytes of every bucket of gradients; empty where none travel, or where they are unknown."""
         ours = [bucket.flat.nbytes for model in self._ours() for bucket in model.engine.buckets]
         return (*ours, *(size for watch in self._buckets for size in watch.num_bytes))
 
@@ -134,13 +130,13 @@ class ModelWatch:
             self._marks += (BACKWARD, perf_counter_ns())
             for watch in self._buckets:
                 watch.backward_begins()
-            _at_end_of_backward(self._gradients_are_there)
+            at_end_of_backward(self._gradients_are_there)
 
     def _gradients_are_there(self) -> None:
         for watch in self._buckets:
             watch.gradients_are_there()
         self._marks += (WAITING, perf_counter_ns())
-        _at_end_of_backward(self._backward_ended)
+        at_end_of_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._is_in_backward = False
@@ -160,20 +156,3 @@ def facts_of(models: list[nn.Module]) -> dict[str, Any]:
 
 def _after(first: int, what: int) -> int:
     return first + what if what >= 0 else what
-
-
-def _is_wrapped(module: nn.Module, *, ours: bool) -> bool:
-    return isinstance(module, TorchDistributedDataParallel) and isinstance(module, DistributedDataParallel) == ours
-
-
-def _trained_by(optimizer: torch.optim.Optimizer, modules: list[nn.Module]) -> list[nn.Module]:
-    """The outermost module with the most of the optimizer's parameters."""
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    inner = {id(child) for module in modules for child in module.children()}
-    counts = [(sum(id(p) in trained for p in m.parameters()), m) for m in modules if id(m) not in inner]
-    most, model = max(counts, key=lambda each: each[0], default=(0, None))
-    return [model] if most and model is not None else []
-
-
-def _at_end_of_backward(callback: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -68,7 +68,7 @@ def plan_settings(replicas: Sequence[int], mode: str, batch: int | None) -> dict
     Args:
         replicas: In order, multiples of the first.
         mode: "weak": a batch that grows with the replicas; "strong": one batch divided over them; "both".
-        batch: Samples of a step on the fewest replicas; None: nobody knows, and nobody changes it.
+        batch: Samples of a step on the fewest replicas; None: it is unknown, and stays as it is.
     """
     fewest = replicas[0]
     curves: dict[str, tuple[Setting, ...]] = {}

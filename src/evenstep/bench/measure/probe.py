@@ -1,8 +1,8 @@
-"""One rank of a measured run, seen from inside: counts optimizer steps, ends the run after enough of them, and leaves a
-record.
+"""One rank of a measured run: `python -m evenstep.bench.measure.probe SCRIPT ARGS...`, started by `evenstep run`.
 
-Hooks that torch has for everybody say when an optimizer steps; with several optimizers the busiest one counts, as on
-the progress page. Until the first step has ended the script may still be making its models: they are looked for then.
+The probe counts optimizer steps, ends the run after enough of them, and leaves a record. With several optimizers the
+busiest one counts, as on the progress page. Until the first step has ended the script may still be making its models:
+the probe looks for them then.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from evenstep.bench.gpu import Inspection
-from evenstep.bench.loaders import LoaderWatch
-from evenstep.bench.models import ModelWatch, facts_of
-from evenstep.bench.records import Facts, RankRecord, Usage, sorted_marks, write_record
-from evenstep.bench.scratch import Scratch
-from evenstep.environment import Measurement, Placement
+from evenstep.bench.measure.gpu import Inspection
+from evenstep.bench.measure.models import ModelWatch, facts_of
+from evenstep.bench.measure.records import DATA, DATA_END, Facts, RankRecord, Usage, sorted_marks, write_record
+from evenstep.control_groups import count_cpus
+from evenstep.environment import Measurement, Placement, current_placement, measurement
+from evenstep.errors import ConfigurationError
 from evenstep.health.telemetry import OPTIMIZER, OPTIMIZER_END
+from evenstep.observe.loaders import LoaderWatch, replace_batch_sizes
+from evenstep.observe.patching import Patches
+from evenstep.observe.scratch import Scratch, idle_checkpointers
+from evenstep.observe.script import run_observed
+from evenstep.observe.steps import watch_steps
 
 _LONGEST_FAREWELL_S = 60.0
 
@@ -34,7 +39,7 @@ class Probe:
     """Watches this process.
 
     Args:
-        asked: What is to be measured.
+        asked: The request: warm-up and measured steps, batch size.
         placement: Which rank this is.
     """
 
@@ -46,9 +51,7 @@ class Probe:
         self._batches: list[int] = []
         self._rows_before = 0
         self._counts: dict[int, int] = {}
-        self._outermost: int | None = None  # the optimizer that steps; another one inside it is a part of it
-        rows = None if asked.global_batch_size is None else max(1, asked.global_batch_size // placement.world_size)
-        self._loaders = LoaderWatch(self._marks, lambda: len(self._steps_ns), rows)
+        self._loaders = LoaderWatch(self._waited_for_data, lambda: len(self._steps_ns))
         self._models = ModelWatch(self._marks)
         self._scratch = Scratch(asked.directory)
         self._inspection: Inspection | None = None
@@ -56,24 +59,27 @@ class Probe:
         self._usage = Usage()
         self._is_written = False
 
-    def install(self) -> None:
-        """From now on. For good: this process exists to be measured."""
-        self._loaders.install()
-        self._scratch.install()
-        register_optimizer_step_pre_hook(self._optimizer_begins)
-        register_optimizer_step_post_hook(self._optimizer_ended)
+    def install(self, patches: Patches) -> None:
+        """Watch this process until the patches are undone."""
+        self._loaders.install(patches)
+        total = self._asked.global_batch_size
+        if total is not None:
+            rows = max(1, total // self._placement.world_size)
+            # 1 is torch's default; evenstep's own loader gives torch's no batch size.
+            replace_batch_sizes(patches, lambda size: rows if size > 1 else size)
+        idle_checkpointers(patches)
+        self._scratch.install(patches)
+        watch_steps(patches, self._optimizer_begins, self._optimizer_ended)
 
     # ------------------------------------------------------------------ hooks
 
-    def _optimizer_begins(self, optimizer: Any, *_: object) -> None:
-        if self._outermost in (None, id(optimizer)):
-            self._outermost = id(optimizer)
-            self._marks += (OPTIMIZER, perf_counter_ns())
+    def _waited_for_data(self, began_ns: int, ended_ns: int) -> None:
+        self._marks += (DATA, began_ns, DATA_END, ended_ns)
 
-    def _optimizer_ended(self, optimizer: Any, *_: object) -> None:
-        if self._outermost != id(optimizer):
-            return
-        self._outermost = None
+    def _optimizer_begins(self, optimizer: Any) -> None:
+        self._marks += (OPTIMIZER, perf_counter_ns())
+
+    def _optimizer_ended(self, optimizer: Any) -> None:
         now = perf_counter_ns()
         self._marks += (OPTIMIZER_END, now)
         self._counts[id(optimizer)] = self._counts.get(id(optimizer), 0) + 1
@@ -126,7 +132,7 @@ class Probe:
             device="cuda" if _is_on_gpu(models.models) else "cpu",
             wrapper=models.wrapper,
             num_threads=torch.get_num_threads(),
-            num_cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+            num_cores=count_cpus(),
             num_workers=self._loaders.num_workers,
             has_loader=self._loaders.was_seen,
             bucket_bytes=models.bucket_bytes(),
@@ -228,3 +234,28 @@ def _but_the_optimizer(marks: list[int]) -> list[int]:
     """Marks of evenstep's models; when optimizers step the probe has seen itself."""
     kept = [(what, when) for what, when in zip(marks[::2], marks[1::2], strict=True) if what < OPTIMIZER or what >= 0]
     return [number for pair in kept for number in pair]
+
+
+def main(arguments: list[str]) -> None:
+    """Have this process watched, and run the script in it.
+
+    Raises:
+        ConfigurationError: No measurement was requested.
+    """
+    asked = measurement()
+    if asked is None:
+        raise ConfigurationError(
+            "evenstep.bench.measure.probe is started by `evenstep bench`, and is no command of its own."
+        )
+    probe = Probe(asked, current_placement())
+    path, *rest = arguments
+    with Patches() as patches:
+        probe.install(patches)
+        try:
+            run_observed(path, rest)
+        finally:
+            probe.write()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

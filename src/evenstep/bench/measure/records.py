@@ -80,7 +80,7 @@ class Facts:
 
     Attributes:
         device: "cpu" or "cuda".
-        wrapper: Who averages the gradients: "evenstep", "torch", or "" if nobody was found.
+        wrapper: The library that averages the gradients: "evenstep", "torch", or "" if none was found.
         num_threads: Of the rank's operations on the CPU.
         num_cores: That the rank may use; all ranks of a host share them.
         num_workers: Of the loader that training reads from.
@@ -88,7 +88,7 @@ class Facts:
         gradient_bytes: Of all gradients.
         num_tensors: Parameters that are trained.
         largest: Name and bytes of the largest of them.
-        bucket_bytes: Of every bucket in which gradients travel; empty where none do, and where nobody says it.
+        bucket_bytes: Of every bucket in which gradients travel; empty where none do, or where they are unknown.
     """
 
     device: str = "cpu"

@@ -6,18 +6,18 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenstep.bench.findings import MANY_ELSEWHERE
-from evenstep.bench.plan import Setting, in_order, plan_settings, too_small
-from evenstep.bench.records import read_record
-from evenstep.bench.scaling import Run, cores_elsewhere
+from evenstep.bench.measure.plan import Setting, in_order, plan_settings, too_small
+from evenstep.bench.measure.records import read_record
+from evenstep.bench.measure.scaling import Run, cores_elsewhere
 from evenstep.checks import counted
 from evenstep.environment import Measurement, with_measurement
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.observe.thresholds import MANY_ELSEWHERE
+from evenstep.temporary import private_directory
 
 _LONGEST_TAIL = 4000
 _STOPS_WITHIN_S = 30.0
@@ -59,7 +59,7 @@ class Measured:
     """What came of it.
 
     Attributes:
-        wish: What was asked for.
+        wish: The request.
         curves: The settings of each curve.
         rounds: The runs of each round.
         remarks: What a reader of the figures should know.
@@ -84,8 +84,7 @@ def measure(wish: Wish, say: Callable[[str], None]) -> Measured:
     """
     if not Path(wish.script).is_file():
         raise ConfigurationError(f"{wish.script}: no such script.")
-    with tempfile.TemporaryDirectory(prefix="evenstep-bench-") as name:
-        root = Path(name)
+    with private_directory("bench") as root:
         batch = wish.batch
         first: Run | None = None
         if batch is None:
@@ -123,6 +122,10 @@ def remarks(
 ) -> tuple[str, ...]:
     """What a reader of the figures should know. Pure."""
     found = []
+    if len(rounds) == 1:
+        found.append(
+            "one round: how much rounds differ is unknown, and a finding may be chance; --repeats 3 measures it"
+        )
     records = [record for runs in rounds for run in runs.values() for record in run.records]
     fewest = min(record.num_steps for record in records)
     if fewest < wish.num_steps:
@@ -181,7 +184,7 @@ def _run_once(setting: Setting, wish: Wish, place: Path) -> Run:
     command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(setting.num_replicas)]
     command += ["--threads-per-rank", str(wish.num_threads), "--log-dir", str(place / "logs")]
     command += [] if wish.device is None else ["--device", wish.device]
-    command += ["-m", "evenstep.bench.rank", wish.script, *wish.arguments]
+    command += ["-m", "evenstep.bench.measure.probe", wish.script, *wish.arguments]
     log = place / "output.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(

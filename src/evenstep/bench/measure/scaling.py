@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from evenstep.bench.decompose import Decomposition, decompose
-from evenstep.bench.plan import Setting
-from evenstep.bench.records import RankRecord, steps_in_parts
+from evenstep.bench.measure.decompose import Decomposition, decompose
+from evenstep.bench.measure.plan import Setting
+from evenstep.bench.measure.records import RankRecord, steps_in_parts
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def loader_batch(self) -> int:
-        """Samples of most batches of the loader on all ranks together: what a loader can be asked for."""
+        """Samples of most batches of the loader on all ranks together: a batch size that a loader can deliver."""
         batches = [record.batches[record.num_warmup : len(record.steps_ns)] for record in self.records]
         return sum(Counter(each).most_common(1)[0][0] for each in batches if each)
 

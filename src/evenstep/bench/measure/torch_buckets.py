@@ -8,7 +8,7 @@ gradients of all of them are there and the buckets before it have gone. So one h
 parameter that was the last of its bucket in the first pass: torch lays its buckets out anew in that order, before the
 second pass. With `find_unused_parameters` it doesn't, and they stay in reverse order of registration.
 
-That a bucket has arrived nobody can see: the wrapper waits for all of them at once, and so does the picture.
+The arrival of a bucket can't be seen: the wrapper waits for all of them at once, and so does the picture.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ class TorchBuckets:
     completed_by: tuple[int, ...]
 
 
-def read_buckets(told: Mapping[str, Any], bytes_of: Sequence[int]) -> TorchBuckets | None:
+def read_buckets(received: Mapping[str, Any], bytes_of: Sequence[int]) -> TorchBuckets | None:
     """What torch's logging data say; None if they don't fit the model. Pure.
 
     Args:
-        told: As `_get_ddp_logging_data` returns them.
+        received: The data that `_get_ddp_logging_data` returns.
         bytes_of: Of the gradients of all parameters, in registration order.
     """
     try:
-        if told.get("has_rebuilt_buckets"):
-            sizes = [int(size) for size in told["rebuilt_bucket_sizes"].split(",")]
+        if received.get("has_rebuilt_buckets"):
+            sizes = [int(size) for size in received["rebuilt_bucket_sizes"].split(",")]
             members = [
-                [int(index) for index in each.split()] for each in told["rebuilt_per_bucket_param_indices"].split(",")
+                [int(index) for index in each.split()]
+                for each in received["rebuilt_per_bucket_param_indices"].split(",")
             ]
         else:
-            sizes = [int(size) for size in told["bucket_sizes"].split(",")]
+            sizes = [int(size) for size in received["bucket_sizes"].split(",")]
             members = _in_reverse(sizes, bytes_of)
         fits = [sum(bytes_of[index] for index in each) for each in members] == sizes
     except (AttributeError, IndexError, KeyError, ValueError):
@@ -79,7 +80,7 @@ class BucketWatch:
         mark: Called with the number of a bucket.
 
     Attributes:
-        num_bytes: By bucket; empty as long as nobody knows, or if torch doesn't say it.
+        num_bytes: By bucket; empty until they are known, and if torch doesn't log them.
     """
 
     def __init__(self, model: DistributedDataParallel, mark: Callable[[int], None]) -> None:
@@ -95,13 +96,13 @@ class BucketWatch:
         if self._is_attached or not self._model.require_backward_grad_sync:
             return  # in a pass without an exchange torch says nothing new
         self._num_passes += 1
-        told = _logging_data(self._model)
-        if told is None:
+        received = _logging_data(self._model)
+        if received is None:
             self._is_attached = True  # nobody says it, and nobody will
-        elif told.get("has_rebuilt_buckets") or self._num_passes > _NUM_PATIENT:
+        elif received.get("has_rebuilt_buckets") or self._num_passes > _NUM_PATIENT:
             self._is_attached = True
             parameters = _reduced(self._model)
-            buckets = read_buckets(told, [p.numel() * p.element_size() for p in parameters])
+            buckets = read_buckets(received, [p.numel() * p.element_size() for p in parameters])
             if buckets is not None:
                 self._attach(buckets, parameters)
 
@@ -139,10 +140,10 @@ class BucketWatch:
 
 def _logging_data(model: DistributedDataParallel) -> dict[str, Any] | None:
     try:
-        told: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        received: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     except (AttributeError, AssertionError, RuntimeError):
         return None
-    return told
+    return received
 
 
 def _reduced(model: DistributedDataParallel) -> list[nn.Parameter]:

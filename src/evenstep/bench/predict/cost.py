@@ -1,24 +1,25 @@
-"""What a collective costs: a link's latency and bandwidth, the hosts, the algorithm. Pure.
+"""What a collective costs: a link's latency and bandwidth, the nodes, the algorithm. Pure.
 
 [Note: the cost of a message]
 
 A message of n bytes over a link takes `latency_s + n / bytes_per_s` (Hockney, "The communication challenge for MPP",
 1994). A collective is messages one after the other, its *stages*, and bytes through the narrowest link, its *traffic*:
 
-    algorithm      who                    stages of an all-reduce over h hosts of k        traffic of a vector of S
-    ring           Gloo, NCCL             2 (n - 1), of them 2 (h - 1) between hosts       2 (n - 1) / n  S
-    tree           NCCL                   2 (k - 1) inside, 2 log2 h between               2 S
-    halving        Goyal et al.           2 (k - 1) inside, 2 log2 h between               inside 2 (k - 1) / k  S,
-                                                                                           between 2 (h - 1) / h  S
-    lanes          evenstep over Gloo     1 inside; between two hosts 2, between more      inside k / 2 S,
-                                          2 h - 1; h - 1 where it is short, or expected    between `lanes_trips`
-    nccl           NCCL                   ring or tree, whichever is faster
+    algorithm      used by              stages of an all-reduce over h nodes of k        traffic of a vector of S
+    ring           Gloo, NCCL           2 (n - 1), of them 2 (h - 1) inter-node          2 (n - 1) / n  S
+    tree           NCCL                 2 (k - 1) intra-node, 2 log2 h inter-node        2 S
+    halving        Goyal et al.         2 (k - 1) intra-node, 2 log2 h inter-node        intra-node 2 (k - 1) / k  S,
+                                                                                         inter-node 2 (h - 1) / h  S
+    hierarchical   evenstep over Gloo   1 intra-node; inter-node 2 for two nodes, else   intra-node k / 2 S,
+                                        2 h - 1; h - 1 if eager or predicted             inter-node `group_trips`
+    nccl           NCCL                 ring or tree, whichever is faster
 
 with n = h k ranks. Stages and traffic of the ring and of the halving are those of Thakur, Rabenseifner and Gropp
-("Optimization of Collective Communication Operations in MPICH", 2005); of the tree and of which stages of a ring cross
-hosts, those by which NCCL itself chooses (`tuning.cc`). Lanes are drawn in `transport/several_hosts.py`: hosts compare
-what they call, and a vector goes in pieces, of which one is added inside the host while another is on the wire. Memory
-that k ranks share is read and written by all of them: that traffic is counted in what two ranks take.
+("Optimization of Collective Communication Operations in MPICH", 2005). Those of the tree, and which stages of a ring
+are inter-node, are those by which NCCL itself chooses (`tuning.cc`). The hierarchical algorithm is drawn in
+`transport/internode/transport.py`: nodes compare their calls, and a vector goes in chunks, one of which is added inside
+the node while another is on the wire. The k ranks of a node all read and write their shared memory; `memory_factor` is
+that traffic over the traffic of two ranks.
 """
 
 from __future__ import annotations
@@ -29,21 +30,20 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from evenstep.errors import ConfigurationError
-from evenstep.transport.host_meetings import MESSAGE_BYTES, PAYLOAD_AT, SMALL_BYTES
-from evenstep.transport.host_plan import may_be_foreseen, plan_piece_bytes
+from evenstep.transport.internode.negotiation import EAGER_BYTES, MESSAGE_BYTES, PAYLOAD_AT
+from evenstep.transport.internode.plan import is_predictable, plan_chunk_bytes
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast"]
-Algorithm = Literal["ring", "tree", "nccl", "halving", "lanes"]
+Algorithm = Literal["ring", "tree", "nccl", "halving", "hierarchical"]
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 # What a transport does, by the name that it has on the line printed at start.
 ALGORITHM_OF: dict[str, Algorithm] = {
-    "local": "lanes",
-    "shared memory": "lanes",
-    "host memory": "lanes",
-    "shared memory + gloo": "lanes",
+    "local": "hierarchical",
+    "shared memory": "hierarchical",
+    "shared memory + gloo": "hierarchical",
     "gloo": "ring",
     "nccl": "nccl",
 }
@@ -52,11 +52,11 @@ _ALIKE = 2.0  # times that differ by less tell the same
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two ranks of a host, or two hosts.
+    """The connection of two ranks of a node, or of two nodes.
 
     Attributes:
         latency_s: Of one message.
-        bytes_per_s: In one direction. Between hosts that of the host, which its ranks share; of shared memory how fast
+        bytes_per_s: In one direction. Inter-node, that of the node, which its ranks share; of shared memory, how fast
             it is read and written.
     """
 
@@ -79,41 +79,41 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Hosts:
-    """How ranks lie on hosts: equally many on each.
+class Topology:
+    """The number of nodes, and of ranks on each: equally many.
 
     Attributes:
-        num_hosts: Hosts.
-        ranks_per_host: Ranks of each.
+        num_nodes: Nodes.
+        ranks_per_node: Ranks of each.
     """
 
-    num_hosts: int
-    ranks_per_host: int
+    num_nodes: int
+    ranks_per_node: int
 
     def __post_init__(self) -> None:
-        if self.num_hosts < 1 or self.ranks_per_host < 1:
-            raise ConfigurationError(f"{self.num_hosts} hosts of {self.ranks_per_host} ranks: at least 1 of each.")
+        if self.num_nodes < 1 or self.ranks_per_node < 1:
+            raise ConfigurationError(f"{self.num_nodes} nodes of {self.ranks_per_node} ranks: at least 1 of each.")
 
     @classmethod
-    def of(cls, num_ranks: int, ranks_per_host: int) -> Hosts:
-        """So many ranks; fewer than a host has are on one.
+    def of(cls, num_ranks: int, ranks_per_node: int) -> Topology:
+        """The topology of so many ranks; fewer than a node has are on one node.
 
         Raises:
-            ConfigurationError: The hosts would not have equally many.
+            ConfigurationError: The nodes would not have equally many ranks.
         """
-        if num_ranks <= ranks_per_host:
+        if num_ranks <= ranks_per_node:
             return cls(1, num_ranks)
-        if num_ranks % ranks_per_host:
-            raise ConfigurationError(f"{num_ranks} ranks don't fill hosts of {ranks_per_host}; use a multiple of it.")
-        return cls(num_ranks // ranks_per_host, ranks_per_host)
+        if num_ranks % ranks_per_node:
+            raise ConfigurationError(f"{num_ranks} ranks don't fill nodes of {ranks_per_node}; use a multiple of it.")
+        return cls(num_ranks // ranks_per_node, ranks_per_node)
 
     @property
     def num_ranks(self) -> int:
-        """Of all hosts."""
-        return self.num_hosts * self.ranks_per_host
+        """Ranks of all nodes."""
+        return self.num_nodes * self.ranks_per_node
 
     def __str__(self) -> str:
-        return f"{self.num_ranks:,} ranks on {self.num_hosts:,} host" + ("s" if self.num_hosts > 1 else "")
+        return f"{self.num_ranks:,} ranks on {self.num_nodes:,} node" + ("s" if self.num_nodes > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,15 @@ class Network:
     """What ranks talk through.
 
     Attributes:
-        inside: Between the ranks of a host.
-        between: Between hosts.
+        intra_node: The link between the ranks of a node.
+        inter_node: The link between nodes.
         algorithm: How collectives are done.
-        tree: For NCCL's trees, whose messages take longer, (latency inside, latency between) in seconds; None: as in
-            `inside` and `between`.
+        tree: For NCCL's trees, whose messages take longer, (intra-node latency, inter-node latency) in seconds; None:
+            as in `intra_node` and `inter_node`.
     """
 
-    inside: Link
-    between: Link
+    intra_node: Link
+    inter_node: Link
     algorithm: Algorithm
     tree: tuple[float, float] | None = None
 
@@ -147,68 +147,74 @@ def bus_factor(collective: Collective, num_ranks: int) -> float:
     return {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(collective, (n - 1) / n)
 
 
-def collective_s(collective: Collective, num_bytes: float, hosts: Hosts, network: Network) -> float:
+def collective_s(collective: Collective, num_bytes: float, topology: Topology, network: Network) -> float:
     """Seconds that a collective takes when nothing else goes on.
 
     Args:
         collective: Which.
         num_bytes: Of the whole vector.
-        hosts: The ranks.
+        topology: The ranks.
         network: What they talk through.
     """
-    if hosts.num_ranks == 1:
+    if topology.num_ranks == 1:
         return 0.0
     if network.algorithm == "nccl":
         ways: tuple[Algorithm, ...] = ("ring", "tree") if collective == "all_reduce" else ("ring",)
-        return min(_cost(collective, num_bytes, hosts, network, way) for way in ways)
-    return _cost(collective, num_bytes, hosts, network, network.algorithm)
+        return min(_cost(collective, num_bytes, topology, network, way) for way in ways)
+    return _cost(collective, num_bytes, topology, network, network.algorithm)
 
 
-def _cost(collective: Collective, num_bytes: float, hosts: Hosts, network: Network, way: Algorithm) -> float:
+def _cost(collective: Collective, num_bytes: float, topology: Topology, network: Network, way: Algorithm) -> float:
     if way == "tree" and collective == "all_reduce":
-        return _tree_s(num_bytes, hosts, network)
+        return _tree_s(num_bytes, topology, network)
     if way in ("ring", "tree"):
-        inside, between = ring_stages(collective, hosts)
-        links = [network.inside] * (hosts.ranks_per_host > 1) + [network.between] * (hosts.num_hosts > 1)
+        intra_node, inter_node = ring_stages(collective, topology)
+        links = [network.intra_node] * (topology.ranks_per_node > 1) + [network.inter_node] * (topology.num_nodes > 1)
         narrowest = min(link.bytes_per_s for link in links)
-        traffic = bus_factor(collective, hosts.num_ranks) * num_bytes
-        return inside * network.inside.latency_s + between * network.between.latency_s + traffic / narrowest
+        traffic = bus_factor(collective, topology.num_ranks) * num_bytes
+        return (
+            intra_node * network.intra_node.latency_s + inter_node * network.inter_node.latency_s + traffic / narrowest
+        )
     if way == "halving":
-        return _halving_s(collective, num_bytes, hosts, network)
-    return _lanes_s(collective, num_bytes, hosts, network)
+        return _halving_s(collective, num_bytes, topology, network)
+    return _hierarchical_s(collective, num_bytes, topology, network)
 
 
-def ring_stages(collective: Collective, hosts: Hosts) -> tuple[int, int]:
-    """(inside hosts, between hosts): the stages of a ring that passes through one host after the other."""
+def ring_stages(collective: Collective, topology: Topology) -> tuple[int, int]:
+    """(intra-node, inter-node): the stages of a ring that passes through one node after the other."""
     turns = 2 if collective == "all_reduce" else 1
-    between = turns * (hosts.num_hosts - 1)
-    return turns * (hosts.num_ranks - 1) - between, between
+    inter_node = turns * (topology.num_nodes - 1)
+    return turns * (topology.num_ranks - 1) - inter_node, inter_node
 
 
-def _tree_s(num_bytes: float, hosts: Hosts, network: Network) -> float:
-    latency_inside, latency_between = network.tree or (network.inside.latency_s, network.between.latency_s)
-    links = [network.inside] * (hosts.ranks_per_host > 1) + [network.between] * (hosts.num_hosts > 1)
-    stages = (hosts.ranks_per_host - 1) * latency_inside + math.log2(hosts.num_hosts) * latency_between
+def _tree_s(num_bytes: float, topology: Topology, network: Network) -> float:
+    intra_node_latency_s, inter_node_latency_s = network.tree or (
+        network.intra_node.latency_s,
+        network.inter_node.latency_s,
+    )
+    links = [network.intra_node] * (topology.ranks_per_node > 1) + [network.inter_node] * (topology.num_nodes > 1)
+    stages = (topology.ranks_per_node - 1) * intra_node_latency_s + math.log2(topology.num_nodes) * inter_node_latency_s
     return 2 * stages + 2 * num_bytes / min(link.bytes_per_s for link in links)
 
 
-def _halving_s(collective: Collective, num_bytes: float, hosts: Hosts, network: Network) -> float:
+def _halving_s(collective: Collective, num_bytes: float, topology: Topology, network: Network) -> float:
     turns = 2 if collective == "all_reduce" else 1
-    h, k = hosts.num_hosts, hosts.ranks_per_host
-    inside = (k - 1) * network.inside.latency_s + (k - 1) / k * num_bytes / network.inside.bytes_per_s
-    between = (
-        math.ceil(math.log2(h)) * network.between.latency_s + (h - 1) / h * num_bytes / network.between.bytes_per_s
+    h, k = topology.num_nodes, topology.ranks_per_node
+    intra_node = (k - 1) * network.intra_node.latency_s + (k - 1) / k * num_bytes / network.intra_node.bytes_per_s
+    inter_node = (
+        math.ceil(math.log2(h)) * network.inter_node.latency_s
+        + (h - 1) / h * num_bytes / network.inter_node.bytes_per_s
     )
-    return turns * (inside + between)
+    return turns * (intra_node + inter_node)
 
 
 @dataclass(frozen=True)
 class Trip:
-    """What has to be sent between hosts before anything else can happen.
+    """Inter-node messages that must arrive before anything else can happen.
 
     Attributes:
         num_messages: One after the other.
-        num_bytes: That leave each host, all its ranks together.
+        num_bytes: That leave each node, all its ranks together.
     """
 
     num_messages: int
@@ -219,29 +225,29 @@ class Trip:
         return self.num_messages * link.latency_s + self.num_bytes / link.bytes_per_s
 
 
-def lanes_trips(collective: Collective, num_bytes: float, hosts: Hosts) -> tuple[Trip, Trip]:
-    """What hosts of several ranks send, as `transport/several_hosts.py` does over Gloo: (to compare calls, the rest).
+def group_trips(collective: Collective, num_bytes: float, topology: Topology) -> tuple[Trip, Trip]:
+    """The messages of nodes of several ranks, over Gloo: (to compare calls, the rest). See `transport/internode`.
 
-    A short vector travels with the first, and so does an all-reduce that is expected: calls of a training step are, as
-    they come again and again. Every rank of a host talks to those that have its place on the other hosts. Gloo's
-    all-gather is a ring, its all-to-all sends everything at once, its broadcast doubles those who know.
+    A short vector travels with the first messages, and so does a predicted all-reduce: those of a training step are,
+    as each step repeats them. Every rank of a node sends to the ranks of its inter-node group. Gloo's all-gather is a
+    ring, its all-to-all sends everything at once, its broadcast doubles the ranks that have the vector.
 
     Args:
         collective: Which.
         num_bytes: Of the whole vector.
-        hosts: More than one, of more than one rank.
+        topology: More than one node, of more than one rank each.
     """
-    h, k = hosts.num_hosts, hosts.ranks_per_host
+    h, k = topology.num_nodes, topology.ranks_per_node
     ring = h - 1
-    of_a_rank = num_bytes if collective == "all_reduce" else num_bytes / hosts.num_ranks
-    if collective in ("all_reduce", "all_gather") and of_a_rank <= SMALL_BYTES:
+    of_a_rank = num_bytes if collective == "all_reduce" else num_bytes / topology.num_ranks
+    if collective in ("all_reduce", "all_gather") and of_a_rank <= EAGER_BYTES:
         return Trip(ring, ring * k * MESSAGE_BYTES), Trip(0, 0.0)
-    if collective == "all_reduce" and may_be_foreseen(num_bytes, num_bytes / k, h):
+    if collective == "all_reduce" and is_predictable(num_bytes, num_bytes / k, h):
         message_bytes = max(MESSAGE_BYTES, PAYLOAD_AT + num_bytes / k)
         return Trip(ring, ring * k * message_bytes), Trip(0, 0.0)
     compared = Trip(ring, ring * k * MESSAGE_BYTES)
     traffic = bus_factor(collective, h) * num_bytes
-    if collective == "all_reduce":  # two hosts swap their sums; more share them out and gather them
+    if collective == "all_reduce":  # two nodes swap their sums; more scatter and gather them
         return compared, Trip(1 if h == 2 else 1 + ring, traffic)
     if collective == "broadcast":
         doublings = math.ceil(math.log2(h))
@@ -250,34 +256,36 @@ def lanes_trips(collective: Collective, num_bytes: float, hosts: Hosts) -> tuple
 
 
 def memory_factor(collective: Collective, num_ranks: int) -> float:
-    """Bytes of memory that a host's ranks read and write for each byte of a vector, over those of two ranks' all-reduce
+    """Bytes of memory that a node's ranks read and write for each byte of a vector, over those of two ranks' all-reduce
     per byte; halves of it scatter and gather."""
     return num_ranks / 2 * (1.0 if collective == "all_reduce" else 0.5)
 
 
-def _lanes_s(collective: Collective, num_bytes: float, hosts: Hosts, network: Network) -> float:
-    h, k = hosts.num_hosts, hosts.ranks_per_host
+def _hierarchical_s(collective: Collective, num_bytes: float, topology: Topology, network: Network) -> float:
+    h, k = topology.num_nodes, topology.ranks_per_node
     if k == 1:  # nobody to share memory with: Gloo alone
         if collective == "reduce_scatter":
-            return Trip(1, bus_factor(collective, h) * num_bytes).seconds(network.between)  # an all-to-all
-        return _cost(collective, num_bytes, hosts, network, "ring")
-    inside = network.inside.latency_s + memory_factor(collective, k) * num_bytes / network.inside.bytes_per_s
+            return Trip(1, bus_factor(collective, h) * num_bytes).seconds(network.inter_node)  # an all-to-all
+        return _cost(collective, num_bytes, topology, network, "ring")
+    intra_node = (
+        network.intra_node.latency_s + memory_factor(collective, k) * num_bytes / network.intra_node.bytes_per_s
+    )
     if h == 1:
-        return inside
-    comparing, rest = (trip.seconds(network.between) for trip in lanes_trips(collective, num_bytes, hosts))
-    if collective == "reduce_scatter":  # hosts compare while their ranks add
-        return max(inside, comparing) + rest
+        return intra_node
+    comparing, rest = (trip.seconds(network.inter_node) for trip in group_trips(collective, num_bytes, topology))
+    if collective == "reduce_scatter":  # nodes compare their calls while their ranks add
+        return max(intra_node, comparing) + rest
     if collective != "all_reduce":
-        return inside + comparing + rest
-    if num_bytes <= SMALL_BYTES:  # every rank carries all of it
-        return inside + comparing
+        return intra_node + comparing + rest
+    if num_bytes <= EAGER_BYTES:  # every rank carries all of it
+        return intra_node + comparing
     if rest == 0.0:
-        return inside * 1.5 + comparing  # what has been added is spread
-    # Piece by piece, and hosts compare while the first one is added.
-    num_pieces = math.ceil(num_bytes / plan_piece_bytes(math.ceil(num_bytes)))
-    inside += (num_pieces - 1) * network.inside.latency_s
-    first, inside = inside / num_pieces, inside * 1.5
-    return max(first, comparing) - first + max(inside, rest) + min(inside, rest) / num_pieces
+        return intra_node * 1.5 + comparing  # what has been added is spread
+    # Chunk by chunk; nodes compare their calls while the first chunk is added.
+    num_pieces = math.ceil(num_bytes / plan_chunk_bytes(math.ceil(num_bytes)))
+    intra_node += (num_pieces - 1) * network.intra_node.latency_s
+    first, intra_node = intra_node / num_pieces, intra_node * 1.5
+    return max(first, comparing) - first + max(intra_node, rest) + min(intra_node, rest) / num_pieces
 
 
 def fit_link(points: Sequence[tuple[float, float]], *, stages: float = 1.0, traffic: float = 1.0) -> tuple[Link, float]:

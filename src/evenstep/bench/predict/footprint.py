@@ -15,9 +15,9 @@
 
 Gradients of `DistributedDataParallel` are views of buckets, so they are counted once; torch's has both unless it is
 given `gradient_as_bucket_view`. Buckets of a sharded optimizer are padded so that ranks have equal shards
-(`replica/layout.py`). FSDP2 divides every parameter along its first dimension. Activations are what autograd has saved
-for the backward pass when the forward pass ends; workspaces of single operations, the allocator's reserve and libraries
-(a GPU's context takes about half a gigabyte) come on top.
+(`replica/gradients/buckets/layout.py`). FSDP2 divides every parameter along its first dimension. Activations are
+what autograd has saved for the backward pass when the forward pass ends; workspaces of single operations, the
+allocator's reserve and libraries (a GPU's context takes about half a gigabyte) come on top.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 from evenstep.errors import ConfigurationError
-from evenstep.replica.layout import BucketPolicy, Layout, ParameterSpec, Sharding, plan_layout
+from evenstep.replica.gradients.buckets.layout import BucketPolicy, Layout, ParameterSpec, Sharding, plan_layout
 
 Way = Literal["one rank", "DDP", "sharded", "sharded, stage 2", "FSDP2"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -52,7 +52,7 @@ class Sizes:
         fixed_bytes: Of frozen parameters and module buffers.
         state_bytes: Of the optimizer's state of all parameters, on one rank.
         activation_bytes: Saved for the backward pass, for `num_samples`.
-        num_samples: Of a rank's batch; 0 if nobody knows.
+        num_samples: Of a rank's batch; 0 if unknown.
         activation_fixed_bytes: The part of `activation_bytes` that doesn't depend on the batch.
         largest_unit_bytes: Parameters of the largest part that FSDP2 gathers at once; 0: all of them.
     """
@@ -192,8 +192,8 @@ def footprint_table(rows: Sequence[Footprint]) -> str:
     ]
     for row in rows:
         parts = (row.parameters, row.gradients, row.optimizer, row.passing, row.activations, row.total)
-        told = " | ".join(f"{part / 2**20:,.1f}" for part in parts)
-        lines.append(f"| {row.way} | {row.num_ranks:,} | {told} |")
+        received = " | ".join(f"{part / 2**20:,.1f}" for part in parts)
+        lines.append(f"| {row.way} | {row.num_ranks:,} | {received} |")
     return "\n".join(lines)
 
 

@@ -2,7 +2,8 @@
 enough.
 
 `estimate` takes a function that builds the model, and runs it on torch's device "meta": no tensor has memory, so the
-model may be larger than this host. `bench --memory` runs a script as it is, in a process of its own, for three steps.
+model may be larger than this machine. `bench --memory` runs a script as it is, in a process of its own, for three
+steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import nn, optim
 from torch.optim.optimizer import Optimizer
-from torch.utils import _pytree as pytree
 
-from evenstep.bench.footprint import Sizes, footprint_table, footprints, verdict
-from evenstep.bench.memory_probe import sizes_of
-from evenstep.bench.network import parse_size
-from evenstep.bench.predict import parse_counts
+from evenstep.bench.predict.arguments import add_json_argument, parse_counts, parse_size, write_json
+from evenstep.bench.predict.footprint import Sizes, footprint_table, footprints, verdict
+from evenstep.bench.predict.memory_probe import sizes_of
+from evenstep.compat import torch_pytree as pytree
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
-from evenstep.replica.layout import ParameterSpec
+from evenstep.replica.gradients.buckets.layout import ParameterSpec
+from evenstep.temporary import private_directory
 
 _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (optim.AdamW, {}),
@@ -66,9 +66,9 @@ def _add_common_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks", default="8", metavar="N,N", help="how many; 8")
     parser.add_argument("--batch", type=int, metavar="N", help="samples of each rank; as given or measured")
     parser.add_argument(
-        "--memory", metavar="SIZE", help="of a rank's device, such as 80G; the first GPU's, else this host's"
+        "--memory", metavar="SIZE", help="of a rank's device, such as 80G; the first GPU's, else this machine's"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    add_json_argument(parser)
 
 
 def estimate(args: Namespace) -> int:
@@ -114,24 +114,24 @@ def main(args: Namespace) -> int:
     counts = parse_counts(args.ranks)
     if not Path(args.script).is_file():
         raise ConfigurationError(f"{args.script}: no such script.")
-    told = run_script(args.script, args.arguments)
+    received = run_script(args.script, args.arguments)
     specs = tuple(
         ParameterSpec(str(index), tuple(shape), getattr(torch, dtype), torch.device("cpu"))
-        for index, (shape, dtype) in enumerate(told["parameters"])
+        for index, (shape, dtype) in enumerate(received["parameters"])
     )
     sizes = Sizes(
         specs,
-        told["fixed_bytes"],
-        told["state_bytes"],
-        told["activation_bytes"],
-        told["num_samples"],
-        largest_unit_bytes=told["largest_unit_bytes"],
+        received["fixed_bytes"],
+        received["state_bytes"],
+        received["activation_bytes"],
+        received["num_samples"],
+        largest_unit_bytes=received["largest_unit_bytes"],
     )
     sys.stdout.write(
         f"Measured on one rank: parameters {sizes.parameter_bytes / 2**20:,.1f} MiB, gradients "
-        f"{told['gradient_bytes'] / 2**20:,.1f}, optimizer {sizes.state_bytes / 2**20:,.1f}, activations "
+        f"{received['gradient_bytes'] / 2**20:,.1f}, optimizer {sizes.state_bytes / 2**20:,.1f}, activations "
         f"{sizes.activation_bytes / 2**20:,.1f} for {sizes.num_samples or 'unknown'} samples; the process had "
-        f"{told['peak_bytes'] / 2**20:,.1f} at most.\n"
+        f"{received['peak_bytes'] / 2**20:,.1f} at most.\n"
     )
     return _tell(sizes, counts, args)
 
@@ -142,17 +142,17 @@ def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
     Raises:
         UsageError: It failed, or ended before.
     """
-    with tempfile.TemporaryDirectory(prefix="evenstep-memory-") as directory:
-        out = Path(directory) / "memory.json"
+    with private_directory("memory") as directory:
+        out = directory / "memory.json"
         # As a rank: a script for torch's wrapper asks the environment which one it is.
         command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", "1"]
-        command += ["-m", "evenstep.bench.memory_probe", str(out), script, *arguments]
+        command += ["-m", "evenstep.bench.predict.memory_probe", str(out), script, *arguments]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
         )
         if out.exists():
-            told: dict[str, Any] = json.loads(out.read_text())
-            return told
+            received: dict[str, Any] = json.loads(out.read_text())
+            return received
         ending = (
             "ended before its third optimizer step" if done.returncode == 0 else f"failed with status {done.returncode}"
         )
@@ -172,26 +172,22 @@ def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:
     numel = sum(spec.numel for spec in sizes.parameters)
     samples = f", {sizes.num_samples:,} samples a rank" if sizes.num_samples else ""
     lines = [f"{numel:,} trained parameters{samples}", "", footprint_table(rows), ""]
-    told = {}
+    received = {}
     for count in counts:
-        told[count] = verdict(sizes, count, memory_bytes)
-        lines += [f"{count:,} ranks: {told[count][0]}", *(f"  {line}" for line in told[count][1:])]
+        received[count] = verdict(sizes, count, memory_bytes)
+        lines += [f"{count:,} ranks: {received[count][0]}", *(f"  {line}" for line in received[count][1:])]
     sys.stdout.write("\n".join(lines) + "\n")
     if args.json is not None:
         report = {"kind": "memory", "version": 1, "memory_bytes": memory_bytes} | {
             "rows": [row.to_json() for row in rows],
-            "verdicts": told,
+            "verdicts": received,
         }
-        try:
-            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.json).write_text(json.dumps(report, indent=1))
-        except OSError as error:
-            raise ConfigurationError(f"--json {args.json}: {error.strerror or error}.") from error
+        write_json(args.json, report)
     return 0
 
 
 def device_bytes() -> int:
-    """Memory of the first GPU; of this host if there is none."""
+    """Memory of the first GPU; of this machine if there is none."""
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

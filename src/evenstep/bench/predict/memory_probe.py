@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import runpy
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,20 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils import _pytree as pytree
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer
 
-from evenstep.bench.footprint import Sizes
-from evenstep.bench.scratch import Scratch
+from evenstep.bench.predict.footprint import Sizes
+from evenstep.compat import torch_pytree as pytree
 from evenstep.errors import UsageError
-from evenstep.optim.divided import DividedOptimizer
-from evenstep.replica.layout import ParameterSpec
+from evenstep.observe.patching import Patches
+from evenstep.observe.scratch import Scratch, idle_checkpointers
+from evenstep.observe.script import run_observed
+from evenstep.observe.steps import watch_steps
+from evenstep.optim.sharded.base import PartitionedOptimizer
+from evenstep.replica.gradients.buckets.layout import ParameterSpec
 
 NUM_STEPS = 3  # states exist after the first, parameters are known in the second, all is counted in the third
 
 
 class _Saved:
-    """A tensor that autograd has saved; its storage counts for as long as somebody holds it."""
+    """A tensor that autograd has saved; its storage counts for as long as it is referenced."""
 
     __slots__ = ("_count", "tensor")
 
@@ -248,13 +250,13 @@ class _Watch:
             self.model, self.batch = module, _batch_of(args)
             self.saved.exclude([*module.parameters(), *module.buffers()])
 
-    def stepping(self, optimizer: Optimizer, *_: object) -> None:
+    def stepping(self, optimizer: Optimizer) -> None:
         """Gradients are there, and an optimizer is known."""
         self.optimizers.setdefault(id(optimizer), optimizer)
         if self._is_first(optimizer):
             self.gradient_bytes = storage_bytes(p.grad for p in self._parameters())
 
-    def stepped(self, optimizer: Optimizer, *_: object) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
         """After enough steps of the first optimizer write what there is, and end the script."""
         if not self._is_first(optimizer):
             return
@@ -267,7 +269,7 @@ class _Watch:
         model = nn.Module() if self.model is None else self.model
         trained = {id(p) for p in parameters}
         fixed = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in trained]
-        told = {
+        received = {
             "fixed_bytes": storage_bytes(fixed),
             "largest_unit_bytes": largest_unit_bytes(model),
             "parameters": [[list(p.shape), str(p.dtype).removeprefix("torch.")] for p in parameters],
@@ -277,13 +279,13 @@ class _Watch:
             "num_samples": self.batch,
             "peak_bytes": _peak_bytes(),
         }
-        self.out.write_text(json.dumps(told))
+        self.out.write_text(json.dumps(received))
         raise SystemExit(0)
 
     def _count_state(self) -> int:
         """Bytes; an optimizer that steps flat memory, or a shard, keeps its state elsewhere than torch's do."""
-        flat = [each for each in self.optimizers.values() if isinstance(each, DividedOptimizer)]
-        plain = [each for each in self.optimizers.values() if not isinstance(each, DividedOptimizer)]
+        flat = [each for each in self.optimizers.values() if isinstance(each, PartitionedOptimizer)]
+        plain = [each for each in self.optimizers.values() if not isinstance(each, PartitionedOptimizer)]
         of_plain = storage_bytes([tensor for each in plain for tensor in state_tensors(each)])
         return of_plain + sum(each.state_bytes for each in flat)
 
@@ -308,24 +310,16 @@ def _peak_bytes() -> int:
 
 def main(out: str, script: str, arguments: Sequence[str]) -> None:
     """Run a script for some steps, and write what it takes. It ends where its third optimizer step has ended."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
     watch = _Watch(Path(out), SavedBytes())
-    handles = [
-        register_optimizer_step_pre_hook(watch.stepping),
-        register_optimizer_step_post_hook(watch.stepped),
-        nn.modules.module.register_module_forward_pre_hook(watch.called),
-    ]
-    try:
+    with Patches() as patches:
+        # Three steps neither resume a training nor replace its files.
+        idle_checkpointers(patches)
+        Scratch(Path(out).parent).install(patches)
+        watch_steps(patches, watch.stepping, watch.stepped)
+        patches.later(register_module_forward_pre_hook(watch.called).remove)
         with watch.saved:
-            runpy.run_path(script, run_name="__main__")
-    finally:
-        for handle in handles:
-            handle.remove()
+            run_observed(script, arguments)
 
 
 if __name__ == "__main__":
-    if sys.path and sys.path[0] == os.getcwd():
-        del sys.path[0]  # put there for `-m`; a script doesn't have it
-    Scratch(Path(sys.argv[1]).parent).install()  # three steps neither resume a training nor replace its files
     main(sys.argv[1], sys.argv[2], sys.argv[3:])

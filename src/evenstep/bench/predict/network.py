@@ -1,38 +1,37 @@
-"""`evenstep bench --network`: what the world's transport makes of the network, by size, in the manner of nccl-tests.
+"""`evenstep bench --network`: latency and bandwidth of the world's transport by size, in the manner of nccl-tests.
 
 Every rank times calls one after the other, from a barrier on; what counts is the slowest rank. Sizes take turns, so
 that a machine that slows down for a moment doesn't look like a slow size. *Algorithm bandwidth* is the size over the
 time; *bus bandwidth* is that times `cost.bus_factor`: what passes through the narrowest link, comparable between
 collectives and numbers of ranks.
 
-Where there are several hosts of several ranks each, the all-reduce is measured once more inside every host, and between
-one rank of each: that tells the latency and the bandwidth of either *level*, from which `simulate` predicts others.
+With several nodes of several ranks each, the all-reduce is measured once more inside every node, and between one rank
+of each. This gives the latency and the bandwidth of either *level*, from which `simulate` predicts other topologies.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenstep.bench.cost import (
+from evenstep.bench.predict.arguments import add_json_argument, parse_size, write_json
+from evenstep.bench.predict.cost import (
     ALGORITHM_OF,
     COLLECTIVES,
     Algorithm,
     Collective,
-    Hosts,
     Link,
     Network,
+    Topology,
     bus_factor,
     fit_link,
     memory_factor,
@@ -43,15 +42,14 @@ from evenstep.environment import current_placement
 from evenstep.errors import ConfigurationError
 from evenstep.joining import init
 from evenstep.launcher.launch import launch
+from evenstep.observe.thresholds import POOR_FIT
 from evenstep.transport.base import Transport, Work
-from evenstep.transport.exchange import exchange
+from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
 
 REPORT_VERSION = 1
 _BLOCK_S = 0.03  # how long calls are repeated, where one is shorter
 _MAX_CALLS = 200
-_POOR_FIT = 0.3
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Figure:
     """One collective at one size.
 
     Attributes:
-        level: "all" ranks, those "inside" a host, or one of each host ("between").
+        level: "all" ranks, those of one node ("intra_node"), or one of each node ("inter_node").
         collective: Which.
         num_bytes: Of the whole vector.
         num_ranks: How many took part.
@@ -128,13 +126,13 @@ class NetworkReport:
 
     Attributes:
         transport: Its name.
-        hosts: The ranks.
+        topology: The ranks.
         figures: By level, collective and size.
-        levels: By name, "inside" and "between" hosts; only those that there are.
+        levels: By name, "intra_node" and "inter_node"; only those that exist.
     """
 
     transport: str
-    hosts: Hosts
+    topology: Topology
     figures: tuple[Figure, ...]
     levels: dict[str, Level]
 
@@ -153,7 +151,7 @@ class NetworkReport:
             "kind": "network",
             "version": REPORT_VERSION,
             "transport": self.transport,
-            "hosts": asdict(self.hosts),
+            "topology": asdict(self.topology),
             "levels": levels,
             "figures": figures,
         }
@@ -184,7 +182,7 @@ def join_levels(levels: dict[str, Level], *, prefers: Algorithm | None = None) -
     """A network out of its levels; one that wasn't measured is taken to be like the other.
 
     Args:
-        levels: "inside", "between" or both.
+        levels: "intra_node", "inter_node" or both.
         prefers: How collectives are done; None: as where they were measured.
 
     Raises:
@@ -192,10 +190,10 @@ def join_levels(levels: dict[str, Level], *, prefers: Algorithm | None = None) -
     """
     if not levels:
         raise ConfigurationError("nothing was measured: a network needs at least two ranks.")
-    inside, between = levels.get("inside"), levels.get("between")
-    known = inside or between
+    intra_node, inter_node = levels.get("intra_node"), levels.get("inter_node")
+    known = intra_node or inter_node
     assert known is not None
-    return Network((inside or known).link, (between or known).link, prefers or (between or known).algorithm)
+    return Network((intra_node or known).link, (inter_node or known).link, prefers or (inter_node or known).algorithm)
 
 
 # ---------------------------------------------------------------------- measuring
@@ -206,7 +204,7 @@ def measure(world: World, sweep: Sweep) -> NetworkReport:
 
     Collective: every rank calls this. The report is the same on all of them.
     """
-    hosts = Hosts(world.num_nodes, world.local_world_size)
+    topology = Topology(world.num_nodes, world.local_world_size)
     sizes = exchange(world.control, world.local_world_size)
     is_regular = len(set(sizes)) == 1
     groups: list[tuple[str, World | None]] = [("all", world)]
@@ -215,24 +213,26 @@ def measure(world: World, sweep: Sweep) -> NetworkReport:
     figures: list[Figure] = []
     for level, part in groups:
         wanted = sweep if level == "all" else replace(sweep, collectives=("all_reduce",))
-        # Of the parts those of rank 0 count: its host, and its lane.
+        # Of the levels only the groups of rank 0 count: its node, and its inter-node group.
         mine = _sweep(part, wanted, level) if part is not None and part.world_size > 1 else []
         world.barrier()
-        told = world.broadcast_object([[f.collective, f.num_bytes, f.num_ranks, list(f.seconds)] for f in mine])
-        figures += [Figure(level, name, size, ranks, (low, mid, high)) for name, size, ranks, (low, mid, high) in told]
-    return NetworkReport(world.transport_name, hosts, tuple(figures), _fit(figures, hosts, world.transport_name))
+        received = world.broadcast_object([[f.collective, f.num_bytes, f.num_ranks, list(f.seconds)] for f in mine])
+        figures += [
+            Figure(level, name, size, ranks, (low, mid, high)) for name, size, ranks, (low, mid, high) in received
+        ]
+    return NetworkReport(world.transport_name, topology, tuple(figures), _fit(figures, topology, world.transport_name))
 
 
 def _levels_of(world: World) -> list[tuple[str, World | None]]:
-    """The ranks of this host, and one rank of every host; None where this rank has no part."""
+    """The ranks of this node, and one rank of every node; None where this rank has no part."""
     places = exchange(world.control, [world.node_rank, world.local_rank])
-    members = [[rank for rank, (node, _) in enumerate(places) if node == host] for host in range(world.num_nodes)]
-    # torch asks every rank to make every group, in the same order.
-    insides = [dist.new_group(ranks) for ranks in members]
+    members = [[rank for rank, (on, _) in enumerate(places) if on == node] for node in range(world.num_nodes)]
+    # `new_group` is collective: every rank makes every group, in the same order.
+    node_groups = [dist.new_group(ranks) for ranks in members]
     leaders = dist.new_group([ranks[0] for ranks in members])
-    inside = world.of_group(insides[world.node_rank])
-    between = world.of_group(leaders) if world.local_rank == 0 else None
-    return [("inside", inside), ("between", between)]
+    intra_node = world.of_group(node_groups[world.node_rank])
+    inter_node = world.of_group(leaders) if world.local_rank == 0 else None
+    return [("intra_node", intra_node), ("inter_node", inter_node)]
 
 
 def _sweep(world: World, sweep: Sweep, level: str) -> list[Figure]:
@@ -295,23 +295,23 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return (low, middle, high)
 
 
-def _fit(figures: Sequence[Figure], hosts: Hosts, transport: str) -> dict[str, Level]:
+def _fit(figures: Sequence[Figure], topology: Topology, transport: str) -> dict[str, Level]:
     """The links that explain the all-reduces of each level. Pure."""
     points: dict[str, list[tuple[float, float]]] = {}
     for each in figures:
         if each.collective == "all_reduce":
             points.setdefault(each.level, []).append((each.num_bytes, each.seconds[1]))
-    if hosts.num_hosts == 1 or hosts.ranks_per_host == 1:
-        named = {"inside" if hosts.num_hosts == 1 else "between": points.get("all", [])}
+    if topology.num_nodes == 1 or topology.ranks_per_node == 1:
+        named = {"intra_node" if topology.num_nodes == 1 else "inter_node": points.get("all", [])}
     else:
-        named = {name: points[name] for name in ("inside", "between") if name in points}
+        named = {name: points[name] for name in ("intra_node", "inter_node") if name in points}
     levels = {}
     for name, measured in named.items():
         if len({size for size, _ in measured}) < 2:
             continue
-        n = hosts.ranks_per_host if name == "inside" else hosts.num_hosts
-        shares_memory = name == "inside" and transport.startswith(("shared memory", "host memory"))
-        stages = 1.0 if shares_memory else float(sum(ring_stages("all_reduce", Hosts(1, n))))
+        n = topology.ranks_per_node if name == "intra_node" else topology.num_nodes
+        shares_memory = name == "intra_node" and transport.startswith("shared memory")
+        stages = 1.0 if shares_memory else float(sum(ring_stages("all_reduce", Topology(1, n))))
         traffic = memory_factor("all_reduce", n) if shares_memory else bus_factor("all_reduce", n)
         link, error = fit_link(measured, stages=stages, traffic=traffic)
         levels[name] = Level(link, ALGORITHM_OF.get(transport, "ring"), error)
@@ -336,21 +336,11 @@ def table(report: NetworkReport) -> str:
         )
     for name, level in report.levels.items():
         lines.append("")
-        what = "between the ranks of a host" if name == "inside" else "between hosts"
+        what = "between the ranks of a node" if name == "intra_node" else "between nodes"
         lines.append(f"{what}: {level.link} ({level.algorithm}; median error of the fit {level.error:.0%})")
-        if level.error > _POOR_FIT:
-            lines.append("The fit is poor: measure again when hosts and network are quiet, with more --repeats.")
+        if level.error > POOR_FIT:
+            lines.append("The fit is poor: measure again when nodes and network are quiet, with more --repeats.")
     return "\n".join(lines)
-
-
-def parse_size(text: str) -> int:
-    """ "64M" is 64 MiB."""
-    number, unit = text.upper().removesuffix("IB").removesuffix("B"), ""
-    if number[-1:] in ("K", "M", "G"):
-        number, unit = number[:-1], number[-1]
-    if not number.isdigit() or int(number) == 0:
-        raise ConfigurationError(f"{text!r} is no size: write 4096, 64K, 16M or 1G.")
-    return int(number) * _UNITS[unit]
 
 
 def plan_sizes(smallest: str, largest: str) -> tuple[int, ...]:
@@ -373,9 +363,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--collectives", default=",".join(COLLECTIVES), metavar="NAMES", help="separated by commas; all four"
     )
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="blocks of calls per size; 5")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there, for --predict and for programs")
+    add_json_argument(parser, help="write the figures there, for --predict and for programs")
     parser.add_argument(
-        "--nproc-per-node", "--nproc_per_node", type=int, default=2, metavar="N", help="ranks, if nobody starts them; 2"
+        "--nproc-per-node",
+        "--nproc_per_node",
+        type=int,
+        default=2,
+        metavar="N",
+        help="ranks, if no launcher has started them; 2",
     )
     parser.add_argument(
         "--device", help="where these are: cpu, cuda, or cuda:0 for all; default: GPUs if there are any"
@@ -383,7 +378,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def main(args: Namespace) -> int:
-    """Measure, on ranks that a launcher started or on new ones of this host; print the table, write the JSON.
+    """Measure, on ranks that a launcher started or on new ones of this node; print the table, write the JSON.
 
     Raises:
         ConfigurationError: A flag makes no sense, or there is one rank only.
@@ -410,14 +405,13 @@ def on_rank(sweep: Sweep, json_file: str | None) -> None:
         report = measure(world, sweep)
         problem = None
         if world.is_main:
-            sys.stdout.write(f"{report.transport}, {report.hosts}\n\n{table(report)}\n")
+            sys.stdout.write(f"{report.transport}, {report.topology}\n\n{table(report)}\n")
             sys.stdout.flush()
             try:
                 if json_file is not None:
-                    Path(json_file).parent.mkdir(parents=True, exist_ok=True)
-                    Path(json_file).write_text(json.dumps(report.to_json(), indent=1))
-            except OSError as error:
-                problem = f"--json {json_file}: {error.strerror or error}."
+                    write_json(json_file, report.to_json())
+            except ConfigurationError as error:
+                problem = str(error)
         problem = world.broadcast_object(problem)
         if problem is not None:
             raise ConfigurationError(problem)

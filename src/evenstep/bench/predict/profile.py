@@ -1,4 +1,4 @@
-"""What a step is made of, from what a wrapped model has recorded or a report tells: the input of `simulate`."""
+"""The parts of a step, from a wrapped model's records or a report: the input of `simulate`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from evenstep.bench.simulate import Bucket, Profile
+from evenstep.bench.predict.simulate import Bucket, Profile
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.health.telemetry import StepTimes
-from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 _NUM_WARM_UP = 3  # the first passes only count; the second layout is that of all later steps
 _QUARTILES_PER_DEVIATION = 1.349  # of normal numbers
@@ -66,7 +66,7 @@ def summarise(steps: Sequence[StepTimes], bucket_bytes: Sequence[int], num_sampl
 
 
 def deviation_of(values: Sequence[float]) -> float:
-    """The standard deviation, told from quartiles: a few values far off don't count. 0.0 if there are too few. Pure."""
+    """The standard deviation by quartiles: a few values far off don't count. 0.0 if there are too few. Pure."""
     if len(values) < 4:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""The step of a data-parallel run on ranks that one doesn't have: a simulation of what overlaps with what. Pure.
+"""A simulated data-parallel step on ranks that one doesn't have: what overlaps with what. Pure.
 
 [Note: the simulated step]
 
@@ -17,7 +17,7 @@
   mean by about the expected maximum of n normal numbers (Blom, "Statistical Estimates and Transformed Beta-Variables",
   1958); all its times are longer by that.
 
-Not simulated: contention of the ranks of one host for memory and cores, loaders that can't keep up, a network that is
+Not simulated: contention of the ranks of one node for memory and cores, loaders that can't keep up, a network that is
 shared with others.
 """
 
@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any, Literal, get_args
 
-from evenstep.bench.cost import Hosts, Network, collective_s
+from evenstep.bench.predict.cost import Network, Topology, collective_s
 from evenstep.errors import ConfigurationError
 
 Variant = Literal["all-reduce", "sharded", "sharded, stage 2"]
@@ -151,7 +151,7 @@ class SimulatedStep:
     """What a step takes on some ranks.
 
     Attributes:
-        hosts: The ranks.
+        topology: The ranks.
         variant: What happens to gradients.
         num_samples: Of each rank.
         step_s: The whole step.
@@ -162,7 +162,7 @@ class SimulatedStep:
         bucket_times: By bucket, when its collective begins and ends, after the backward pass has begun.
     """
 
-    hosts: Hosts
+    topology: Topology
     variant: Variant
     num_samples: float
     step_s: float
@@ -175,15 +175,17 @@ class SimulatedStep:
     @property
     def samples_per_s(self) -> float:
         """Of all ranks."""
-        return self.num_samples * self.hosts.num_ranks / self.step_s
+        return self.num_samples * self.topology.num_ranks / self.step_s
 
 
-def simulate_step(profile: Profile, hosts: Hosts, network: Network, variant: Variant = "all-reduce") -> SimulatedStep:
+def simulate_step(
+    profile: Profile, topology: Topology, network: Network, variant: Variant = "all-reduce"
+) -> SimulatedStep:
     """One step on some ranks; see [Note: the simulated step].
 
     Args:
         profile: What a rank's step is made of.
-        hosts: The ranks.
+        topology: The ranks.
         network: What they talk through.
         variant: What happens to gradients.
 
@@ -192,7 +194,7 @@ def simulate_step(profile: Profile, hosts: Hosts, network: Network, variant: Var
     """
     if variant not in VARIANTS:
         raise ConfigurationError(f"variant {variant!r}: use one of {', '.join(map(repr, VARIANTS))}.")
-    n = hosts.num_ranks
+    n = topology.num_ranks
     delay_s = expected_maximum(n) * profile.spread_s
     slowest = profile.delayed(delay_s)
     is_sharded = variant != "all-reduce"
@@ -205,14 +207,14 @@ def simulate_step(profile: Profile, hosts: Hosts, network: Network, variant: Var
         if variant == "sharded, stage 2" and index >= _NUM_LENT and times[index - _NUM_LENT][1] > ready:
             stalled_s += times[index - _NUM_LENT][1] - ready
             ready = times[index - _NUM_LENT][1]
-        takes = collective_s(scatter, bucket.num_bytes, hosts, network)
+        takes = collective_s(scatter, bucket.num_bytes, topology, network)
         communication_s += takes
         begins = max(ready, wire_free)
         wire_free = begins + takes
         times.append((begins, wire_free))
-    # Between ranks of one host it travels beside the last bucket.
-    has_header = n > 1 and not (hosts.num_hosts == 1 and network.algorithm == "lanes")
-    header_s = collective_s("all_reduce", _HEADER_BYTES, hosts, network) if has_header else 0.0
+    # Between ranks of one node the header is piggybacked on the last bucket.
+    has_header = n > 1 and not (topology.num_nodes == 1 and network.algorithm == "hierarchical")
+    header_s = collective_s("all_reduce", _HEADER_BYTES, topology, network) if has_header else 0.0
     communication_s += header_s
     backward_s = slowest.backward_s + stalled_s
     reduced = max(backward_s, wire_free) + header_s
@@ -220,13 +222,13 @@ def simulate_step(profile: Profile, hosts: Hosts, network: Network, variant: Var
     optimizer_s, gathered_s, gathering_s = slowest.optimizer_s, 0.0, 0.0
     if is_sharded:
         optimizer_s /= n
-        gathered_s, gathering_s = _step_and_gather(slowest, optimizer_s, hosts, network)
+        gathered_s, gathering_s = _step_and_gather(slowest, optimizer_s, topology, network)
         communication_s += gathering_s
     after_s = max(optimizer_s, gathered_s)
     compute_s = profile.forward_s + profile.backward_s + optimizer_s + profile.other_s
     step_s = slowest.forward_s + reduced + after_s + slowest.other_s
     return SimulatedStep(
-        hosts=hosts,
+        topology=topology,
         variant=variant,
         num_samples=profile.num_samples,
         step_s=step_s,
@@ -238,7 +240,7 @@ def simulate_step(profile: Profile, hosts: Hosts, network: Network, variant: Var
     )
 
 
-def _step_and_gather(profile: Profile, optimizer_s: float, hosts: Hosts, network: Network) -> tuple[float, float]:
+def _step_and_gather(profile: Profile, optimizer_s: float, topology: Topology, network: Network) -> tuple[float, float]:
     """(when the last bucket has been gathered, the sum of the gathers), from the beginning of the optimizer's step."""
     total = profile.bucket_bytes
     parameter_bytes = profile.parameter_bytes or total
@@ -246,7 +248,7 @@ def _step_and_gather(profile: Profile, optimizer_s: float, hosts: Hosts, network
     for bucket in profile.buckets:
         share = bucket.num_bytes / total
         stepped += optimizer_s * share
-        takes = collective_s("all_gather", parameter_bytes * share, hosts, network)
+        takes = collective_s("all_gather", parameter_bytes * share, topology, network)
         gathered = max(stepped, gathered) + takes
         gathering += takes
     return gathered, gathering
@@ -273,9 +275,9 @@ class Prediction:
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
-        told = asdict(self.step)
-        del told["bucket_times"]
-        return {**told, "samples_per_s": self.step.samples_per_s, "speed_up": self.speed_up} | {
+        received = asdict(self.step)
+        del received["bucket_times"]
+        return {**received, "samples_per_s": self.step.samples_per_s, "speed_up": self.speed_up} | {
             "efficiency": self.efficiency
         }
 
@@ -285,7 +287,7 @@ def predict(
     network: Network,
     num_ranks: Sequence[int],
     *,
-    ranks_per_host: int,
+    ranks_per_node: int,
     variants: Sequence[Variant] = ("all-reduce",),
     global_batch: float | None = None,
 ) -> list[Prediction]:
@@ -295,16 +297,16 @@ def predict(
         profile: What a rank's step is made of.
         network: What ranks talk through.
         num_ranks: Numbers of ranks.
-        ranks_per_host: How many a host has.
+        ranks_per_node: How many ranks a node has.
         variants: What happens to gradients.
-        global_batch: Samples of all ranks, shared out (strong scaling); None: each rank has the profile's (weak
-        scaling).
+        global_batch: Samples of all ranks together (strong scaling); None: each rank has the profile's (weak
+            scaling).
 
     Raises:
         ConfigurationError: A number makes no sense.
     """
-    if not num_ranks or min(num_ranks) < 1 or ranks_per_host < 1:
-        raise ConfigurationError(f"ranks {list(num_ranks)} on hosts of {ranks_per_host}: numbers from 1 on.")
+    if not num_ranks or min(num_ranks) < 1 or ranks_per_node < 1:
+        raise ConfigurationError(f"ranks {list(num_ranks)} on nodes of {ranks_per_node}: numbers from 1 on.")
     if global_batch is not None and not global_batch > 0:
         raise ConfigurationError(f"a global batch of {global_batch} samples: more than 0.")
     predictions = []
@@ -312,7 +314,7 @@ def predict(
         for count in num_ranks:
             mine = profile if global_batch is None else profile.at(global_batch / count)
             alone = profile if global_batch is None else profile.at(global_batch)
-            step = simulate_step(mine, Hosts.of(count, ranks_per_host), network, variant)
+            step = simulate_step(mine, Topology.of(count, ranks_per_node), network, variant)
             speed_up = step.samples_per_s / (alone.num_samples / alone.compute_s)
             predictions.append(Prediction(step, speed_up, speed_up / count))
     return predictions
@@ -321,15 +323,15 @@ def predict(
 def prediction_table(predictions: Sequence[Prediction]) -> str:
     """For people, and for the documentation."""
     lines = [
-        "| variant | ranks | hosts | step, ms | computing | slowest rank | exposed communication "
+        "| variant | ranks | nodes | step, ms | computing | slowest rank | exposed communication "
         "| samples/s | speed-up | efficiency |",
         "| --- |" + " ---: |" * 9,
     ]
     for each in predictions:
-        step = each.step
+        step, on = each.step, each.step.topology
         shares = [f"{part / step.step_s:.1%}" for part in (step.compute_s, step.imbalance_s, step.exposed_s)]
         lines.append(
-            f"| {step.variant} | {step.hosts.num_ranks:,} | {step.hosts.num_hosts:,} | {step.step_s * 1e3:,.1f} | "
+            f"| {step.variant} | {on.num_ranks:,} | {on.num_nodes:,} | {step.step_s * 1e3:,.1f} | "
             + " | ".join(shares)
             + f" | {step.samples_per_s:,.0f} | {each.speed_up:,.1f} | {each.efficiency:.1%} |"
         )

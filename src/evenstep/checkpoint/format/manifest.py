@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint holds, and how to tell that it is whole. Pure.
+"""`manifest.json`: the contents of a checkpoint, with checksums of every part. Pure.
 
 The first line holds the format's version and a CRC-32 of everything behind that line, so that a flipped bit or a
 missing byte in the manifest itself is found too. All of it together is plain JSON.
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from evenstep.checkpoint.payload import torch_dtype
+from evenstep.checkpoint.format.payload import torch_dtype
 
 NAME = "manifest.json"
 VERSION = 1
@@ -32,8 +32,8 @@ class Part:
     Attributes:
         file: Its name.
         key: The part's name in that file.
-        start: Of the flattened tensor, the first element that is here.
-        numel: How many are here.
+        start: First element of this part in the flattened tensor.
+        numel: Number of elements in this part.
         crc32: Of the bytes.
     """
 
@@ -69,11 +69,11 @@ class ObjectEntry:
     """One object that was saved.
 
     Attributes:
-        kind: Its class, for people.
-        structure: What `tree.unflatten` takes.
-        tensors: By name; what `structure` refers to.
-        aliases: Tensors that are another one of this object: tied parameters.
-        placed: Of tensors that were divided over the ranks and so aren't in `structure`: (path, name).
+        kind: Its class, for messages.
+        structure: Argument of `tree.unflatten`.
+        tensors: By name; `structure` refers to them.
+        aliases: Names of tensors that are another one of this object (tied parameters).
+        placed: (path, name) of tensors that were divided over the ranks; they aren't in `structure`.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class FileEntry:
 
     Attributes:
         bytes: Its length.
-        header_bytes: Length of what stands before the first tensor.
+        header_bytes: Length of everything before the first tensor.
         header_crc32: Of those bytes.
     """
 
@@ -100,15 +100,15 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of one checkpoint.
+    """The description of one checkpoint.
 
     Attributes:
         step: Optimizer steps that were made.
         world_size: Ranks that saved it.
         time: Seconds since 1970, when it was begun.
         versions: Of evenstep, torch and python.
-        metrics: What `step` and `save` were told, the latest of each.
-        objects: By the names that they were given under; the random streams are one of them.
+        metrics: Given to `step` and `save`, the latest of each.
+        objects: By the names given to the `Checkpointer`; the random streams are one of them.
         files: By name.
     """
 
@@ -180,7 +180,7 @@ def _build(found: Mapping[str, Any]) -> Manifest:
 
 
 def _validate(manifest: Manifest) -> None:
-    """A manifest may come from anywhere, with a checksum that fits: believe nothing."""
+    """Raise ValueError where a manifest is inconsistent: it may come from anywhere, with a valid checksum."""
     counts: list[object] = [manifest.step, manifest.world_size]
     for name, file in manifest.files.items():
         if not _SAFE_NAME.fullmatch(name) or name == NAME:

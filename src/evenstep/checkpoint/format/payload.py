@@ -2,20 +2,22 @@
 
     8 bytes   length of the header, little-endian
     JSON      {"name": {"dtype": "F32", "shape": [...], "data_offsets": [begin, end]}, ..., "__metadata__": {...}}
-    rest      the tensors, one after the other without a gap
+    rest      the tensors, one after the other without gaps
 
-Written here and not by the safetensors package, which makes one `bytes` of it all: a save copies each tensor once, to
-where it stands in the file. What is written is what that package reads (Hugging Face, safetensors format 0.4).
+The safetensors package would join everything into one `bytes`; this module plans the file so that a save copies each
+tensor once, to its place in the file. The package reads these files (Hugging Face, safetensors format 0.4).
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 MAX_HEADER_BYTES = 100_000_000  # as the safetensors package has it
 
@@ -48,8 +50,8 @@ class Entry:
 
     Attributes:
         key: Its name in the file.
-        dtype: What it is in memory: "float32", "complex64".
-        shape: What it is in memory.
+        dtype: In memory: "float32", "complex64".
+        shape: In memory.
     """
 
     key: str
@@ -64,11 +66,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor stands in a file.
+    """The place of each tensor in a file.
 
     Attributes:
         header: Everything before the first tensor.
-        entries: In the order in which they stand.
+        entries: In file order.
         offsets: Of each entry, from the end of the header.
         payload_bytes: Length of all entries.
     """
@@ -100,8 +102,13 @@ def dtype_name(dtype: torch.dtype) -> str | None:
     return str(dtype).removeprefix("torch.") if dtype in _NAMES else None
 
 
+def entry_of(key: str, tensor: Tensor) -> Entry:
+    """A tensor as an entry of a file."""
+    return Entry(key, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
 def plan_layout(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> Layout:
-    """Lay tensors out in one file. Wide dtypes come first, so that all are aligned."""
+    """Plan the places of tensors in one file. Wide dtypes come first, so that all are aligned."""
     ordered = sorted(entries, key=lambda e: (-torch_dtype(e.dtype).itemsize, e.key))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets, end = [], 0
@@ -115,12 +122,12 @@ def plan_layout(entries: Sequence[Entry], metadata: Mapping[str, str] | None = N
 
 
 def parse_header(text: bytes, entries: Sequence[Entry], payload_bytes: int) -> dict[str, int]:
-    """Offsets of the entries that are expected in a file.
+    """Check a file's header; returns the offset of each expected entry.
 
     Args:
         text: The JSON part of the header.
-        entries: What the file must hold, all of it.
-        payload_bytes: Bytes behind the header.
+        entries: All tensors that the file must hold.
+        payload_bytes: Bytes after the header.
 
     Raises:
         ValueError: The header doesn't say what is expected.
@@ -158,3 +165,12 @@ def _stored_as(entry: Entry) -> dict[str, object]:
     dtype = torch_dtype(entry.dtype)
     shape = [*entry.shape, 2] if dtype.is_complex else list(entry.shape)
     return {"dtype": _NAMES[dtype], "shape": shape}
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which it keeps alive. Needs no numpy."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]  # `memory` doesn't own what it shows, and must keep it
+    return memoryview(memory).cast("B")

@@ -1,7 +1,7 @@
-"""Who writes what, when, and what may be deleted. Pure.
+"""Which rank writes which file, when to save, and what to delete. Pure.
 
-The tensors of the replicated state are known on every rank, in the same order, so each rank computes the same plan and
-nothing has to be said:
+Every rank knows the tensors of the replicated state, in the same order, so each computes the same plan without
+communication:
 
     object       size      3 ranks
     model        600 MB    model-00001-of-00003.safetensors on rank 0, ...-00002-... on rank 1, ...-00003-... on rank 2
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from evenstep import checks
-from evenstep.checkpoint.payload import Entry
+from evenstep.checkpoint.format.payload import Entry
 
 # An object smaller than this is not worth a file per rank: a synced file costs milliseconds.
-_WORTH_DIVIDING_BYTES = 8 << 20
+_MIN_SPLIT_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class FilePlan:
     Attributes:
         name: Of the file.
         owner: The object whose tensors these are.
-        rank: Who writes it.
-        entries: What stands in it.
+        rank: Its writer.
+        entries: Its tensors.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Policy:
     Attributes:
         every_steps: Save after each so many steps; None: not by steps.
         every_minutes: Save when so many minutes have passed since the last save; None: not by time.
-        keep: The newest so many are kept.
-        keep_every: What was saved at a multiple of this many steps is kept for good; None: nothing.
+        keep: Number of newest checkpoints to keep.
+        keep_every: Checkpoints of multiples of this many steps are kept for good; None: none.
         best: The metric whose best checkpoint is kept; None: none.
         best_is: "lowest" or "highest".
     """
@@ -76,7 +76,7 @@ class Policy:
 
 
 def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int) -> list[FilePlan]:
-    """Divide what all ranks have over those who write it.
+    """Split the replicated tensors into files, and the files over the ranks.
 
     Args:
         objects: The tensors of each, equal on all ranks.
@@ -89,7 +89,7 @@ def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int) -> list[
         entries = objects[owner]
         if not entries:
             continue
-        if sizes[owner] < _WORTH_DIVIDING_BYTES or world_size == 1:
+        if sizes[owner] < _MIN_SPLIT_BYTES or world_size == 1:
             rank = load.index(min(load))
             load[rank] += sizes[owner]
             plans.append(FilePlan(f"{owner}.safetensors", owner, rank, tuple(entries)))
@@ -106,7 +106,7 @@ def plan_files(objects: Mapping[str, Sequence[Entry]], world_size: int) -> list[
 
 
 def shard_file(owner: str, rank: int, world_size: int) -> str:
-    """Where a rank writes its pieces of an object that is divided over the ranks."""
+    """The file of a rank's shards of an object that is divided over the ranks."""
     return f"{owner}-shards-{rank + 1:05d}-of-{world_size:05d}.safetensors"
 
 
@@ -136,7 +136,7 @@ def best_step(metrics: Mapping[int, Mapping[str, float]], policy: Policy) -> int
 
 
 def plan_removals(metrics: Mapping[int, Mapping[str, float]], policy: Policy) -> list[int]:
-    """The steps that need not be kept any longer.
+    """The steps whose checkpoints are to be removed.
 
     Args:
         metrics: Of each step that was saved.

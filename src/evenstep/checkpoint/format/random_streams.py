@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evenstep import randomness
-from evenstep.randomness import RandomState, mix
+from evenstep.randomness import RandomState
 from evenstep.world import World
 
 NAME = "random"
@@ -25,7 +25,7 @@ def capture_streams(world: World) -> dict[str, Any]:
         "torch": state.torch_cpu,
         "cuda": list(state.torch_cuda),
         "numpy": None,
-        "has_diverged": world.has_diverged,
+        "has_diverged": world.draws_its_own,
     }
     if state.numpy is not None:
         name, keys, position, has_gauss, cached = state.numpy
@@ -41,12 +41,14 @@ def capture_streams(world: World) -> dict[str, Any]:
 
 
 def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
-    """Continue the stream that this rank had; a rank that is new gets one derived from rank 0's, or rank 0's own where
-    all ranks draw the same (before they diverge, and in reproducible mode).
+    """Restore this rank's random streams.
+
+    A new rank gets streams derived from rank 0's; or rank 0's own where all ranks draw the same (before they diverge,
+    in reproducible mode, and where the script has seeded them alike).
 
     Args:
-        ranks: What `capture_streams` gave on each rank of the run that saved.
-        world: Says which rank this is.
+        ranks: Results of `capture_streams` on each rank of the run that saved.
+        world: This rank and its world.
     """
     mine = ranks[world.rank] if world.rank < len(ranks) else ranks[0]
     numpy_state = None
@@ -69,7 +71,23 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
             numpy=numpy_state,
         )
     )
-    if world.rank >= len(ranks) and ranks[0]["has_diverged"]:
-        drawn = int(torch.randint(1 << 62, (), device="cpu").item())
-        torch.manual_seed(mix(drawn, world.rank) >> 1)
-    world.has_diverged = bool(ranks[0]["has_diverged"])
+    has_diverged = bool(mine["has_diverged"])
+    if world.rank >= len(ranks) and has_diverged:
+        randomness.diverge(world.rank, [name for name in randomness.STREAMS if not _is_shared(ranks, name)])
+    world.draws_its_own = has_diverged
+
+
+def _is_shared(ranks: Sequence[Mapping[str, Any]], stream: str) -> bool:
+    """Whether several ranks drew the same numbers; of one alone, that isn't known."""
+    parts = ("torch", "cuda") if stream == "torch" else (stream,)
+    return len(ranks) > 1 and all(_equal(each[part], ranks[0][part]) for each in ranks[1:] for part in parts)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)

@@ -1,6 +1,6 @@
 """State dictionaries to JSON and named tensors, and back. Pure; nothing is ever pickled.
 
-What JSON can't say is a dictionary with one key that begins with "~":
+A value that JSON lacks becomes a dictionary with one key that begins with "~":
 
     {"~tensor": "0.weight"}     the tensor of that name        {"~array": name}, {"~number": name}     of numpy
     {"~tuple": [...]}           {"~size": [...]}               {"~counter": [[key, n], ...]}
@@ -8,9 +8,8 @@ What JSON can't say is a dictionary with one key that begins with "~":
     {"~ordered": {...}}         {"~dict": [[key, value], ...]}     keys that aren't plain
     {"~module": state, "metadata": ...}    a module's state dictionary with torch's versions of its parts
 
-What comes back has the type that was given. So a type that merely derives from one of these (an enum of strings, a
-named tuple, a defaultdict, a masked array) is refused, and not turned into its base. Only parameters come back as
-tensors.
+A value comes back with its type. So a type that merely derives from one of these (an enum of strings, a named tuple, a
+defaultdict, a masked array) is refused instead of turned into its base. Only parameters come back as tensors.
 """
 
 from __future__ import annotations
@@ -25,19 +24,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evenstep.compat.torch_modules import compiled_module
 from evenstep.errors import ConfigurationError
 
 _PLAIN_TENSORS = {Tensor, nn.Parameter, nn.Buffer}
 _MAX_DEPTH = 200
 
 
+def unwrapped(value: Any) -> Any:
+    """The model inside wrappers of replication and `torch.compile`; any other object as it is."""
+    while isinstance(value, nn.Module):
+        if isinstance(value, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            value = value.module
+        elif (inner := compiled_module(value)) is not None:
+            value = inner
+        else:
+            break
+    return value
+
+
 def flatten(value: Any, owner: str) -> tuple[Any, dict[str, Tensor]]:
-    """Take an object's state apart.
+    """Split an object's state into a JSON structure and named tensors.
 
     Args:
         value: None, bool, int, float, str, bytes, dtypes, sizes, tensors, numpy arrays and numbers, and lists, tuples
             and dictionaries of them.
-        owner: What messages call it: the name under which the object was given.
+        owner: The object's name in messages.
 
     Returns:
         The JSON structure, and the tensors by name: their path, joined by dots. Two names may have one tensor.
@@ -50,7 +62,7 @@ def flatten(value: Any, owner: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unflatten(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `flatten` was given: tensors as they are in `tensors`.
+    """Rebuild the state that `flatten` was given, with the tensors of `tensors`.
 
     Raises:
         ValueError: The structure names a tensor that isn't there, or isn't one that `flatten` makes.
@@ -161,7 +173,7 @@ def _flatten_key(key: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _flatten_plain(value: Any, path: tuple[Any, ...]) -> Any:
-    """What is read before there are tensors."""
+    """Flatten a value without tensors: a key, or metadata."""
     tensors: dict[str, Tensor] = {}
     structure = _flatten(value, path, tensors)
     if tensors:

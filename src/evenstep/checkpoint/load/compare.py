@@ -1,4 +1,4 @@
-"""What a checkpoint has and what the objects of this run want: all differences at once."""
+"""All differences between a checkpoint and the objects of this run."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenstep.checkpoint.manifest import ObjectEntry
-from evenstep.checkpoint.snapshot import unwrapped
-from evenstep.optim.local_state import ROWS
-from evenstep.optim.local_updates import LocalUpdates
+from evenstep.checkpoint.format.manifest import ObjectEntry
+from evenstep.checkpoint.format.tree import unwrapped
+from evenstep.optim.local_sgd.local_sgd import LocalSGD
+from evenstep.optim.local_sgd.state import ROWS
 
-# What optimizers keep of each parameter in the parameter's own shape.
+# State that optimizers keep in the parameter's own shape.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
 
 
 def differences(name: str, saved: ObjectEntry, target: Any) -> list[str]:
-    """Where what was saved doesn't fit the object that is to have it, a line each.
+    """A line for each difference between a saved object and one of this run.
 
     Args:
         name: Of the object.
-        saved: As the manifest has it.
+        saved: Its entry in the manifest.
         target: The object of this run.
     """
     target = unwrapped(target)
@@ -31,7 +31,7 @@ def differences(name: str, saved: ObjectEntry, target: Any) -> list[str]:
     structure: Any = saved.structure if isinstance(saved.structure, dict) else {}
     if isinstance(getattr(target, "param_groups", None), list):
         return _optimizer_differences(name, saved, structure.get("param_groups"), target)
-    if isinstance(target, LocalUpdates) and "ranks" in structure:
+    if isinstance(target, LocalSGD) and "ranks" in structure:
         return _optimizer_differences(name, saved, structure["ranks"][0]["param_groups"], target.optimizer)
     return []
 
@@ -42,11 +42,15 @@ def fitting(state: Any, target: Any) -> Any:
     if not isinstance(target, nn.Module):
         return state
     wanted = target.state_dict()
-    return {key: value for key, value in state.items() if key in wanted and _told(value) == _told(wanted[key])}
+    return {
+        key: value
+        for key, value in state.items()
+        if key in wanted and _dtype_and_shape(value) == _dtype_and_shape(wanted[key])
+    }
 
 
 def load_into(target: Any, state: Any, *, strict: bool) -> None:
-    """Give an object its state."""
+    """Load a state into an object."""
     target = unwrapped(target)
     if isinstance(target, nn.Module):
         target.load_state_dict(state, strict=strict)
@@ -59,8 +63,8 @@ def _module_differences(name: str, saved: ObjectEntry, target: nn.Module) -> lis
     have |= {alias: have[key] for alias, key in saved.aliases.items()}
     structure: Any = saved.structure if isinstance(saved.structure, dict) else {}
     state = structure.get("~module", structure.get("~ordered", structure))
-    have = {key: told for key, told in have.items() if key in state}  # not what lies deeper, in an extra state
-    want = {key: _told(value) for key, value in target.state_dict().items() if isinstance(value, Tensor)}
+    have = {key: text for key, text in have.items() if key in state}  # not what lies deeper, in an extra state
+    want = {key: _dtype_and_shape(value) for key, value in target.state_dict().items() if isinstance(value, Tensor)}
     lines = [f"{name}: {key} {have[key]} was saved, and this model has none" for key in have if key not in want]
     lines += [f"{name}: {key} {want[key]} was not saved" for key in want if key not in have]
     lines += [
@@ -102,7 +106,7 @@ def missing_objects(saved: Mapping[str, ObjectEntry], wanted: Mapping[str, Any])
     return [f"{name}: was not saved" for name in wanted if name not in saved]
 
 
-def _told(value: Any) -> str:
+def _dtype_and_shape(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -113,7 +117,7 @@ def _kind(value: Any) -> str:
 
 
 def largest_difference(ours: Tensor, theirs: Tensor) -> float:
-    """Of two tensors of one shape; infinite where one has a NaN that the other hasn't."""
+    """The largest difference of two tensors of one shape; infinite if only one has a NaN somewhere."""
     if ours.numel() == 0 or torch.equal(ours, theirs):
         return 0.0
     kind = torch.complex128 if ours.is_complex() else torch.float64

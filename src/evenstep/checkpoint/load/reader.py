@@ -1,4 +1,4 @@
-"""Reading a checkpoint: nothing is believed that its checksum doesn't confirm."""
+"""Reading a checkpoint, and confirming the checksum of every byte."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenstep.checkpoint import manifest as manifests
-from evenstep.checkpoint import payload
-from evenstep.checkpoint.manifest import Manifest, ObjectEntry, Part
-from evenstep.checkpoint.payload import Entry
-from evenstep.checkpoint.snapshot import bytes_of
-from evenstep.checkpoint.storage import Reader, Storage
-from evenstep.checkpoint.tree import unflatten
-from evenstep.errors import CheckpointError
+from evenstep.checkpoint.format import manifest as manifests
+from evenstep.checkpoint.format import payload
+from evenstep.checkpoint.format.manifest import Manifest, ObjectEntry, Part
+from evenstep.checkpoint.format.payload import Entry, bytes_of
+from evenstep.checkpoint.format.tree import unflatten
+from evenstep.checkpoint.storage.directory import DamagedError, UnreadableError, read_manifest, why_unread
+from evenstep.checkpoint.storage.storage import Reader, Storage
 
 _CHUNK_BYTES = 1 << 20
 _NUM_THREADS = 2
 
-# Of objects the memory that their tensors are for, by name.
-Homes = Mapping[str, Mapping[str, Tensor]]
+# By object and tensor name: the memory into which a tensor is read.
+Targets = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -34,40 +33,16 @@ class _Wanted:
     """A part of a tensor that is read.
 
     Attributes:
-        name: What messages call the tensor.
-        part: Where it lies.
+        name: Of the tensor, in messages.
+        part: Its place in the files.
         num_bytes: Its length.
-        out: Where it goes; None: it is only confirmed.
+        out: Memory to read into; None: only confirm the checksum.
     """
 
     name: str
     part: Part
     num_bytes: int
     out: memoryview | None
-
-
-class DamagedError(CheckpointError):
-    """A checkpoint isn't as it was written: which file, which tensor."""
-
-
-def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """The manifest of a checkpoint, after its own checksum was confirmed.
-
-    Raises:
-        DamagedError: It is missing or damaged.
-    """
-    path = f"{folder}/{manifests.NAME}"
-    try:
-        with storage.open(path) as file:
-            if file.num_bytes > manifests.MAX_BYTES:
-                raise DamagedError(f"{path}: {file.num_bytes:,} bytes are too many for a manifest")
-            content = bytearray(file.num_bytes)
-            got = file.read_into(0, memoryview(content))
-        return manifests.decode(bytes(content[:got]))
-    except ValueError as error:
-        raise DamagedError(f"{path}: {error}") from None
-    except OSError as error:
-        raise DamagedError(f"{path}: {error.strerror or error}") from None
 
 
 def read_objects(
@@ -77,26 +52,27 @@ def read_objects(
     names: Collection[str],
     *,
     share: tuple[int, int] = (0, 1),
-    homes: Homes = MappingProxyType({}),
+    targets: Targets = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The states of some objects, on the CPU.
+    """Read the states of some objects, on the CPU.
 
     Args:
         storage: Where the checkpoint lies.
         folder: Its folder.
         manifest: What is in it.
         names: Of the objects.
-        share: (i, n): ranks of one host read the same bytes, so each of n confirms every n-th checksum, from the i-th
-            on. The whole is confirmed when all of them have returned.
-        homes: Tensors whose memory is there already. They are confirmed, and appear in the states as they are:
-            nothing is written to them before `fill`.
+        share: (i, n): ranks of one node read the same bytes, so each of n confirms every n-th checksum, from the i-th
+            on. All are confirmed when all these ranks have returned.
+        targets: In-place targets. They appear in the states as they are: `fill` writes to them later; here their
+            checksums are only confirmed.
 
     Raises:
         DamagedError: A file or a tensor isn't what was saved.
+        UnreadableError: This process can't read a file.
     """
     check = _Check(storage, folder, manifest, share)
     wanted = {name: manifest.objects[name] for name in names}
-    tensors = check.read(wanted, homes)
+    tensors = check.read(wanted, targets)
     states = {}
     for name, item in wanted.items():
         known = tensors[name] | {alias: tensors[name][target] for alias, target in item.aliases.items()}
@@ -110,24 +86,24 @@ def read_objects(
 
 
 def fill(
-    storage: Storage, folder: str, manifest: Manifest, name: str, homes: Homes, *, share: tuple[int, int] = (0, 1)
+    storage: Storage, folder: str, manifest: Manifest, name: str, targets: Targets, *, share: tuple[int, int] = (0, 1)
 ) -> None:
-    """Read tensors of one object to where they belong, once all ranks know that the checkpoint is good.
+    """Read one object's in-place targets, once all ranks know that the checkpoint is good.
 
-    The share is confirmed again: a file may have changed since, and a disk may answer otherwise the second time.
+    The share is confirmed again: a file may have changed since, and a disk may return other bytes the second time.
 
     Raises:
-        DamagedError: It has. What was in `homes` is lost.
+        DamagedError: A checksum differs now. The former values of `targets` are lost.
     """
-    if homes.get(name):
-        _Check(storage, folder, manifest, share).fill({name: manifest.objects[name]}, homes)
+    if targets.get(name):
+        _Check(storage, folder, manifest, share).fill({name: manifest.objects[name]}, targets)
 
 
 def check_checkpoint(storage: Storage, folder: str) -> list[str]:
-    """Read everything; returns what is wrong, a line each. Files that nobody asked for are wrong too."""
+    """Read everything; returns a line for each problem. Unlisted files are problems too."""
     try:
         manifest = read_manifest(storage, folder)
-    except DamagedError as error:
+    except (DamagedError, UnreadableError) as error:
         return [str(error)]
     findings: list[str] = []
     check = _Check(storage, folder, manifest, (0, 1), findings.append)
@@ -138,12 +114,12 @@ def check_checkpoint(storage: Storage, folder: str) -> list[str]:
 
 
 def unlisted_files(storage: Storage, folder: str, manifest: Manifest) -> list[str]:
-    """Files that lie in a checkpoint and are none of its own; hidden ones don't count."""
+    """Files in a checkpoint's folder that its manifest doesn't list, without hidden ones."""
     known = {manifests.NAME, *manifest.files}
     try:
         names = storage.list(folder)
     except OSError:
-        return []  # who may open files by their names need not be allowed to list them
+        return []  # a user who may open files by name need not have the right to list them
     return [name for name in names if name not in known and not name.startswith(".")]
 
 
@@ -160,33 +136,33 @@ class _Check:
         self._report = report
         self._scratch = threading.local()
 
-    def read(self, objects: Mapping[str, ObjectEntry], homes: Homes) -> dict[str, dict[str, Tensor]]:
-        """All tensors of some objects; those that couldn't be read, where that is only reported, hold anything.
+    def read(self, objects: Mapping[str, ObjectEntry], targets: Targets) -> dict[str, dict[str, Tensor]]:
+        """Read all tensors of some objects; unreadable ones hold anything if problems are only reported.
 
-        Those that have a home are only confirmed.
+        Those with an in-place target are only confirmed.
         """
         into: dict[str, dict[str, Tensor]] = {}
         if not self._sizes_are_right(objects):
             return {owner: {} for owner in objects}
         for owner, item in objects.items():
-            known = homes.get(owner, {})
+            known = targets.get(owner, {})
             into[owner] = {
                 name: known[name]
                 if name in known
                 else torch.empty(tensor.shape, dtype=payload.torch_dtype(tensor.dtype), device="cpu")
                 for name, tensor in item.tensors.items()
             }
-        self._read_parts(objects, lambda owner, name: None if name in homes.get(owner, {}) else into[owner][name])
+        self._read_parts(objects, lambda owner, name: None if name in targets.get(owner, {}) else into[owner][name])
         return into
 
-    def fill(self, objects: Mapping[str, ObjectEntry], homes: Homes) -> None:
-        """The tensors that have a home, and no other."""
+    def fill(self, objects: Mapping[str, ObjectEntry], targets: Targets) -> None:
+        """Read the tensors that have an in-place target, and no other."""
         if self._sizes_are_right(objects):
             wanted = {
-                owner: replace(item, tensors={key: item.tensors[key] for key in homes[owner]})
+                owner: replace(item, tensors={key: item.tensors[key] for key in targets[owner]})
                 for owner, item in objects.items()
             }
-            self._read_parts(wanted, lambda owner, name: homes[owner][name])
+            self._read_parts(wanted, lambda owner, name: targets[owner][name])
 
     def _read_parts(self, objects: Mapping[str, ObjectEntry], memory_of: Callable[[str, str], Tensor | None]) -> None:
         parts: dict[str, list[_Wanted]] = {}
@@ -204,7 +180,7 @@ class _Check:
             self._read_file(file, listed)
 
     def _sizes_are_right(self, objects: Mapping[str, ObjectEntry]) -> bool:
-        """Before memory is taken for them: whether files are as long as the manifest says, and as tensors need."""
+        """Whether files have the lengths of the manifest, and of their tensors; before memory is allocated."""
         needed: dict[str, int] = {}
         for item in objects.values():
             for tensor in item.tensors.values():
@@ -214,17 +190,19 @@ class _Check:
         all_right = True
         for file, num_bytes in needed.items():
             path, known = f"{self._folder}/{file}", self._manifest.files[file]
-            problem = None
             try:
+                problem = None
                 with self._storage.open(path) as source:
                     if source.num_bytes != known.bytes:
                         problem = f"has {source.num_bytes:,} bytes, and {known.bytes:,} were saved"
                     elif num_bytes != known.bytes - known.header_bytes:
                         problem = f"its tensors would have {num_bytes:,} bytes"
             except OSError as error:
-                problem = error.strerror or str(error)
+                self._unread(path, error)
+                all_right = False
+                continue
             if problem is not None:
-                self._tell(f"{path}: {problem}")
+                self._problem(f"{path}: {problem}")
                 all_right = False
         return all_right
 
@@ -253,18 +231,18 @@ class _Check:
                         problems = list(pool.map(read_one, jobs))
             for problem in problems:
                 if problem is not None:
-                    self._tell(problem)
+                    self._problem(problem)
         except OSError as error:
-            self._tell(f"{path}: {error.strerror or error}")
+            self._unread(path, error)
 
     def _read_part(self, source: Reader, offset: int, want: _Wanted, *, confirms: bool) -> int | None:
-        """The CRC-32 of what came, if it is wanted. In pieces that are still in the cache when they are summed."""
+        """Read a part; returns its CRC-32 if `confirms`. In chunks that are still in the cache for the checksum."""
         if want.out is None and not confirms:
             return None
         checksum = 0
         for begin in range(0, want.num_bytes, _CHUNK_BYTES):
             end = min(begin + _CHUNK_BYTES, want.num_bytes)
-            chunk = self._glance()[: end - begin] if want.out is None else want.out[begin:end]
+            chunk = self._chunk_memory()[: end - begin] if want.out is None else want.out[begin:end]
             got = source.read_into(offset + begin, chunk)
             if got != len(chunk):
                 raise OSError(0, f"ends after {offset + begin + got:,} bytes, while it is read")
@@ -272,40 +250,46 @@ class _Check:
                 checksum = zlib.crc32(chunk, checksum)
         return checksum if confirms else None
 
-    def _glance(self) -> memoryview:
-        """This thread's memory for bytes that are summed and not kept."""
+    def _chunk_memory(self) -> memoryview:
+        """This thread's memory for bytes that are checksummed and dropped."""
         if not hasattr(self._scratch, "memory"):
             self._scratch.memory = memoryview(bytearray(_CHUNK_BYTES))
         memory: memoryview = self._scratch.memory
         return memory
 
     def _header(self, source: Reader, path: str, file: str, entries: list[Entry]) -> tuple[dict[str, int] | None, int]:
-        """Offset of each tensor, and of the first byte behind the header; None where that is reported."""
+        """Offset of each tensor (None after a reported problem), and length of the header."""
         known = self._manifest.files[file]
         if not 8 <= known.header_bytes <= min(known.bytes, payload.MAX_HEADER_BYTES):
-            self._tell(f"{path}: a header of {known.header_bytes:,} bytes can't be")
+            self._problem(f"{path}: a header of {known.header_bytes:,} bytes can't be")
             return None, 0
         header = bytearray(known.header_bytes)
         source.read_into(0, memoryview(header))
         if zlib.crc32(header) != known.header_crc32:
-            self._tell(f"{path}: the checksum of its header is not the one that was saved")
+            self._problem(f"{path}: the checksum of its header is not the one that was saved")
             return None, 0
         try:
             if int.from_bytes(header[:8], "little") != known.header_bytes - 8:
                 raise ValueError("its header has another length")
             return payload.parse_header(bytes(header[8:]), entries, known.bytes - known.header_bytes), len(header)
         except ValueError as error:
-            self._tell(f"{path}: {error}")
+            self._problem(f"{path}: {error}")
             return None, 0
 
-    def _tell(self, problem: str) -> None:
+    def _unread(self, path: str, error: OSError) -> None:
+        why = why_unread(path, error)
+        if self._report is None:
+            raise why from None
+        self._report(str(why))
+
+    def _problem(self, problem: str) -> None:
         if self._report is None:
             raise DamagedError(problem)
         self._report(problem)
 
 
 def _entries(manifest: Manifest, file: str) -> Iterator[Entry]:
-    """What a file must hold."""
+    """The tensors that the manifest puts into a file."""
     for item in manifest.objects.values():
         for tensor in item.tensors.values():
             for part in tensor.parts:

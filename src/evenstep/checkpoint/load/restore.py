@@ -1,4 +1,4 @@
-"""The way back into a checkpoint: all ranks read it, agree that it is good and fits, and only then change anything."""
+"""Restoring a checkpoint: all ranks read and check it before any of them changes anything."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evenstep.checkpoint import compare
-from evenstep.checkpoint.folders import folder_of
-from evenstep.checkpoint.homes import homes as find_homes
-from evenstep.checkpoint.manifest import Manifest
-from evenstep.checkpoint.reader import DamagedError, fill, read_manifest, read_objects, unlisted_files
-from evenstep.checkpoint.snapshot import unwrapped
-from evenstep.checkpoint.storage import Storage
-from evenstep.checkpoint.streams import NAME as RANDOM
-from evenstep.checkpoint.streams import restore_streams
+from evenstep.checkpoint.format.manifest import Manifest
+from evenstep.checkpoint.format.random_streams import NAME as RANDOM
+from evenstep.checkpoint.format.random_streams import restore_streams
+from evenstep.checkpoint.format.tree import unwrapped
+from evenstep.checkpoint.load import compare
+from evenstep.checkpoint.load.in_place import in_place_targets
+from evenstep.checkpoint.load.reader import fill, read_objects, unlisted_files
+from evenstep.checkpoint.storage.directory import DamagedError, UnreadableError, folder_of, read_manifest
+from evenstep.checkpoint.storage.storage import Storage
 from evenstep.errors import CheckpointError
 from evenstep.world import World
 
@@ -26,11 +26,11 @@ class Found:
     """A checkpoint that all ranks have read.
 
     Attributes:
-        manifest: What it is.
-        states: Of the objects. What has a home is still to be filled.
-        fill: Does that for one object, on this rank.
-        misfits: Where it doesn't fit the objects of this run.
-        unlisted: Files that are none of its own.
+        manifest: Of the checkpoint.
+        states: By object. In-place targets in them are not filled yet.
+        fill: Fills those of one object, on this rank.
+        misfits: Differences from the objects of this run, a line each.
+        unlisted: Files that the manifest doesn't list.
     """
 
     manifest: Manifest
@@ -41,14 +41,16 @@ class Found:
 
 
 def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], *, strict: bool) -> Found:
-    """Collective: read a checkpoint; nothing is changed.
+    """Collective: read and check a checkpoint without changing anything.
 
     Raises:
-        DamagedError: It isn't as it was written, as at least one rank sees it.
-        CheckpointError: It is good, and doesn't fit.
+        DamagedError: At least one rank finds it damaged.
+        UnreadableError: At least one rank can't read it.
+        CheckpointError: It is good, but doesn't fit the objects.
     """
     folder = folder_of(step)
     damage: str | None = None
+    unread: str | None = None
     misfits: list[str] = []
     found: Found | None = None
     try:
@@ -56,30 +58,35 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
         if manifest.step != step:
             raise DamagedError(f"{folder}: its manifest is that of step {manifest.step}")
         misfits = compare.missing_objects(manifest.objects, objects)
-        homes = {}
+        targets = {}
         for name, target in objects.items():
             if name in manifest.objects:
                 lines = compare.differences(name, manifest.objects[name], target)
-                homes[name] = {} if lines else find_homes(manifest.objects[name], target)
+                targets[name] = {} if lines else in_place_targets(manifest.objects[name], target)
                 misfits += lines
         share = (world.local_rank, world.local_world_size)
         states: dict[str, Any] = {}
         if not (misfits and strict):
             names = [name for name in (*objects, RANDOM) if name in manifest.objects]
-            states = read_objects(storage, folder, manifest, names, share=share, homes=homes)
+            states = read_objects(storage, folder, manifest, names, share=share, targets=targets)
         unlisted = unlisted_files(storage, folder, manifest) if world.is_main else []
 
         def fill_one(name: str) -> None:
-            fill(storage, folder, manifest, name, homes, share=share)
+            fill(storage, folder, manifest, name, targets, share=share)
 
         found = Found(manifest, states, fill_one, misfits, unlisted)
     except DamagedError as error:
         damage = str(error)
-    seen = world.exchange({"damage": damage, "misfits": misfits})
-    damages = {rank: told["damage"] for rank, told in enumerate(seen) if told["damage"] is not None}
-    if damages:
-        raise DamagedError(next(iter(damages.values())))
-    listed: list[str] = next((told["misfits"] for told in seen if told["misfits"]), [])
+    except UnreadableError as error:
+        unread = f"{storage.where}/{error} (on rank {world.rank}). The checkpoint may be good: it is left as it is."
+    seen = world.exchange({"damage": damage, "unread": unread, "misfits": misfits})
+    unread = next((each["unread"] for each in seen if each["unread"] is not None), None)
+    if unread is not None:
+        raise UnreadableError(unread)
+    damage = next((each["damage"] for each in seen if each["damage"] is not None), None)
+    if damage is not None:
+        raise DamagedError(damage)
+    listed: list[str] = next((each["misfits"] for each in seen if each["misfits"]), [])
     if listed and strict:
         more = [f"... and {len(listed) - _MAX_LINES} more"] if len(listed) > _MAX_LINES else []
         text = "\n  ".join([*listed[:_MAX_LINES], *more])
@@ -92,7 +99,7 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
 
 
 def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) -> None:
-    """Collective: give the objects their states, and the ranks their random streams.
+    """Collective: load the states into the objects, and restore the random streams.
 
     Raises:
         CheckpointError: An object refused its state on some rank; the objects may have parts of it.
@@ -116,7 +123,7 @@ def apply(found: Found, world: World, objects: Mapping[str, Any], where: str) ->
         except Exception as error:
             problem = f"{name}.load_state_dict on rank {world.rank}: {type(error).__name__}: {error}"
             break
-    problems = [told for told in world.exchange(problem) if told is not None]
+    problems = [each for each in world.exchange(problem) if each is not None]
     if problems:
         raise CheckpointError(
             f"{where}: {problems[0].rstrip('.')}. The objects may have been changed in parts; build them anew."

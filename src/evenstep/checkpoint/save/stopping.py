@@ -1,4 +1,4 @@
-"""Being asked to stop: signals become requests, and requests of any rank become an agreement of all."""
+"""Stopping on request: signals set a flag, and every step reduces the flags of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from evenstep.environment import current_placement
-from evenstep.health.blame import saves_file
+from evenstep.health.first_failure import saves_file
 from evenstep.transport.base import Work
 from evenstep.world import World
 
@@ -24,10 +24,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank has to say at the end of a step; of all ranks, what at least one says.
+    """The flags of one rank at the end of a step; of all ranks: those that at least one has set.
 
     Attributes:
-        stops: It was asked to stop.
+        stops: A stop was requested.
         failed: The save in the background has failed.
         is_due: The time for a save has come, by rank 0's clock, or its metric is the best so far.
         is_slow: Its steps take so long that a collective costs nothing beside them.
@@ -39,13 +39,13 @@ class Status:
     is_slow: bool = False
 
 
-class Agreement:
-    """One small reduction per step, awaited a step later so that nobody waits for it.
+class StatusExchange:
+    """Reduces the ranks' `Status` once per step, and waits for it a step later.
 
-        step 7     what was said in step 6 is known, the same on all ranks; what is said in step 7 is sent
-        step 8     what was said in step 7 is known
+        step 7     receives the reduced status of step 6, equal on all ranks; sends that of step 7
+        step 8     receives the reduced status of step 7
 
-    Where steps are slow it is awaited at once: a step may take longer than the grace that a scheduler gives.
+    So no step waits for the network. Slow steps wait at once: a step may take longer than a scheduler's grace period.
     """
 
     def __init__(self, world: World) -> None:
@@ -53,8 +53,8 @@ class Agreement:
         self._in_flight: tuple[Tensor, Work] | None = None
         self._awaits_at_once = world.world_size == 1
 
-    def hear(self, mine: Status) -> Status:
-        """Collective: what all ranks have agreed upon. Follow with `say`."""
+    def receive(self, mine: Status) -> Status:
+        """Collective: the reduced status of the step before. Call `send` afterwards."""
         if self._in_flight is None:
             if not self._awaits_at_once:
                 return Status()
@@ -67,13 +67,13 @@ class Agreement:
         self._awaits_at_once = agreed.is_slow or self._world.world_size == 1
         return agreed
 
-    def say(self, mine: Status) -> None:
-        """Collective: at the end of a step, what is to be heard in the next one."""
+    def send(self, mine: Status) -> None:
+        """Collective: send the status that the next step receives."""
         if not self._awaits_at_once:
             self._send(mine)
 
     def finish(self) -> None:
-        """Collective: await what is under way."""
+        """Collective: wait for the reduction in flight."""
         if self._in_flight is not None:
             self._in_flight[1].wait()
             self._in_flight = None
@@ -85,7 +85,7 @@ class Agreement:
 
 
 class StopSignals:
-    """SIGTERM and SIGUSR1 ask the world to stop, instead of ending the process. Of a main thread only.
+    """Handlers of SIGTERM and SIGUSR1 that request a stop. In a main thread only.
 
     A handler that the script has set before is called too.
     """
@@ -103,7 +103,7 @@ class StopSignals:
             saves_file(placement.run_directory, placement.rank, placement.restart_count).touch()
 
     def close(self) -> None:
-        """Put back what was there before, unless somebody else has taken our place."""
+        """Restore the former handlers, unless the script has set others since."""
         if threading.current_thread() is not threading.main_thread():
             return
         while self._before:

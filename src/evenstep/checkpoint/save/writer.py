@@ -1,10 +1,10 @@
-"""Writing a checkpoint behind the training loop: a thread per save, on every rank.
+"""Writing a checkpoint in the background: a thread per save, on every rank.
 
     every rank   writes its files, posts a receipt with their checksums                     |
-    rank 0       ...                        awaits all receipts, writes the manifest, renames, removes what is too old
+    rank 0       ...                        awaits all receipts, writes the manifest, renames, removes old checkpoints
 
-Ranks talk through the store in which they have met, and not through collectives, whose order the training loop has.
-A rank that fails posts that instead of a receipt, and the others leave off writing.
+Ranks exchange receipts through the world's store and not by collectives, whose order belongs to the training loop. A
+rank that fails posts its error instead of a receipt, and the others stop writing.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
-from evenstep.checkpoint.payload import Layout
-from evenstep.checkpoint.snapshot import bytes_of
-from evenstep.checkpoint.storage import Storage
+from evenstep.checkpoint.format.payload import Layout, bytes_of
+from evenstep.checkpoint.storage.storage import Storage
 from evenstep.errors import CheckpointError
 
 _CHUNK_BYTES = 4 << 20
 _LARGE_BYTES = 16 << 20
 _NUM_THREADS = 2
 _POLL_S = 0.01
-_LOOK_EVERY_S = 0.5
-_LAST_WAIT_S = 2.0  # for the others' receipts, once this process is about to end
+_CHECK_PEERS_EVERY_S = 0.5
+_LAST_WAIT_S = 2.0  # for the peers' receipts when this process is about to end
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,57 +51,17 @@ class StagedFile:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a rank has written.
+    """The checksums of the files that a rank has written.
 
     Attributes:
         header_crc32: Of each file.
         tensor_crc32: Of each file, of each tensor, in the order of its layout.
-        said: What rank 0 needs to know of this rank beside that.
+        facts: Other values that rank 0 needs for the commit.
     """
 
     header_crc32: dict[str, int]
     tensor_crc32: dict[str, list[int]]
-    said: dict[str, Any]
-
-
-class Board(Protocol):
-    """Where the ranks leave each other texts."""
-
-    def post(self, key: str, text: str) -> None:
-        """Leave a text."""
-
-    def read(self, key: str) -> str | None:
-        """A text; None if there is none yet. Doesn't wait."""
-
-
-class StoreBoard:
-    """A board in the store through which the ranks of a world have met."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def post(self, key: str, text: str) -> None:
-        """See `Board.post`."""
-        self._store.set(key, text)
-
-    def read(self, key: str) -> str | None:
-        """See `Board.read`."""
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-
-class LocalBoard:
-    """A board for one rank."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def post(self, key: str, text: str) -> None:
-        """See `Board.post`."""
-        self._texts[key] = text
-
-    def read(self, key: str) -> str | None:
-        """See `Board.read`."""
-        return self._texts.get(key)
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -110,48 +69,52 @@ class Job:
     """One rank's part of one save.
 
     Attributes:
-        storage: Where to.
         folder: The temporary one, the same on all ranks.
-        key: Before all that is posted about this save.
-        rank: This rank.
-        world_size: How many receipts there will be.
-        files: What this rank writes.
-        said: Goes into its receipt.
-        commit: On rank 0: makes the checkpoint out of all receipts.
-        problem: Why there is nothing to write: the save fails with it.
-        timeout_s: How long rank 0 waits for the others' receipts after its own.
+        key: Of this save, the same on all ranks: run and number.
+        files: Files that this rank writes.
+        facts: Go into its receipt.
+        commit: On rank 0: makes the checkpoint from all receipts.
+        problem: Error with which the save fails, instead of writing; None: write.
     """
 
-    storage: Storage
     folder: str
     key: str
-    rank: int
-    world_size: int
     files: Sequence[StagedFile]
-    said: dict[str, Any]
+    facts: dict[str, Any]
     commit: Callable[[Sequence[Receipt]], None] | None
-    problem: CheckpointError | None
-    timeout_s: float
+    problem: CheckpointError | None = None
 
 
 class Writer:
-    """One pending save at most: `start`, and `finish` before the next `start`."""
+    """Runs saves in a thread, one pending at most: `finish` before the next `start`.
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
-        self._thread: threading.Thread | None = None
+    Args:
+        storage: Holds the checkpoints.
+        store: Carries receipts and errors between the ranks.
+        rank: This rank.
+        world_size: Number of receipts of a save.
+        timeout_s: Rank 0's deadline for the other receipts after its own.
+
+    Attributes:
+        thread: Of the pending save; None: none is pending.
+    """
+
+    def __init__(self, storage: Storage, store: Store, rank: int, world_size: int, *, timeout_s: float) -> None:
+        self._storage, self._store = storage, store
+        self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
+        self.thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._abandoned = threading.Event()
 
     @property
     def is_pending(self) -> bool:
         """Whether a save was started and not finished."""
-        return self._thread is not None
+        return self.thread is not None
 
     @property
     def is_busy(self) -> bool:
         """Whether this rank is still writing or waiting."""
-        return self._thread is not None and self._thread.is_alive()
+        return self.thread is not None and self.thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
@@ -159,31 +122,31 @@ class Writer:
         return self._error is not None
 
     def start(self, job: Job) -> None:
-        """Begin to write, in a thread. It is no daemon: an orderly end of the process waits for it."""
-        assert self._thread is None, "one pending save at most"
+        """Begin to write, in a thread. It is no daemon: an orderly exit waits for it."""
+        assert self.thread is None, "one pending save at most"
         self._error = None
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"evenstep save {job.folder}")
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(job,), name=f"evenstep save {job.folder}")
+        self.thread.start()
 
     def finish(self) -> BaseException | None:
-        """Wait until the pending save has ended on this rank; why it failed, or None."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Wait for the pending save on this rank; returns its error, or None."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
         error, self._error = self._error, None
         return error
 
-    def abandon(self, run: str, rank: int) -> None:
-        """This rank ends badly: tell the others, and wait for them for a moment only."""
+    def abandon(self, run: str) -> None:
+        """This rank ends with an error: post that, and wait only briefly for the others."""
         self._abandoned.set()
         if run:
-            with contextlib.suppress(RuntimeError, OSError):  # the store may have gone with the rank that kept it
-                self._board.post(f"evenstep/checkpoint/{run}/left/{rank}", "")
+            with contextlib.suppress(RuntimeError, OSError):  # the store may have ended with the rank that hosts it
+                self._store.set(_left_key(run, self._rank), "")
 
-    def write_file(self, folder: str, file: StagedFile, storage: Storage) -> Receipt:
+    def write_file(self, folder: str, file: StagedFile) -> Receipt:
         """Write one file, in this thread."""
         checksums = [0] * len(file.layout.entries)
-        storage.write(f"{folder}/{file.name}", self._chunks(file, checksums, lambda: None))
+        self._storage.write(f"{folder}/{file.name}", self._chunks(file, checksums, lambda: None))
         return Receipt({file.name: zlib.crc32(file.layout.header)}, {file.name: checksums}, {})
 
     def _run(self, job: Job) -> None:
@@ -191,23 +154,23 @@ class Writer:
             if job.problem is not None:
                 raise job.problem
             receipt = self._write(job)
-            self._board.post(f"{job.key}/{job.rank}", json.dumps(astuple(receipt)))
+            self._store.set(_key(job, self._rank), json.dumps(astuple(receipt)))
             if job.commit is not None:
                 job.commit(self._await_receipts(job))
         except BaseException as error:
             self._error = error
             if not isinstance(error, _PeerFailedError):
                 with contextlib.suppress(RuntimeError, OSError):  # as in `abandon`
-                    self._board.post(f"{job.key}/failed", f"rank {job.rank}: {describe(error)}")
+                    self._store.set(_key(job, "failed"), f"rank {self._rank}: {describe(error)}")
 
     def _write(self, job: Job) -> Receipt:
         checksums = {file.name: [0] * len(file.layout.entries) for file in job.files}
 
         def write(file: StagedFile) -> None:
             chunks = self._chunks(file, checksums[file.name], lambda: self._check_peers(job))
-            job.storage.write(f"{job.folder}/{file.name}", chunks)
+            self._storage.write(f"{job.folder}/{file.name}", chunks)
 
-        # One large file is summed and copied while the disk still syncs the other.
+        # One large file is checksummed and copied while the disk syncs the other.
         large = [file for file in job.files if file.layout.payload_bytes >= _LARGE_BYTES]
         if len(large) > 1:
             with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -215,13 +178,15 @@ class Writer:
         for file in job.files:
             if file not in large or len(large) == 1:
                 write(file)
-        return Receipt({file.name: zlib.crc32(file.layout.header) for file in job.files}, checksums, job.said)
+        return Receipt({file.name: zlib.crc32(file.layout.header) for file in job.files}, checksums, job.facts)
 
-    def _chunks(self, file: StagedFile, checksums: list[int], look: Callable[[], None]) -> Iterator[bytes | memoryview]:
-        """The file's bytes; fills in the checksums on the way, while the bytes are in the cache."""
+    def _chunks(
+        self, file: StagedFile, checksums: list[int], check_peers: Callable[[], None]
+    ) -> Iterator[bytes | memoryview]:
+        """Yield the file's bytes, and fill in the checksums while the bytes are in the cache."""
         layout, memory = file.layout, bytes_of(file.payload)
         small = bytearray(layout.header)
-        looked = time.monotonic()
+        checked = time.monotonic()
         for index, (entry, offset) in enumerate(zip(layout.entries, layout.offsets, strict=True)):
             for begin in range(offset, offset + entry.num_bytes, _CHUNK_BYTES):
                 chunk = memory[begin : min(begin + _CHUNK_BYTES, offset + entry.num_bytes)]
@@ -232,14 +197,18 @@ class Writer:
                 yield bytes(small)
                 small.clear()
                 yield chunk
-                if time.monotonic() - looked > _LOOK_EVERY_S:
-                    look()
-                    looked = time.monotonic()
+                if time.monotonic() - checked > _CHECK_PEERS_EVERY_S:
+                    check_peers()
+                    checked = time.monotonic()
         if small:
             yield bytes(small)
 
+    def _read(self, key: str) -> str | None:
+        """A text of the store; None if there is none yet. Doesn't wait."""
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
     def _check_peers(self, job: Job) -> None:
-        failure = self._board.read(f"{job.key}/failed")
+        failure = self._read(_key(job, "failed"))
         if failure is not None:
             raise _PeerFailedError(failure)
 
@@ -247,38 +216,42 @@ class Writer:
         receipts: list[Receipt] = []
         began = time.monotonic()
         leaving_since: float | None = None
-        while len(receipts) < job.world_size:
-            text = self._board.read(f"{job.key}/{len(receipts)}")
+        while len(receipts) < self._world_size:
+            text = self._read(_key(job, len(receipts)))
             if text is not None:
                 receipts.append(Receipt(*json.loads(text)))
                 continue
             self._check_peers(job)
-            if self._board.read(f"{_left_key(job.key)}/{len(receipts)}") is not None:
+            if self._read(_left_key(job.key.rpartition("-")[0], len(receipts))) is not None:
                 raise _PeerFailedError(f"rank {len(receipts)} has left before its part was written")
             now = time.monotonic()
             if leaving_since is None and (self._abandoned.is_set() or not threading.main_thread().is_alive()):
                 leaving_since = now
-            if now - began > job.timeout_s or (leaving_since is not None and now - leaving_since > _LAST_WAIT_S):
-                raise _PeerFailedError(f"rank {len(receipts)} had not written its part after {now - began:.1f} s")
+            if now - began > self._timeout_s or (leaving_since is not None and now - leaving_since > _LAST_WAIT_S):
+                raise CheckpointError(f"rank {len(receipts)} had not written its part after {now - began:.1f} s")
             time.sleep(_POLL_S)
         return receipts
 
 
-def _left_key(key: str) -> str:
-    return f"{key.rpartition('-')[0]}/left"
+def _key(job: Job, what: object) -> str:
+    return f"evenstep/checkpoint/{job.key}/{what}"
+
+
+def _left_key(run: str, rank: int) -> str:
+    return f"evenstep/checkpoint/{run}/left/{rank}"
 
 
 class _PeerFailedError(CheckpointError):
-    """Another rank failed, or didn't answer; it tells itself, if it can."""
+    """Another rank has failed: a secondary failure, not the root cause."""
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, without what a user can't use."""
+    """An exception as one line of a message."""
     if isinstance(error, CheckpointError):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
-def is_witness(error: BaseException) -> bool:
-    """Whether a save failed here only because it failed elsewhere."""
+def is_secondary(error: BaseException) -> bool:
+    """Whether a save failed here only because it failed on another rank."""
     return isinstance(error, _PeerFailedError)

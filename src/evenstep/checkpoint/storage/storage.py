@@ -1,4 +1,4 @@
-"""The seam between checkpoints and where they lie: a few methods, and the local directory.
+"""`Storage`: the methods by which checkpoints are stored, and a local directory that has them.
 
 A path has one or two parts: a folder, and a file in it. `evenstep.testing.storage.check_storage` has the cases that
 every implementation passes.
@@ -6,7 +6,7 @@ every implementation passes.
 [Note: what survives a power failure]
 
 A file is synced before `write` returns, a folder's list of names before the folder is renamed, and the list of folders
-after that. So when a rename is durable, everything inside the folder is, and before it nobody looks there.
+after that. So when a rename is durable, everything inside the folder is, and before it the folder is no checkpoint.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from evenstep.checkpoint.lock import take_lock
+from evenstep.checkpoint.storage.lease import take_lock
+from evenstep.compat.c_library import libc
 
 Fault = Callable[[str, str], None]
 
 _SEND_BYTES = 4 << 20
 _SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux has it, python hasn't
+_sync_file_range: Any = libc.function("sync_file_range")  # Linux has it, python hasn't
 if _sync_file_range is not None:
     _sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
@@ -43,20 +44,35 @@ class Reader(Protocol):
         """Fill `out` with the bytes from `offset` on; returns how many there were, fewer only at the file's end."""
 
 
+class Lock(Protocol):
+    """A lock that this process holds. It shows by itself that its holder lives."""
+
+    def confirm(self) -> None:
+        """Called before every change of what others see.
+
+        Raises:
+            LockedError: Another job has taken the lock: this one was taken for dead.
+            OSError: The storage can't be reached.
+        """
+
+    def release(self) -> None:
+        """End it, if this process still holds it. Twice is once."""
+
+
 class Storage(Protocol):
-    """Where the checkpoints of one run lie. All methods may be called from any thread.
+    """The files of one run's checkpoints. All methods may be called from any thread.
 
     Attributes:
-        where: What messages call it.
+        where: Its name in messages.
     """
 
     where: str
 
     def list(self, folder: str = "") -> list[str]:
-        """Names of the folders here, or of everything that lies in one of them; none if there is no such folder."""
+        """Names of the folders here, or of the entries of one; empty if there is no such folder."""
 
     def write(self, path: str, chunks: Iterable[bytes | memoryview]) -> None:
-        """Make a new file; durable when this returns. Makes its folder if need be.
+        """Write a new file, durable on return. Makes its folder if needed.
 
         Raises:
             OSError: It can't be written, or exists.
@@ -70,17 +86,21 @@ class Storage(Protocol):
         """
 
     def rename(self, folder: str, to: str) -> None:
-        """Give a folder another name, at once for everybody who looks; durable when this returns.
+        """Rename a folder atomically; durable on return.
 
         Raises:
             OSError: It isn't there, or the other name is taken.
         """
 
     def remove(self, folder: str) -> None:
-        """Remove a folder and what is in it; nothing if there is none."""
+        """Remove a folder and its files; does nothing if there is none."""
 
-    def lock(self, owner: Mapping[str, object]) -> Callable[[], None]:
-        """Keep other jobs from writing here, until what is returned is called or this process has ended.
+    def lock(self, owner: Mapping[str, object], *, wait_s: float = 0.0) -> Lock:
+        """Lock out other jobs until this process ends, or releases the lock.
+
+        Args:
+            owner: What others may want to know of this job; JSON types.
+            wait_s: How long it may take to find out whether another holder still lives.
 
         Raises:
             LockedError: Another job has it.
@@ -89,22 +109,24 @@ class Storage(Protocol):
 
 
 def _no_fault(operation: str, path: str) -> None:
-    """Called before whatever changes something on disk; tests put faults here."""
+    """Called before each effect on the disk; tests inject faults here."""
 
 
 class LocalDirectory:
-    """Checkpoints in a directory of a file system that all ranks share. Files have mode 0600, folders 0700.
+    """Checkpoints in a directory of a file system that all ranks share.
 
     Args:
         root: The directory; made when first written to.
+        private: Files have mode 0600, folders 0700. False: 0666 and 0777 without the bits of the process's umask.
         fault: Called with (operation, path) before each effect: "mkdir", "create", "write", "sync", "rename",
             "unlink", "rmdir", "lock". What it raises looks like a fault of the disk.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, fault: Fault = _no_fault) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, private: bool = True, fault: Fault = _no_fault) -> None:
         self.root = Path(root).absolute()
         self.where = os.fspath(root)
         self._fault = fault
+        self._file_mode, self._folder_mode = (0o600, 0o700) if private else (0o666, 0o777)
 
     def __repr__(self) -> str:
         return f"<LocalDirectory {self.where}>"
@@ -124,9 +146,10 @@ class LocalDirectory:
         if not target.parent.is_dir():
             self._fault("mkdir", path)
             self._make_root()
-            target.parent.mkdir(mode=0o700, exist_ok=True)
+            target.parent.mkdir(mode=self._folder_mode, exist_ok=True)
         self._fault("create", path)
-        descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(target, flags, self._file_mode)
         try:
             sent = done = 0
             for chunk in chunks:
@@ -188,18 +211,18 @@ class LocalDirectory:
         self._fault("rmdir", folder)
         path.rmdir()
 
-    def lock(self, owner: Mapping[str, object]) -> Callable[[], None]:
+    def lock(self, owner: Mapping[str, object], *, wait_s: float = 0.0) -> Lock:
         """See `Storage.lock`."""
         self._fault("lock", "lock.json")
         self._make_root()
-        return take_lock(self.root, owner)
+        return take_lock(self.root, owner, mode=self._file_mode, wait_s=wait_s)
 
     def _make_root(self) -> None:
         missing = [path for path in (self.root, *self.root.parents) if not path.is_dir()]
         for path in reversed(missing):
             if path.exists() and not path.is_dir():  # not made by another thread meanwhile
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-            path.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=self._folder_mode, exist_ok=True)
             _sync_directory(path.parent)
 
     def _path(self, path: str) -> Path:
@@ -229,7 +252,7 @@ class _OpenFile:
 
 
 def _begin_to_sync(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Have the disk work while checksums are made of what follows; `fsync` then finds little left. Only a hint."""
+    """Start to write pages to disk while the next checksums are computed. Only a hint."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, offset, num_bytes, _SYNC_FILE_RANGE_WRITE)
 

@@ -9,17 +9,17 @@ other threads go on, as replicas of a module do, they find their cores taken: a 
 
 from __future__ import annotations
 
-from evenstep import c_library
+from evenstep.compat.c_library import libc
 
 _SOFT = 1  # omp_pause_soft, of omp.h: what the program can see stays as it is
 
 
 def rest_team() -> None:
-    """Have the calling thread's OpenMP team let go of its cores; its next operation makes another one.
+    """Release the cores of the calling thread's OpenMP team; its next operation makes another one.
 
     Ends with the team's threads: a tenth of a millisecond, and twice that for the next operation. Does nothing where
     there is no team, or the runtime is older than OpenMP 5.
     """
-    pause = c_library.function("omp_pause_resource_all")
+    pause = libc.function("omp_pause_resource_all")
     if pause is not None:
         pause(_SOFT)

@@ -1,4 +1,4 @@
-"""Batches on the rank's device before they are asked for."""
+"""Prefetching batches to the rank's device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from evenstep.data.fetch import Loaded
-from evenstep.data.nested import move, pinned, used_on
+from evenstep.data.loading.fetch import Loaded
+from evenstep.data.loading.nested import move, pinned, used_on
 
 Tag = TypeVar("Tag")
 
@@ -16,16 +16,16 @@ Tag = TypeVar("Tag")
 def on_device(
     items: Iterator[tuple[Tag, Loaded]], device: torch.device, *, pin: bool, are_pinned: bool
 ) -> Iterator[tuple[Tag, Loaded]]:
-    """Move batches to `device`, on CUDA one ahead and on a stream of its own.
+    """Move batches to `device`; on CUDA one batch ahead, on a separate stream.
 
     While the user's kernels work on one batch, the next is loaded and copied; the user's stream waits for the copy, the
     host doesn't.
 
     Args:
-        items: Batches, with whatever goes with them.
-        device: Where they go.
-        pin: Copy out of pinned memory, which alone can be copied from without the host waiting.
-        are_pinned: They are in pinned memory already.
+        items: Batches, each with a tag.
+        device: Their destination.
+        pin: Copy from pinned memory: only from there the host needn't wait for the copy.
+        are_pinned: The batches are in pinned memory already.
     """
     if device.type != "cuda":
         for tag, loaded in items:
@@ -39,15 +39,15 @@ def on_device(
             moved = loaded._replace(batch=move(batch, device, non_blocking=pin))
             done = stream.record_event()
         if waiting is not None:
-            yield _handed_over(device, *waiting)
+            yield _after_copy(device, *waiting)
         waiting = (tag, moved, done)
     if waiting is not None:
-        yield _handed_over(device, *waiting)
+        yield _after_copy(device, *waiting)
 
 
-def _handed_over(device: torch.device, tag: Tag, loaded: Loaded, done: Any) -> tuple[Tag, Loaded]:
+def _after_copy(device: torch.device, tag: Tag, loaded: Loaded, done: Any) -> tuple[Tag, Loaded]:
     stream = torch.cuda.current_stream(device)
     stream.wait_event(done)
-    # The memory was taken on the copying stream: it must not be given away there while this one still reads it.
+    # Allocated on the copy stream: it must not be reused there while this stream still reads it.
     used_on(loaded.batch, stream)
     return tag, loaded

@@ -1,56 +1,69 @@
-"""Loading one batch: samples out of the data set, through `collate_fn`. Runs in the rank, or in its workers."""
+"""Loading one batch: samples of the data set, through `collate_fn`. Runs in the rank, or in its workers.
+
+[Note: small batches as bytes]
+
+torch's loader sends every tensor as a file of shared memory, whose descriptor travels over a socket of its own. That
+takes about a millisecond whatever the size; up to about 1 MiB copying through the pipe is faster.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import io
+import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset, _utils, default_collate, get_worker_info
+from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from evenstep import randomness
-from evenstep.data.nested import emptied
-from evenstep.data.packing import pack
-from evenstep.data.requests import Request
+from evenstep.compat.torch_data import without_worker_info
+from evenstep.data.loading.nested import emptied
+from evenstep.data.order.batch_plan import Request
 from evenstep.errors import DataError
+from evenstep.health import excepthook
 from evenstep.randomness import mix
 
 _SAMPLE_TAG = 0x73616D706C65  # "sample": other streams from the same seed stay unrelated
+MAX_BYTES = 524_288  # of all tensors of a batch that is sent as bytes
 _MAX_EXAMPLES = 1_000  # samples tried for one that can be loaded
 
 
 class Loaded(NamedTuple):
-    """A batch, and what was left out of it.
+    """A batch, and the reasons for missing samples.
 
     Attributes:
-        batch: What `collate_fn` made.
+        batch: Result of `collate_fn`.
         packed: The batch as `pack` made it in a worker; `batch` is None then.
-        skipped: Why each sample that is missing could not be loaded.
+        skipped: Why each missing sample could not be loaded.
         num_samples: Of the global batch; known here only for streams.
-        failure: The text of the `DataError` that a worker met; torch would bury it in tracebacks.
+        digests: Of the records of this batch's step, behind those of the steps before that other workers load; empty if
+            nothing is to be compared.
+        failure: A worker's `DataError`, which torch would bury in tracebacks.
     """
 
     batch: Any
     skipped: tuple[str, ...] = ()
     num_samples: int | None = None
-    failure: str | None = None
+    digests: tuple[int, ...] = ()
+    failure: DataError | None = None
     packed: bytes | None = None
 
 
 class Fetcher:
-    """Loads batches as they are requested.
+    """Loads the batch of a request.
 
     Args:
         dataset: Has `__getitem__`.
         collate_fn: Makes a batch of a list of samples; None: torch's.
         sample_seed: Key of the random streams in `__getitem__`; None: they are left alone.
         skip: Leave samples out whose loading raises `DataError`.
-        page: Where workers note what they are at, [2 * workers]: step and number of the sample in the share.
+        page: Memory in which workers note their place, [2 * workers]: step and number of the sample in the share.
         packs: Have workers send small batches as bytes.
     """
 
@@ -68,7 +81,7 @@ class Fetcher:
         self.collate = default_collate if collate_fn is None else collate_fn
         self.wants_tensors = gives_batches(dataset, self.collate)
         self._sample_seed = None if self.wants_tensors else sample_seed  # such a data set draws nothing
-        # Whether the page tells the sample, and not only the step.
+        # Whether workers note the sample, and not only the step.
         self.notes_samples = not self.wants_tensors and (
             sample_seed is not None or not hasattr(dataset, "__getitems__")
         )
@@ -89,7 +102,7 @@ class Fetcher:
                 self._is_small = loaded.packed is not None
                 return loaded
             except DataError as error:
-                return Loaded(None, failure=str(error))
+                return failed(error)
         if self._sample_seed is None:
             return self._load(request)
         with randomness.preserved():
@@ -114,7 +127,7 @@ class Fetcher:
     def _collated(self, loaded: list[Any]) -> Any:
         if self._is_small and self.collate is default_collate:
             # In a worker torch's function would make a file of shared memory for each tensor.
-            with as_if_alone():
+            with without_worker_info():
                 return self.collate(loaded)
         return self.collate(loaded)
 
@@ -126,22 +139,26 @@ class Fetcher:
             except DataError:
                 if not self.skips:
                     raise
-        elif not self.skips and self._sample_seed is None and get_worker_info() is None:
-            return [dataset[sample] for sample in samples]
         loaded: list[Any] = []
         note = self._noter()
-        for number, sample in enumerate(samples):
-            note(number)
-            try:
-                loaded.append(self._sample(sample, request.epoch))
-            except DataError as error:
-                if not self.skips:
-                    raise
-                skipped.append(f"sample {sample}: {error}")
-            except Exception as error:
-                if hasattr(error, "add_note"):  # python 3.11
-                    error.add_note(f"while evenstep loaded sample {sample}, epoch {request.epoch}, step {request.step}")
-                raise
+        sample = None
+        try:
+            if not self.skips and self._sample_seed is None and get_worker_info() is None:
+                for sample in samples:
+                    loaded.append(dataset[sample])
+                return loaded
+            for number, sample in enumerate(samples):
+                note(number)
+                try:
+                    loaded.append(self._sample(sample, request.epoch))
+                except DataError as error:
+                    if not self.skips:
+                        raise
+                    skipped.append(f"sample {sample}: {error}")
+        except Exception as error:
+            if not isinstance(error, DataError) and hasattr(error, "add_note"):  # python 3.11
+                error.add_note(f"while evenstep loaded sample {sample}, epoch {request.epoch}, step {request.step}")
+            raise
         return loaded
 
     def _sample(self, sample: int, epoch: int) -> Any:
@@ -175,25 +192,23 @@ class Fetcher:
         )
 
 
-@contextlib.contextmanager
-def as_if_alone() -> Iterator[Any]:
-    """Let nobody know that this is a worker; yields what `get_worker_info` would say."""
-    worker = get_worker_info()
-    _utils.worker._worker_info = None
-    try:
-        yield worker
-    finally:
-        _utils.worker._worker_info = worker
+def failed(error: DataError) -> Loaded:
+    """In place of a batch that a worker can't load: the error, without what doesn't travel between processes."""
+    sent = DataError(str(error))
+    where = excepthook.traceback_in_users_code(error.__cause__)
+    if where and hasattr(sent, "add_note"):  # python 3.11
+        sent.add_note(where)
+    return Loaded(None, failure=sent)
 
 
 def packed(loaded: Loaded) -> Loaded:
-    """The same with a small batch as bytes."""
+    """The same with a small batch as bytes: see [Note: small batches as bytes]."""
     data = pack(loaded.batch)
     return loaded if data is None else loaded._replace(batch=None, packed=data)
 
 
 def seed_streams(key: int) -> None:
-    """Seed what `__getitem__` may draw from: python's `random`, torch's CPU stream, numpy if it is there."""
+    """Seed the streams of `__getitem__`: python's `random`, torch's CPU stream, numpy if it is imported."""
     random.seed(key)
     torch.default_generator.manual_seed(key >> 1)
     numpy = sys.modules.get("numpy")
@@ -202,7 +217,7 @@ def seed_streams(key: int) -> None:
 
 
 def gives_batches(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
-    """Whether whole batches can be had at once, equal to what `collate` makes of the samples."""
+    """Whether the data set gives whole batches, equal to those that `collate` makes of samples."""
     if collate is not default_collate:
         return False
     if type(dataset) is TensorDataset:
@@ -215,3 +230,45 @@ def batch_of(dataset: Any, samples: Tensor) -> Any:
     if type(dataset) is TensorDataset:
         return [tensor.index_select(0, samples) for tensor in dataset.tensors]
     return dataset.batch_of(samples)
+
+
+class _UnsuitableError(Exception):
+    pass
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles plain tensors as their bytes, as long as they are few."""
+
+    num_bytes = 0
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        self.num_bytes += value.nbytes if value.layout is torch.strided else MAX_BYTES + 1
+        is_plain = type(value) is Tensor and value.device.type == "cpu" and not value.requires_grad
+        if not is_plain or value.is_quantized or self.num_bytes > MAX_BYTES:
+            raise _UnsuitableError
+        whole = value.resolve_conj().resolve_neg().contiguous()
+        data = ctypes.string_at(whole.data_ptr(), whole.nbytes) if whole.nbytes else b""
+        return _rebuild, (data, value.dtype, tuple(value.shape))
+
+
+def _rebuild(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def pack(batch: Any) -> bytes | None:
+    """The batch as bytes; None if its tensors are large, or no plain ones on the CPU."""
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(batch)
+    except _UnsuitableError:
+        return None
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """The batch that `pack` was given."""
+    return pickle.loads(data)

@@ -1,4 +1,4 @@
-"""Batches as users nest them: moving their tensors, and cutting them to length 0.
+"""Batches as pytrees: moving their tensors, and cutting them to length 0.
 
 A batch is a tensor, or a list, tuple, named tuple, mapping or dataclass of batches, or anything else (which is
 passed through). What has a `to` method of its own (`PackedSequence`, the batches of other libraries) moves itself.
@@ -6,9 +6,7 @@ passed through). What has a `to` method of its own (`PackedSequence`, the batche
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from numbers import Number
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import UsageError
+from evenstep.pytrees import children_of
 
 
 def move(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
@@ -24,7 +23,7 @@ def move(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
         return batch.to(device, non_blocking=non_blocking)
     if hasattr(batch, "to") and not isinstance(batch, type):
         return batch.to(device)
-    parts = _take_apart(batch)
+    parts = children_of(batch)
     if parts is None:
         return batch
     children, rebuild = parts
@@ -37,7 +36,7 @@ def pinned(batch: Any) -> Any:
         return batch.pin_memory() if batch.device.type == "cpu" else batch
     if hasattr(batch, "pin_memory"):
         return batch.pin_memory()
-    parts = _take_apart(batch)
+    parts = children_of(batch)
     if parts is None:
         return batch
     children, rebuild = parts
@@ -45,12 +44,12 @@ def pinned(batch: Any) -> Any:
 
 
 def used_on(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that `stream` reads the batch's CUDA tensors."""
+    """Record for the allocator that `stream` reads the batch's CUDA tensors."""
     if isinstance(batch, Tensor):
         if batch.device.type == "cuda":
             batch.record_stream(stream)
         return
-    parts = _take_apart(batch)
+    parts = children_of(batch)
     if parts is not None:
         for child in parts[0]:
             used_on(child, stream)
@@ -87,7 +86,7 @@ def emptied(one: Any, two: Any, path: str = "the batch") -> Any:
         return type(one)()
     # What moves itself may depend on more than its entries (`PackedSequence`); mappings don't (a tokenizer's batch).
     is_whole = hasattr(one, "to") and not isinstance(one, Mapping)
-    parts, others = (None, None) if is_whole else (_take_apart(one), _take_apart(two))
+    parts, others = (None, None) if is_whole else (children_of(one), children_of(two))
     if parts is not None and others is not None:
         children, rebuild = parts
         if len(children) != len(others[0]):
@@ -121,32 +120,3 @@ def _cut(one: Any, two: Any) -> Any:
     if len(one.shape) == 0 and bool(one != two):
         return one * 0
     return one
-
-
-def _take_apart(batch: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The entries of a nest, and how to make a nest of the same kind from others; None for what is no nest."""
-    if isinstance(batch, Mapping):
-        return list(batch.values()), lambda entries: _with_items(batch, zip(batch, entries, strict=True))
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return list(batch), lambda entries: type(batch)(*entries)
-    if isinstance(batch, list | tuple):
-        return list(batch), lambda entries: type(batch)(entries)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        names = [field.name for field in dataclasses.fields(batch)]
-        return [getattr(batch, name) for name in names], lambda entries: _with_fields(batch, names, entries)
-    return None
-
-
-def _with_items(batch: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    # A copy keeps what else a mapping carries: the factory of a defaultdict, the encodings of a tokenizer's batch.
-    made = copy.copy(batch)
-    for key, value in list(items):
-        made[key] = value
-    return made
-
-
-def _with_fields(batch: Any, names: list[str], values: list[Any]) -> Any:
-    made = copy.copy(batch)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(made, name, value)  # frozen dataclasses too
-    return made

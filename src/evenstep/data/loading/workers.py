@@ -1,29 +1,27 @@
-"""Worker processes: torch's own, started for a `Fetcher`, and what is said when one of them dies."""
+"""Worker processes of torch's loader that run a `Fetcher`, and messages on the death of one."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import multiprocessing
-import os
 import signal
-import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import get_worker_info
 
-from evenstep.data.fetch import Loaded
-from evenstep.data.packing import unpack
+from evenstep.compat.torch_data import replace_worker_watch, shut_down_workers, worker_processes
+from evenstep.control_groups import count_cpus
+from evenstep.data.loading.fetch import Loaded, unpack
 from evenstep.errors import ConfigurationError, DataError
 from evenstep.world import World
 
 _LOOK_S = 0.5  # how often the processes of overdue workers are looked at
 _MOST_WORKERS = 8  # with "auto"
-_MANY_WORKERS = 4096  # more were never meant, and the memory for what they note would stop the machine
+_MANY_WORKERS = 4096  # more is a mistake, and the memory for their notes would stop the machine
 
 
 def suitable_workers(*, num_cores: int, local_world_size: int, device_type: str) -> int:
@@ -42,11 +40,11 @@ def choose_workers(given: Any, world: World) -> int:
     """`num_workers` as a number.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: It is no such number.
     """
     if given == "auto":
         return suitable_workers(
-            num_cores=len(os.sched_getaffinity(0)),
+            num_cores=count_cpus(),
             local_world_size=world.local_world_size,
             device_type=world.device.type,
         )
@@ -57,7 +55,7 @@ def choose_workers(given: Any, world: World) -> int:
 
 
 def new_page(num_workers: int) -> Any:
-    """Where workers note what they are at; readable when they are dead. None without workers."""
+    """Shared memory in which workers note their place, readable after their death; None without workers."""
     return RawArray("q", 2 * num_workers) if num_workers > 0 else None
 
 
@@ -65,13 +63,13 @@ def starts_slowly(context: Any) -> bool:
     """Whether a worker starts as a new interpreter (seconds), and isn't forked (milliseconds)."""
     if context is None:
         return multiprocessing.get_start_method() != "fork"
-    ask = getattr(context, "get_start_method", None)  # torch says what it is where it is no context
-    method = ask() if callable(ask) else context
+    get_start_method = getattr(context, "get_start_method", None)  # torch refuses what is no context
+    method = get_start_method() if callable(get_start_method) else context
     return bool(method != "fork")
 
 
 class _Requests:
-    """The sampler that torch's loader gets: the requests of the iteration that begins next."""
+    """The sampler of torch's loader: yields the requests of the next iteration."""
 
     def __init__(self) -> None:
         self.coming: Iterator[Any] = iter(())
@@ -89,25 +87,28 @@ def torch_loader(
     persistent_workers: bool | None,
     **arguments: Any,
 ) -> TorchDataLoader[Any]:
-    """torch's loader, which hands requests to workers and their batches back, in order.
+    """torch's loader, which sends requests to workers and returns their batches in order.
 
     Raises:
-        TypeError, ValueError: As torch's, for arguments that it refuses.
+        ConfigurationError: With torch's text, for arguments that it refuses.
     """
     if persistent_workers is None:
         # Forking a worker costs milliseconds, importing torch in a new one seconds.
         persistent_workers = num_workers > 0 and starts_slowly(multiprocessing_context)
-    return TorchDataLoader(
-        fetcher,
-        batch_size=None,
-        sampler=_Requests(),
-        collate_fn=_as_it_is,
-        num_workers=num_workers,
-        worker_init_fn=_WorkerInit(fetcher, worker_init_fn),
-        multiprocessing_context=multiprocessing_context,
-        persistent_workers=persistent_workers,
-        **arguments,
-    )
+    try:
+        return TorchDataLoader(
+            fetcher,
+            batch_size=None,
+            sampler=_Requests(),
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            worker_init_fn=_WorkerInit(fetcher, worker_init_fn),
+            multiprocessing_context=multiprocessing_context,
+            persistent_workers=persistent_workers,
+            **arguments,
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigurationError(str(error)) from None
 
 
 def _as_it_is(loaded: Any) -> Any:
@@ -115,7 +116,7 @@ def _as_it_is(loaded: Any) -> Any:
 
 
 class _WorkerInit:
-    """Shows the user's data set to whoever asks `get_worker_info`, and calls the user's function."""
+    """Puts the user's data set into `get_worker_info`, and calls the user's `worker_init_fn`."""
 
     def __init__(self, fetcher: Any, users: Callable[[int], None] | None) -> None:
         self._fetcher, self._users = fetcher, users
@@ -134,32 +135,32 @@ class _WorkerInit:
 def working(
     batches: TorchDataLoader[Any], requests: Iterator[Any], doing: Callable[[int, int], str]
 ) -> Iterator[Iterator[Loaded]]:
-    """The batches of one iteration; workers that aren't to stay end with the block.
+    """The batches of one iteration; workers that don't persist end with the block.
 
     Args:
         batches: Made by `torch_loader`.
-        requests: What is to be loaded.
-        doing: Says what a worker was at, from what it noted (step, number of the sample in the share).
+        requests: Of the iteration.
+        doing: Describes a worker's place from its notes (step, number of the sample in the share).
 
     Raises:
-        DataError: From the iterator: a worker died, or took longer than `timeout`, or met one itself.
+        DataError: From the iterator: a worker died, took longer than `timeout`, or raised one itself.
     """
     sampler: Any = batches.sampler
     sampler.coming = requests
     with _no_collection():
         iterator = iter(batches)
     try:
-        _watch(iterator)
+        replace_worker_watch(iterator, _LOOK_S)
         yield _named(iterator, batches, doing)
     finally:
-        if not batches.persistent_workers and hasattr(iterator, "_shutdown_workers"):
+        if not batches.persistent_workers:
             # Now, and not when the garbage collector finds time: a loop left by `break` leaves no process.
-            iterator._shutdown_workers()
+            shut_down_workers(iterator)
 
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """While workers are forked, so that none of them collects what it has from its parent: `_WorkerInit` sees to it.
+    """Disable garbage collection while workers are forked; `_WorkerInit` enables it in them after a freeze.
 
     Garbage of the parent may be a process group, whose end waits for threads that a forked child doesn't have.
     """
@@ -172,24 +173,6 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _watch(iterator: Any) -> None:
-    """Notice a dead worker here and soon.
-
-    torch's signal handler would raise wherever the main thread happens to be, which may be the user's forward pass,
-    without a word on the sample; and its own look at overdue workers comes every 5 s only.
-    """
-    if getattr(iterator, "_worker_pids_set", False):
-        torch._C._remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
-        itself = weakref.ref(iterator)
-
-        def try_get_data(timeout: float = _LOOK_S) -> Any:
-            living: Any = itself()
-            return type(living)._try_get_data(living, timeout)
-
-        iterator._try_get_data = try_get_data
-
-
 def _named(iterator: Iterator[Any], batches: TorchDataLoader[Any], doing: Callable[[int, int], str]) -> Iterator[Any]:
     while True:
         try:
@@ -197,34 +180,34 @@ def _named(iterator: Iterator[Any], batches: TorchDataLoader[Any], doing: Callab
         except StopIteration:
             return
         except RuntimeError as error:
-            processes = list(getattr(iterator, "_workers", ()))
-            if "exited unexpectedly" in str(error):
+            processes = worker_processes(iterator)
+            if str(error).startswith("DataLoader worker (pid"):  # torch's text, and not that of a worker's exception
                 raise DataError(_obituary(processes, batches.dataset, doing)) from None
-            if "timed out after" in str(error):
+            if str(error).startswith("DataLoader timed out after"):
                 raise DataError(_overdue(processes, batches.dataset, doing, batches.timeout)) from None
             raise
         if loaded.failure is not None:
-            raise DataError(loaded.failure)
+            raise loaded.failure
         yield loaded if loaded.packed is None else loaded._replace(batch=unpack(loaded.packed), packed=None)
 
 
 def _obituary(processes: list[Any], fetcher: Any, doing: Callable[[int, int], str]) -> str:
-    told = []
+    ends = []
     for number, process in enumerate(processes):
         if process.is_alive() or process.exitcode in (None, 0):
             continue
         code = process.exitcode
         end = f"exited with status {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-        told.append(f"worker {number} (pid {process.pid}) {end} while loading {_noted(fetcher, number, doing)}")
+        ends.append(f"worker {number} (pid {process.pid}) {end} while loading {_noted(fetcher, number, doing)}")
     advice = ""
     if any(process.exitcode == -signal.SIGKILL for process in processes):
         advice = " SIGKILL is often the system's answer to too little memory: use fewer workers, or prefetch less."
-    return f"{'; '.join(told) or 'a worker ended'}.{advice}"
+    return f"{'; '.join(ends) or 'a worker ended'}.{advice}"
 
 
 def _overdue(processes: list[Any], fetcher: Any, doing: Callable[[int, int], str], timeout: float) -> str:
-    told = [f"worker {n} (pid {p.pid}) is at {_noted(fetcher, n, doing)}" for n, p in enumerate(processes)]
-    return f"no batch came within timeout={timeout:g} s: {'; '.join(told)}."
+    places = [f"worker {n} (pid {p.pid}) is at {_noted(fetcher, n, doing)}" for n, p in enumerate(processes)]
+    return f"no batch came within timeout={timeout:g} s: {'; '.join(places)}."
 
 
 def _noted(fetcher: Any, worker: int, doing: Callable[[int, int], str]) -> str:

@@ -1,4 +1,4 @@
-"""Other orders of an epoch than a plain permutation: near neighbours together, and draws by weight.
+"""`LocalOrder`: an epoch shuffled so that neighbours on disk are read together.
 
 [Note: locality]
 A disk, and a page cache smaller than the file, read neighbours much faster than strangers. With `locality=(b, w)` the
@@ -9,20 +9,20 @@ blocks are shuffled among themselves:
     blocks    3, 0 | 1, 2 | the short one last                                 w = 2
     order     2 13  0 12  3 14 15  1 | 5  9 ...
 
-At any time at most w blocks are being read, each of them to its end. The short block always comes last; so that this
-favours no sample, everything is first turned by a number that depends on seed and epoch: sample s takes the place of
-sample s + turn. Every sample is then at every position equally often.
+At any time at most w blocks are being read, each of them to its end. The short block always comes last. To favour no
+sample, samples are first rotated by a number that depends on seed and epoch: sample s takes the place of sample
+s + turn. Every sample is then at every position equally often.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from evenstep.data.order import EpochOrder, scramble, sorted_by_key
+from evenstep.data.order.permutation import EpochOrder, sorted_by_key, validate_positions
 from evenstep.errors import ConfigurationError
 from evenstep.randomness import mix
 
@@ -31,10 +31,9 @@ ORDER_VERSION = 2  # another order for the same seed is another number: a state 
 _TURN_TAG = 0x7475726E  # "turn"
 _BLOCKS_TAG = 0x626C6F636B73  # "blocks"
 _WINDOW_TAG = 0x77696E646F77  # "window"
-_DRAW_TAG = 0x64726177  # "draw"
 _MASK_32 = 0xFFFF_FFFF
 _LARGEST_HELD = 1 << 18  # samples of a window whose order is computed at once and remembered: 2 MiB
-_NUM_HELD = 2  # such windows: positions that are asked for together may begin in one and end in the next
+_NUM_HELD = 2  # such windows: positions of one request may begin in one and end in the next
 _NUM_BLOCKS = 1024  # blocks whose order is computed at a time
 
 
@@ -68,9 +67,7 @@ class LocalOrder:
         """
         if positions.numel() == 0:
             return positions.clone()
-        low, high = (int(end) for end in positions.aminmax())
-        if low < 0 or high >= self.num_samples:
-            raise IndexError(f"positions {low} to {high} asked of an epoch of {self.num_samples} samples")
+        low, high = validate_positions(positions, self.num_samples)
         span = self.span
         flat = positions.reshape(-1)
         first, last = low // span, high // span
@@ -78,7 +75,7 @@ class LocalOrder:
             return self._samples(first, flat - first * span).reshape(positions.shape)
         samples = torch.empty_like(flat)
         numbers, places = torch.div(flat, span, rounding_mode="floor").sort()
-        # Only the windows that are asked for, each with its own positions: there may be any number of others between.
+        # Only the windows of these positions: there may be any number of others between.
         windows, sizes = torch.unique_consecutive(numbers, return_counts=True)
         for number, inside in zip(windows.tolist(), torch.split(places, sizes.tolist()), strict=True):
             samples[inside] = self._samples(number, flat[inside] - number * span)
@@ -172,63 +169,3 @@ class LocalOrder:
     @cached_property
     def _blocks(self) -> EpochOrder:
         return EpochOrder(self.num_samples // self.block, self.seed, mix(_BLOCKS_TAG, self.epoch))
-
-
-class Weights:
-    """What each sample is drawn by. Holds 8 bytes per sample.
-
-    Args:
-        weights: [num_samples], at least 0 and finite, not all of them 0.
-
-    Raises:
-        ConfigurationError: They are not; the message names the first.
-    """
-
-    def __init__(self, weights: Tensor) -> None:
-        if weights.dim() != 1 or weights.numel() == 0 or weights.is_complex():
-            raise ConfigurationError(f"weights of shape {list(weights.shape)}; one number for each sample.")
-        weights = weights.detach().to("cpu", torch.float64)
-        wrong = torch.nonzero(~(weights.isfinite() & (weights >= 0)))
-        if wrong.numel():
-            first = int(wrong[0])
-            raise ConfigurationError(f"weights[{first}] is {float(weights[first])}; weights are finite and at least 0.")
-        self.cumulative = weights.cumsum(0)  # [num_samples], float64
-        self.total = float(self.cumulative[-1])
-        if not 0 < self.total < float("inf"):
-            raise ConfigurationError(f"the weights add up to {self.total}; there is nothing to draw by.")
-        self.last = int(torch.nonzero(weights)[-1])
-
-    def __len__(self) -> int:
-        return len(self.cumulative)
-
-
-@dataclass(frozen=True)
-class WeightedOrder:
-    """Draws with replacement: each position is drawn by itself, so any of them can be had without the others.
-
-    Attributes:
-        weights: What each sample is drawn by.
-        num_samples: Draws of one epoch.
-        seed: Together with `epoch` it decides the draws.
-        epoch: Together with `seed` it decides the draws.
-    """
-
-    weights: Weights
-    num_samples: int
-    seed: int = 0
-    epoch: int = 0
-
-    def at(self, positions: Tensor) -> Tensor:
-        """Sample indices drawn at `positions`, any shape, int64."""
-        keys = _draw_keys(self.seed, self.epoch)
-        low, high = positions & _MASK_32, positions >> 32
-        words = [scramble(scramble(low ^ keys[i]) ^ high ^ keys[i + 1]) for i in (0, 2)]
-        uniform = ((words[0] << 21) | (words[1] >> 11)).double() * 2.0**-53
-        drawn = torch.searchsorted(self.weights.cumulative, uniform * self.weights.total, right=True)
-        # The product may round up to the total, which lies behind every sample.
-        return drawn.clamp_(max=self.weights.last)
-
-
-@lru_cache(maxsize=16)
-def _draw_keys(seed: int, epoch: int) -> list[int]:
-    return [mix(_DRAW_TAG, seed, epoch, number) & _MASK_32 for number in range(4)]

@@ -1,9 +1,9 @@
-"""Global batches by tokens instead of samples. Pure.
+"""`TokenBatches`: global batches limited by tokens instead of samples (`max_tokens`). Pure.
 
 A batch that is padded costs the number of its samples times its longest one. `max_tokens` bounds that product for the
 *global* batch; shares hold equally many samples, of similar lengths, so each rank has about its part of it.
 
-Samples of similar length have to meet for that, so each window of the epoch's order (a hundred batches or so) is
+That needs samples of similar length in one batch, so each window of the epoch's order (a hundred batches or so) is
 sorted by length, cut greedily, and the batches of the window shuffled:
 
     order      7  2  9  4  1  8  3  6        one window, with lengths  50 12 48 13 49 12 51 14
@@ -12,7 +12,7 @@ sorted by length, cut greedily, and the batches of the window shuffled:
     shuffled   7  3 | 2  8  4  6 | 9  1
 
 The cuts depend on seed and epoch and not on the number of ranks, and every rank knows all of them: the number of steps
-is the same everywhere. What is remembered is the lengths (given), and where each batch of the epoch begins.
+is the same everywhere. In memory are the lengths (given) and the position at which each batch of the epoch begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from evenstep.data.order import EpochOrder, Order
+from evenstep.data.order.permutation import EpochOrder, Order
 from evenstep.errors import ConfigurationError
 from evenstep.randomness import mix
 
@@ -33,7 +33,7 @@ _SMALLEST_WINDOW, _LARGEST_WINDOW = 1_000, 262_144
 
 
 class TokenBatches:
-    """An epoch's order and its global batches, both: `at` and `global_batch` speak of the same positions.
+    """An epoch's order and global batches in one; both use the same positions.
 
     Args:
         order: The epoch's samples before they are sorted.

@@ -1,13 +1,13 @@
 """The order of an epoch, as a pure function of (seed, epoch, position).
 
-Nothing here is remembered and nothing grows with the data set: the sample at a position is computed when asked for,
-from a permutation keyed by seed and epoch. So any number of ranks can take any slices of the epoch, and a run can be
-resumed at any position, without anybody holding a list.
+Nothing is stored and nothing grows with the data set: the sample at a position is computed on demand, from a
+permutation keyed by seed and epoch. So any number of ranks can take any slices of the epoch, and a run can resume at
+any position, without a list.
 
 [Note: the permutation]
 Positions are written as pairs (left, right) of a grid of a * b cells, a and b close to the square root. A Feistel
 network with addition modulo a and modulo b (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002) permutes
-the cells; whoever lands on a cell that is no sample walks on until it reaches one ("cycle walking"), which permutes
+the cells; a walk that ends on a cell that is no sample goes on until it reaches one ("cycle walking"), which permutes
 the samples. The grid is always larger than the data set: rounds on an odd by odd grid are even permutations, so half
 of all orders could never occur if no walk broke that.
 
@@ -49,7 +49,7 @@ _SHUFFLE_TAG = 0x6F72646572  # "order": keys of other streams from the same seed
 
 
 class Order(Protocol):
-    """Which sample is at which position of an epoch. Local, and the same on every rank."""
+    """The sample at each position of an epoch. Local, and the same on every rank."""
 
     @property
     def num_samples(self) -> int:
@@ -97,9 +97,7 @@ class EpochOrder:
         """
         if positions.numel() == 0:
             return positions.clone()
-        low, high = (int(end) for end in positions.aminmax())
-        if low < 0 or high >= self.num_samples:
-            raise IndexError(f"positions {low} to {high} asked of an epoch of {self.num_samples} samples")
+        validate_positions(positions, self.num_samples)
         if not self.shuffle:
             return positions.clone()
         if self.num_samples <= _LARGEST_SORTED:
@@ -167,6 +165,18 @@ class EpochOrder:
         return left
 
 
+def validate_positions(positions: Tensor, num_samples: int) -> tuple[int, int]:
+    """The lowest and the highest of some positions, at least one.
+
+    Raises:
+        IndexError: A position outside of the epoch.
+    """
+    low, high = (int(end) for end in positions.aminmax())
+    if low < 0 or high >= num_samples:
+        raise IndexError(f"positions {low} to {high} of an epoch of {num_samples} samples")
+    return low, high
+
+
 def scramble(words: Any) -> Any:
     """Hash 32-bit words, held in int64, into 32-bit words; in place.
 
@@ -186,9 +196,9 @@ def scramble(words: Any) -> Any:
 def sorted_by_key(size: int, first_key: int, second_key: int) -> Tensor:
     """The numbers below `size`, shuffled by two keys of 32 bits: [size], int64; size below 2**31. Pure.
 
-    For whoever wants all of them, a tenth of the network's work. Each number is hashed into a word of its own (the hash
-    is a bijection of 32-bit words), and they are sorted by these: no two are equal, so the order is the same wherever
-    and however it is sorted.
+    To compute all of them at once takes a tenth of the network's work. Each number is hashed into its own word (the
+    hash is a bijection of 32-bit words), and the numbers are sorted by these words: no two are equal, so the order is
+    the same wherever and however it is sorted.
     """
     if numpy is None:
         words = torch.arange(size, device="cpu")

@@ -1,4 +1,4 @@
-"""One file of records, mapped into memory: where a record begins and ends, and whether the file has changed."""
+"""A file of records, mapped into memory: the bounds of each record, and a check for changes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ _MAX_PAGES = 2_048  # pages of which the line breaks are remembered: more than a
 
 
 class MappedFile:
-    """A file that is read where it lies. Mapped when first read, in every process by itself.
+    """A file that is mapped into memory on its first read, in every process separately.
 
     Attributes:
-        path: Where it is.
+        path: Of the file.
         size: Bytes, when it was opened.
         is_writable: Whether this process may write to it.
-        rest: Bytes of an incomplete record at its end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +33,6 @@ class MappedFile:
         state = os.stat(path)
         self.size = state.st_size
         self.is_writable = os.access(path, os.W_OK)
-        self.rest = 0
         self._modified_ns = state.st_mtime_ns
         self._content: Tensor | None = None
 
@@ -50,7 +48,7 @@ class MappedFile:
 
     @property
     def content(self) -> Tensor:
-        """The file, uint8 [size]; nothing of it is read before it is looked at."""
+        """The file, uint8 [size]; pages are read on access."""
         if self._content is None:
             # Private and without a descriptor that stays open, unlike python's mmap: thousands of shards are usual.
             self._content = (
@@ -65,7 +63,7 @@ class MappedFile:
         return ctypes.string_at(self.content.data_ptr() + start, stop - start)
 
     def validate_unchanged(self) -> None:
-        """Raise if the file has become another: reading behind its end would kill the process (SIGBUS).
+        """Raise if the file has changed: a read behind its end would kill the process (SIGBUS).
 
         Raises:
             DataError: It has.
@@ -89,7 +87,7 @@ class MappedFile:
         raise NotImplementedError
 
     def read(self, record: int) -> Any:
-        """A record as it lies in the file."""
+        """A record as stored."""
         raise NotImplementedError
 
     def start_of(self, record: int) -> int:
@@ -101,16 +99,16 @@ class MappedFile:
         raise NotImplementedError
 
     def bytes_around(self, first: int, last: int) -> tuple[int, int]:
-        """Bytes among which the records from `first` to `last` (excluded) are, without a look into the file."""
-        raise NotImplementedError
-
-    def end_of_incomplete(self) -> str:
-        """What is said of a file that ends inside of a record."""
+        """A span of bytes that holds the records from `first` to `last` (excluded), without a read of the file."""
         raise NotImplementedError
 
 
 class FixedFile(MappedFile):
-    """Records of one size."""
+    """Records of one size.
+
+    Attributes:
+        rest: Bytes of an incomplete record at its end.
+    """
 
     def __init__(self, path: Path, record_bytes: int, header_bytes: int) -> None:
         super().__init__(path)
@@ -144,7 +142,7 @@ class FixedFile(MappedFile):
         return self.start_of(first), self.start_of(last)
 
     def end_of_incomplete(self) -> str:
-        """What is said of a file that ends inside of a record."""
+        """The message for a file that ends inside of a record."""
         return (
             f"{self.path}, record {self._num_records}, byte {self.start_of(self._num_records)}: the file ends after "
             f"{self.rest} of the record's {self.record_bytes} bytes. It was cut off, or record_bytes is wrong; "

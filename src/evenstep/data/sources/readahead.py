@@ -1,8 +1,8 @@
-"""Asking the system for the next part of files before it is read: it fetches while the present part is worked on.
+"""Read-ahead: the system fetches the next part of files while the present part is in use.
 
-The system reads ahead where it sees a file read in order. Where records are shuffled with `locality` it can't see what
-comes next, but the order says: the blocks of the next window, in long runs. Nothing is copied, nothing of it counts as
-this process's memory, and what is asked for by one process is there for all of the host.
+The system reads ahead where it sees a file read in order. With `locality` records are shuffled, and it can't
+see what comes next; but the order knows: the blocks of the next window, in long runs. Nothing is copied or counted as
+this process's memory, and all processes of the node profit.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 
 from torch import Tensor
 
-from evenstep.data.locality import LocalOrder
-from evenstep.data.plan import Epoch
-from evenstep.data.requests import Request
+from evenstep.compat.c_library.libc import c_library
+from evenstep.data.order.batch_plan import Epoch, Request
+from evenstep.data.order.locality import LocalOrder
 
 _LARGEST_BYTES = 256 << 20  # a window larger than this might push the present one out of memory
-_PIECE_BYTES = 256 << 10  # the system cuts a wish short at what it would read ahead by itself
+_PIECE_BYTES = 256 << 10  # the system truncates a request to its own read-ahead size
 _WILL_NEED = 3  # MADV_WILLNEED
 
-_system = ctypes.CDLL(None)
+_system = c_library()
 _system.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _system.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
 def will_need(content: Tensor, start: int, stop: int, *, may_look: bool = True) -> bool:
-    """Ask for bytes of a mapped file; returns at once, and is only a wish.
+    """Advise the system to read bytes of a mapped file; returns at once.
 
-    Nothing is asked if the first page is in the page cache: of a file that is there the system would look at every
-    page, which costs a tenth of reading it.
+    Does nothing if the first page is in the page cache: for a cached file the system would check every page, which
+    costs a tenth of reading it.
 
     Args:
         content: The mapped file, uint8 [size].
         start: First byte.
         stop: The one after the last.
-        may_look: The file is this user's to write. Of others' files the kernel doesn't tell what is in the page cache.
+        may_look: This user may write the file. For other files the kernel hides which pages are cached.
 
     Returns:
-        Whether the bytes were asked for.
+        Whether the bytes were requested.
     """
     first = content.data_ptr() + start
     first -= first % mmap.PAGESIZE
@@ -57,7 +57,7 @@ def will_need(content: Tensor, start: int, stop: int, *, may_look: bool = True) 
 
 
 def reading_ahead(dataset: Any, epoch: Epoch, requests: Iterator[Request]) -> Iterator[Request]:
-    """The same requests; before those of a window are given, the files of the next one are asked for.
+    """Yield the same requests, and read ahead the files of a window one window early.
 
     Args:
         dataset: Has `will_need(first, last)`, for neighbouring samples, and `bytes_of_sample`, or is left alone.
@@ -74,16 +74,16 @@ def reading_ahead(dataset: Any, epoch: Epoch, requests: Iterator[Request]) -> It
         yield from requests
         return
     span = order.span
-    num_asked: int | None = None  # windows, from the beginning of the epoch
+    num_requested: int | None = None  # windows, from the beginning of the epoch
     begins_at = 0  # the next window that hasn't been entered
     for request in requests:
-        start, stop = epoch.plan.global_batch(request.step)
-        if num_asked is None:
-            num_asked = start // span
+        start, stop = epoch.batches.global_batch(request.step)
+        if num_requested is None:
+            num_requested = start // span
         if stop > begins_at:
             last = (stop - 1) // span
-            for number in range(num_asked, last + 2):
+            for number in range(num_requested, last + 2):
                 for run in order.runs(number):
                     dataset.will_need(*run)
-            num_asked, begins_at = last + 2, (last + 1) * span
+            num_requested, begins_at = last + 2, (last + 1) * span
         yield request

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evenstep import checks
-from evenstep.data.files import FixedFile, LineFile, MappedFile
-from evenstep.data.readahead import will_need
+from evenstep.data.sources.files import FixedFile, LineFile, MappedFile
+from evenstep.data.sources.readahead import will_need
 from evenstep.errors import ConfigurationError, DataError
 
 _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "lines", ".csv": "lines", ".tsv": "lines"}
@@ -26,21 +26,21 @@ _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "lines", ".csv": "lin
 class Records(Dataset[Any]):
     """The records of some files, numbered through: a data set like any other, for any loader.
 
-    Files are mapped into memory and read where they lie; what a process keeps is a number for each 16 KiB of a file of
-    lines, and nothing for records of fixed size. `DataLoader(..., shuffle=True, locality=...)` shuffles without
-    reading all over the disk.
+    Files are mapped into memory and not copied; a process keeps a number for each 16 KiB of a file of lines, and
+    nothing for records of fixed size. `DataLoader(..., shuffle=True, locality=...)` shuffles without reading all over
+    the disk.
 
-    A sample is, before `decode`: a str without its line break ("lines"), what the line says in JSON ("jsonl"), uint8
+    A sample is, before `decode`: a str without its line break ("lines"), the value of the line in JSON ("jsonl"), uint8
     [record_bytes] ("fixed").
 
     Args:
         shards: Paths, or a pattern such as "data/*.jsonl", whose matches are taken in order of name.
         record_bytes: Size of a record, which makes the format "fixed".
         format: "lines", "jsonl" or "fixed"; None: by record_bytes, or by the files' suffix.
-        decode: Called with each sample; what it returns is the sample, and a `ValueError` that it raises says that the
-            record is damaged.
+        decode: Called with each sample; returns the sample to use. A `ValueError` from it means that the record is
+            damaged.
         header_bytes: Bytes to leave out at the beginning of each file.
-        on_error: "raise", or "skip": a loader leaves out records that are damaged, and says so; an incomplete record
+        on_error: "raise", or "skip": a loader leaves out damaged records, and warns; an incomplete record
             at the end of a file isn't counted at all.
 
     Raises:
@@ -69,20 +69,20 @@ class Records(Dataset[Any]):
         self._decode = decode
         self.files: list[MappedFile] = []
         for path in paths:
-            if record_bytes is not None:
-                file: MappedFile = FixedFile(path, record_bytes, header_bytes)
-                if file.rest:
-                    if on_error == "raise":
-                        raise DataError(file.end_of_incomplete())
-                    self.num_incomplete += 1
-            else:
-                file = LineFile(path, header_bytes)
+            if record_bytes is None:
+                self.files.append(LineFile(path, header_bytes))
+                continue
+            file = FixedFile(path, record_bytes, header_bytes)
+            if file.rest:
+                if on_error == "raise":
+                    raise DataError(file.end_of_incomplete())
+                self.num_incomplete += 1
             self.files.append(file)
         self._ends = list(accumulate(len(file) for file in self.files))
 
     @property
     def gives_batches(self) -> bool:
-        """Whether `batch_of` gives what torch's collate function makes of the samples."""
+        """Whether `batch_of` equals torch's collate function on the samples."""
         return self.format == "fixed" and self._decode is None
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class Records(Dataset[Any]):
         return max(1, sum(file.size for file in self.files) // max(1, len(self)))
 
     def will_need(self, first: int, last: int) -> None:
-        """Have the system read records ahead: those from `first` to `last` (excluded). Only a wish, and no error."""
+        """Advise the system to read the records from `first` to `last` (excluded). Never an error."""
         while first < last:
             number, file, record = self.locate(first)
             stop = min(last, self._ends[number])
@@ -129,7 +129,7 @@ class Records(Dataset[Any]):
                 begin, end = file.bytes_around(record, record + stop - first)
                 will_need(file.content, begin, end, may_look=file.is_writable)
             except (OSError, RuntimeError):
-                return  # it has gone: whoever reads it says so
+                return  # it is gone: a read of it raises
             first = stop
 
     def _rows(self, number: int, records: Tensor) -> Tensor:
@@ -172,10 +172,10 @@ class Records(Dataset[Any]):
             raise DataError(f"{file.path}, record {record}, byte {start + at}: {what}: {error}") from error
 
     def validate_unchanged(self) -> None:
-        """Raise if a file isn't what it was when this was made.
+        """Raise if a file has changed since it was opened.
 
         Raises:
-            DataError: The first that isn't, with what has changed.
+            DataError: The first file that has, with the change.
         """
         for file in self.files:
             file.validate_unchanged()
@@ -185,10 +185,10 @@ class Records(Dataset[Any]):
 
 
 def find_files(shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The files that are meant.
+    """The files of `shards`: a path, a pattern, or a list of paths.
 
     Raises:
-        ConfigurationError: There are none.
+        ConfigurationError: There are no such files.
     """
     if isinstance(shards, str | os.PathLike):
         pattern = os.fspath(shards)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from evenstep import checks
-from evenstep.data.files import FixedFile
+from evenstep.data.sources.files import FixedFile
 from evenstep.errors import ConfigurationError, DataError
 
 PADDING = -100  # a target that torch's cross_entropy leaves out
@@ -21,10 +21,10 @@ PADDING = -100  # a target that torch's cross_entropy leaves out
 class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     """Pairs (x, y) of `context` tokens and the tokens that follow each of them, int64 [context].
 
-    A file is mapped into memory and read where it lies: no process keeps a copy, and its size doesn't matter.
+    A file is mapped into memory: no process keeps a copy, and its size doesn't matter.
     Loaders read a whole batch of windows at once.
 
-    Without `documents` the tokens are one text; what is left over at its end, less than a window, is not used. With
+    Without `documents` the tokens are one text; a rest at its end that is shorter than a window is not used. With
     them no window crosses the end of a document: the last of each is short, filled up with 0 in x and with `padding`
     in y, so that every token but each document's first is predicted once (with `stride` equal to `context`).
 
@@ -34,7 +34,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         dtype: Of the file's numbers, in this machine's byte order.
         stride: Tokens from the beginning of a window to that of the next; None: `context`.
         documents: Tokens of each document, which add up to all tokens. 16 bytes of memory for each.
-        padding: What y holds where a document has ended.
+        padding: Value of y behind a document's end.
 
     Raises:
         ConfigurationError: The tokens are too few for a window, or the documents don't add up.
@@ -98,7 +98,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def tokens(self) -> Tensor:
-        """All of them, [num_tokens]; of a file nothing is read before it is looked at."""
+        """All tokens, [num_tokens]; those of a file are read on access."""
         if self._file is None:
             assert self._held is not None
             return self._held

@@ -1,4 +1,4 @@
-"""torchelastic's agent for one host: it meets the others, starts the ranks, and starts them again."""
+"""torchelastic's agent of one node: rendezvous, starting the ranks, restarting them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from types import FrameType
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from evenstep import environment
-from evenstep.health.budgets import Budgets
-from evenstep.launcher.account import Failure, describe_ranks
-from evenstep.launcher.agent import WatchedRanks, read_pages
-from evenstep.launcher.membership import compare_standings, forget_attempt, fresh_meeting_place
-from evenstep.launcher.other_hosts import OtherHosts
-from evenstep.launcher.verdict import RestartLimit, StopPolicy
+from evenstep.compat.torch_elastic import ElasticAgent, fresh_store, is_stop_handler
+from evenstep.health.phase_timeouts import PhaseTimeouts
+from evenstep.launcher.elastic.heartbeat import OtherNodes
+from evenstep.launcher.elastic.rendezvous import open_store
+from evenstep.launcher.elastic.restarts import RestartLimit, compare_standings, forget_attempt
+from evenstep.launcher.elastic.supervisor import WatchedRanks, read_pages
+from evenstep.launcher.failure.policy import StopPolicy
+from evenstep.launcher.failure.report import Failure, describe_ranks
 
 _SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
 
 
-class RankAgent(LocalElasticAgent):
-    """torchelastic's agent for this host, watching its ranks through `WatchedRanks`.
+class RankAgent(ElasticAgent):
+    """torchelastic's agent of this node, which watches its ranks through `WatchedRanks`.
 
-    `on_failure` is told of a failed attempt and of the restarts that are left, and says whether to make use of them.
-    `limit` counts restarts in vain; what it knows is told to hosts that join later.
+    `on_failure` receives a failed attempt and the number of restarts left, and returns whether to restart. `limit`
+    counts restarts in vain; nodes that join later adopt its count.
 
-    Hosts that join are no failure: torchelastic restarts the ranks without counting that. It leaves the hosts to find
-    out one by one, though, while ranks of one end because those of another were stopped; and a host that comes later
-    counts from nought. So who sees it first tells the others, and at every meeting the hosts compare what they count.
+    A node that joins is no failure: torchelastic restarts the ranks without counting that. But its nodes find out one
+    by one, while ranks of one end because those of another were stopped; and a node that joins later counts from 0.
+    So the first node to see a new one announces it to the others, and at every rendezvous the nodes compare counts.
     """
 
     def __init__(
@@ -42,106 +43,115 @@ class RankAgent(LocalElasticAgent):
         *args: Any,
         run_directory: Path,
         policy: StopPolicy,
-        budgets: Budgets,
+        timeouts: PhaseTimeouts,
         on_failure: Callable[[Failure, int], bool],
         on_preempted: Callable[[], None],
         limit: RestartLimit,
+        name_after_s: float,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._run_directory = run_directory
         self._policy = policy
-        self._budgets = budgets
+        self._timeouts = timeouts
         self._on_failure = on_failure
         self._on_preempted = on_preempted
         self._limit = limit
+        self._name_after_s = name_after_s
         self._last_attempt: int | None = None
-        self._has_made_room = False
+        self._stopped_for_new_node = False
 
-    def _rendezvous(self, worker_group: Any) -> None:
-        with fresh_meeting_place(worker_group.spec.rdzv_handler):
-            super()._rendezvous(worker_group)
+    def meet(self, worker_group: Any) -> None:
+        """See base class."""
+        with fresh_store(worker_group.spec.rdzv_handler, open_store):
+            super().meet(worker_group)
         if worker_group.group_world_size > 1:
             most = worker_group.spec.max_restarts
             together = compare_standings(
                 worker_group.store,
-                self._limit.standing(num_restarts=most - self._remaining_restarts),
+                self._limit.standing(num_restarts=most - self.restarts_left),
                 node_rank=worker_group.group_rank,
                 num_nodes=worker_group.group_world_size,
             )
             self._limit.adopt(together)
-            self._remaining_restarts = max(0, most - together.num_restarts)
+            self.restarts_left = max(0, most - together.num_restarts)
 
-    def _monitor_workers(self, worker_group: Any) -> RunResult:
-        found: RunResult = super()._monitor_workers(worker_group)
-        if self._ranks is not None and self._ranks.should_make_room:
+    def look(self, worker_group: Any) -> RunResult:
+        """See base class."""
+        found = super().look(worker_group)
+        if self._ranks is not None and self._ranks.should_admit_node:
             worker_group.state = WorkerState.HEALTHY
-            self._restart_workers(worker_group)
+            self.restart(worker_group)
             return RunResult(state=WorkerState.HEALTHY)
         return found
 
-    def _restart_workers(self, worker_group: Any) -> None:
+    def restart(self, worker_group: Any) -> None:
+        """See base class."""
         if worker_group.state == WorkerState.HEALTHY and self._ranks is not None:
-            self._limit.note_saved(self._ranks.make_room())
-            self._has_made_room = True
-        super()._restart_workers(worker_group)
-        self._has_made_room = False
+            self._limit.note_saved(self._ranks.stop_for_new_node())
+            self._stopped_for_new_node = True
+        super().restart(worker_group)
+        self._stopped_for_new_node = False
 
-    def _stop_workers(self, worker_group: Any) -> None:
-        if not self._has_made_room:  # who was asked to stop has saved, and would be taken for the end of the run
-            super()._stop_workers(worker_group)
+    def stop(self, worker_group: Any) -> None:
+        """See base class."""
+        if not self._stopped_for_new_node:  # its ranks have saved and ended, as at the end of the run
+            super().stop(worker_group)
 
     @property
     def _ranks(self) -> WatchedRanks | None:
-        return self._pcontext if isinstance(self._pcontext, WatchedRanks) else None
+        return self.processes if isinstance(self.processes, WatchedRanks) else None
 
-    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
-        attempt = worker_group.spec.max_restarts - self._remaining_restarts
+    def start_processes(self, worker_group: Any) -> dict[int, Any]:
+        """See base class."""
+        attempt = worker_group.spec.max_restarts - self.restarts_left
         if attempt == self._last_attempt:
             forget_attempt(self._run_directory, attempt)
         self._last_attempt = attempt
-        talk = ""
+        session = ""
         if worker_group.group_world_size > 1:
-            # Hosts count restarts of their own; the store is one of this meeting alone.
-            talk = worker_group.store.compare_set("evenstep/talk", "", uuid.uuid4().hex).decode()
-        with environment.exported({"EVENSTEP_MEETING": talk} if talk else {}):
-            pids: dict[int, Any] = super()._start_workers(worker_group)
+            # Every node counts restarts by itself; the store is one of this rendezvous alone.
+            session = worker_group.store.compare_set("evenstep/session", "", uuid.uuid4().hex).decode()
+        with environment.exported({"EVENSTEP_RENDEZVOUS": session} if session else {}):
+            pids = super().start_processes(worker_group)
         _merge_repeated_requests()
         ranks = [worker.global_rank for worker in worker_group.workers]
         others = None
-        if talk:
-            others = OtherHosts(
+        if session:
+            others = OtherNodes(
                 worker_group.master_addr,
                 worker_group.master_port,
-                talk=talk,
+                session=session,
                 node_rank=worker_group.group_rank,
                 num_nodes=worker_group.group_world_size,
                 describe=lambda: describe_ranks(
                     read_pages(self._run_directory, ranks, attempt), now_ns=time.monotonic_ns()
                 ),
             )
-        self._pcontext = WatchedRanks(  # type: ignore[assignment]
-            self._pcontext,  # type: ignore[arg-type]
+        self.processes = WatchedRanks(
+            self.processes,
             ranks=ranks,
             attempt=attempt,
             others=others,
-            # As the command says, on all hosts alike: one that has no restart left may be waited for by another.
+            # As the command says, so equal on all nodes: others may wait for a node that has no restart left.
             may_restart=worker_group.spec.max_restarts > 0,
             run_directory=self._run_directory,
             policy=self._policy,
-            budgets=self._budgets,
+            timeouts=self._timeouts,
             on_failure=self._attempt_failed,
             on_preempted=self._on_preempted,
+            num_ranks=worker_group.workers[0].world_size,
+            name_after_s=self._name_after_s,
         )
         return pids
 
     def _attempt_failed(self, failure: Failure) -> None:
-        if not self._on_failure(failure, self._remaining_restarts):
-            self._remaining_restarts = 0
+        if not self._on_failure(failure, self.restarts_left):
+            self.restarts_left = 0
 
 
 def _merge_repeated_requests() -> None:
-    """Take a request to stop that comes twice at once for one; a second would end the save that the first asked for.
+    """Handle a stop signal that comes twice at once as one; a second one would end the save that the first began.
 
     GNU timeout signals the process that it has started, and then its group, to which that process belongs. A second
     Ctrl-C is a person's, and counts whenever it comes.
@@ -151,7 +161,7 @@ def _merge_repeated_requests() -> None:
     last: dict[int, float] = {}
     for which in signal.valid_signals() - {signal.SIGINT}:
         stops = signal.getsignal(which)
-        if getattr(stops, "__name__", "") != "_terminate_process_handler":  # torchelastic's, of the signals to handle
+        if not is_stop_handler(stops):
             continue
 
         def handle(number: int, frame: FrameType | None, stops: Any = stops) -> None:

@@ -1,19 +1,17 @@
-"""How the launchers of several hosts meet that were all told where: `--node-rank`, `--master-addr`, `--master-port`.
+"""How the launchers of a run's nodes find each other: rendezvous handlers for torchelastic, and the store they open.
 
-Stands where torch has its "static" rendezvous, and differs in three things: the store listens on the named address and
-on no other; whoever comes says how many hosts it expects, and of which run, so that a difference ends all of them at
-once instead of leaving them waiting for each other; and who waits says for whom.
+`OneNodeRendezvous` is for one node, `FixedNodesRendezvous` for a given number of them. A number of nodes that may
+change (`--nnodes 1:4`) is left to torch's own "c10d" rendezvous.
 """
 
 from __future__ import annotations
 
 import errno
-import sys
 import time
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -23,24 +21,105 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from evenstep import network
+from evenstep.console import say
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.membership import open_store
+from evenstep.launcher.options.flags import FIXED_NODES, ONE_NODE
 
-NAME = "evenstep-hosts"
 _TIMEOUT_S = 600.0
-_TELL_AFTER_S = 10.0
+_REPORT_AFTER_S = 10.0
 _LOOK_S = 0.1
-_LINGER_S = 1.0  # before the store goes with its host: the others have yet to read why
+_LINGER_S = 1.0  # before the store goes with its node: the others have yet to read why
 
 
-class HostsRendezvous(RendezvousHandler):
-    """A meeting of a known number of hosts. Arguments are what the command line says.
+def open_store(address: str, port: int, **settings: Any) -> TCPStore:
+    """Open a store that this node keeps, at `network.bind_address`.
 
     Args:
-        address: Of the host with node rank 0, which keeps the store.
+        address: One of this node, by which all others know it.
+        port: Where it listens; 0: the system chooses.
+        settings: torch's.
+
+    Raises:
+        OSError: The address isn't this node's, or the port is in use.
+    """
+    listener = network.listen(network.bind_address(address), port)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), **settings
+    )
+
+
+class OneNodeRendezvous(RendezvousHandler):
+    """The rendezvous of a run on one node: it listens on no port and waits for no node.
+
+    Args:
+        run_id: Name of the run.
+        port: `MASTER_PORT` of scripts; 0: a free port, another one for every attempt.
+
+    torchelastic needs a rendezvous also where there is only one node. Its own opens a store that listens on every
+    interface. This one holds a dictionary, and reserves a port on which rank 0 of a script that calls torch's own
+    `init_process_group` may listen. `evenstep.init` needs no port: it meets through a file of the run directory.
+    """
+
+    def __init__(self, run_id: str, port: int = 0) -> None:
+        self._run_id = run_id
+        self._fixed_port = port
+        self._reservation: network.Reservation | None = None
+        self._num_rounds = 0
+        self._store = HashStore()
+
+    use_agent_store = False  # rank 0 hosts torch's store, if the script wants one
+
+    def get_backend(self) -> str:
+        """See base class."""
+        return ONE_NODE
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """See base class."""
+        self.shutdown()
+        port = self._fixed_port
+        if not port:
+            self._reservation = network.Reservation()
+            port = self._reservation.port
+        self._num_rounds += 1
+        store = PrefixStore(f"round-{self._num_rounds}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(network.LOOPBACK, port))
+
+    def is_closed(self) -> bool:
+        """See base class."""
+        return False
+
+    def set_closed(self) -> None:
+        """See base class."""
+
+    def num_nodes_waiting(self) -> int:
+        """See base class."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """See base class."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """See base class."""
+        if self._reservation is not None:
+            self._reservation.close()
+            self._reservation = None
+        return True
+
+
+class FixedNodesRendezvous(RendezvousHandler):
+    """The rendezvous of a fixed number of nodes, given `--node-rank`, `--master-addr` and `--master-port`.
+
+    It replaces torch's "static" rendezvous, and differs in three things: the store listens on the given address and
+    on no other; every node publishes how many nodes it expects, and of which run, so that a difference ends all of
+    them at once; and a node that waits prints for which others.
+
+    Args:
+        address: Of the node with rank 0, which keeps the store.
         port: Where it listens.
-        node_rank: This host.
-        num_nodes: All hosts.
+        node_rank: This node.
+        num_nodes: All nodes.
         run_id: Name of the run.
         timeout_s: How long to wait for the others.
     """
@@ -60,13 +139,13 @@ class HostsRendezvous(RendezvousHandler):
 
     def get_backend(self) -> str:
         """See base class."""
-        return NAME
+        return FIXED_NODES
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all hosts are here.
+        """Wait until all nodes are here.
 
         Raises:
-            ConfigurationError: They were told different things, or don't come.
+            ConfigurationError: They were given different commands, or don't come.
         """
         store = self._store = self._store or self._open()
         self._num_rounds += 1
@@ -76,14 +155,14 @@ class HostsRendezvous(RendezvousHandler):
         return RendezvousInfo(here, self._node_rank, self._num_nodes, info)
 
     def _find_port(self, here: Store) -> int:
-        """Where the ranks of this attempt meet: the named port at first, and then a new store at a free one.
+        """The port of this attempt's store: the given one at first, and then that of a new store.
 
         torch's own `init_process_group` has one name for all attempts: it would find the addresses of the ranks before.
         """
         if self._num_rounds == 1:
             return self._port
         if self._node_rank == 0:
-            self._ranks_store = open_store(self._address, 0)  # all have come here, so nobody reads the one before
+            self._ranks_store = open_store(self._address, 0)  # no node reads the one before any more
             here.set("port", str(self._ranks_store.port))
         return int(here.get("port"))
 
@@ -112,11 +191,10 @@ class HostsRendezvous(RendezvousHandler):
             try:
                 return open_store(self._address, self._port, timeout=timedelta(seconds=self._timeout_s))
             except OSError as error:
-                remedy = "--master-addr names the host with --node-rank 0, by an address that it has."
+                remedy = "--master-addr names the node with --node-rank 0, by an address that it has."
                 if error.errno == errno.EADDRINUSE:
-                    remedy = (
-                        f"It is in use by {network.owner_of(self._port) or 'somebody'}: choose another --master-port."
-                    )
+                    owner = network.owner_of(self._port) or "another process"
+                    remedy = f"It is in use by {owner}: choose another --master-port."
                 raise ConfigurationError(f"can't listen at {where}: {error.strerror}. {remedy}") from None
         try:
             return TCPStore(
@@ -137,21 +215,22 @@ class HostsRendezvous(RendezvousHandler):
         expected = f"--nnodes {self._num_nodes} --rdzv-id {self._run_id}"
         if store.add(f"taken-{self._node_rank}", 1) > 1:
             raise ConfigurationError(
-                f"two hosts have --node-rank {self._node_rank}. Give every host its own, 0 to {self._num_nodes - 1}."
+                f"two nodes have --node-rank {self._node_rank}. Give every node its own, 0 to {self._num_nodes - 1}."
             )
-        store.set(f"host-{self._node_rank}", expected)
+        store.set(f"node-{self._node_rank}", expected)
         started = time.monotonic()
-        has_told = False
+        is_reported = False
         while True:
-            said = {n: store.get(f"host-{n}").decode() for n in range(self._num_nodes) if store.check([f"host-{n}"])}
-            for node, text in said.items():
+            here = [node for node in range(self._num_nodes) if store.check([f"node-{node}"])]
+            expectations = {node: store.get(f"node-{node}").decode() for node in here}
+            for node, text in expectations.items():
                 if text != expected:
                     time.sleep(_LINGER_S)
                     raise ConfigurationError(
-                        f"the hosts were given different commands: {expected} on node {self._node_rank}, {text} on "
+                        f"the nodes were given different commands: {expected} on node {self._node_rank}, {text} on "
                         f"node {node}. Start all of them with the same."
                     )
-            missing = [node for node in range(self._num_nodes) if node not in said]
+            missing = [node for node in range(self._num_nodes) if node not in expectations]
             if not missing:
                 return
             waited_s = time.monotonic() - started
@@ -160,15 +239,26 @@ class HostsRendezvous(RendezvousHandler):
                 raise ConfigurationError(
                     f"{names} did not come to {self._address}:{self._port} within {waited_s:.0f} s."
                 )
-            if waited_s > _TELL_AFTER_S and not has_told:
-                has_told = True
-                print(f"evenstep: waiting for {names}", file=sys.stderr, flush=True)  # noqa: T201
+            if waited_s > _REPORT_AFTER_S and not is_reported:
+                is_reported = True
+                say(f"evenstep: waiting for {names}")
             time.sleep(_LOOK_S)
 
 
-def _create(parameters: RendezvousParameters) -> Any:
+def register() -> None:
+    """Register both rendezvous with torchelastic. Twice is once."""
+    rendezvous_handler_registry.register(ONE_NODE, _one_node)
+    rendezvous_handler_registry.register(FIXED_NODES, _fixed_nodes)
+
+
+def _one_node(parameters: RendezvousParameters) -> Any:
+    port = parameters.endpoint.rpartition(":")[2]
+    return OneNodeRendezvous(parameters.run_id, int(port or 0))
+
+
+def _fixed_nodes(parameters: RendezvousParameters) -> Any:
     address, _, port = parameters.endpoint.rpartition(":")
-    return HostsRendezvous(
+    return FixedNodesRendezvous(
         address.strip("[]"),
         int(port),
         node_rank=int(parameters.config["rank"]),
@@ -176,8 +266,3 @@ def _create(parameters: RendezvousParameters) -> Any:
         run_id=parameters.run_id,
         timeout_s=float(parameters.config.get("timeout", _TIMEOUT_S)),
     )
-
-
-def register() -> None:
-    """Make the rendezvous known to torchelastic under `NAME`. Twice is once."""
-    rendezvous_handler_registry.register(NAME, _create)

@@ -1,40 +1,51 @@
-"""The ranks of one attempt, with our own way to end: the culprit is found before anybody is stopped."""
+"""The ranks of one attempt: watches them, finds the root cause of a failure, and only then stops the others."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import signal
-import sys
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED
-from evenstep.health.blame import Exit, read_reports, saves_file
-from evenstep.health.budgets import Budgets
-from evenstep.health.page import Phase, Seen, page_file, read_page
-from evenstep.launcher.account import Failure, in_short, judge, state_of, status_of
-from evenstep.launcher.other_hosts import Elsewhere, OtherHosts, Saved
-from evenstep.launcher.starting import RankProcess
-from evenstep.launcher.verdict import StopPolicy, is_evident
-from evenstep.launcher.watch import Ends, Hang, LateWatch, StopWatch, count_memory_kills, observe
-from evenstep.launcher.worker import STACK_SIGNAL, ready_file, stack_file
+from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves_file
+from evenstep.health.heartbeat import Heartbeat, Phase, page_file, read_page
+from evenstep.health.phase_timeouts import PhaseTimeouts
+from evenstep.launcher.elastic.heartbeat import OtherNodes, Saved
+from evenstep.launcher.elastic.looks import RankProcess, StackRequest, WorkerStacks, packed, unpacked
+from evenstep.launcher.failure.detection import (
+    Ends,
+    Hang,
+    Observation,
+    StopWatch,
+    TimeoutWatch,
+    count_memory_kills,
+    observe,
+)
+from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, HangWatch, Seen
+from evenstep.launcher.failure.policy import StopPolicy, is_evident
+from evenstep.launcher.failure.report import Failure, RemoteFailure, judge, state_of, status_of, summary_of
+from evenstep.launcher.spawn.child import Child
+from evenstep.launcher.spawn.script_runner import ready_file, stack_file
+from evenstep.processes import has_gpu, has_gpu_driver, time_on_core_ns
 
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.25
 _LOOK_FOR_STOPS_EVERY_S = 0.1
 _STACK_S = 0.3
-_ANOTHER_HOST = "another host has come: all ranks are stopped, and start again with it"
+_ANOTHER_HOST = "another node has come: all ranks are stopped, and start again with it"
 
 
 class WatchedRanks:
-    """The ranks of one attempt: stands where torchelastic keeps its process context, and answers to what it asks.
+    """The ranks of one attempt, with the interface of torchelastic's process context, in whose place it stands.
 
     Args:
         context: torchelastic's, with the processes already started.
@@ -42,14 +53,16 @@ class WatchedRanks:
         attempt: How many restarts there were.
         run_directory: Where ranks leave their reports.
         policy: How ranks are stopped.
-        budgets: How long they may keep others waiting.
-        on_failure: Told of a failed attempt once all its ranks have ended and all their output is written.
-        on_preempted: Told when all ranks have ended because they were asked to stop, and have saved.
-        others: The other hosts of the run; None: there are none.
+        timeouts: How long they may keep others waiting.
+        on_failure: Called with a failed attempt once all its ranks have ended and all their output is written.
+        on_preempted: Called when all ranks have saved and ended after a stop signal.
+        others: The other nodes of the run; None: there are none.
         may_restart: Ranks of this run are started again if they fail.
+        num_ranks: Of all nodes; None: of this one.
+        name_after_s: See `HangWatch`.
 
     Attributes:
-        should_make_room: On another host it was seen that one more host waits: see `make_room`.
+        should_admit_node: Another node has announced a new one that waits: see `stop_for_new_node`.
     """
 
     def __init__(
@@ -60,11 +73,13 @@ class WatchedRanks:
         attempt: int,
         run_directory: Path,
         policy: StopPolicy,
-        budgets: Budgets,
+        timeouts: PhaseTimeouts,
         on_failure: Callable[[Failure], None],
         on_preempted: Callable[[], None],
-        others: OtherHosts | None = None,
+        others: OtherNodes | None = None,
         may_restart: bool = False,
+        num_ranks: int | None = None,
+        name_after_s: float = DEFAULT_AFTER_S,
     ) -> None:
         self._context = context
         self._ranks = ranks
@@ -76,17 +91,28 @@ class WatchedRanks:
         self._may_restart = may_restart
         self._on_preempted = on_preempted
         self._first_preempted: float | None = None
-        self.should_make_room = False
+        self.should_admit_node = False
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
         self._watch = StopWatch(grace_s=policy.stopped_grace_s)
-        self._lateness = LateWatch(budgets)
+        self._timeout_watch = TimeoutWatch(timeouts)
+        self._hang_watch = HangWatch(
+            after_s=name_after_s,
+            timeouts=timeouts,
+            num_ranks=num_ranks or len(ranks),
+            may_have_gpus=has_gpu_driver(),
+        )
+        self._stack_request: StackRequest | None = None
+        self._worker_stacks = WorkerStacks()
+        self._names_hangs = name_after_s < math.inf
         self._last_look = self._last_look_for_stops = 0.0
         self._num_memory_kills = count_memory_kills()
+        self._processes: dict[int, RankProcess] = {}
+        for local_rank, handler in context.subprocess_handlers.items():
+            # In its place, too: what polls a `Popen` would reap it.
+            started: Any = handler
+            started.proc = Child.of(handler.proc) if isinstance(handler.proc, subprocess.Popen) else handler.proc
+            self._processes[local_rank] = started.proc
         self._ends = Ends(process.pid for process in self._processes.values())
-
-    @property
-    def _processes(self) -> dict[int, RankProcess]:
-        return {local_rank: handler.proc for local_rank, handler in self._context.subprocess_handlers.items()}
 
     # ------------------------------------------------------------------ what torchelastic calls
 
@@ -97,57 +123,59 @@ class WatchedRanks:
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """One look: None while all run; a result once all have succeeded or one has failed and all have ended."""
         codes = [process.poll() for process in self._processes.values()]
-        if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._has_told():
+        if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._has_reported():
             return self._end_failed_attempt()
         if EXIT_PREEMPTED in codes and self._first_preempted is None:
             self._first_preempted = time.monotonic()
-        if self._others is not None and self._others.room_is_wanted:
-            return self._leave_for_room()
+        if self._others is not None and self._others.new_node_waits:
+            return self._yield_to_new_node()
         if None in codes:
             # They agree on a step before they leave, so the others follow within moments.
             is_late = time.monotonic() - (self._first_preempted or math.inf) > self._policy.terminate_s
-            hang, elsewhere = self._look(), self._others.look() if self._others is not None else None
-            if is_late or hang or elsewhere:
-                return self._end_failed_attempt(hang, elsewhere)
+            hang, remote_failure = self._look(), self._others.look() if self._others is not None else None
+            if is_late or hang or remote_failure:
+                return self._end_failed_attempt(hang, remote_failure)
             self._ends.wait(self._policy.look_every_s)
             return None
         if self._first_preempted is not None and set(codes) != {EXIT_PREEMPTED}:
             return self._end_failed_attempt()
-        if self._first_preempted is not None and self._others is not None and self._others.hear_of_room():
-            return self._leave_for_room()
+        for line in self._hang_watch.ended_well():
+            say(f"evenstep: {line}")
+        if self._first_preempted is not None and self._others is not None and self._others.check_for_new_node():
+            return self._yield_to_new_node()
         self._close_context()
         self._tell_preempted()
         return RunProcsResult(return_values=dict.fromkeys(range(len(codes))))
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Stop whoever is left; `timeout` is torchelastic's, the policy's counts."""
+        """Stop the ranks that are left; `timeout` is torchelastic's, the policy's counts."""
         self._stop(death_sig, patience_s=self._policy.save_s if self._saves() else self._policy.terminate_s)
         self._close_context()
         self._tell_preempted()
 
-    def make_room(self) -> int | None:
-        """Stop the ranks, for one more host waits to take part: no failure, and no end of the run.
+    def stop_for_new_node(self) -> int | None:
+        """Stop the ranks because a new node waits to join: no failure, and no end of the run.
 
         Returns:
-            The step of the last checkpoint that ranks of this host have committed; None: none.
+            The step of the last checkpoint that ranks of this node have committed; None: none.
         """
-        print(f"evenstep: {_ANOTHER_HOST}", file=sys.stderr, flush=True)  # noqa: T201
+        say(f"evenstep: {_ANOTHER_HOST}")
         if self._others is not None:
-            self._others.make_room()  # before anybody there can take the end of ours for a failure
+            self._others.announce_new_node()  # before another node can take the end of our ranks for a failure
         self._stop(signal.SIGTERM, patience_s=self._policy.save_s if self._saves() else self._policy.terminate_s)
         saved_step = self._saved_here(self._pages()).step
         self._close_context()
         return saved_step
 
-    def _leave_for_room(self) -> RunProcsResult:
-        """What `wait` answers where the agent is to call `make_room`, and go on."""
-        self.should_make_room = True
+    def _yield_to_new_node(self) -> RunProcsResult:
+        """The result of `wait` after which the agent calls `stop_for_new_node` and goes on."""
+        self.should_admit_node = True
         return RunProcsResult()
 
     # ------------------------------------------------------------------ how it ends
 
     def _look(self) -> Hang | None:
-        """Say who is stopped; returns a rank that has been for too long."""
+        """Report suspended and overdue ranks; returns one that is given up."""
         now = time.monotonic()
         if now - self._last_look_for_stops < _LOOK_FOR_STOPS_EVERY_S:
             return None
@@ -155,19 +183,58 @@ class WatchedRanks:
         observations = {self._ranks[local]: observe(process.pid) for local, process in self._alive().items()}
         is_stopped = any(self._watch.is_stopped(rank) for rank in self._ranks)
         late: Hang | None = None
-        told: list[str] = []
         pages = self._pages() if is_stopped or now - self._last_look >= _LOOK_EVERY_S else {}
         lines, hang = self._watch.look(now, observations, pages)
         if now - self._last_look >= _LOOK_EVERY_S:
             self._last_look = now
-            # Who is stopped has been named already.
-            told, late = self._lateness.look({r: p for r, p in pages.items() if not self._watch.is_stopped(r)})
-        lines, hang = lines + told, hang or late
+            # Suspended ranks have been named already.
+            late = self._timeout_watch.look({r: p for r, p in pages.items() if not self._watch.is_stopped(r)})
+            if self._names_hangs:
+                lines += self._look_for_hangs(observations, pages)
         for line in lines:
-            print(f"evenstep: {line}", file=sys.stderr, flush=True)  # noqa: T201
-        return hang
+            say(f"evenstep: {line}")
+        return hang or late
 
-    def _pages(self) -> dict[int, Seen | None]:
+    def _look_for_hangs(
+        self, observations: Mapping[int, Observation], pages: Mapping[int, Heartbeat | None]
+    ) -> list[str]:
+        """Lines on ranks that keep the others waiting. Never blocks: stacks are asked for now, and read later."""
+        seen = {}
+        for local_rank, process in self._processes.items():
+            rank = self._ranks[local_rank]
+            state = observations[rank].state if rank in observations else ""
+            seen[rank] = Seen(process.pid, pages.get(rank), state, time_on_core_ns(process.pid), process.poll())
+        now_ns, watch = time.monotonic_ns(), self._hang_watch
+        watch.observe(now_ns, seen)
+        others = unpacked(self._others.looks()) if self._others is not None else []
+        if self._stack_request is not None:
+            if self._stack_request.is_complete():
+                with_gpu = [rank for rank, each in seen.items() if each.exit_code is None and has_gpu(each.pid)]
+                watch.read(now_ns, self._stack_request.stacks(), with_gpu=with_gpu)
+                self._stack_request = None
+        elif not self._worker_stacks.is_busy and watch.is_due(now_ns, others):
+            self._stack_request = StackRequest(self._stack_files(self._alive()))
+            watch.asked()
+        if self._others is not None:
+            self._others.publish_looks(packed(watch.looks(now_ns)))
+        lines = watch.judge(now_ns, others)
+        for rank in watch.loading():
+            process = self._processes[self._ranks.index(rank)]
+            self._worker_stacks.ask(rank, process.pid, stack_file(self._run_directory, rank, self._attempt))
+        if self._stack_request is None:  # they write to the same file
+            lines += self._worker_stacks.look()
+        return lines
+
+    def _stack_files(self, local_ranks: Iterable[int]) -> dict[int, tuple[int, Path]]:
+        """By rank, its pid and the file that its stacks go to; without those that are suspended."""
+        ranks = {self._ranks[local_rank]: self._processes[local_rank] for local_rank in local_ranks}
+        return {
+            rank: (process.pid, stack_file(self._run_directory, rank, self._attempt))
+            for rank, process in ranks.items()
+            if not self._watch.is_stopped(rank)
+        }
+
+    def _pages(self) -> dict[int, Heartbeat | None]:
         return read_pages(self._run_directory, self._ranks, self._attempt)
 
     def _anybody_is_leaving(self) -> bool:
@@ -175,94 +242,95 @@ class WatchedRanks:
         leaving = {rank for rank, seen in pages.items() if seen is not None and seen.phase is Phase.ENDED}
         return any(self._ranks[local_rank] in leaving for local_rank in self._alive())
 
-    def _ask_for_stacks(self) -> dict[int, str]:
-        """Where those are that still run and have told of no error."""
-        told = {report.rank for report in read_reports(self._run_directory, attempt=self._attempt)}
-        asked = {}
-        for local_rank, process in self._alive().items():
-            rank = self._ranks[local_rank]
-            path = stack_file(self._run_directory, rank, self._attempt)
-            if rank not in told and path.exists():  # it hears the signal: anybody else would die of it
-                process.send_signal(STACK_SIGNAL)
-                asked[rank] = path
+    def _request_stacks(self) -> dict[int, str]:
+        """Stacks of the ranks that still run and have reported no error."""
+        reporting = {report.rank for report in self._reports()}
+        silent = [local_rank for local_rank in self._alive() if self._ranks[local_rank] not in reporting]
+        request = StackRequest(self._stack_files(silent))
         deadline = time.monotonic() + _STACK_S
-        while time.monotonic() < deadline and not all(path.stat().st_size for path in asked.values()):
+        while time.monotonic() < deadline and not request.is_complete():
             time.sleep(_POLL_S)
-        return {rank: path.read_text(errors="replace").strip() for rank, path in asked.items()}
+        return request.stacks()
 
     def _tell_preempted(self) -> None:
         if {process.returncode for process in self._processes.values()} == {EXIT_PREEMPTED}:
             self._on_preempted()
 
     def _saves(self) -> bool:
-        """Whether the ranks save when they are asked to stop, which may take its time."""
+        """Whether the ranks save on a stop signal, which may take a while."""
         return any(saves_file(self._run_directory, rank, self._attempt).exists() for rank in self._ranks)
 
-    def _has_told(self) -> bool:
-        """Whether a rank has told of an error, and only python's own end is left; that takes a third of a second.
+    def _has_reported(self) -> bool:
+        """Whether a rank has reported an error and only python's own end is left, which takes a third of a second.
 
-        Or more is left, but it takes too long: a thread or an exit handler of the script holds the rank.
+        Or the rest takes too long: a thread or an exit handler of the script holds the rank. Or it has ended, with
+        whatever status an exit handler has chosen.
         """
         longest_ns = self._policy.terminate_s * 1e9
-        reports = read_reports(self._run_directory, attempt=self._attempt)
+        reports = self._reports()
         if not reports:
             return False
         pages = self._pages()
         done = {rank for rank, seen in pages.items() if seen is not None and seen.is_done}
+        done |= set(self._ranks) - {self._ranks[local_rank] for local_rank in self._alive()}
         return any(r.rank in done or time.monotonic_ns() - r.time_ns > longest_ns for r in reports)
 
     def _close_context(self) -> None:
-        """Everybody has ended, or can't be killed: don't wait again. Writes the rest of what goes to the terminal."""
+        """Close after all ranks have ended or can't be killed. Writes the rest of what goes to the terminal."""
         self._ends.close()
         self._context.close(signal.SIGKILL, timeout=0)
+        for process in self._processes.values():
+            process.release()
         if self._others is not None:
             self._others.close()
 
-    def _end_failed_attempt(self, hang: Hang | None = None, elsewhere: Elsewhere | None = None) -> RunProcsResult:
+    def _end_failed_attempt(
+        self, hang: Hang | None = None, remote_failure: RemoteFailure | None = None
+    ) -> RunProcsResult:
         started, noticed_ns = time.monotonic(), time.monotonic_ns()
         pages = self._pages()
         if self._others is not None:
-            self._others.ask_for_states()
+            self._others.request_states()
         stacks: dict[int, str] = {}
         if hang is not None:
             if not hang.is_suspended:
-                stacks = self._ask_for_stacks()
-            # It can hear no other signal. Its peers tell that they have lost it, as after any death.
-            _signal_group(self._processes[self._ranks.index(hang.rank)], signal.SIGKILL)
+                stacks = self._request_stacks()
+            # A suspended rank receives no other signal. Its peers report that they have lost it, as after any death.
+            self._processes[self._ranks.index(hang.rank)].signal_group(signal.SIGKILL)
         evident = False
-        while self._alive() and elsewhere is None:
-            evident = is_evident(self._exits(), read_reports(self._run_directory, attempt=self._attempt))
+        while self._alive() and remote_failure is None:
+            evident = is_evident(self._exits(), self._reports())
             grace_s = self._policy.evident_grace_s if evident else self._policy.grace_s
             if not evident and self._anybody_is_leaving():
-                # It left its world as it should, and early: how it ends decides who is blamed.
+                # It left its world as it should, and early: how it ends decides which rank is the root cause.
                 grace_s = max(grace_s, self._policy.terminate_s)
             if time.monotonic() - started >= grace_s:
                 break
             time.sleep(_POLL_S)
-        if not (evident or elsewhere is not None or hang is not None):
-            stacks = self._ask_for_stacks()
+        if not (evident or remote_failure is not None or hang is not None):
+            stacks = self._request_stacks()
         self._stop(signal.SIGTERM)
         exits = self._exits()
-        failure = judge(exits, read_reports(self._run_directory, attempt=self._attempt), attempt=self._attempt)
+        failure = judge(exits, self._reports(), attempt=self._attempt)
         if failure is not None:
             seen_pages = {rank: seen for rank, seen in pages.items() if seen is not None}
             failure = replace(failure, hang=hang, pages=seen_pages, noticed_ns=noticed_ns)
-        elsewhere = elsewhere or self._compare_with_others(failure)
+        remote_failure = remote_failure or self._compare_with_others(failure)
         states = self._others.states() if self._others is not None else ()
-        if self._others is not None and self._others.room_is_wanted and (failure is None or failure.only_witnesses):
-            return self._leave_for_room()
+        if self._others is not None and self._others.new_node_waits and (failure is None or failure.only_secondary):
+            return self._yield_to_new_node()
         saved = self._saved_anywhere(self._pages())  # a save behind the loop may have ended meanwhile
         self._close_context()
-        if failure is None and elsewhere is not None:
-            failure = Failure(self._attempt, exits[0], None, noticed_ns=noticed_ns)  # nothing happened here
+        if failure is None and remote_failure is not None:
+            failure = Failure(self._attempt, exits[0], None, noticed_ns=noticed_ns)  # nothing failed on this node
         if failure is not None:
             kills, before = count_memory_kills(), self._num_memory_kills
             self._on_failure(
                 replace(
                     failure,
-                    elsewhere=elsewhere,
+                    remote_failure=remote_failure,
                     stacks=stacks,
-                    on_other_hosts=states,
+                    on_other_nodes=states,
                     resident_bytes=self._watch.resident_bytes,
                     num_memory_kills=None if kills is None or before is None else kills - before,
                     saves=saved.has_checkpointer,
@@ -279,44 +347,67 @@ class WatchedRanks:
             for local_rank, process in self._processes.items()
             if process.returncode
         }
-        return RunProcsResult(failures=failures)
+        if failure is not None and not failures:  # of a rank that ended with status 0, or on another node
+            local_rank = self._ranks.index(failure.root_cause.rank)
+            pid, file = failure.root_cause.pid, self._context.error_files[local_rank]
+            failures[local_rank] = ProcessFailure(local_rank=local_rank, pid=pid, exitcode=1, error_file=file)
+        return RunProcsResult(failures=failures, return_values=dict.fromkeys(self._processes))
 
-    def _compare_with_others(self, failure: Failure | None) -> Elsewhere | None:
-        """Tell the other hosts who failed here; or, where everybody only lost somebody, hear who failed there."""
+    def _compare_with_others(self, failure: Failure | None) -> RemoteFailure | None:
+        """Publish a failure that began here; else, after secondary failures only, wait for one published elsewhere."""
         if self._others is None or failure is None:
             return None
-        if not failure.only_witnesses:
-            self._others.blame(in_short(failure), status_of(failure), state=state_of(failure))
+        if not failure.only_secondary:
+            self._others.publish_failure(summary_of(failure), status_of(failure), state=state_of(failure))
             return None
         deadline = time.monotonic() + self._policy.grace_s
-        while (told := self._others.look()) is None and time.monotonic() < deadline:
-            if self._others.room_is_wanted:
+        while (published := self._others.look()) is None and time.monotonic() < deadline:
+            if self._others.new_node_waits:
                 return None
             time.sleep(_POLL_S)
-        return told
+        return published
 
-    def _saved_here(self, pages: Mapping[int, Seen | None]) -> Saved:
+    def _saved_here(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
         steps = (seen.saved_step for seen in pages.values() if seen is not None)
         return Saved(self._saves(), max((step for step in steps if step is not None), default=None))
 
-    def _saved_anywhere(self, pages: Mapping[int, Seen | None]) -> Saved:
-        """What this attempt has saved, on any host: all of them decide alike whether one more is worth while."""
+    def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
+        """What this attempt has saved on any node, so that all nodes decide alike whether to restart."""
         saved = self._saved_here(pages)
         if self._others is None or not self._may_restart:
             return saved
         return self._others.agree_on_saved(saved, longest_s=self._policy.terminate_s + self._policy.grace_s)
 
+    def _reports(self) -> list[CrashReport]:
+        """What ranks have reported. What another process has reported in a rank's name counts only with the rank's end.
+
+        That may be the script behind a program of the user's, whose status says whether the rank failed; or a child
+        that failed, and whose parent has caught that.
+        """
+        processes = {self._ranks[local_rank]: process for local_rank, process in self._processes.items()}
+        reports = []
+        for report in read_reports(self._run_directory, attempt=self._attempt):
+            process = processes.get(report.rank)
+            if process is None:
+                continue
+            if report.pid == process.pid or (process.poll() or 0) > 0:
+                reports.append(report)
+        return reports
+
     def _exits(self) -> list[Exit]:
-        """How the ranks that have ended did; what one has told counts, even if it was stopped before it had ended."""
-        told = {report.rank: report for report in read_reports(self._run_directory, attempt=self._attempt)}
+        """How ranks ended; a rank that has reported counts as failed, however it ended then.
+
+        It may have been stopped before its end, or have an exit handler that ends it with status 0.
+        """
+        reports = {report.rank: report for report in self._reports()}
         exits = []
         for local_rank, process in self._processes.items():
             code, rank = process.poll(), self._ranks[local_rank]
             if code is None:
                 continue
             was_stopped = local_rank in self._stopped
-            if was_stopped and rank in told:
-                code, was_stopped = told[rank].exit_code, False
+            if (was_stopped or code == 0) and rank in reports:
+                code, was_stopped = reports[rank].exit_code, False
             exits.append(Exit(rank, process.pid, code, stopped_by_launcher=was_stopped))
         return exits
 
@@ -329,14 +420,14 @@ class WatchedRanks:
         try:
             for local_rank, process in self._alive().items():
                 ready = ready_file(self._run_directory, self._ranks[local_rank], self._attempt).exists()
-                _signal_group(process, signal.SIGTERM if first == signal.SIGINT and not ready else first)
+                process.signal_group(signal.SIGTERM if first == signal.SIGINT and not ready else first)
             deadline = time.monotonic() + (self._policy.terminate_s if patience_s is None else patience_s)
             while self._alive() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         finally:
             if self._stopped:
                 for process in self._processes.values():
-                    _signal_group(process, signal.SIGKILL)
+                    process.signal_group(signal.SIGKILL)
         deadline = time.monotonic() + self._policy.terminate_s
         while self._alive() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -344,15 +435,9 @@ class WatchedRanks:
             message = (
                 f"evenstep: rank {self._ranks[local_rank]} (pid {process.pid}) can't be killed, and is left behind"
             )
-            print(message, file=sys.stderr, flush=True)  # noqa: T201
+            say(message)
 
 
-def _signal_group(process: RankProcess, which: signal.Signals) -> None:
-    # Each rank leads a session of its own, so this reaches the workers of its loaders too, also after it has ended.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, which)
-
-
-def read_pages(run_directory: Path, ranks: Iterable[int], attempt: int) -> dict[int, Seen | None]:
-    """What the progress pages of ranks say now, by rank."""
+def read_pages(run_directory: Path, ranks: Iterable[int], attempt: int) -> dict[int, Heartbeat | None]:
+    """The heartbeat pages of ranks as they are now, by rank."""
     return {rank: read_page(page_file(run_directory, rank, attempt)) for rank in ranks}

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenstep.health.budgets import Budgets, Late, find_late, patience
-from evenstep.health.page import Seen
+from evenstep.health.heartbeat import Heartbeat
+from evenstep.health.phase_timeouts import AwaitedRank, PhaseTimeouts, find_awaited
+from evenstep.processes import RESIDENT_PAGES, STATE, stat_fields
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class Hang:
     """A rank that has stopped going on, and for how long it was waited for.
 
     Attributes:
-        late: Who waits for it, if it isn't suspended.
+        late: The rank and those that wait for it, if it isn't suspended.
     """
 
     rank: int
     pid: int
     seconds: float
-    seen: Seen | None
-    late: Late | None = None
+    seen: Heartbeat | None
+    late: AwaitedRank | None = None
 
     @property
     def is_suspended(self) -> bool:
@@ -51,10 +52,10 @@ class Hang:
 
     @property
     def verdict(self) -> str:
-        """What is said when it was given up."""
+        """The verdict after it was given up."""
         if self.late is None:
             return f"{self}. It was not continued, so the run was ended"
-        return f"{self}. That is more than a rank may take there ({self.late.budget_s:g} s), so the run was ended"
+        return f"{self}. That is more than a rank may take there ({self.late.limit_s:g} s), so the run was ended"
 
     def __str__(self) -> str:
         if self.late is not None:
@@ -67,8 +68,8 @@ class StopWatch:
     """Notices ranks that a signal has stopped: they are named after a while, and given up after a longer one.
 
     Args:
-        report_after_s: When to tell.
-        grace_s: When to give up; somebody may continue it until then. A debugger's stop is never given up.
+        report_after_s: When to report.
+        grace_s: When to give up; a user may continue it until then. A debugger's stop is never given up.
     """
 
     def __init__(self, *, report_after_s: float = 1.5, grace_s: float = 30.0) -> None:
@@ -83,7 +84,7 @@ class StopWatch:
         return rank in self._since
 
     def look(
-        self, now: float, observations: Mapping[int, Observation], pages: Mapping[int, Seen | None]
+        self, now: float, observations: Mapping[int, Observation], pages: Mapping[int, Heartbeat | None]
     ) -> tuple[list[str], Hang | None]:
         """(Lines to print, who is given up).
 
@@ -115,43 +116,33 @@ class StopWatch:
         return lines, given_up
 
 
-class LateWatch:
-    """Notices ranks for which others wait: they are named after a while, and given up when their phase allows no more.
+class TimeoutWatch:
+    """Notices ranks for which others wait, and gives them up when their phase allows no more. `HangWatch` names them.
 
-    The ranks have deadlines of their own, and tell more. This one is for those that can't be heard any more.
+    The ranks have deadlines of their own, whose errors say more. This one is for ranks that can't raise any more.
 
     Args:
-        budgets: What each phase allows.
-        report_after_s: When to tell; later where something long goes on.
-        margin_s: How long after the budget is used up the ranks' own deadlines may still speak.
+        timeouts: What each phase allows.
+        margin_s: How long after that time the ranks' own deadlines may still speak.
     """
 
-    def __init__(self, budgets: Budgets, *, report_after_s: float = 30.0, margin_s: float = 5.0) -> None:
-        self._budgets = budgets
-        self._report_after_s = report_after_s
+    def __init__(self, timeouts: PhaseTimeouts, *, margin_s: float = 5.0) -> None:
+        self._timeouts = timeouts
         self._margin_s = margin_s
-        self._told: set[int] = set()
 
-    def look(self, pages: Mapping[int, Seen | None], now_ns: int | None = None) -> tuple[list[str], Hang | None]:
-        """(Lines to print, who is given up).
+    def look(self, pages: Mapping[int, Heartbeat | None], now_ns: int | None = None) -> Hang | None:
+        """Who is given up.
 
         Args:
             pages: By rank, of those that run and aren't suspended.
             now_ns: Monotonic time; None: now.
         """
-        late = find_late(pages, self._budgets, now_ns=time.monotonic_ns() if now_ns is None else now_ns)
-        worth_saying = [each for each in late if each.waited_s >= self._report_after_s * patience(each.seen)]
-        lines = [
-            f"{each}. All ranks are stopped after {each.budget_s:g} s"
-            for each in worth_saying
-            if each.rank not in self._told
-        ]
-        self._told = {each.rank for each in worth_saying}
-        over = [each for each in late if each.waited_s > each.budget_s + self._margin_s]
+        late = find_awaited(pages, self._timeouts, now_ns=time.monotonic_ns() if now_ns is None else now_ns)
+        over = [each for each in late if each.waited_s > each.limit_s + self._margin_s]
         given_up = min(over, key=lambda each: each.seen.time_ns, default=None)
         if given_up is None:
-            return lines, None
-        return lines, Hang(given_up.rank, given_up.seen.pid, given_up.waited_s, given_up.seen, given_up)
+            return None
+        return Hang(given_up.rank, given_up.seen.pid, given_up.waited_s, given_up.seen, given_up)
 
 
 class Ends:
@@ -188,8 +179,8 @@ class Ends:
 def observe(pid: int) -> Observation:
     """State and size of a process."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return Observation(pid, fields[0], int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
+        fields = stat_fields(pid)
+        return Observation(pid, fields[STATE], int(fields[RESIDENT_PAGES]) * os.sysconf("SC_PAGE_SIZE"))
     except (OSError, ValueError, IndexError):
         return Observation(pid, "", 0)
 

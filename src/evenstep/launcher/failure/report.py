@@ -1,4 +1,4 @@
-"""What the launcher says when a rank has failed: the culprit's traceback, and last, in one line, who it was. Pure."""
+"""What the launcher prints when a rank has failed: its traceback and, in the last line, which rank it was. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
-from evenstep.health.blame import CrashReport, Exit, choose_culprit, printable
-from evenstep.health.page import Seen
-from evenstep.launcher.other_hosts import Elsewhere
-from evenstep.launcher.verdict import describe_exit, exit_status
-from evenstep.launcher.watch import Hang
+from evenstep.health.first_failure import CrashReport, Exit, choose_root_cause, printable
+from evenstep.health.heartbeat import Heartbeat
+from evenstep.launcher.failure.detection import Hang
+from evenstep.launcher.failure.policy import describe_exit, exit_status
 
 # As a `CollectiveTimeoutError` of ours names the ranks that it has waited for.
 _MISSING = re.compile(r"Missing: (rank \d+ \([^)]*\)(?:, rank \d+ \([^)]*\))*)")
@@ -29,39 +28,54 @@ _UNEVEN = (
 
 
 @dataclass(frozen=True)
+class RemoteFailure:
+    """The first failure on another node, as far as this one knows.
+
+    Attributes:
+        text: For people.
+        status: The status with which the run ends because of it.
+        state: Where the root cause was, and which ranks waited; "" where that isn't known.
+    """
+
+    text: str
+    status: int
+    state: str = ""
+
+
+@dataclass(frozen=True)
 class Failure:
     """One attempt that failed.
 
     Attributes:
         attempt: 0 for the first.
-        culprit: Who began it, or who first noticed.
-        report: The culprit's own account, if it left one.
-        only_witnesses: Everybody on this host only lost somebody: who left without a word, hangs, or is elsewhere.
-        exits: How the ranks of this host ended.
-        reports: What they told.
-        hang: Who was stopped for too long, and was killed for it.
-        elsewhere: What another host told, or that it is lost: the cause, then.
-        stacks: Of ranks that told nothing and still ran at the end: where they were.
-        pages: What the ranks' progress pages said when the failure was noticed.
-        on_other_hosts: What the ranks there did at the time, a line for each host, as it last told.
+        root_cause: The rank that failed first or, after secondary failures only, the first to notice.
+        report: That rank's own report, if it left one.
+        only_secondary: Ranks of this node only lost a peer, which left silently, hangs, or is on another node.
+        exits: How the ranks of this node ended.
+        reports: What they reported.
+        hang: A rank that was given up and killed.
+        remote_failure: What another node published, or that it is lost: that is then the cause.
+        stacks: Stacks of ranks that reported nothing and still ran at the end.
+        pages: The ranks' heartbeat pages when the failure was noticed.
+        on_other_nodes: What the ranks there did at the time, a line for each node, from its last heartbeat.
         resident_bytes: How much memory each rank held when it was last looked at.
         num_memory_kills: Processes that the kernel killed for memory meanwhile; None where it doesn't say.
         noticed_ns: When (monotonic).
-        saves: There was a `Checkpointer`, on this host or another.
-        saved_step: The step of the last checkpoint that this attempt has committed, on any host; None: none.
+        saves: There was a `Checkpointer`, on this node or another.
+        saved_step: The step of the last checkpoint that this attempt has committed, on any node; None: none.
     """
 
     attempt: int
-    culprit: Exit
+    root_cause: Exit
     report: CrashReport | None
-    only_witnesses: bool = False
+    only_secondary: bool = False
     exits: tuple[Exit, ...] = ()
     reports: tuple[CrashReport, ...] = ()
     hang: Hang | None = None
-    elsewhere: Elsewhere | None = None
+    remote_failure: RemoteFailure | None = None
     stacks: Mapping[int, str] = field(default_factory=dict)
-    pages: Mapping[int, Seen] = field(default_factory=dict)
-    on_other_hosts: Sequence[str] = ()
+    pages: Mapping[int, Heartbeat] = field(default_factory=dict)
+    on_other_nodes: Sequence[str] = ()
     resident_bytes: Mapping[int, int] = field(default_factory=dict)
     num_memory_kills: int | None = None
     noticed_ns: int = 0
@@ -70,75 +84,79 @@ class Failure:
 
 
 def judge(exits: Sequence[Exit], reports: Sequence[CrashReport], *, attempt: int) -> Failure | None:
-    """Who began it; None if nobody failed."""
-    culprit = choose_culprit(exits, reports)
-    if culprit is None:
+    """The failure with its root cause; None if no rank failed."""
+    root_cause = choose_root_cause(exits, reports)
+    if root_cause is None:
         return None
-    report = next((report for report in reports if report.rank == culprit.rank), None)
-    only_witnesses = report is not None and report.is_consequence
-    return Failure(attempt, culprit, report, only_witnesses, tuple(exits), tuple(reports))
+    report = next((report for report in reports if report.rank == root_cause.rank), None)
+    only_secondary = report is not None and report.is_consequence
+    return Failure(attempt, root_cause, report, only_secondary, tuple(exits), tuple(reports))
 
 
 def status_of(failure: Failure) -> int:
     """The status with which the run ends. Pure.
 
-    The culprit's own; 72 if a rank left early and the others only lost it; 71 if one was given up; 76 if all that is
-    known is that somebody was lost.
+    The root cause's own; 72 if a rank left early and the others only lost it; 71 if one was given up; 76 if all that
+    is known is that a peer was lost.
     """
-    if failure.elsewhere is not None:
-        return failure.elsewhere.status
+    if failure.remote_failure is not None:
+        return failure.remote_failure.status
     if failure.hang is not None:
         return CollectiveTimeoutError.exit_code
-    if failure.only_witnesses:
+    if failure.only_secondary:
         if _left(failure):
             return MismatchError.exit_code
-        if failure.culprit.exit_code == 1:  # torch's own errors, of Gloo or NCCL
+        if failure.root_cause.exit_code == 1:  # torch's own errors, of Gloo or NCCL
             return PeerLostError.exit_code
-    return exit_status(failure.culprit.exit_code)
+    return exit_status(failure.root_cause.exit_code)
 
 
-def tell(
+def describe_failure(
     failure: Failure,
     *,
     run: str = "",
-    num_hosts: int = 1,
+    num_nodes: int = 1,
     log: str = "",
     log_tail: str = "",
     other_logs: Path | None = None,
+    kept_logs: str = "",
     saved_step: int | None = None,
 ) -> str:
-    """The text for the screen.
+    """The text that the launcher prints.
 
     Args:
         failure: What happened.
         run: Which run, attempt and host; "": not said.
-        num_hosts: Hosts of the run; the failure is that of one of them.
-        log: The culprit's log file; "" if it wrote to the terminal.
+        num_nodes: Nodes of the run; the failure is that of one of them.
+        log: The root cause's log file; "" if it wrote to the terminal.
         log_tail: The last lines of that file.
         other_logs: Directory of the logs; None if there is nothing in it to look at.
+        kept_logs: What to say of those of other runs; "": nothing.
         saved_step: Of the run's newest checkpoint; None: none that is known of.
     """
-    culprit, report = failure.culprit, failure.report
-    who = f"rank {culprit.rank} (pid {culprit.pid})"
+    root_cause, report = failure.root_cause, failure.report
+    who = f"rank {root_cause.rank} (pid {root_cause.pid})"
     lines = [f"evenstep: {run}: {state}"] if run and (state := state_of(failure)) else []
     if run:
-        lines += [f"evenstep: at that time, {each}" for each in failure.on_other_hosts]
+        lines += [f"evenstep: at that time, {each}" for each in failure.on_other_nodes]
     if other_logs is not None:
         lines.append(f"evenstep: output of the other ranks: {other_logs}")
+    if kept_logs:
+        lines.append(f"evenstep: {kept_logs}")
     if saved_step is not None:
         lines.append(f"evenstep: the newest checkpoint is that of step {saved_step}")
     for rank, stack in sorted(failure.stacks.items()):
-        if stack and (failure.only_witnesses or (failure.hang is not None and failure.hang.rank == rank)):
+        if stack and (failure.only_secondary or (failure.hang is not None and failure.hang.rank == rank)):
             lines += [f"evenstep: rank {rank} was here:", printable(stack)]
-    if failure.elsewhere is not None:
-        lines.append(f"evenstep: {failure.elsewhere.text}. The ranks of this host were stopped")
+    if failure.remote_failure is not None:
+        lines.append(f"evenstep: {failure.remote_failure.text}. The ranks of this node were stopped")
     elif failure.hang is not None:
         lines.append(f"evenstep: {failure.hang.verdict}")
     elif report is None:
         if log_tail:
-            lines += [f"evenstep: the last lines of rank {culprit.rank} ({log}):", log_tail]
+            lines += [f"evenstep: the last lines of rank {root_cause.rank} ({log}):", log_tail]
         lines.append(
-            f"evenstep: {who} {describe_exit(culprit.exit_code, guess=False)}{_memory(failure)}{_place(failure)}"
+            f"evenstep: {who} {describe_exit(root_cause.exit_code, guess=False)}{_memory(failure)}{_place(failure)}"
         )
     elif not report.traceback or report.traceback.startswith(report.summary):
         # A user's mistake: its message says it all, and must not be said twice.
@@ -146,22 +164,22 @@ def tell(
     else:
         summary = (report.summary.splitlines() or [""])[0]
         verdict = [f"{who} failed: {summary}"]
-        if failure.only_witnesses:
-            if num_hosts > 1:
-                hint = "the ranks of this host only lost another one; see the other hosts, or the traceback."
+        if failure.only_secondary:
+            if num_nodes > 1:
+                hint = "the ranks of this node only lost another one; see the other nodes, or the traceback."
                 lines.append(f"evenstep: {hint}")
-            verdict = _blame_the_silent(failure) or [*_still_running(failure), *verdict]
+            verdict = _name_the_missing(failure) or [*_still_running(failure), *verdict]
         lines += [report.traceback, *(f"evenstep: {line}" for line in verdict)]
     return "\n".join(lines)
 
 
-def in_short(failure: Failure) -> str:
-    """The verdict in one line, for other hosts. Pure."""
-    return tell(failure).splitlines()[-1].removeprefix("evenstep: ")
+def summary_of(failure: Failure) -> str:
+    """The verdict in one line, for other nodes. Pure."""
+    return describe_failure(failure).splitlines()[-1].removeprefix("evenstep: ")
 
 
-def _blame_the_silent(failure: Failure) -> list[str]:
-    """Of those who told nothing, who was waited for; nothing if that can't be known."""
+def _name_the_missing(failure: Failure) -> list[str]:
+    """Lines on the silent ranks for which others waited; empty if that can't be known."""
     missing_of = {report.rank: _missing(report) for report in failure.reports}
     left = _left(failure)
     if left:
@@ -179,9 +197,9 @@ def _blame_the_silent(failure: Failure) -> list[str]:
     lines = []
     for rank, found in silent.items():
         state = "was suspended (state T)" if found["is_suspended"] else "was still running"
-        how = f"it {state}, and has been stopped" if rank in here else "it is on another host"
+        how = f"it {state}, and has been stopped" if rank in here else "it is on another node"
         if rank in missing_of:
-            how = "it came later, and found nobody"
+            how = "it came later, and found no other rank"
         lines.append(f"rank {rank} (pid {found['pid']}) had not arrived where {waiting} waited; {how}")
     return lines
 
@@ -191,7 +209,7 @@ def _left(failure: Failure) -> list[Exit]:
 
 
 def _steps(failure: Failure, left: Sequence[Exit]) -> str:
-    """How far those who left had come, and how far the others are, as far as their pages say."""
+    """How far the ranks that left had come, and how far the others are, as far as their pages say."""
     gone = {end.rank for end in left}
     ended = [seen for rank, seen in failure.pages.items() if rank in gone]
     others = [seen for rank, seen in failure.pages.items() if rank not in gone]
@@ -203,8 +221,8 @@ def _steps(failure: Failure, left: Sequence[Exit]) -> str:
     return ""
 
 
-def describe_ranks(pages: Mapping[int, Seen | None], *, now_ns: int) -> str:
-    """What the ranks of one host are doing, in a line for others; "" before the first step. Pure.
+def describe_ranks(pages: Mapping[int, Heartbeat | None], *, now_ns: int) -> str:
+    """What the ranks of one node are doing, in a line for others; "" before the first step. Pure.
 
     Those that don't wait come first: they are what others wait for.
     """
@@ -218,12 +236,12 @@ def describe_ranks(pages: Mapping[int, Seen | None], *, now_ns: int) -> str:
 
 
 def state_of(failure: Failure) -> str:
-    """Where the culprit was, and who waited; "" before the first step, or where pages don't say. Pure."""
-    if failure.elsewhere is not None:
-        return failure.elsewhere.state
-    rank = failure.culprit.rank if failure.hang is None else failure.hang.rank
+    """Where the root cause was, and which ranks waited; "" before the first step, or where pages don't say. Pure."""
+    if failure.remote_failure is not None:
+        return failure.remote_failure.state
+    rank = failure.root_cause.rank if failure.hang is None else failure.hang.rank
     seen = failure.pages.get(rank)
-    if failure.only_witnesses or seen is None or not (seen.step or seen.collective):
+    if failure.only_secondary or seen is None or not (seen.step or seen.collective):
         return ""
     bucket = "" if seen.bucket is None else f", bucket {seen.bucket} sent last"
     since = {
@@ -239,19 +257,19 @@ def state_of(failure: Failure) -> str:
 
 
 def _place(failure: Failure) -> str:
-    seen = failure.pages.get(failure.culprit.rank)
+    seen = failure.pages.get(failure.root_cause.rank)
     return f" {seen}" if seen is not None and (seen.step or seen.collective) else ""
 
 
 def _memory(failure: Failure) -> str:
-    """After SIGKILL: whether it was for memory, and who held how much."""
-    if failure.culprit.exit_code != -signal.SIGKILL:
+    """After SIGKILL: whether it was for memory, and how much each rank held."""
+    if failure.root_cause.exit_code != -signal.SIGKILL:
         return ""
-    why = ": out of memory, or killed by somebody"
+    why = ": out of memory, or killed from outside"
     if failure.num_memory_kills is not None:
-        why = ": out of memory" if failure.num_memory_kills else " (by somebody: the kernel killed none for memory)"
+        why = ": out of memory" if failure.num_memory_kills else " (from outside: the kernel killed none for memory)"
     sizes = dict(failure.resident_bytes)
-    own = sizes.pop(failure.culprit.rank, None)
+    own = sizes.pop(failure.root_cause.rank, None)
     if own is None or why.startswith(" ("):
         return why
     others = f", the other ranks up to {_gib(max(sizes.values()))}" if sizes else ""
@@ -263,15 +281,15 @@ def _gib(num_bytes: int) -> str:
 
 
 def _still_running(failure: Failure) -> list[str]:
-    witnesses = {report.rank for report in failure.reports}
-    running = [end for end in failure.exits if end.stopped_by_launcher and end.rank not in witnesses]
+    reporting = {report.rank for report in failure.reports}
+    running = [end for end in failure.exits if end.stopped_by_launcher and end.rank not in reporting]
     was, has = ("was", "has") if len(running) == 1 else ("were", "have")
-    story = f"{was} still running, had told of no error, and {has} been stopped"
+    story = f"{was} still running, had reported no error, and {has} been stopped"
     return [f"{_named(running)} {story}"] if running else []
 
 
 def _missing(report: CrashReport) -> dict[int, re.Match[str]]:
-    """The ranks that a witness has waited for in vain, as far as it says so."""
+    """The ranks for which a secondary failure has waited in vain, as far as its message names them."""
     named = _MISSING.search(report.summary)
     return {int(found["rank"]): found for found in _MISSING_RANK.finditer(named[1])} if named else {}
 

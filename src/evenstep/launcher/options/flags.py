@@ -20,7 +20,7 @@ Start a training script on several ranks: on this host, or, with --nnodes, on se
 Every flag of torchrun is understood, with dashes or underscores, and so are its PET_* variables.
 
 Rank 0 writes to the terminal. The other ranks write to files, which are kept when something fails. When a rank
-fails, the others are stopped, the culprit's traceback is the last thing on the screen, and its exit status is ours."""
+fails, the others are stopped, its traceback is the last thing on the screen, and its exit status is ours."""
 
 _EPILOG = """\
 examples:
@@ -67,7 +67,9 @@ _HELP = {
 }
 
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 5
-_CHECK = "evenstep.about.check"
+# Names of the rendezvous in `launcher.elastic.rendezvous`.
+ONE_NODE, FIXED_NODES = "evenstep", "evenstep-nodes"
+_CHECK = "evenstep.preflight.rank_check"
 _LAUNCHERS_ALONE = (
     "--nproc-per-node",
     "--nnodes",
@@ -79,7 +81,9 @@ _LAUNCHERS_ALONE = (
     "--threads-per-rank",
     "--all-ranks",
     "--stopped-grace",
+    "--name-after",
     "--cold-start",
+    "--keep-logs",
 )
 
 
@@ -125,7 +129,17 @@ def make_parser() -> ArgumentParser:
         help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71. Default: 30.",
     )
     ours.add_argument(
-        "--budget",
+        "--name-after",
+        "--name_after",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="When ranks have waited for so long for one that doesn't come, or for ten steps if these take longer, "
+        "print which rank it is, with its stack. Nothing is ended for that. Default: 10; inf: never.",
+    )
+    ours.add_argument(
+        "--phase-timeout",
+        "--phase_timeout",
         default="",
         metavar="PHASE=S,...",
         help="How long a rank may stay in a phase while others wait for it, before the run is ended with status 71: "
@@ -137,6 +151,14 @@ def make_parser() -> ArgumentParser:
         action="store_true",
         help="Start every rank as a new python, and not as a copy of one that has imported torch: slower, and for "
         "libraries that don't like to be forked.",
+    )
+    ours.add_argument(
+        "--keep-logs",
+        "--keep_logs",
+        type=float,
+        metavar="DAYS",
+        help="At the start, remove log folders of runs that have ended, if nothing was written there for so many days. "
+        "Default: 14 in the temporary folder, where only runs that failed leave theirs; in --log-dir all are kept.",
     )
     ours.add_argument(
         "--check",
@@ -162,7 +184,7 @@ def make_parser() -> ArgumentParser:
 def _torchruns_parser() -> ArgumentParser:
     """torchrun's parser as torch 2.13 makes it, whatever torch this is.
 
-    torch 2.11's takes port 29500 where none was asked for, which a second run on the host would find taken, and has no
+    torch 2.11's takes port 29500 where none is given, which a second run on the host would find taken, and has no
     shutdown timeout.
     """
     parser: ArgumentParser = get_args_parser()
@@ -209,7 +231,7 @@ def behind_the_script(args: Namespace, arguments: Sequence[str]) -> str | None:
 
     Args:
         args: What `parse` made.
-        arguments: Of what. Where there is a `--`, somebody has told apart what is whose.
+        arguments: Of the command line. A `--` separates the launcher's from the script's: nothing is looked for then.
     """
     for given in () if "--" in arguments else args.training_script_args:
         if given.startswith("--") and given.partition("=")[0].replace("_", "-") in _LAUNCHERS_ALONE:
@@ -224,6 +246,7 @@ def validated(args: Namespace) -> Namespace:
         ConfigurationError: One doesn't.
     """
     checks.number("--stopped-grace", args.stopped_grace, least=0, finite=False)
+    checks.number("--name-after", args.name_after, above=0, finite=False)
     checks.number("--monitor-interval", args.monitor_interval, above=0)
     checks.whole("--max-restarts", args.max_restarts, least=0)
     if args.shutdown_timeout is not None:
@@ -258,7 +281,7 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
 
 
 def placed_by(task: tuple[int, str, int] | None, args: Namespace, arguments: Sequence[str]) -> Namespace:
-    """The same arguments, with the meeting place that another launcher's variables give, unless the user named one.
+    """The same arguments, with the rendezvous that another launcher's variables give, unless the user named one.
 
     Pure.
 
@@ -284,7 +307,7 @@ def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespac
         "module": False,
         "no_python": False,
         "run_path": False,
-        "training_script": str(Path(__file__).with_name("start_worker.py")),
+        "training_script": str(Path(__file__).parents[1] / "spawn" / "start_worker.py"),
         "training_script_args": [str(parent_pid), kind, args.training_script, *args.training_script_args],
         # torchelastic's own log files are not used, and must not be made.
         "redirects": "0",
@@ -296,13 +319,13 @@ def for_workers(args: Namespace, *, num_ranks: int, parent_pid: int) -> Namespac
 
 
 def on_one_host(args: Namespace) -> Namespace:
-    """The same arguments, with the ranks meeting inside this host if nothing asks for another way. Pure."""
+    """The same arguments, with our one-node rendezvous unless a flag names another. Pure."""
     _, most = num_nodes(args)
     if most > 1 or args.rdzv_backend not in ("static", "c10d"):
         return args
     port = fixed_port(args)
     changed = {
-        "rdzv_backend": "evenstep",
+        "rdzv_backend": ONE_NODE,
         "rdzv_conf": "",
         "rdzv_endpoint": "" if port is None else f"localhost:{port}",
     }
@@ -310,27 +333,27 @@ def on_one_host(args: Namespace) -> Namespace:
 
 
 def on_several_hosts(args: Namespace, *, own_address: str | None, keeps_store: bool = False) -> Namespace:
-    """The same arguments for a run on several hosts, with our rendezvous where each host was told its number. Pure.
+    """The same arguments for several nodes, with our rendezvous where each node has a `--node-rank`. Pure.
 
     Args:
         args: The arguments.
-        own_address: This host's address on the way to the meeting place; None: torch resolves this host's name.
-        keeps_store: The meeting place is an address of this host (and not loopback, where several could have it).
+        own_address: This node's address on the way to the rendezvous; None: torch resolves this host's name.
+        keeps_store: The rendezvous is at an address of this node (and not loopback, which every node has).
     """
     fewest, most = num_nodes(args)
     changed: dict[str, object] = {} if args.local_addr else {"local_addr": own_address}
     if fewest == most and args.rdzv_backend == "static":
         conf = ",".join(filter(None, [args.rdzv_conf, f"rank={args.node_rank}"]))
         endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
-        changed |= {"rdzv_backend": "evenstep-hosts", "rdzv_conf": conf, "rdzv_endpoint": endpoint}
+        changed |= {"rdzv_backend": FIXED_NODES, "rdzv_conf": conf, "rdzv_endpoint": endpoint}
     elif args.rdzv_backend == "c10d" and keeps_store and "is_host" not in args.rdzv_conf:
         # torch compares the endpoint with what this host's name means, which is another address where it has several.
         changed["rdzv_conf"] = ",".join(filter(None, [args.rdzv_conf, "is_host=1"]))
     return Namespace(**{**vars(args), **changed})
 
 
-def meeting_place(args: Namespace) -> tuple[str, int]:
-    """Host and port at which the hosts meet. Pure."""
+def rendezvous_endpoint(args: Namespace) -> tuple[str, int]:
+    """Address and port of the rendezvous of several nodes. Pure."""
     host, _, port = args.rdzv_endpoint.rpartition(":")
     if host and port.isdigit():
         return host.strip("[]"), int(port)
@@ -338,7 +361,7 @@ def meeting_place(args: Namespace) -> tuple[str, int]:
 
 
 def fixed_port(args: Namespace) -> int | None:
-    """The port at which the ranks of a script are told to meet; None if the system may choose. Pure."""
+    """The user's port for the rendezvous of the ranks; None if the system may choose. Pure."""
     if args.standalone or args.rdzv_backend != "static":
         return None
     host, _, port = args.rdzv_endpoint.rpartition(":")

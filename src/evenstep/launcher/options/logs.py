@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
+import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -12,19 +15,20 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 
 from evenstep.errors import ConfigurationError
+from evenstep.processes import state_and_start
 
 _TERMINAL = ""  # torchelastic's word for "inherited"
 PREFIX = "[rank ${rank}] "
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the command line says about output, in torchelastic's terms, by local rank.
+class OutputChoices:
+    """The command line's choices about output, in torchelastic's terms, by local rank.
 
     Attributes:
         redirects: Streams of rank 0 that go to a file instead of the terminal.
         tee: Streams of other ranks that are shown on the terminal too.
-        shown: The only ranks to be shown on the terminal; None: no such wish.
+        shown: The only ranks to be shown on the terminal; None: no such choice.
     """
 
     redirects: Std | dict[int, Std] = Std.NONE
@@ -32,7 +36,7 @@ class Wishes:
     shown: frozenset[int] | None = None
 
     @classmethod
-    def parse(cls, *, redirects: str, tee: str, local_ranks_filter: str) -> Wishes:
+    def parse(cls, *, redirects: str, tee: str, local_ranks_filter: str) -> OutputChoices:
         """From the flags' texts.
 
         Raises:
@@ -54,7 +58,7 @@ class Wishes:
         return cls(redirects=streams("--redirects", redirects), tee=streams("--tee", tee), shown=shown)
 
     def validate_ranks(self, num_ranks: int) -> None:
-        """See that every rank that is named exists: output that nobody writes would be missed without a word.
+        """Check that every rank that is named exists: its output would be missing silently.
 
         Args:
             num_ranks: Ranks of this host.
@@ -63,15 +67,28 @@ class Wishes:
             ConfigurationError: One of them doesn't.
         """
         there_are = {1: "is 0", 2: "are 0 and 1"}.get(num_ranks, f"are 0 to {num_ranks - 1}")
-        wished: Mapping[str, dict[int, str]] = {
+        chosen: Mapping[str, dict[int, str]] = {
             "--local-ranks-filter": {rank: str(rank) for rank in sorted(self.shown or ())},
             "--tee": {rank: f"{rank}:{std.value}" for rank, std in _by_rank(self.tee).items()},
             "--redirects": {rank: f"{rank}:{std.value}" for rank, std in _by_rank(self.redirects).items()},
         }
-        for flag, by_rank in wished.items():
+        for flag, by_rank in chosen.items():
             missing = [text for rank, text in by_rank.items() if not 0 <= rank < num_ranks]
             if missing:
                 raise ConfigurationError(f"{flag} {','.join(missing)}: no such rank on this host; there {there_are}.")
+
+
+_TEMPORARY_LOGS = "evenstep-logs-"
+# What `make_log_directory` makes; both have the launcher's pid.
+_TEMPORARY_NAME = re.compile(_TEMPORARY_LOGS + r"(?P<pid>\d+)-\w+")
+_NAME = re.compile(r"\d{8}-\d{6}-(?P<pid>\d+)")
+_FILES = ("rank-*.log", "filtered_std*.log")
+_KEEP_DAYS = 14.0
+
+
+def name_of_run(log_directory: Path) -> str:
+    """The run to which a directory of `make_log_directory` belongs."""
+    return log_directory.name.removeprefix(_TEMPORARY_LOGS)
 
 
 def make_log_directory(log_dir: str | None) -> Path:
@@ -82,7 +99,7 @@ def make_log_directory(log_dir: str | None) -> Path:
     """
     try:
         if log_dir is None:
-            return Path(tempfile.mkdtemp(prefix="evenstep-logs-"))
+            return Path(tempfile.mkdtemp(prefix=f"{_TEMPORARY_LOGS}{os.getpid()}-"))
         directory = Path(log_dir).absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -91,6 +108,79 @@ def make_log_directory(log_dir: str | None) -> Path:
             f"{where}: {error.strerror}. Name a directory that can be made, or written to, with --log-dir."
         ) from None
     return directory
+
+
+def choose_keep_days(keep: float | None, *, log_dir: str | None) -> float:
+    """How many days logs of earlier runs are kept; infinity: for good. Pure.
+
+    Args:
+        keep: What `--keep-logs` says; None: `_KEEP_DAYS` in the temporary directory, and for good in the user's own.
+        log_dir: What `--log-dir` says.
+
+    Raises:
+        ConfigurationError: It is no number of days.
+    """
+    if keep is None:
+        return _KEEP_DAYS if log_dir is None else math.inf
+    if not keep >= 0:  # nor a NaN
+        raise ConfigurationError(f"--keep-logs {keep:g}: a number of days, at least 0, or inf to keep all logs.")
+    return keep
+
+
+def remove_old_logs(log_dir: str | None, *, days: float, keep: Path, now: float | None = None) -> None:
+    """Remove the log directories of earlier runs in which nothing was written for some days.
+
+    Only those of runs that have ended, and in them only files of ours: what else lies there stays, with its directory.
+
+    Args:
+        log_dir: As for `make_log_directory`.
+        days: See `choose_keep_days`.
+        keep: This run's own.
+        now: Seconds since the epoch; None: now.
+    """
+    if math.isinf(days):
+        return
+    oldest = (time.time() if now is None else now) - days * 86_400
+    for directory in _log_directories(log_dir):
+        with contextlib.suppress(OSError):
+            if directory == keep or _launcher_runs(directory):
+                continue
+            files = [file for pattern in _FILES for file in directory.glob(pattern)]
+            if max(path.stat().st_mtime for path in (directory, *files)) < oldest:
+                for file in files:
+                    file.unlink()
+                directory.rmdir()
+
+
+def describe_kept_logs(log_dir: str | None, *, keep: float | None) -> str:
+    """How many log directories there are, and how long they stay; "" if there is one. For people."""
+    count, days = len(_log_directories(log_dir)), choose_keep_days(keep, log_dir=log_dir)
+    if count < 2:
+        return ""
+    where = tempfile.gettempdir() if log_dir is None else log_dir
+    stay = "all are kept" if math.isinf(days) else f"what is {days:g} days old goes when a run starts"
+    return f"{where} has {count} such folders; {stay} (--keep-logs DAYS)"
+
+
+def _log_directories(log_dir: str | None) -> list[Path]:
+    """This user's log directories there."""
+    root, name = (
+        (Path(tempfile.gettempdir()), _TEMPORARY_NAME) if log_dir is None else (Path(log_dir).absolute(), _NAME)
+    )
+    found = []
+    with contextlib.suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        found.append(Path(entry.path))
+    return found
+
+
+def _launcher_runs(log_directory: Path) -> bool:
+    """Whether a process has the number of the launcher that made a directory."""
+    found = _TEMPORARY_NAME.fullmatch(log_directory.name) or _NAME.fullmatch(log_directory.name)
+    return found is not None and state_and_start(int(found["pid"])) != ("", 0)
 
 
 @dataclass(frozen=True)
@@ -102,19 +192,21 @@ class Destination:
     tee: Std
 
 
-def plan_destination(wishes: Wishes, *, local_rank: int, rank: int, directory: Path, attempt: int = 0) -> Destination:
+def plan_destination(
+    choices: OutputChoices, *, local_rank: int, rank: int, directory: Path, attempt: int = 0
+) -> Destination:
     """Where one rank writes. Pure.
 
     Both streams go to one file, in the order in which they were written, unless just one of them is to be shown.
     """
-    is_shown = wishes.shown is None or local_rank in wishes.shown
+    is_shown = choices.shown is None or local_rank in choices.shown
     if rank == 0:
-        to_file = Std.ALL if not is_shown else _of(wishes.redirects, local_rank)
+        to_file = Std.ALL if not is_shown else _of(choices.redirects, local_rank)
         tee = Std.NONE
     else:
         to_file = Std.ALL
-        tee = _of(wishes.tee, local_rank)
-        if wishes.shown is not None:
+        tee = _of(choices.tee, local_rank)
+        if choices.shown is not None:
             tee = Std.ALL if is_shown else Std.NONE
     stem = str(directory / (f"rank-{rank}" + (f".attempt-{attempt}" if attempt else "")))
     if to_file == Std.ALL and tee in (Std.NONE, Std.ALL):
@@ -130,14 +222,14 @@ class RankLogs(LogsSpecs):
     """torchelastic's question where output goes, answered by `plan_destination`.
 
     Args:
-        wishes: What the command line says.
+        choices: Of the command line.
         log_directory: Of this run.
         run_directory: Private; torchelastic's own error files go there.
     """
 
-    def __init__(self, wishes: Wishes, log_directory: Path, run_directory: Path) -> None:
+    def __init__(self, choices: OutputChoices, log_directory: Path, run_directory: Path) -> None:
         super().__init__(log_dir=str(log_directory))
-        self._wishes = wishes
+        self._choices = choices
         self._directory = log_directory
         self._run_directory = run_directory
         self._last = -1
@@ -161,7 +253,7 @@ class RankLogs(LogsSpecs):
         for local_rank, variables in envs.items():
             rank, attempt = int(variables["RANK"]), int(variables["TORCHELASTIC_RESTART_COUNT"])
             plan = plan_destination(
-                self._wishes, local_rank=local_rank, rank=rank, directory=self._directory, attempt=self._last
+                self._choices, local_rank=local_rank, rank=rank, directory=self._directory, attempt=self._last
             )
             self.destinations[rank] = plan
             dest.stdouts[local_rank], dest.stderrs[local_rank] = plan.stdout, plan.stderr

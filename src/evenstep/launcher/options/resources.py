@@ -1,4 +1,4 @@
-"""How many ranks, and how many threads each: from what the host has and what the user asked for."""
+"""How many ranks a node runs, and how many threads each, from its hardware and the user's flags."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from evenstep.control_groups import cpu_limit
 from evenstep.device import choose_device
 from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
@@ -44,8 +45,8 @@ def plan_ranks(
     Args:
         nproc: A number, "auto" (GPUs if there are any, else physical cores divided by the threads per rank), "gpu",
             or "cpu" (a rank per logical CPU, as torchrun has it).
-        host: What there is.
-        threads_per_rank: What the user asked for; None: what `OMP_NUM_THREADS` says, else what fits.
+        host: The hardware of this node.
+        threads_per_rank: The user's number; None: `OMP_NUM_THREADS`, else as many as fit.
         device: What `--device` says; None: GPUs if there are any.
         openmp_threads: What `OMP_NUM_THREADS` says.
 
@@ -108,7 +109,7 @@ def look_at_host() -> Host:
 
 
 def count_cores() -> int:
-    """Physical cores that this process may use: its affinity, and its share of CPU time in a container."""
+    """Physical cores that this process may use: its affinity, and what its control groups limit it to."""
     if sys.platform != "linux":
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)
@@ -117,14 +118,10 @@ def count_cores() -> int:
     for cpu in sorted(allowed):
         file = topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"
         siblings.append(file.read_text().strip() if file.exists() else str(cpu))
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    return cores_within(siblings, quota.read_text() if quota.exists() else "")
+    return cores_within(siblings, cpu_limit())
 
 
-def cores_within(siblings: Iterable[str], cpu_max: str) -> int:
-    """Physical cores, from the sibling list of each allowed CPU and the text of cgroup's `cpu.max`. Pure."""
+def cores_within(siblings: Iterable[str], limit: float | None) -> int:
+    """Physical cores, from the sibling list of each allowed CPU, and what control groups limit them to. Pure."""
     cores = len(set(siblings))
-    limit, _, period = cpu_max.strip().partition(" ")
-    if limit.isdigit() and period.isdigit() and int(period) > 0:
-        cores = min(cores, math.ceil(int(limit) / int(period)))
-    return max(1, cores)
+    return max(1, cores if limit is None else min(cores, math.ceil(limit)))

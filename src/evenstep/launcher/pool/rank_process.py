@@ -1,4 +1,4 @@
-"""The child's side of a `RankGroup`: what runs in each of its processes, and what is said over the pipe."""
+"""The child's side of a `RankGroup`: what runs in each of its processes, and the messages on the pipe."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 
 from evenstep import environment
 from evenstep.errors import EvenstepError
-from evenstep.health.blame import CrashReport
-from evenstep.health.last_words import describe
-from evenstep.launcher.lifeline import die_with_parent
-from evenstep.launcher.remote import pack_exception, pack_result, unpack_call
+from evenstep.health.excepthook import describe
+from evenstep.health.first_failure import CrashReport
+from evenstep.launcher.pool.remote import pack_exception, pack_result, unpack_call
+from evenstep.launcher.spawn.start_worker import die_with_parent
 
 STACK_SIGNAL = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a rank is told once, when its process starts."""
+    """What a rank receives once, when its process starts."""
 
     rank: int
     parent_pid: int
@@ -34,7 +34,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Task:
-    """One call, and the private directory in which the ranks meet for it."""
+    """One call, and the private directory of its rendezvous."""
 
     call: bytes
     run_directory: Path
@@ -43,7 +43,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Succeeded:
-    """A rank's answer: the packed result; None if nobody wants it."""
+    """A rank's answer: the packed result; None if the parent doesn't want it."""
 
     result: bytes | None
 
@@ -59,7 +59,7 @@ class Failed:
 def serve(connection: Connection, setup: Setup) -> None:
     """Run one task after the other until the parent closes the pipe, or one fails."""
     die_with_parent(setup.parent_pid)
-    # Ignored from the start, and no longer blocked: a task may choose to hear it.
+    # Ignored from the start, and no longer blocked: a task may choose to handle it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A spawned process would spawn in its turn, and a loader's workers take seconds to start instead of milliseconds.
     multiprocessing.set_start_method(None, force=True)
@@ -79,7 +79,7 @@ def serve(connection: Connection, setup: Setup) -> None:
             except OSError:
                 return
             if isinstance(answer, Failed):
-                # Only now may sockets close: peers that see them break tell of it after this rank has.
+                # Only now may sockets close: peers that see them break report after this rank.
                 raise SystemExit(answer.report.exit_code)
 
 

@@ -1,7 +1,7 @@
 """A group of rank processes on this host that run functions: one after the other, on all ranks at once.
 
 RankGroup(2)     two processes are started and wait
-run(fn, args)    each rank calls fn(*args); the results come back, or the culprit's exception is raised
+run(fn, args)    each rank calls fn(*args); the results come back, or the first failure's exception is raised
 run(...)         the same processes again
 close()          they end; a failed task ends them too
 
@@ -18,9 +18,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,16 +26,17 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 from evenstep import environment
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError, UsageError
-from evenstep.health.blame import CrashReport, Exit, choose_culprit, read_reports
-from evenstep.launcher.rank_process import STACK_SIGNAL, Failed, Setup, Succeeded, Task, serve
-from evenstep.launcher.remote import pack_call
-from evenstep.launcher.verdict import StopPolicy, describe_exit, is_evident
-from evenstep.network import Reservation
+from evenstep.health.first_failure import CrashReport, Exit, choose_root_cause, read_reports
+from evenstep.launcher.failure.policy import StopPolicy, describe_exit, is_evident
+from evenstep.launcher.pool.rank_process import STACK_SIGNAL, Failed, Setup, Succeeded, Task, serve
+from evenstep.launcher.pool.remote import pack_call
+from evenstep.launcher.spawn.child import keep_ended_children
+from evenstep.network import LOOPBACK, Reservation
+from evenstep.temporary import make_directory, remove_directory
 
 # A signal that comes just before the parent sleeps is noted and doesn't wake it: an interrupt would count only when a
 # rank answers. So it sleeps in short stretches.
@@ -100,7 +99,8 @@ class RankGroup:
         self._num_tasks = 0
         self._is_closed = False
         self._pid = os.getpid()
-        self._directory = Path(tempfile.mkdtemp(prefix="evenstep-"))  # mode 0700
+        self._restore_signals = keep_ended_children()
+        self._directory = make_directory("launch")
         self._port = Reservation()
         # Before multiprocessing's own exit handler, which would wait for the ranks for ever.
         atexit.register(self.close)
@@ -109,7 +109,7 @@ class RankGroup:
                 for rank in range(num_ranks):
                     self._ranks.append(self._start(rank, num_threads, device))
         except BaseException:
-            self._stop()  # they import torch, and would hear of the closed pipe only then
+            self._stop()  # they import torch, and would see the closed pipe only then
             raise
 
     def __repr__(self) -> str:
@@ -168,11 +168,11 @@ class RankGroup:
                     rank.connection.send_bytes(pickle.dumps(task))
             answers = self._await_answers(_Answers(), deadline)
             if answers.failed or answers.died:
-                self._raise_failure(self._await_witnesses(answers))
+                self._raise_failure(self._await_secondary(answers))
             if len(answers.succeeded) < self.num_ranks:
                 raise self._too_late(answers, timeout_s or 0.0)
         except BaseException:
-            # Also a KeyboardInterrupt here: nobody is left behind.
+            # Also a KeyboardInterrupt here: no rank is left behind.
             self._stop()
             raise
         wanted = range(self.num_ranks) if results == "all" else range(1)
@@ -207,10 +207,10 @@ class RankGroup:
         variables |= {
             "OMP_NUM_THREADS": str(num_threads),
             # For functions that call torch's own init_process_group.
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(self._port.port),
         }
-        with environment.exported(variables):
+        with environment.exported({**environment.inherited_settings(), **variables}):
             process.start()
         # Ours must be the only copy of the other end that is left, or its end would never be seen.
         theirs.close()
@@ -219,7 +219,7 @@ class RankGroup:
     # ------------------------------------------------------------------ answers
 
     def _await_answers(self, answers: _Answers, deadline: float | None, *, stop_early: bool = True) -> _Answers:
-        """Collect until everybody has answered or died, somebody has failed, or the deadline has passed."""
+        """Collect until all ranks have answered or died, one has failed, or the deadline has passed."""
         while True:
             known = answers.succeeded.keys() | answers.failed.keys() | answers.died.keys()
             pending = {index: rank for index, rank in enumerate(self._ranks) if index not in known}
@@ -253,8 +253,8 @@ class RankGroup:
             code = rank.process.exitcode
             answers.died[index] = Exit(index, rank.process.pid or 0, 1 if code is None else code)
 
-    def _await_witnesses(self, answers: _Answers) -> _Answers:
-        """After the first failure: let the others end by themselves, longer if the culprit has yet to speak."""
+    def _await_secondary(self, answers: _Answers) -> _Answers:
+        """After the first failure: let the others end by themselves, longer while the root cause is unknown."""
         started = time.monotonic()
         for grace_s in (self._policy.evident_grace_s, self._policy.grace_s):
             self._await_answers(answers, started + grace_s, stop_early=False)
@@ -265,16 +265,16 @@ class RankGroup:
     # ------------------------------------------------------------------ failing
 
     def _raise_failure(self, answers: _Answers) -> None:
-        culprit = choose_culprit(answers.exits, answers.reports) or answers.exits[0]
-        who = f"rank {culprit.rank} (pid {culprit.pid})"
-        failed = answers.failed.get(culprit.rank)
+        root_cause = choose_root_cause(answers.exits, answers.reports) or answers.exits[0]
+        who = f"rank {root_cause.rank} (pid {root_cause.pid})"
+        failed = answers.failed.get(root_cause.rank)
         if failed is None:
-            told = [report for report in read_reports(self._directory) if report.rank == culprit.rank]
-            if told:
+            found = [report for report in read_reports(self._directory) if report.pid == root_cause.pid]
+            if found:
                 # It ended while it imported the script, and has left word why.
-                raise ConfigurationError(told[0].summary.partition(": ")[2])
-            message = f"{who} of {self.num_ranks} {describe_exit(culprit.exit_code)}"
-            raise RankFailedError(message, rank=culprit.rank, exitcode=culprit.exit_code)
+                raise ConfigurationError(found[0].summary.partition(": ")[2])
+            message = f"{who} of {self.num_ranks} {describe_exit(root_cause.exit_code)}"
+            raise RankFailedError(message, rank=root_cause.rank, exitcode=root_cause.exit_code)
         remote = RemoteTraceback(f"on {who} of {self.num_ranks}:\n{failed.report.traceback}")
         error: BaseException | None = None
         if failed.exception is not None:
@@ -282,7 +282,7 @@ class RankGroup:
                 error = pickle.loads(failed.exception)
         if error is None:
             message = f"{who} of {self.num_ranks} failed: {failed.report.summary}"
-            error = RankFailedError(message, rank=culprit.rank, exitcode=culprit.exit_code)
+            error = RankFailedError(message, rank=root_cause.rank, exitcode=root_cause.exit_code)
         if hasattr(error, "add_note"):  # python 3.11 and later
             _, at, where = failed.report.traceback.rpartition("\n  at ")  # of a user's mistake
             error.add_note(f"raised on {who} of {self.num_ranks}" + (f", at {where}" if at else ""))
@@ -306,7 +306,7 @@ class RankGroup:
         )
 
     def _stop(self) -> None:
-        """SIGTERM, then SIGKILL, for whoever is left."""
+        """Send SIGTERM, then SIGKILL, to the ranks that are left."""
         self._is_closed = True
         atexit.unregister(self.close)
         alive = [rank.process for rank in self._ranks if rank.process.is_alive()]
@@ -324,8 +324,9 @@ class RankGroup:
             if not rank.process.is_alive():
                 rank.process.close()
         self._ranks = []
+        self._restore_signals()
         self._port.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        remove_directory(self._directory)
 
 
 def _refuse_while_importing() -> None:
@@ -337,7 +338,7 @@ def _refuse_while_importing() -> None:
             'function, so start them only under `if __name__ == "__main__":`.'
         )
         if placement.run_directory is not None:
-            from evenstep.health.blame import write_report
+            from evenstep.health.first_failure import write_report
 
             write_report(placement.run_directory, CrashReport.of(error, rank=placement.rank, traceback=""))
         # Not the error itself: every rank would print its traceback. The parent raises it, once.
@@ -346,9 +347,9 @@ def _refuse_while_importing() -> None:
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ranks started inside ignore Ctrl-C: the parent hears it, and stops them.
+    """Ranks started inside ignore Ctrl-C: the parent receives it, and stops them.
 
-    One that comes meanwhile is heard at the end: Linux keeps a signal that is blocked, even while it is ignored. The
+    One that comes meanwhile is handled at the end: Linux keeps a signal that is blocked, even while it is ignored. The
     ranks unblock it themselves.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -69,7 +69,7 @@ def pack_exception(error: BaseException) -> bytes | None:
 
 
 def pack_result(value: Any) -> bytes:
-    """A result as bytes; tensors by value, and not through shared memory that somebody would have to free.
+    """A result as bytes; tensors by value, and not through shared memory that the caller would have to free.
 
     Raises:
         TypeError: It can't be sent.

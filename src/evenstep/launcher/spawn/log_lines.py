@@ -7,7 +7,7 @@ import sys
 import time
 from typing import cast
 
-from evenstep.health import page
+from evenstep.health import heartbeat
 
 
 class StampedLines(io.TextIOWrapper):
@@ -29,7 +29,7 @@ class StampedLines(io.TextIOWrapper):
         stamped = []
         for line in text.splitlines(keepends=True):
             if self._is_at_start:
-                stamped.append(stamp(time.time(), self._rank, page.finished_steps()))
+                stamped.append(stamp(time.time(), self._rank, heartbeat.finished_steps()))
             stamped.append(line)
             self._is_at_start = line.endswith("\n")
         super().write("".join(stamped))

@@ -1,4 +1,4 @@
-"""What a copy has to put right to be as a process that python has just started: [Note: copies of a template]."""
+"""Makes a forked rank like a process that python has just started: [Note: ranks forked from a zygote]."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 from evenstep import environment
+from evenstep.compat.c_library.libc import c_library
+from evenstep.processes import stat_fields
 
 _SET_BLAS_THREADS = (
     "openblas_set_num_threads",
@@ -42,7 +44,7 @@ def settle(variables: Mapping[str, str], descriptors: Sequence[int]) -> None:
     sys.stdout = sys.__stdout__ = _unbuffered(1, "<stdout>", sys.__stdout__)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _unbuffered(2, "<stderr>", sys.__stderr__)  # type: ignore[misc]
     _set_threads()
-    # python's own generator is seeded anew by the fork; these would be the same in all copies.
+    # python's own generator is seeded anew by the fork; these would be the same in all ranks.
     torch.default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -86,8 +88,8 @@ def show_as(command: Sequence[str], variables: Mapping[str, str]) -> bool:
     memory = mmap.mmap(-1, sum(map(len, texts)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(b"".join(texts))
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    libc = ctypes.CDLL(None, use_errno=True)
+    fields = stat_fields("self")
+    libc = c_library()
     libc.sbrk.restype = ctypes.c_void_p
     middle = begin + len(texts[0])
     wanted = _MemoryMap(
@@ -103,12 +105,12 @@ def show_as(command: Sequence[str], variables: Mapping[str, str]) -> bool:
     return bool(libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(wanted), ctypes.sizeof(wanted), 0) == 0)
 
 
-def copied_path(path: Sequence[str], package: Path) -> list[str]:
+def search_path(path: Sequence[str], package: Path) -> list[str]:
     """The path on which a rank looks for modules, before its script's directory is put in front.
 
     Args:
         path: The launcher's: its first entry is the launcher's own directory, or the current one.
-        package: Where evenstep is: nobody's path may have it, where `python -m evenstep` has found it beside itself.
+        package: The folder of evenstep, which may be on no path: `python -m` finds it in the current directory.
     """
     rest = list(path[1:])
     spec = importlib.machinery.PathFinder.find_spec(package.name, rest)
@@ -145,9 +147,9 @@ def mapped_files(maps: str) -> set[str]:
 
 
 def set_blas_threads(variables: Mapping[str, str]) -> None:
-    """The same for numpy's OpenBLAS; in the template, before it is copied.
+    """The same for numpy's OpenBLAS; in the zygote, before it forks.
 
-    In a copy OpenBLAS would first start as many threads as there are cores, only to leave most of them idle.
+    In a fork OpenBLAS would first start as many threads as there are cores, only to leave most of them idle.
 
     Args:
         variables: Of the rank.

@@ -24,11 +24,11 @@ import types
 from importlib.abc import InspectLoader
 from pathlib import Path
 
-from evenstep.environment import current_placement, faults_to_inject, is_set, verification_file
+from evenstep.environment import current_placement, faults_to_inject, is_set, rehearsal_file, verification_file
 from evenstep.errors import ConfigurationError
-from evenstep.health import last_words, page
-from evenstep.health.log_lines import stamp_lines
+from evenstep.health import excepthook, heartbeat
 from evenstep.health.steps import count_optimizer_steps
+from evenstep.launcher.spawn.log_lines import stamp_lines
 
 
 def ready_file(run_directory: Path, rank: int, attempt: int) -> Path:
@@ -37,11 +37,12 @@ def ready_file(run_directory: Path, rank: int, attempt: int) -> Path:
 
 
 def stack_file(run_directory: Path, rank: int, attempt: int) -> Path:
-    """Where a rank writes its stacks when it is sent `STACK_SIGNAL`; exists once it hears that."""
+    """Where a rank writes its stacks on `STACK_SIGNAL`; exists once it handles that signal."""
     return run_directory / f"stacks-{attempt}-{rank}"
 
 
-STACK_SIGNAL = signal.SIGUSR2
+# A rank gets it while it runs, too. Scripts and libraries have uses of their own for SIGUSR1 and SIGUSR2.
+STACK_SIGNAL = int(getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 2)) - 2
 _kept: list[object] = []
 
 
@@ -59,7 +60,7 @@ def main(arguments: list[str]) -> None:
     if is_set("EVENSTEP_STAMP_LINES") and all(_is_own_log(descriptor, placement.rank) for descriptor in (1, 2)):
         stamp_lines(placement.rank)
     if placement.run_directory is not None and placement.run_directory.is_dir():
-        page.open_page(page.page_file(placement.run_directory, placement.rank, placement.restart_count))
+        heartbeat.open_page(heartbeat.page_file(placement.run_directory, placement.rank, placement.restart_count))
         # Kept open to the end of the process: faulthandler writes to its number.
         stacks = stack_file(placement.run_directory, placement.rank, placement.restart_count).open("w")
         faulthandler.register(STACK_SIGNAL, file=stacks)
@@ -69,30 +70,38 @@ def main(arguments: list[str]) -> None:
     if faults:
         # By name: nothing of evenstep stands on what is meant for tests.
         importlib.import_module("evenstep.testing.faults").install(faults, rank=placement.rank)
-    verification = verification_file()
-    if verification is not None:
-        # By name: the launcher stands below the room that compares runs.
-        importlib.import_module("evenstep.verify.recorder").install(verification, rank=placement.rank)
-    last_words.install(placement)
-    # What was imported so far stays to the end, and collections needn't look through it.
-    gc.freeze()
-    atexit.register(end_quickly, os.getpid())
-    if kind == "module":
-        _become_module(target, rest)
-    else:
-        become_script(target, rest)
+    with contextlib.ExitStack() as observed:
+        # By name: the launcher stands below the rooms that observe runs.
+        if (verification := verification_file()) is not None:
+            recorder = importlib.import_module("evenstep.verify.recorder")
+            observed.enter_context(recorder.recording(verification, rank=placement.rank))
+        if (plan := rehearsal_file()) is not None:
+            rehearsal = importlib.import_module("evenstep.observe.rehearsal")
+            observed.enter_context(rehearsal.rehearsing(plan, rank=placement.rank))
+        excepthook.install(placement)
+        # What was imported so far stays to the end, and collections needn't look through it.
+        atexit.register(end_quickly, os.getpid(), has_frozen_types=_reports_leaks())
+        gc.freeze()
+        if kind == "module":
+            _become_module(target, rest)
+        else:
+            become_script(target, rest)
 
 
-def end_quickly(pid: int) -> None:
+def end_quickly(pid: int, *, has_frozen_types: bool = False) -> None:
     """Have python end without its last collections, which take half of the time from an error to the end of the run.
 
-    What is still in use by modules is let go of as ever. What isn't is left to the system: cycles of objects, and what
-    they hold, whose `__del__` python doesn't promise to call at its end. A file would be closed then, so what was
+    Objects that modules hold are released as usual. Cycles of objects, and what they hold, are left to the system:
+    python doesn't promise to call their `__del__` at its end. A file would be closed then, so what was
     written to files, and is still in memory, is written out here. The launcher waits for no more than that where a rank
     has failed, so what is registered to be done at the end is done before.
 
+    Where a library reports what python hasn't released, python's own end remains: see `_reports_leaks`.
+
     Args:
         pid: The rank's; a process that the script has forked ends as python does.
+        has_frozen_types: Such a library was imported before the first `gc.freeze()`, as it is in the ranks of a
+            second attempt.
     """
     if os.getpid() != pid:
         return
@@ -103,8 +112,20 @@ def end_quickly(pid: int) -> None:
             with contextlib.suppress(Exception):  # closed, or not of a kind that can be written
                 if stat.S_ISREG(os.fstat(thing.fileno()).st_mode):  # a pipe might wait for its reader
                     thing.flush()
-    gc.freeze()
-    page.mark_done()
+    if not _reports_leaks():
+        gc.freeze()
+    elif has_frozen_types:
+        gc.unfreeze()
+    heartbeat.mark_done()
+
+
+def _reports_leaks() -> bool:
+    """Whether nanobind, with which triton and other libraries are bound to python, is in this process.
+
+    It looks at python's very end for types that weren't released, and prints thirty lines if there are any. Classes are
+    cycles, which only a collection releases, and no collection looks at what is frozen.
+    """
+    return any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type))
 
 
 def _is_own_log(descriptor: int, rank: int) -> bool:

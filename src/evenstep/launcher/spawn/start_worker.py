@@ -10,34 +10,48 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):  # pyt
     # The directory of this file, whose modules aren't meant to be imported by their bare names.
     del sys.path[0]
 
+import ctypes
 import importlib.util
+import os
+import signal
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 
-def die_with_the_launcher() -> None:
-    """Before torch is imported: a launcher that is interrupted right now may not know of this process yet."""
-    spec = importlib.util.spec_from_file_location("lifeline", Path(__file__).with_name("lifeline.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    lifeline = importlib.util.module_from_spec(spec)  # not through the package, which imports torch
-    spec.loader.exec_module(lifeline)
-    lifeline.die_with_parent(int(sys.argv[1]))
+
+def die_with_parent(parent_pid: int) -> None:
+    """Set SIGKILL as this process's parent-death signal. Linux only; elsewhere nothing.
+
+    The kernel sends it as soon as the thread that started this process ends. Survives `exec`. Also ends the process
+    at once if the parent went before this was called.
+
+    Args:
+        parent_pid: The process that started this one, as that one passed it: it may be 1 in a container, so that
+            "my parent is now 1" proves nothing.
+    """
+    if sys.platform != "linux":
+        return
+    # Not `compat.c_library.libc`: that would import the package, and with it torch.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def import_what_the_launcher_did() -> None:
     """Have `evenstep` be the package that this file belongs to.
 
-    It may be on nobody's path: `python -m evenstep run` finds it in the current directory.
+    It may be on no path: `python -m evenstep run` finds it in the current directory.
     """
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     spec = importlib.util.find_spec(package.name)
     if spec is None or spec.origin is None or Path(spec.origin).resolve().parent != package:
         sys.path.insert(0, str(package.parent))
 
 
 if __name__ == "__main__":
-    die_with_the_launcher()
+    # Before torch is imported: a launcher that is interrupted right now may not know of this process yet.
+    die_with_parent(int(sys.argv[1]))
     import_what_the_launcher_did()
-    from evenstep.launcher.worker import main
+    from evenstep.launcher.spawn.script_runner import main
 
     main(sys.argv[2:])

@@ -1,23 +1,27 @@
-"""A process that has imported torch once, and is copied for every rank: starting one costs milliseconds, not seconds.
+"""The zygote: a process that has imported torch once and is forked for every rank, in milliseconds, not seconds.
 
-[Note: copies of a template]
+[Note: ranks forked from a zygote]
 
-    launcher ── fork ── template                     right after the imports, before anything else has been done
-        │                  │  a rank is wanted: arguments, variables, three descriptors
+    launcher ── fork ── zygote                       right after the imports, before anything else has been done
+        │                  │  a rank is requested: arguments, variables, three descriptors
         │                  └── fork ── (between) ── fork ── rank
         │                                ends at once       │
         └───────────────── becomes the parent of ───────────┘
 
 - The process between ends, so that the kernel gives the rank to the nearest ancestor that takes orphans, and the
-  launcher has said that it does (`PR_SET_CHILD_SUBREAPER`). It waits for its ranks, and learns how they ended, as for
-  those it has started itself; and they die with it, not with the template.
-- A copy has what the template has: modules, and nothing else. There is one thread, no CUDA, no process group, no
-  generator that was asked for a number. What differs between a copy and a process that python has just started is put
-  right by `copy_state`: session, variables, streams, signals, threads, random numbers, path.
-- The copy leaves the stack of the launcher by an exception, `BecomeRank`, which `cli.main` lets go on to the worker. It
-  ends as any python process does: exit handlers, finalisers, files that nobody has closed.
-- Where a copy could differ from a fresh process there is no template, and ranks are started by python as ever: options
-  of the interpreter, modules that were found beside the launcher, threads, another system than Linux.
+  launcher has declared itself one (`PR_SET_CHILD_SUBREAPER`), only for this moment: it has no use for the orphans that
+  ranks leave later. It waits for its ranks and learns how they ended, as for those it has started itself; and they die
+  with it, not with the zygote.
+- A forked rank has what the zygote has: modules, and nothing else. There is one thread, no CUDA, no process group, no
+  generator that has drawn a number, no descriptor that the launcher was given: somebody's lock would be held as long as
+  the ranks run. `post_fork` puts right what differs between a fork and a process that python has just started: session,
+  variables, streams, signals, threads, random numbers, path.
+- One difference stays: python draws the seed of its hashes at its start, so all ranks of a node iterate over a set of
+  texts in the same order. `evenstep verify` runs once without a zygote, and sees code that depends on it.
+- A forked rank leaves the stack of the launcher by an exception, `BecomeRank`, which `cli.main` turns into a call of
+  the worker. It ends as any python process does: exit handlers, finalisers, files that are still open.
+- Where a fork could differ from a fresh process there is no zygote, and python starts the ranks: options of the
+  interpreter, modules that were found beside the launcher, threads, another system than Linux.
 """
 
 from __future__ import annotations
@@ -29,17 +33,18 @@ import os
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from evenstep.launcher.copy_state import copied_path, set_blas_threads, settle, show_as
-from evenstep.launcher.lifeline import die_with_parent
+from evenstep.compat.c_library.libc import c_library
+from evenstep.launcher.spawn.child import Child
+from evenstep.launcher.spawn.post_fork import search_path, set_blas_threads, settle, show_as
+from evenstep.launcher.spawn.start_worker import die_with_parent
 
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 WORKER = str(Path(__file__).with_name("start_worker.py"))
 _LENGTH = struct.Struct("<Q")
 _ANSWER_S = 60.0
@@ -48,10 +53,10 @@ _THREADS_END_S = 0.5
 
 
 class BecomeRank(BaseException):
-    """Raised in a copy: leave the launcher's stack, and go on as a rank.
+    """Raised in a forked rank: leave the launcher's stack, and go on as a rank.
 
     Attributes:
-        arguments: What `evenstep.launcher.worker.main` is to be called with.
+        arguments: What `evenstep.launcher.spawn.script_runner.main` is to be called with.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -59,52 +64,11 @@ class BecomeRank(BaseException):
         self.arguments = list(arguments)
 
 
-class CopiedProcess:
-    """A rank that was copied, as `subprocess.Popen` shows those that it has started.
-
-    Attributes:
-        pid: Its process.
-        returncode: None while it runs; negative: the signal that ended it.
-    """
-
-    def __init__(self, pid: int, args: Sequence[str]) -> None:
-        self.pid = pid
-        self.args = list(args)
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """`returncode`, as of now."""
-        if self.returncode is None:
-            with contextlib.suppress(ChildProcessError):
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid == self.pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return when it has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: It has not.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
-            time.sleep(_POLL_S)
-        return code
-
-    def send_signal(self, which: int) -> None:
-        """Send it a signal, if it still runs."""
-        if self.poll() is None:
-            os.kill(self.pid, which)
-
-
-class Template:
-    """The launcher's end: asks for copies.
+class Zygote:
+    """The launcher's end of the zygote.
 
     Args:
-        connection: To the template.
+        connection: To the zygote.
         pid: Its process.
     """
 
@@ -112,13 +76,11 @@ class Template:
         self._connection: socket.socket | None = connection
         self.pid = pid
 
-    def start(
-        self, arguments: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int]
-    ) -> CopiedProcess | None:
-        """Start a rank; None if the template can't any more.
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int]) -> Child | None:
+        """Fork a rank; None if the zygote can't any more.
 
         Args:
-            arguments: What `worker.main` gets.
+            arguments: Of `script_runner.main`.
             variables: The rank's whole environment.
             descriptors: What become its stdin, stdout and stderr.
         """
@@ -126,16 +88,28 @@ class Template:
             return None
         payload = json.dumps([list(arguments), dict(variables)]).encode()
         try:
-            socket.send_fds(self._connection, [_LENGTH.pack(len(payload))], list(descriptors))
-            self._connection.sendall(payload)
-            (pid,) = _LENGTH.unpack(_receive(self._connection, _LENGTH.size))
+            with _adopting_orphans():
+                socket.send_fds(self._connection, [_LENGTH.pack(len(payload))], list(descriptors))
+                self._connection.sendall(payload)
+                (pid,) = _LENGTH.unpack(_receive(self._connection, _LENGTH.size))
         except (OSError, EOFError):
             self.close()
             return None
-        return CopiedProcess(pid, arguments) if pid else None
+        return Child(pid, arguments) if pid else None
+
+    def start_command(
+        self, command: Sequence[str], variables: Mapping[str, str], descriptors: Sequence[int]
+    ) -> Child | None:
+        """`start` for a whole command line; None also where that isn't python with our worker.
+
+        Such as a program that binds a rank to cores and then starts it: that is started as it is written.
+        """
+        if tuple(command[:3]) != (sys.executable, "-u", WORKER) or not _is_open(0):
+            return None
+        return self.start(command[4:], variables, descriptors)
 
     def close(self) -> None:
-        """Let it end, and wait for that."""
+        """End the zygote and wait for that."""
         if self._connection is None:
             return
         self._connection.close()
@@ -146,7 +120,7 @@ class Template:
 
 
 def why_not(first_on_path: str, options: Sequence[str], modules: Iterable[str | None]) -> str | None:
-    """Why a copy of this process would differ from one that python starts; None if it wouldn't. Pure.
+    """Why a fork of this process would differ from one that python starts; None if it wouldn't. Pure.
 
     Args:
         first_on_path: The directory that python has put first on its path: of the script, or the current one.
@@ -165,31 +139,35 @@ def why_not(first_on_path: str, options: Sequence[str], modules: Iterable[str | 
     return None
 
 
-def fork_template(*, preloads: bool = False) -> Template | None:
-    """Fork the template off this process; None if copies of this process are no good as ranks.
+def fork_zygote(*, preloads: bool = False) -> Zygote | None:
+    """Fork the zygote off this process; None if forks of this process can't serve as ranks.
 
-    Call this early, with nothing on the stack that must be undone: the copies unwind it with `BecomeRank`.
+    Call this early, with nothing on the stack that must be undone: forked ranks unwind it with `BecomeRank`.
 
     Args:
-        preloads: Have it import, as soon as it has nothing else to do, what torch itself imports when the first
-            optimizer is made. Ranks that are started later have it then.
+        preloads: After the first attempt's ranks the zygote imports what torch itself imports when the first
+            optimizer is made. Ranks of later attempts then have it.
 
     Raises:
-        BecomeRank: In the copies.
+        BecomeRank: In the forked ranks.
     """
     if sys.platform != "linux" or getattr(sys.flags, "safe_path", False) or _is_shadowed():
         return None
-    if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+    try:
+        with _adopting_orphans():
+            pass
+    except OSError:
         return None
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            stream.flush()  # what is in its buffer would be written once by every copy
+            stream.flush()  # what is in its buffer would be written once by every fork
     ours, theirs = socket.socketpair()
     launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
         try:
             ours.close()
+            close_inherited(theirs.fileno())
             os.setsid()  # Ctrl-C is the launcher's
             die_with_parent(launcher)
             arguments = _serve(theirs, launcher, preloads=preloads)
@@ -198,17 +176,50 @@ def fork_template(*, preloads: bool = False) -> Template | None:
         raise BecomeRank(arguments)
     theirs.close()
     ours.settimeout(_ANSWER_S)
-    template = Template(ours, pid)
+    zygote = Zygote(ours, pid)
     # Looked at only now: numpy's threads end when a process forks, and begin again when they are needed; the system
     # may list one for a moment after that. A thread that is still here may have held a lock, which nobody would ever
-    # release in the copies.
+    # release in the forks.
     deadline = time.monotonic() + _THREADS_END_S
     while len(os.listdir("/proc/self/task")) > 1:
         if time.monotonic() > deadline:
-            template.close()
+            zygote.close()
             return None
         time.sleep(_POLL_S)
-    return template
+    return zygote
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Processes whose parents end inside become children of this one.
+
+    Raises:
+        OSError: Not on this kernel.
+    """
+    libc, before = c_library(), ctypes.c_int()
+    if (
+        libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0) != 0
+        or libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0
+    ):
+        raise OSError("PR_SET_CHILD_SUBREAPER")
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def close_inherited(keep: int) -> None:
+    """Close what whoever started this process has left open for it, but for the three streams.
+
+    What python and its libraries open themselves isn't inheritable, which tells the two apart.
+
+    Args:
+        keep: A descriptor to be left open.
+    """
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the list's own
+            if descriptor > 2 and descriptor != keep and os.get_inheritable(descriptor):
+                os.close(descriptor)
 
 
 def _is_shadowed() -> bool:
@@ -221,15 +232,15 @@ def _is_shadowed() -> bool:
 
 
 def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[str]:
-    """Make one copy after the other, until the launcher has gone. Returns in the copies: what they are to run."""
-    num_copies = 0
+    """Fork one rank after the other until the launcher has gone. Returns in the forked ranks: what they are to run."""
+    num_forks = 0
     while True:
         head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
         if not head:
             os._exit(0)
         head += _receive(connection, _LENGTH.size - len(head))
         arguments, variables = json.loads(_receive(connection, _LENGTH.unpack(head)[0]))
-        if num_copies == 0:
+        if num_forks == 0:
             set_blas_threads(variables)
         reader, writer = os.pipe()
         between = os.fork()
@@ -244,7 +255,7 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             try:
                 settle(variables, descriptors)
                 show_as([sys.executable, "-u", WORKER, str(launcher), *arguments], variables)
-                sys.path[:] = copied_path(sys.path, Path(__file__).resolve().parents[1])
+                sys.path[:] = search_path(sys.path, Path(__file__).resolve().parents[2])
             except BaseException:
                 traceback.print_exc()
                 raise
@@ -255,8 +266,8 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
         os.waitpid(between, 0)
         connection.sendall(os.read(reader, _LENGTH.size) or _LENGTH.pack(0))
         os.close(reader)
-        num_copies += 1
-        if preloads and num_copies == int(variables.get("LOCAL_WORLD_SIZE", "1")):
+        num_forks += 1
+        if preloads and num_forks == int(variables.get("LOCAL_WORLD_SIZE", "1")):
             _preload()
 
 
@@ -287,3 +298,11 @@ def _receive(connection: socket.socket, count: int) -> bytes:
             raise EOFError
         data += piece
     return data
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

@@ -15,22 +15,24 @@ import torch
 from torch import Tensor, optim
 
 from evenstep import checks
+from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
-from evenstep.optim.divided import DividedOptimizer
+from evenstep.optim.consistency import abort_peers
 from evenstep.optim.kinds import validate_optimizer
-from evenstep.optim.local_state import make_equal, put_together, take_apart
-from evenstep.optim.shards import Shard
-from evenstep.optim.together import telling_others
-from evenstep.replica.distributed import DistributedDataParallel
-from evenstep.replica.nonfinite import NonFiniteGuard, listed
-from evenstep.replica.weighting import drop_grads
-from evenstep.transport.agreement import validate_together
+from evenstep.optim.local_sgd.state import make_equal, put_together, take_apart
+from evenstep.optim.sharded.base import PartitionedOptimizer
+from evenstep.optim.sharded.flat_segments import Shard
+from evenstep.replica.gradients.strategies import LocalWindowEnd
+from evenstep.replica.gradients.window import drop_grads
+from evenstep.replica.monitors.nonfinite import NonFiniteGuard, listed
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
+from evenstep.transport.core.object_collectives import exchange
 
 
-class LocalUpdates:
+class LocalSGD:
     """Ranks step on their own gradients; every `every` steps parameters become the mean over ranks.
 
-        local = evenstep.LocalUpdates(model, optimizer, every=8)
+        local = evenstep.LocalSGD(model, optimizer, every=8)
         for x, y in loader:
             model.backward(loss_of(model(x), y))
             local.step()
@@ -64,15 +66,15 @@ class LocalUpdates:
     def __init__(
         self, model: DistributedDataParallel, optimizer: optim.Optimizer, *, every: int, warmup_steps: int = 0
     ) -> None:
-        with telling_others(model):
+        with abort_peers(model):
             if not isinstance(model, DistributedDataParallel):
-                raise checks.refuse("LocalUpdates: model", model, "an evenstep.DistributedDataParallel")
+                raise checks.refuse("LocalSGD: model", model, "an evenstep.DistributedDataParallel")
 
         def validate() -> dict[str, Any]:
-            if model.world.lanes is not None:
+            if model.world.virtual_ranks is not None:
                 raise UsageError("in reproducible mode: what ranks learn by themselves depends on how many there are.")
             validate_optimizer("optimizer", optimizer)
-            if isinstance(optimizer, DividedOptimizer):
+            if isinstance(optimizer, PartitionedOptimizer):
                 raise checks.refuse("optimizer", optimizer, "a plain torch optimizer: every rank steps all parameters")
             if _has_divided(model):
                 raise UsageError(
@@ -87,7 +89,7 @@ class LocalUpdates:
                     f"never be averaged."
                 )
             if model.engine.stays_local:
-                raise UsageError("the model has another LocalUpdates. Close that first.")
+                raise UsageError("the model has another LocalSGD. Close that first.")
             if model.engine.is_in_window:
                 raise UsageError("gradients have been added and not averaged. Make it before the loop.")
             return {
@@ -95,22 +97,23 @@ class LocalUpdates:
                 "warmup_steps": checks.whole("warmup_steps", warmup_steps, least=0),
             }
 
-        validate_together(model.world, "LocalUpdates", validate)
+        validate_on_all_ranks(model.world, "LocalSGD", validate)
         self.model = model
         self.optimizer = optimizer
         self.every = int(every)  # as plain numbers, whichever kind they are
         self.warmup_steps = int(warmup_steps)
         self.num_steps = 0
-        model.engine.local_by = self
+        self._usual_ending = model.engine.ending
+        model.engine.ending = LocalWindowEnd(self)
         policy = model.settings.on_nonfinite
         self._policy = policy if policy in ("skip", "raise") or model.world.device.type == "cpu" else None
-        self._look = NonFiniteGuard("skip", model.world, model.engine.transport)
+        self._look = NonFiniteGuard("skip", model.world, model.engine.transport, model.engine.control)
         self._bad: dict[str, None] = {}  # parameters whose gradients weren't finite here since the last average
         self._num_left_out = 0
         self._has_warned = False
         self._scaler: torch.amp.GradScaler | None = None
-        if model.engine.drift is not None:
-            model.engine.drift.pause()
+        if model.monitors.drift is not None:
+            model.monitors.drift.pause()
 
     def step(self, scaler: torch.amp.GradScaler | None = None) -> bool:
         """Step on this rank's gradients. Collective if parameters are averaged now; returns whether they are equal.
@@ -126,14 +129,14 @@ class LocalUpdates:
         """
         engine = self.model.engine
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            with telling_others(self.model):
-                raise checks.refuse("LocalUpdates.step: scaler", scaler, "a torch.amp.GradScaler, or None")
+            with abort_peers(self.model):
+                raise checks.refuse("LocalSGD.step: scaler", scaler, "a torch.amp.GradScaler, or None")
         is_scaled = scaler is not None and scaler.is_enabled()
         if self._is_open:
             engine.end_local_window()
             if engine.was_scaled and not is_scaled and any(p.grad is not None for p in engine.parameters):
                 raise UsageError(
-                    "LocalUpdates.step: the gradients were scaled by a GradScaler. Call local.step(scaler=scaler), in "
+                    "LocalSGD.step: the gradients were scaled by a GradScaler. Call local.step(scaler=scaler), in "
                     "place of scaler.step and scaler.update."
                 )
             if not is_scaled:
@@ -156,7 +159,7 @@ class LocalUpdates:
     @property
     def _is_open(self) -> bool:
         """Whether ranks step on their own."""
-        return self.model.engine.local_by is self
+        return self.model.engine.ending.owner is self
 
     @torch.no_grad()
     def average(self) -> None:
@@ -182,7 +185,7 @@ class LocalUpdates:
             has_flag = number == 0 and self._policy is not None
             flag = [tensors[0].new_tensor([float(bool(self._bad))])] if has_flag else []
             flat = torch.cat([*(tensor.reshape(-1) for tensor in tensors), *flag])
-            world.transport.all_reduce(flat, "mean").wait()
+            self.model.engine.transport.all_reduce(flat, "mean").wait()
             if has_flag and bool(flat[-1] > 0):
                 self._conclude()
             parts = torch.split_with_sizes(flat[: len(flat) - len(flag)], [tensor.numel() for tensor in tensors])
@@ -207,21 +210,21 @@ class LocalUpdates:
     def _conclude(self) -> None:
         """Collective: say whose gradients were not finite."""
         world, policy = self.model.world, self._policy
-        told = world.exchange({"names": list(self._bad), "left_out": self._num_left_out})
+        received = exchange(self.model.engine.control, {"names": list(self._bad), "left_out": self._num_left_out})
         self._bad, self._num_left_out = {}, 0
-        num_left_out = sum(each["left_out"] for each in told)
-        text = "; ".join(f"rank {rank}: {listed(each['names'])}" for rank, each in enumerate(told) if each["names"])
+        num_left_out = sum(each["left_out"] for each in received)
+        text = "; ".join(f"rank {rank}: {listed(each['names'])}" for rank, each in enumerate(received) if each["names"])
         message = f"a gradient was infinite or not a number since parameters were last averaged, on {text}."
         if policy == "raise":
             raise NonFiniteError(f"{message} That rank left out such steps; parameters were not averaged.")
-        if self.model.engine.guard is not None:
-            self.model.engine.guard.num_skipped += num_left_out
+        if self.model.monitors.guard is not None:
+            self.model.monitors.guard.num_skipped += num_left_out
         if policy == "skip":
             end = f"Left out: {checks.counted(num_left_out, 'step')} of such ranks (in all {self.model.skipped_steps})."
         else:
             end = (
-                "It is now in all ranks' parameters. This is said once; on_nonfinite='skip' leaves such steps out, "
-                "'raise' ends the run, None looks at nothing."
+                "It is now in all ranks' parameters. This warning comes once; on_nonfinite='skip' leaves out such "
+                "steps, 'raise' ends the run, None looks at nothing."
             )
         if world.is_main and not (policy == "warn" and self._has_warned):
             warnings.warn(f"{message} {end}", stacklevel=3)
@@ -230,8 +233,8 @@ class LocalUpdates:
     def _agree_on_scale(self, scaler: torch.amp.GradScaler) -> None:
         """Collective: the smallest scale of all ranks, which have overflowed each by itself."""
         state = scaler.state_dict()
-        told = self.model.world.exchange([state["scale"], state["_growth_tracker"]])
-        scale, tracker = (min(each[i] for each in told) for i in range(2))
+        received = exchange(self.model.engine.control, [state["scale"], state["_growth_tracker"]])
+        scale, tracker = (min(each[i] for each in received) for i in range(2))
         scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": tracker})
 
     def close(self) -> None:
@@ -252,11 +255,11 @@ class LocalUpdates:
         if world.world_size == 1:
             return
         try:
-            make_equal(self.optimizer, world)
+            make_equal(self.optimizer, self.model.engine)
         except ConfigurationError as error:  # on all ranks
             if world.is_main:
                 warnings.warn(
-                    f"LocalUpdates.close: what the optimizer keeps is each rank's own, and can't be averaged: {error} "
+                    f"LocalSGD.close: what the optimizer keeps is each rank's own, and can't be averaged: {error} "
                     f"To train on, make a new optimizer; with this one ranks would take different steps.",
                     stacklevel=2,
                 )
@@ -275,7 +278,7 @@ class LocalUpdates:
         Raises:
             ConfigurationError: What ranks keep has different shapes. Raised on all of them.
         """
-        state, shards = take_apart(self.optimizer, self.model.world)
+        state, shards = take_apart(self.optimizer, self.model.engine)
         return {**self.state_dict(), **state}, shards
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -289,7 +292,7 @@ class LocalUpdates:
         Raises:
             ConfigurationError: It is no state of this class.
         """
-        where = "LocalUpdates.load_state_dict"
+        where = "LocalSGD.load_state_dict"
         if not isinstance(state, Mapping):
             raise checks.refuse(f"{where}: state", state, "what state_dict() returned")
         num_steps = checks.whole(f"{where}: num_steps", state.get("num_steps"), least=0)
@@ -303,15 +306,15 @@ class LocalUpdates:
         """Parameters are equal: backward passes exchange gradients again."""
         engine = self.model.engine
         engine.end_local_window()
-        engine.local_by = None
+        engine.ending = self._usual_ending
         if self.model.world.world_size > 1:
             drop_grads(engine.parameters)
-        if engine.drift is not None:
-            engine.drift.go_on()
+        if self.model.monitors.drift is not None:
+            self.model.monitors.drift.go_on()
 
 
 def _has_divided(model: DistributedDataParallel) -> bool:
     """Whether a ShardedOptimizer of the model is in use."""
-    if model.engine.options.alive:
+    if model.monitors.options.alive:
         gc.collect()  # an optimizer is in a cycle: what looks alive may have been left long ago
-    return bool(model.engine.options.alive)
+    return bool(model.monitors.options.alive)

@@ -16,18 +16,20 @@ import torch
 from torch import Tensor, optim
 
 from evenstep.errors import ConfigurationError
-from evenstep.optim.shards import Shard
+from evenstep.optim.sharded.flat_segments import Shard
+from evenstep.replica.gradients.engine import Engine
+from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
 
 ROWS = "rows"  # what the tensors of all ranks stand under
 
 
-def take_apart(optimizer: optim.Optimizer, world: World) -> tuple[dict[str, Any], list[Shard]]:
+def take_apart(optimizer: optim.Optimizer, engine: Engine) -> tuple[dict[str, Any], list[Shard]]:
     """Collective: the states of all ranks' optimizers, as pieces.
 
     Args:
         optimizer: This rank's.
-        world: The ranks.
+        engine: Of the model, which knows its ranks.
 
     Returns:
         (what `put_together` takes without its rows, equal on all ranks; this rank's row of each tensor).
@@ -35,45 +37,45 @@ def take_apart(optimizer: optim.Optimizer, world: World) -> tuple[dict[str, Any]
     Raises:
         ConfigurationError: Ranks keep tensors of different shapes. Raised on all of them.
     """
-    return _take_apart(optimizer.state_dict(), world)
+    return _take_apart(optimizer.state_dict(), engine)
 
 
-def make_equal(optimizer: optim.Optimizer, world: World) -> None:
+def make_equal(optimizer: optim.Optimizer, engine: Engine) -> None:
     """Collective: every optimizer keeps the mean of all ranks' tensors, and the first rank's numbers.
 
     Its parameter groups stay as they are.
 
     Args:
         optimizer: This rank's.
-        world: The ranks.
+        engine: Of the model, which knows its ranks.
 
     Raises:
         ConfigurationError: Ranks keep tensors of different shapes, or what no message can carry. Raised on all of
             them; nothing was changed.
     """
     whole = optimizer.state_dict()
-    state, shards = _take_apart({**whole, "param_groups": []}, world)
-    told = state["ranks"]
+    state, shards = _take_apart({**whole, "param_groups": []}, engine)
+    received = state["ranks"]
     means: dict[str, dict[str, Tensor]] = {}
     for shard in shards:
         number, key = map(str, shard.path[1:])
-        having = [rank for rank, each in enumerate(told) if key in each["shapes"].get(number, {})]
-        values = shard.values.to(world.device, copy=True)
+        having = [rank for rank, each in enumerate(received) if key in each["shapes"].get(number, {})]
+        values = shard.values.to(engine.world.device, copy=True)
         flat = torch.view_as_real(values) if values.is_complex() else values
         if flat.is_floating_point():
-            world.transport.all_reduce(flat).wait()  # who has none gives zeros
+            engine.transport.all_reduce(flat).wait()  # who has none gives zeros
             flat /= len(having)
         else:
-            world.transport.broadcast(flat, having[0]).wait()
+            engine.transport.broadcast(flat, having[0]).wait()
         means.setdefault(number, {})[key] = values.view(shard.shape[1:])
     found: dict[int, dict[str, Any]] = {}
-    for each in reversed(told):  # the first rank that has something is the last to say it
+    for each in reversed(received):  # the first rank that has something is the last to say it
         for number, entries in each["state"].items():
             found[int(number)] = {**entries, **means.get(number, {})}
     optimizer.load_state_dict({**whole, "state": found})
 
 
-def _take_apart(whole: Mapping[str, Any], world: World) -> tuple[dict[str, Any], list[Shard]]:
+def _take_apart(whole: Mapping[str, Any], engine: Engine) -> tuple[dict[str, Any], list[Shard]]:
     kept: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     for number, entries in whole["state"].items():
@@ -81,14 +83,14 @@ def _take_apart(whole: Mapping[str, Any], world: World) -> tuple[dict[str, Any],
         tensors[str(number)] = large
         kept[str(number)] = {key: value for key, value in entries.items() if key not in large}
     shapes = {n: {key: _told(value) for key, value in each.items()} for n, each in tensors.items()}
-    told = world.exchange({"state": kept, "shapes": shapes, "param_groups": whole["param_groups"]})
+    received = exchange(engine.control, {"state": kept, "shapes": shapes, "param_groups": whole["param_groups"]})
     shards = []
-    for (number, key), (dtype, shape) in _agreed([each["shapes"] for each in told]).items():
+    for (number, key), (dtype, shape) in _agreed([each["shapes"] for each in received]).items():
         values = tensors.get(number, {}).get(key)
         row = torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu") if values is None else values.detach()
-        begin = world.rank * row.numel()
-        shards.append(Shard((ROWS, number, key), (world.world_size, *shape), begin, row.reshape(-1)))
-    return {"ranks": told}, shards
+        begin = engine.world.rank * row.numel()
+        shards.append(Shard((ROWS, number, key), (engine.world.world_size, *shape), begin, row.reshape(-1)))
+    return {"ranks": received}, shards
 
 
 def put_together(state: Mapping[str, Any], world: World) -> dict[str, Any]:
@@ -99,23 +101,23 @@ def put_together(state: Mapping[str, Any], world: World) -> dict[str, Any]:
         world: The ranks now. As many as there were: each has its own again. Others have the mean of all ranks'
             tensors, and rank 0's numbers.
     """
-    told, rows = state["ranks"], state.get(ROWS, {})
-    if len(told) == world.world_size:
-        mine = told[world.rank]
+    received, rows = state["ranks"], state.get(ROWS, {})
+    if len(received) == world.world_size:
+        mine = received[world.rank]
         found = {
             int(number): {**entries, **{key: rows[number][key][world.rank] for key in mine["shapes"][number]}}
             for number, entries in mine["state"].items()
         }
         return {"state": found, "param_groups": mine["param_groups"]}
     found = {}
-    for number in sorted({int(number) for each in told for number in each["state"]}):
-        having = [rank for rank, each in enumerate(told) if str(number) in each["state"]]
-        first = told[having[0]]
+    for number in sorted({int(number) for each in received for number in each["state"]}):
+        having = [rank for rank, each in enumerate(received) if str(number) in each["state"]]
+        first = received[having[0]]
         found[number] = {
             **first["state"][str(number)],
             **{key: _mean(rows[str(number)][key][having]) for key in first["shapes"][str(number)]},
         }
-    return {"state": found, "param_groups": told[0]["param_groups"]}
+    return {"state": found, "param_groups": received[0]["param_groups"]}
 
 
 def _told(value: Tensor) -> list[Any]:
@@ -128,8 +130,8 @@ def _agreed(shapes: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[tuple[str
     for rank, each in enumerate(shapes):
         for number, entries in each.items():
             for key, (dtype, shape) in entries.items():
-                told = dtype, tuple(shape)
-                if found.setdefault((number, key), told) != told:
+                received = dtype, tuple(shape)
+                if found.setdefault((number, key), received) != received:
                     raise ConfigurationError(
                         f"{key!r} of parameter {number} is {dtype} {list(shape)} on rank {rank} and "
                         f"{found[number, key][0]} {list(found[number, key][1])} on a rank before it. Of an optimizer "

@@ -6,21 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.optim.elements import ElementDivision
-from evenstep.optim.kinds import is_divided
-from evenstep.optim.runs import State
-from evenstep.optim.together import telling_others
-from evenstep.optim.whole import WholeDivision
-from evenstep.replica.distributed import DistributedDataParallel
+from evenstep.optim.consistency import abort_peers
+from evenstep.optim.kinds import is_divided, try_out
+from evenstep.optim.sharded.element_wise import ElementWisePartition
+from evenstep.optim.sharded.flat_segments import State
+from evenstep.optim.sharded.per_parameter import PerParameterPartition
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
-Division = ElementDivision | WholeDivision
+Partition = ElementWisePartition | PerParameterPartition
 
 
-class DividedOptimizer(optim.Optimizer):
+class PartitionedOptimizer(optim.Optimizer):
     """A `torch.optim.Optimizer` in front of a division: parameter groups here, the step and the state there.
 
     Attributes:
@@ -28,7 +28,7 @@ class DividedOptimizer(optim.Optimizer):
     """
 
     model: DistributedDataParallel | None
-    _division: Division | None = None
+    _partition: Partition | None = None
     _kind: type[optim.Optimizer]
     _defaults_given: Mapping[str, Any]  # the arguments of `_kind`
     _index_of: dict[int, int]  # by id of the parameter
@@ -62,8 +62,8 @@ class DividedOptimizer(optim.Optimizer):
         if set_to_none:
             for parameter in self._all_parameters():
                 parameter.grad = None
-        elif isinstance(self._division, ElementDivision):
-            for bucket in self._division.buckets:
+        elif isinstance(self._partition, ElementWisePartition):
+            for bucket in self._partition.buckets:
                 bucket.zero()
         else:
             super().zero_grad(set_to_none=False)
@@ -73,13 +73,13 @@ class DividedOptimizer(optim.Optimizer):
 
         It loads into a plain optimizer of the same class, and into a divided one on any number of ranks.
         """
-        by_index = self._divided.let_go()
+        by_index = self._divided.gather_state()
         states = {parameter: by_index.get(self._index_of[id(parameter)]) for parameter in self._all_parameters()}
         self.state = {parameter: state for parameter, state in states.items() if state}  # type: ignore[assignment]
         try:
             return super().state_dict()  # with what hooks of the program make of it
         finally:
-            self.state = _DividedState()  # type: ignore[assignment]
+            self.state = _PartitionedState()  # type: ignore[assignment]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take up a state dict, of a plain optimizer or of a divided one on any number of ranks.
@@ -91,12 +91,12 @@ class DividedOptimizer(optim.Optimizer):
                 have its parameter's shape. Nothing was taken up.
             ValueError: torch's own, where parameter groups don't match.
         """
-        with telling_others(self):
+        with abort_peers(self):
             _validate_state_dict(state_dict)
         heard: list[Mapping[str, Any]] = []
 
         def take_state(_: optim.Optimizer, given: Any) -> dict[str, Any]:
-            with telling_others(self):
+            with abort_peers(self):
                 self._validate_options(given)
                 self._validate_loaded(given)
             heard.append(given)
@@ -108,13 +108,13 @@ class DividedOptimizer(optim.Optimizer):
             super().load_state_dict(dict(state_dict))
         finally:
             handle.remove()
-        self.state = _DividedState()  # type: ignore[assignment]
+        self.state = _PartitionedState()  # type: ignore[assignment]
         by_index: dict[int, State] = {}
         for number, parameter in self._numbered(heard[0]):
             state = heard[0]["state"].get(number)
             if state:
                 by_index[self._index_of[id(parameter)]] = dict(state)
-        self._divided.take_up(by_index, is_loaded=True)
+        self._divided.load_state(by_index, is_loaded=True)
 
     @property
     def state_bytes(self) -> int:
@@ -135,9 +135,9 @@ class DividedOptimizer(optim.Optimizer):
     # ------------------------------------------------------------------ inside
 
     @property
-    def _divided(self) -> Division:
-        assert self._division is not None, "made by the constructor"
-        return self._division
+    def _divided(self) -> Partition:
+        assert self._partition is not None, "made by the constructor"
+        return self._partition
 
     def _all_parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -163,7 +163,7 @@ class DividedOptimizer(optim.Optimizer):
         return list(zip(saved, self._all_parameters(), strict=False))
 
     def _validate_options(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise for the state of another class, in which the first step would look in vain for what it keeps."""
+        """Raise for the state of another class, which lacks entries that the first step needs."""
         for number, group in enumerate(state_dict["param_groups"]):
             strange = group.keys() - {"initial_lr"}.union(*self.param_groups)
             lacking = _lacks(self._kind, self._defaults_given, group) if strange else set()
@@ -198,14 +198,14 @@ def _validate_state_dict(given: Any) -> None:
 
 def _lacks(kind: type[optim.Optimizer], arguments: Mapping[str, Any], group: Mapping[str, Any]) -> set[str]:
     """Options of a class that a saved group lacks, but for those that the class adds to what older versions saved."""
-    tried = _try_out(kind, arguments)
+    tried = try_out(kind, arguments)
     wanted = set(tried.param_groups[0])
     tried.load_state_dict({"state": {}, "param_groups": [{**group, "params": [0]}]})
     return wanted - tried.param_groups[0].keys()
 
 
-class _DividedState(dict[Any, Any]):
-    """`optimizer.state`: empty, and an error for whoever looks up a parameter in it."""
+class _PartitionedState(dict[Any, Any]):
+    """`optimizer.state`: empty, and an error when a parameter is looked up in it."""
 
     def __missing__(self, key: object) -> Any:
         raise UsageError(
@@ -217,13 +217,4 @@ class _DividedState(dict[Any, Any]):
 
 def without_state() -> dict[Any, Any]:
     """What stands for `optimizer.state`."""
-    return _DividedState()
-
-
-def defaults_of(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class's arguments mean, as it says itself: asked with a parameter that is nobody's."""
-    return _try_out(kind, arguments).defaults
-
-
-def _try_out(kind: type[optim.Optimizer], arguments: Mapping[str, Any]) -> optim.Optimizer:
-    return kind([nn.Parameter(torch.zeros(2, 2, device="cpu"))], **arguments)
+    return _PartitionedState()

@@ -8,23 +8,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, optim
 
-from evenstep.optim.inner import copy_options, update_options
-from evenstep.optim.kinds import step_without_hooks
-from evenstep.optim.runs import Run, State, build_runs
-from evenstep.optim.shards import STATE_DICT, Shard
-from evenstep.replica.bucket import view_like
-from evenstep.replica.host_copy import HostCopy
-from evenstep.replica.layout import Sharding
-from evenstep.replica.sharded_bucket import ShardedBucket
-from evenstep.replica.sharded_exchange import Follower
-from evenstep.replica.torch_interface import compilation_is_in_use
+from evenstep.optim.kinds import copy_options, step_without_hooks, update_options
+from evenstep.optim.sharded.flat_segments import STATE_DICT, FlatSegment, Shard, State, build_segments
+from evenstep.replica.gradients.buckets.bucket import view_like
+from evenstep.replica.gradients.buckets.layout import Sharding
+from evenstep.replica.sharded.bucket import ShardedBucket
+from evenstep.replica.sharded.exchange import Follower
 from evenstep.world import World
 
 Groups = Sequence[dict[str, Any]]
 
 
 class Buckets(Protocol):
-    """Who has the buckets: `ShardedExchange`, or `LocalBuckets`.
+    """The owner of the buckets: `ShardedExchange`, or `LocalBuckets`.
 
     Attributes:
         sharded_buckets: The buckets with a sharding.
@@ -40,10 +36,10 @@ class Buckets(Protocol):
         """See above."""
 
     def follow(self, follower: Follower) -> None:
-        """From now on tell somebody when the layout changes."""
+        """Have a follower's state follow the layout."""
 
 
-class ElementDivision:
+class ElementWisePartition:
     """Steps this rank's shards with an inner optimizer of the user's class.
 
     Args:
@@ -77,12 +73,11 @@ class ElementDivision:
         self._world = world
         self._master = master
         self._buckets: list[ShardedBucket] = []
-        self._host_copy: HostCopy | None = None
-        self._runs: list[Run] = []
-        self._are_set = False  # whether every run's gradient is its part of the shard
+        self._segments: list[FlatSegment] = []
+        self._are_set = False  # whether every segment's gradient is its part of the shard
         self._versions: list[int] = []  # of parameters, if values are kept in another precision beside them
         self._inner: optim.Optimizer
-        self.take_up({})
+        self.load_state({})
         exchange.follow(self)
 
     @property
@@ -91,127 +86,107 @@ class ElementDivision:
         return self._buckets
 
     @property
-    def num_runs(self) -> int:
+    def num_segments(self) -> int:
         """How many tensors the inner optimizer sees."""
-        return len(self._runs)
+        return len(self._segments)
 
     # ------------------------------------------------------------------ the step
 
     def step(self, groups: Groups) -> None:
         """Collective: step this rank's shards, and give every rank the values of all."""
-        self._arrive()
-        host_copy = self._host_copy
         self._take_over_changes()
-        if host_copy is None:
-            for bucket in self._buckets:
-                bucket.keep_hold()
+        for bucket in self._buckets:
+            bucket.keep_hold()
         self._set_gradients()
         update_options(groups, self._inner)
-        if host_copy is not None:
-            host_copy.open(next((name for bucket in self._buckets if (name := bucket.replaced())), None))
         step_without_hooks(self._kind)(self._inner)
         if self._master:
-            for run in self._runs:
-                if run.has_master:
-                    run.bucket.own[run.begin : run.end].copy_(run.values)
-        may_wait = not compilation_is_in_use()
-        # Asked before the gathers hold on to the buckets' memory.
-        later = [may_wait and bucket.can_arrive_later(self._num_views(bucket)) for bucket in self._buckets]
+            for segment in self._segments:
+                if segment.has_master:
+                    segment.bucket.own[segment.begin : segment.end].copy_(segment.values)
         works = [bucket.start_gather() for bucket in self._buckets]
-        for bucket, work, is_later in zip(self._buckets, works, later, strict=True):
-            bucket.finish_gather(work, later=is_later)
-        if host_copy is not None:
-            host_copy.close()
+        for bucket, work in zip(self._buckets, works, strict=True):
+            bucket.finish_gather(work)
         self._versions = self._count_changes()
 
     def _take_over_changes(self) -> None:
-        """What a program has written into parameters since the last step counts, and not the values kept beside them.
+        """Copy values that the program has written into parameters to their master weights.
 
-        Where it wrote nothing those are kept. Written by way of `p.data` it isn't noticed.
+        Where it wrote nothing the master weights stay. Writing through `p.data` isn't noticed.
         """
         if not self._master:
             return
-        if self._host_copy is None:  # else another rank's writing isn't counted here
-            is_replaced = any(bucket.replaced() is not None for bucket in self._buckets)
-            for bucket in self._buckets:
-                bucket.keep_hold()
-            if not is_replaced and self._versions == self._count_changes():
-                return
-        for run in self._runs:
-            if run.has_master:
-                own = run.bucket.own[run.begin : run.end]
-                run.values.copy_(torch.where(run.values.to(own.dtype) == own, run.values, own.to(run.values.dtype)))
+        is_replaced = any(bucket.replaced() is not None for bucket in self._buckets)
+        for bucket in self._buckets:
+            bucket.keep_hold()
+        if not is_replaced and self._versions == self._count_changes():
+            return
+        for segment in self._segments:
+            if segment.has_master:
+                own = segment.bucket.own[segment.begin : segment.end]
+                segment.values.copy_(
+                    torch.where(segment.values.to(own.dtype) == own, segment.values, own.to(segment.values.dtype))
+                )
 
     def _count_changes(self) -> list[int]:
         if not self._master:
             return []
-        with torch._C.DisableTorchFunctionSubclass():  # parameters that are on their way aren't waited for
-            return [parameter._version for bucket in self._buckets for parameter in bucket.parameters]
-
-    def _num_views(self, bucket: ShardedBucket) -> int:
-        """How many of the inner optimizer's tensors lie in a bucket's values."""
-        return sum(run.bucket is bucket and not run.has_master for run in self._runs)
-
-    def _arrive(self) -> None:
-        """Wait for what the last step has sent."""
-        for bucket in self._buckets:
-            bucket.arrive()
+        return [parameter._version for bucket in self._buckets for parameter in bucket.parameters]
 
     def _set_gradients(self) -> None:
         held = {bucket.layout.index: bucket.held() for bucket in self._buckets}
         are_all_held = all(all(each) for each in held.values())
         if are_all_held and self._are_set:
-            return  # the usual step: every run's gradient is its part of the shard, as in the step before
-        runs: list[Run] = []
+            return  # the usual step: every segment's gradient is its part of the shard, as in the step before
+        segments: list[FlatSegment] = []
         was_cut = False
-        for run in self._runs:
-            which = held[run.bucket.layout.index]
-            first = which[run.pieces[0].index]
-            if all(which[piece.index] is first for piece in run.pieces):
-                runs.append(run)
+        for segment in self._segments:
+            which = held[segment.bucket.layout.index]
+            first = which[segment.slices[0].index]
+            if all(which[part.index] is first for part in segment.slices):
+                segments.append(segment)
                 continue
             was_cut = True
-            run.state = self._inner.state.pop(run.values, {})
-            for part in run.cut(lambda piece, which=which: which[piece.index]):  # type: ignore[misc]
+            segment.state = self._inner.state.pop(segment.values, {})
+            for part in segment.cut(lambda part, which=which: which[part.index]):  # type: ignore[misc]
                 self._inner.state[part.values] = part.state
-                runs.append(part)
+                segments.append(part)
         if was_cut:
-            self._runs = runs
+            self._segments = segments
             for index, group in enumerate(self._inner.param_groups):
-                group["params"] = [run.values for run in runs if run.group == index]
-        for run in runs:
-            is_held = held[run.bucket.layout.index][run.pieces[0].index]
-            run.values.grad = self._gradient(run) if is_held else None
-        self._are_set = are_all_held and all(run.bucket.shard.dtype is run.values.dtype for run in runs)
+                group["params"] = [segment.values for segment in segments if segment.group == index]
+        for segment in segments:
+            is_held = held[segment.bucket.layout.index][segment.slices[0].index]
+            segment.values.grad = self._gradient(segment) if is_held else None
+        self._are_set = are_all_held and all(segment.bucket.shard.dtype is segment.values.dtype for segment in segments)
 
     @staticmethod
-    def _gradient(run: Run) -> Tensor:
-        gradient = run.bucket.shard[run.begin : run.end]
-        return gradient if gradient.dtype is run.values.dtype else gradient.to(run.values.dtype)
+    def _gradient(segment: FlatSegment) -> Tensor:
+        gradient = segment.bucket.shard[segment.begin : segment.end]
+        return gradient if gradient.dtype is segment.values.dtype else gradient.to(segment.values.dtype)
 
     # ------------------------------------------------------------------ state
 
-    def let_go(self) -> dict[int, State]:
+    def gather_state(self) -> dict[int, State]:
         """Collective: by index of the parameter its whole state, on every rank, on the parameter's device."""
-        self._arrive()
         self._take_over_changes()
-        told = self._tell_each_other()
-        wholes: dict[int, State] = {index: dict(scalars) for index, (scalars, _) in told.items()}
+        received = self._tell_each_other()
+        wholes: dict[int, State] = {index: dict(scalars) for index, (scalars, _) in received.items()}
         for bucket in self._buckets:
             names: dict[str, str] = {}
             for slot in bucket.layout.slots:
-                names |= told.get(slot.parameter, ({}, {}))[1]
+                names |= received.get(slot.parameter, ({}, {}))[1]
             for key, name in sorted(names.items()):
-                self._gather(bucket, key, getattr(torch, name), wholes, told)
+                self._gather(bucket, key, getattr(torch, name), wholes, received)
         return wholes
 
-    def forget(self) -> None:
-        """Hold nothing of the buckets until `take_up`."""
-        self._buckets, self._runs, self._host_copy = [], [], None
+    def release(self) -> None:
+        """Hold nothing of the buckets until `load_state`."""
+        self._buckets, self._segments = [], []
         self._inner.param_groups.clear()
         self._inner.state.clear()
 
-    def take_up(self, kept: Mapping[int, State], *, is_loaded: bool = False) -> None:
+    def load_state(self, kept: Mapping[int, State], *, is_loaded: bool = False) -> None:
         """Keep a state, cut to this rank's shards.
 
         Args:
@@ -219,59 +194,58 @@ class ElementDivision:
             is_loaded: It comes from a state dict, so it is converted to what is stepped, as torch does.
         """
         self._buckets = [b for b in self._exchange.sharded_buckets if _owner_of(b) == self.owner]
-        self._arrive()
-        self._host_copy = next((bucket.host_copy for bucket in self._buckets), None)
         self._are_set = False
         shardings = self._exchange.shardings
-        self._runs = [
-            run
+        self._segments = [
+            segment
             for bucket in self._buckets
-            for run in build_runs(
+            for segment in build_segments(
                 bucket, lambda index: shardings[index][1], kept, master=self._master, is_loaded=is_loaded
             )
         ]
         groups = self._groups()
         inner_groups = []
         for index, group in enumerate(groups):
-            own = {"params": [run.values for run in self._runs if run.group == index]}
+            own = {"params": [segment.values for segment in self._segments if segment.group == index]}
             copy_options(self._kind, group, own)
             inner_groups.append(own)
         self._inner = self._kind(inner_groups, **self._defaults)
         self._versions = []  # so that the next step compares: a state that was loaded may be of other parameters
-        for run in self._runs:
-            if run.state:
-                self._inner.state[run.values] = {
-                    key: self._placed(value, inner_groups[run.group], run) for key, value in run.state.items()
+        for segment in self._segments:
+            if segment.state:
+                self._inner.state[segment.values] = {
+                    key: self._placed(value, inner_groups[segment.group], segment)
+                    for key, value in segment.state.items()
                 }
 
     @staticmethod
-    def _placed(value: Any, options: Mapping[str, Any], run: Run) -> Any:
-        """Numbers that are tensors lie where the inner optimizer looks for them."""
-        if not isinstance(value, Tensor) or value.shape == run.values.shape:
+    def _placed(value: Any, options: Mapping[str, Any], segment: FlatSegment) -> Any:
+        """Return a 0-dim state tensor on the device where the inner optimizer expects it."""
+        if not isinstance(value, Tensor) or value.shape == segment.values.shape:
             return value
         on_device = options.get("fused") or options.get("capturable")
-        return value.to(run.values.device if on_device else "cpu")
+        return value.to(segment.values.device if on_device else "cpu")
 
-    def _refresh(self) -> list[Run]:
-        """The runs, with what the inner optimizer keeps for them now."""
-        for run in self._runs:
-            run.state = self._inner.state.get(run.values, {})
-        return self._runs
+    def _refresh(self) -> list[FlatSegment]:
+        """The segments, with what the inner optimizer keeps for them now."""
+        for segment in self._segments:
+            segment.state = self._inner.state.get(segment.values, {})
+        return self._segments
 
     def _tell_each_other(self) -> dict[int, tuple[State, dict[str, str]]]:
         """Collective: by parameter, the state that isn't divided, and names and dtypes of what is."""
         mine: dict[str, Any] = {}
-        for run in self._refresh():
-            elements = {key: str(value.dtype)[6:] for key, value in run.elements().items()}
-            for piece in run.pieces:
+        for segment in self._refresh():
+            elements = {key: str(value.dtype)[6:] for key, value in segment.elements().items()}
+            for part in segment.slices:
                 # Clones: those who load it would otherwise count the steps of all parameters in one tensor.
-                scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in run.scalars().items()}
-                mine[str(piece.parameter)] = [scalars, elements]
-        told: dict[int, tuple[State, dict[str, str]]] = {}
+                scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in segment.scalars().items()}
+                mine[str(part.parameter)] = [scalars, elements]
+        received: dict[int, tuple[State, dict[str, str]]] = {}
         is_whole = self._world is None or all(bucket.num_shards == 1 for bucket in self._buckets)
         for each in [mine] if is_whole or self._world is None else self._world.exchange(mine, what=STATE_DICT):
-            told |= {int(index): (scalars, elements) for index, (scalars, elements) in each.items()}
-        return {index: told[index] for index in sorted(told)}
+            received |= {int(index): (scalars, elements) for index, (scalars, elements) in each.items()}
+        return {index: received[index] for index in sorted(received)}
 
     def _gather(
         self,
@@ -279,52 +253,59 @@ class ElementDivision:
         key: str,
         dtype: torch.dtype,
         wholes: dict[int, State],
-        told: Mapping[int, tuple[State, dict[str, str]]],
+        received: Mapping[int, tuple[State, dict[str, str]]],
     ) -> None:
         """Collective: one entry of all parameters of a bucket."""
         shard = torch.zeros(bucket.own.numel(), dtype=dtype, device=bucket.own.device)
-        for run in self._runs:
-            value = run.elements().get(key) if run.bucket is bucket else None
+        for segment in self._segments:
+            value = segment.elements().get(key) if segment.bucket is bucket else None
             if value is not None:
-                shard[run.begin : run.end] = value
-        whole = bucket.gather(shard)
+                shard[segment.begin : segment.end] = value
+        whole = self._whole(bucket, shard)
         for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
-            if key in told.get(slot.parameter, ({}, {}))[1]:
+            if key in received.get(slot.parameter, ({}, {}))[1]:
                 wholes[slot.parameter][key] = view_like(whole, slot.offset_numel, parameter).clone()
 
+    def _whole(self, bucket: ShardedBucket, shard: Tensor) -> Tensor:
+        """Collective: what lies like the bucket, of all ranks' shards."""
+        if self._world is None or not self._world.is_closed or bucket.num_shards == 1:
+            return bucket.gather(shard)
+        whole = torch.empty(bucket.layout.numel, dtype=shard.dtype, device="cpu")
+        self._world.gathering().all_gather(whole, shard.cpu()).wait()
+        return whole.to(shard.device)
+
     def shards(self, path_of: Callable[[int], tuple[str | int, ...]]) -> tuple[dict[int, State], list[Shard]]:
-        """Collective: (by index of the parameter the state that isn't divided, this rank's pieces of the rest).
+        """Collective: (by index of the parameter the state that isn't divided, this rank's slices of the rest).
 
         Args:
             path_of: Where a parameter's state belongs.
         """
-        self._arrive()
         self._take_over_changes()
-        told = self._tell_each_other()
-        permuted = self._gather_permuted(told)
+        received = self._tell_each_other()
+        permuted = self._gather_permuted(received)
         found = []
-        for run in self._runs:
-            for key, value in run.elements().items():
-                for piece in run.pieces:
-                    parameter = run.bucket.parameters[piece.index]
-                    if not piece.numel and not run.bucket.is_first:
+        for segment in self._segments:
+            for key, value in segment.elements().items():
+                for part in segment.slices:
+                    parameter = segment.bucket.parameters[part.index]
+                    if not part.numel and not segment.bucket.is_first:
                         continue  # of a parameter without elements, which every rank has
-                    values = run.part(value, piece)
-                    whole = permuted.get(piece.parameter)
+                    values = segment.part(value, part)
+                    whole = permuted.get(part.parameter)
                     if whole is not None:  # what lies together in memory is scattered in the flattened whole
-                        values = whole[key].reshape(-1)[piece.offset : piece.offset + piece.numel]
-                    path = (*path_of(piece.parameter), key)
-                    found.append(Shard(path, tuple(parameter.shape), piece.offset, values.detach().contiguous()))
-        return {index: dict(scalars) for index, (scalars, _) in told.items()}, found
+                        values = whole[key].reshape(-1)[part.offset : part.offset + part.numel]
+                    path = (*path_of(part.parameter), key)
+                    found.append(Shard(path, tuple(parameter.shape), part.offset, values.detach().contiguous()))
+        return {index: dict(scalars) for index, (scalars, _) in received.items()}, found
 
-    def _gather_permuted(self, told: Mapping[int, tuple[State, dict[str, str]]]) -> dict[int, State]:
+    def _gather_permuted(self, received: Mapping[int, tuple[State, dict[str, str]]]) -> dict[int, State]:
         """Collective: the state of parameters that aren't contiguous (channels_last), whole."""
         wholes: dict[int, State] = {}
         for bucket in self._buckets:
             scattered = {
-                slot.parameter: told[slot.parameter]
+                slot.parameter: received[slot.parameter]
                 for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
-                if slot.parameter in told and not parameter.is_contiguous()
+                if slot.parameter in received and not parameter.is_contiguous()
             }
             wholes |= {index: {} for index in scattered}
             names = {key: dtype for _, elements in scattered.values() for key, dtype in elements.items()}
@@ -338,9 +319,9 @@ class ElementDivision:
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors())
 
     def _tensors(self) -> Iterator[Tensor]:
-        for run in self._refresh():
-            yield from run.elements().values()
-            yield from (value for value in run.scalars().values() if isinstance(value, Tensor))
+        for segment in self._refresh():
+            yield from segment.elements().values()
+            yield from (value for value in segment.scalars().values() if isinstance(value, Tensor))
 
 
 def _owner_of(bucket: ShardedBucket) -> int:

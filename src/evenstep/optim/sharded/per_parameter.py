@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from evenstep.optim.inner import copy_options, update_options
-from evenstep.optim.kinds import step_without_hooks
-from evenstep.optim.runs import MASTER, State
-from evenstep.optim.shards import STATE_DICT, Shard
-from evenstep.replica.bucket import view_like
+from evenstep.optim.kinds import copy_options, step_without_hooks, update_options
+from evenstep.optim.sharded.flat_segments import MASTER, STATE_DICT, Shard, State
+from evenstep.replica.gradients.buckets.bucket import view_like
+from evenstep.transport.base import Transport
 from evenstep.world import World
 
 Groups = Sequence[dict[str, Any]]
@@ -39,7 +38,7 @@ def plan_owners(numels: Mapping[int, int], num_ranks: int) -> dict[int, int]:
     return owners
 
 
-class WholeDivision:
+class PerParameterPartition:
     """Steps this rank's parameters with an inner optimizer of the user's class, and takes the others' from others.
 
     Args:
@@ -48,7 +47,8 @@ class WholeDivision:
         kind: Class of the inner optimizer.
         defaults: Its arguments.
         groups: The user's parameter groups, as they are at any time.
-        world: Who takes part.
+        world: The ranks that take part.
+        transport: Of the model: carries the values of parameters.
         elementwise: Whether the step is element-wise all the same.
 
     Attributes:
@@ -63,6 +63,7 @@ class WholeDivision:
         defaults: Mapping[str, Any],
         groups: Callable[[], Groups],
         world: World,
+        transport: Transport,
         *,
         elementwise: bool,
     ) -> None:
@@ -72,10 +73,10 @@ class WholeDivision:
         self._kind = kind
         self._defaults = defaults
         self._groups = groups
-        self._world = world
+        self._world, self._transport = world, transport
         self._flats: list[tuple[int, Tensor]] = []  # (owner, [numel])
         self._homes: dict[int, Tensor] = {}
-        self.take_up({})
+        self.load_state({})
 
     # ------------------------------------------------------------------ the step
 
@@ -86,7 +87,7 @@ class WholeDivision:
         step_without_hooks(self._kind)(self._inner)
         if self._world.world_size == 1:
             return
-        for work in [self._world.transport.broadcast(flat, owner) for owner, flat in self._flats]:
+        for work in [self._transport.broadcast(flat, owner) for owner, flat in self._flats]:
             work.wait()
         torch.autograd.graph.increment_version([self._parameters[index] for index in self._homes])
 
@@ -100,7 +101,7 @@ class WholeDivision:
 
     # ------------------------------------------------------------------ state
 
-    def take_up(self, kept: Mapping[int, State], *, is_loaded: bool = False) -> None:
+    def load_state(self, kept: Mapping[int, State], *, is_loaded: bool = False) -> None:
         """Keep the part of a state that belongs to this rank's parameters.
 
         Args:
@@ -147,7 +148,7 @@ class WholeDivision:
             for index in indices:
                 offsets.append(numel)
                 numel += -(-self._parameters[index].numel() // _ALIGNMENT_NUMEL) * _ALIGNMENT_NUMEL
-            flat = self._world.transport.allocate(numel, dtype=dtype, device=device)
+            flat = self._transport.allocate(numel, dtype=dtype, device=device)
             self._flats.append((owner, flat))
             for index, offset in zip(indices, offsets, strict=True):
                 parameter = self._parameters[index]
@@ -156,7 +157,7 @@ class WholeDivision:
                 parameter.data = home
                 self._homes[index] = home
 
-    def let_go(self) -> dict[int, State]:
+    def gather_state(self) -> dict[int, State]:
         """Collective: by index of the parameter its state, on every rank, on the parameter's device."""
         if self._world.world_size == 1:
             return {index: copy.deepcopy(state) for index, state in sorted(self._mine().items())}
@@ -186,10 +187,10 @@ class WholeDivision:
                     found.append(Shard(path, tuple(value.shape), 0, value.detach().contiguous().reshape(-1)))
                 else:
                     scalars[str(index)][key] = value
-        told: dict[int, State] = {}
+        received: dict[int, State] = {}
         for each in self._world.exchange(scalars, what=STATE_DICT) if self._world.world_size > 1 else [scalars]:
-            told |= {int(index): state for index, state in each.items()}
-        return {index: told[index] for index in sorted(told)}, found
+            received |= {int(index): state for index, state in each.items()}
+        return {index: received[index] for index in sorted(received)}, found
 
     def _mine(self) -> dict[int, State]:
         own = {index: self._inner.state.get(self._parameters[index], {}) for index in self._owners}

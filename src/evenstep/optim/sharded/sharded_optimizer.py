@@ -1,4 +1,4 @@
-"""The optimizer whose state and work are divided over the ranks.
+"""The sharded optimizer: its state and work are sharded over the ranks.
 
 The method is that of ZeRO, stages 1 and 2 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 Parameter Models", 2020).
@@ -14,25 +14,23 @@ import torch
 from torch import Tensor, nn, optim
 
 from evenstep import checks
+from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.optim import arguments
-from evenstep.optim.divided import DividedOptimizer, defaults_of, without_state
-from evenstep.optim.elements import ElementDivision
-from evenstep.optim.kinds import is_elementwise, validate_kind
-from evenstep.optim.shards import Shard
-from evenstep.optim.together import telling_others
-from evenstep.optim.whole import WholeDivision
-from evenstep.replica.bucket import HALF_PRECISION
-from evenstep.replica.distributed import DistributedDataParallel
-from evenstep.replica.dividing import divide_gradients, validate_dividable
-from evenstep.replica.host_copy import validate_host_copy
-from evenstep.replica.layout import Sharding
-from evenstep.replica.sharded_exchange import ShardedExchange
-from evenstep.transport.agreement import validate_together
+from evenstep.optim.consistency import abort_peers
+from evenstep.optim.kinds import defaults_of, is_elementwise, validate_kind
+from evenstep.optim.sharded.base import PartitionedOptimizer, without_state
+from evenstep.optim.sharded.element_wise import ElementWisePartition
+from evenstep.optim.sharded.flat_segments import Shard
+from evenstep.optim.sharded.per_parameter import PerParameterPartition
+from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
+from evenstep.replica.gradients.buckets.layout import Sharding
+from evenstep.replica.sharded.exchange import ShardedExchange, shard_gradients, validate_shardable
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 
-class ShardedOptimizer(DividedOptimizer):
-    """A torch optimizer whose state and work are divided over the ranks of a replicated model.
+class ShardedOptimizer(PartitionedOptimizer):
+    """A torch optimizer whose state and work are sharded over the ranks of a replicated model.
 
         model = evenstep.DistributedDataParallel(build_model())
         optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=3e-4)
@@ -57,20 +55,12 @@ class ShardedOptimizer(DividedOptimizer):
             torch's classes, False for others.
         master_weights: Step in float32 parameters that have 16 bits, and keep those values in the state.
         reduce_dtype: The dtype in which gradients are added over ranks; None: the parameters' own.
-        share_parameters: Have one physical copy of the parameters for all CPU ranks of a host, which need shared
-            memory for it. What a program changes in place is then changed once per rank: see docs/optimizers.md.
-            Replacing a parameter's memory is a UsageError of the next step, on all ranks.
-        overlap_gather: Let new values arrive while the next forward pass begins; whoever reads one waits for it. From
-            the second or third step on, for parameters of which reading was noticed; not where something was compiled.
-            Over shared memory it changes nothing. Not for a program that reads parameters on a CUDA stream of its own
-            which waits for a moment before the first reading behind a step, nor for one that hands them to TorchScript
-            or functorch outside of the model's forward pass, where they read as NaN: see docs/optimizers.md.
         defaults: Arguments of `kind`. Where it has a fused step, and `fused` and `foreach` aren't given, that is used.
 
     Raises:
         ConfigurationError: No such model or optimizer, a parameter that isn't the model's, or one that belongs to
             another ShardedOptimizer. Raised on all ranks if it is so on one.
-        UsageError: Made between a backward pass and the reduction of its gradients, or while there is a LocalUpdates of
+        UsageError: Made between a backward pass and the reduction of its gradients, or while there is a LocalSGD of
             the model. The same.
         MismatchError: The ranks were given different arguments. Raised on all of them. Later on, backward passes raise
             it where options of the groups have come to differ between ranks.
@@ -89,11 +79,9 @@ class ShardedOptimizer(DividedOptimizer):
         elementwise: bool | None = None,
         master_weights: bool = False,
         reduce_dtype: torch.dtype | None = None,
-        share_parameters: bool = False,
-        overlap_gather: bool = False,
         **defaults: Any,
     ) -> None:
-        with telling_others(model):
+        with abort_peers(model):
             if not isinstance(model, DistributedDataParallel):
                 torchs = "torch's " if isinstance(model, nn.parallel.DistributedDataParallel) else "a "
                 raise ConfigurationError(
@@ -110,8 +98,6 @@ class ShardedOptimizer(DividedOptimizer):
         switches: dict[str, Any] = {
             "shard_gradients": shard_gradients,
             "master_weights": master_weights,
-            "share_parameters": share_parameters,
-            "overlap_gather": overlap_gather,
         }
 
         def validate() -> dict[str, Any]:
@@ -127,14 +113,12 @@ class ShardedOptimizer(DividedOptimizer):
             if not by_elements:
                 arguments.try_whole(kind, tried, defaults)
             is_converted = reduce_dtype is not None and any(each.dtype is not reduce_dtype for each in chosen)
-            if model.world.lanes is not None and is_converted:
+            if model.world.virtual_ranks is not None and is_converted:
                 raise ConfigurationError(
-                    f"reduce_dtype={reduce_dtype} in reproducible mode, where sums of lanes would be rounded "
+                    f"reduce_dtype={reduce_dtype} in reproducible mode, where sums of virtual ranks would be rounded "
                     f"differently on another number of ranks. Leave it out."
                 )
-            validate_dividable(model.engine, [self._index_of[id(parameter)] for parameter in chosen] * by_elements)
-            if share_parameters:
-                validate_host_copy(model.world, model.engine.transport, [each.device for each in chosen])
+            validate_shardable(model.engine, [self._index_of[id(parameter)] for parameter in chosen] * by_elements)
             options = {
                 "the optimizer": kind.__name__,
                 "elementwise": by_elements,
@@ -143,24 +127,21 @@ class ShardedOptimizer(DividedOptimizer):
             }
             return options | arguments.facts_of(tried, lambda parameter: self._index_of[id(parameter)])
 
-        validate_together(model.world, "ShardedOptimizer", validate)
+        validate_on_all_ranks(model.world, "ShardedOptimizer", validate)
         self._defaults_given = defaults
         super().__init__(groups, defaults_of(kind, defaults))
         self.state = without_state()  # type: ignore[assignment]
-        # In a world of one nothing is packed for a division by one; but lanes are stepped as they are on several ranks.
+        # In a world of one nothing is packed for a division by one; but virtual ranks are stepped as they are on
+        # several ranks.
         keeps_master = master_weights and any(each.dtype in HALF_PRECISION for each in model.engine.parameters)
-        stays_whole = model.world.world_size == 1 and model.world.lanes is None and not keeps_master
+        stays_whole = model.world.world_size == 1 and model.world.virtual_ranks is None and not keeps_master
         if by_elements and not stays_whole:
             self._sharding = Sharding(
                 _free_owner(model),
                 frees_gradients=bool(shard_gradients),
                 reduce_dtype=reduce_dtype if model.world.world_size > 1 else None,
-                shares_parameters=bool(share_parameters),
-                overlaps_gather=bool(overlap_gather),
             )
-            if self._sharding.overlaps_gather:
-                model.register_forward_pre_hook(_before_forward)
-            self._division = ElementDivision(
+            self._partition = ElementWisePartition(
                 self._shard(self._sharding),
                 self._sharding.owner,
                 kind,
@@ -170,16 +151,17 @@ class ShardedOptimizer(DividedOptimizer):
                 master=bool(master_weights),
             )
         else:
-            self._division = WholeDivision(
+            self._partition = PerParameterPartition(
                 model.engine.parameters,
                 self._groups_by_index,
                 kind,
                 defaults,
                 lambda: self.param_groups,
                 model.world,
+                model.engine.transport,
                 elementwise=by_elements,
             )
-        model.engine.options.add(self)
+        model.monitors.options.add(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective: as in torch; parameters of the wrapped model.
@@ -189,7 +171,7 @@ class ShardedOptimizer(DividedOptimizer):
             UsageError: As for the class.
         """
         add = super().add_param_group
-        if self._division is None:  # the constructor's, which has been looked at
+        if self._partition is None:  # the constructor's, which has been looked at
             add(param_group)
             return
         before = len(self.param_groups)
@@ -200,15 +182,15 @@ class ShardedOptimizer(DividedOptimizer):
             chosen = self.param_groups[before]["params"]
             self._validate(chosen)
             if self._divided.elementwise:
-                validate_dividable(self.model.engine, [self._index_of[id(parameter)] for parameter in chosen])
+                validate_shardable(self.model.engine, [self._index_of[id(parameter)] for parameter in chosen])
             else:
                 arguments.try_whole(self._kind, self.param_groups, self._defaults_given)
             return arguments.facts_of(self.param_groups[before:], lambda each: self._index_of[id(each)])
 
         try:
-            validate_together(self.model.world, "ShardedOptimizer.add_param_group", validate)
-            if isinstance(self._division, WholeDivision):
-                self._division.take_up(self._division.let_go())
+            validate_on_all_ranks(self.model.world, "ShardedOptimizer.add_param_group", validate)
+            if isinstance(self._partition, PerParameterPartition):
+                self._partition.load_state(self._partition.gather_state())
             elif self._sharding is not None:
                 self._shard(self._sharding)
         except BaseException:
@@ -234,19 +216,19 @@ class ShardedOptimizer(DividedOptimizer):
         """Collective: divide the gradients of what is in the groups now."""
         engine = self.model.engine
         others = _shardings_of_others(self.model, sharding.owner)
-        return divide_gradients(engine, others | {i: (sharding, group) for i, group in self._groups_by_index().items()})
+        return shard_gradients(engine, others | {i: (sharding, group) for i, group in self._groups_by_index().items()})
 
     def _stepped_by_others(self) -> set[int]:
         """Ids of parameters that other optimizers divide which are alive."""
         taken = _shardings_of_others(self.model, -1 if self._sharding is None else self._sharding.owner)
-        others = [each for each in self.model.engine.options.alive if each is not self]
+        others = [each for each in self.model.monitors.options.alive if each is not self]
         stepped = {id(parameter) for each in others for group in each.param_groups for parameter in group["params"]}
         return stepped | {id(self.model.engine.parameters[index]) for index in taken}
 
     def _validate(self, parameters: list[Tensor]) -> None:
         if self.model.engine.stays_local:
             raise UsageError(
-                "the model has a LocalUpdates, so its gradients aren't averaged over ranks, and there is nothing to "
+                "the model has a LocalSGD, so its gradients aren't averaged over ranks, and there is nothing to "
                 "divide. Close that first."
             )
         stepped = self._stepped_by_others()
@@ -281,13 +263,6 @@ def _validate_options(
             f"one dtype: {', '.join(switches)} and reduce_dtype are for element-wise optimizers. If it is one, say "
             f"elementwise=True."
         )
-
-
-def _before_forward(model: nn.Module, _: Any) -> None:
-    assert isinstance(model, DistributedDataParallel)
-    exchange = model.engine.exchange
-    if isinstance(exchange, ShardedExchange):
-        exchange.before_forward()
 
 
 def _shardings_of_others(model: DistributedDataParallel, owner: int) -> dict[int, tuple[Sharding, int]]:

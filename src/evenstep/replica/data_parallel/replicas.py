@@ -1,4 +1,4 @@
-"""Likenesses of a module that stay alive between steps, and a forward and backward pass through several of them.
+"""Replicas of a module that stay alive between steps, and a forward and backward pass through several of them.
 
 [Note: a graph per replica]
 
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.drivers import Drivers, Surroundings
-from evenstep.replica.nests import Rebuild, divided, has_dimension, joined, part_sizes, take_apart
+from evenstep.pytrees import Rebuild, flatten_tensors
+from evenstep.replica.data_parallel.worker_threads import Surroundings, WorkerThreads
 
 BUCKET_BYTES = 25 << 20
 
 
 class Replica:
-    """A likeness of a module on a device.
+    """A copy of a module on a device.
 
     Args:
         device: Where.
@@ -41,7 +41,7 @@ class Replica:
     def __init__(self, device: torch.device, *, is_first: bool, shares_memory: bool = True) -> None:
         self.device = device
         self.module: nn.Module | None = None
-        self.num_built = 0  # how often the likeness was made
+        self.num_built = 0  # how often the copy was made
         self.num_copied = 0  # how many parameters were copied since
         self._is_first = is_first
         self._shares_memory = shares_memory
@@ -51,7 +51,7 @@ class Replica:
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
 
     def refresh(self, original: nn.Module) -> nn.Module:
-        """Make the likeness equal to the original, copying what has changed. Returns it."""
+        """Make the copy equal to the original, copying what has changed. Returns it."""
         things = list(_things_of(original))
         fresh = self.module is not None and len(things) == len(self._things)
         if not (fresh and all(map(operator.is_, things, self._things)) and self._refresh_parameters()):
@@ -110,7 +110,7 @@ class Replica:
         return not self._shares(parameter) or copy.data_ptr() == parameter.data_ptr()
 
     def _refresh_parameters(self) -> bool:
-        """Copy what has changed. Returns False if the likeness has to be made anew."""
+        """Copy what has changed. Returns False if a new copy is needed."""
         stale: list[nn.Parameter] = []
         for parameter, copy in self._copies.items():
             if parameter.requires_grad is not copy.requires_grad:
@@ -156,7 +156,7 @@ class Replica:
 
 
 def _things_of(module: nn.Module) -> Iterator[object]:
-    """Everything but buffers that a likeness takes from its original; the same objects: nothing has changed."""
+    """Everything but buffers that a copy takes from its original; the same objects: nothing has changed."""
     for each in module.modules():
         yield each
         yield from each.__dict__.values()
@@ -191,7 +191,7 @@ class Run:
 
     Args:
         replicas: Refreshed.
-        drivers: Their threads.
+        workers: Their threads.
         dim: The batch dimension.
         home: Where outputs go.
         call: What each replica's thread does with its module and its part.
@@ -204,7 +204,7 @@ class Run:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        drivers: Drivers,
+        workers: WorkerThreads,
         *,
         dim: int,
         home: torch.device,
@@ -217,7 +217,7 @@ class Run:
         self.sizes = part_sizes(length, len(replicas))
         self.replicas = replicas[: len(self.sizes)]
         self.parameters = parameters
-        self._drivers, self._dim, self._home, self._call = drivers, dim, home, call
+        self._workers, self._dim, self._home, self._call = workers, dim, home, call
         self._tensors, self._rebuild_inputs = tensors, rebuild
         self.inputs = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
         self._inputs: list[list[Tensor]] = []  # [replica][differentiable input]
@@ -239,7 +239,7 @@ class Run:
             jobs.append(self._forward_job(replica, self._rebuild_inputs(mine)))
         with torch.set_grad_enabled(grad):
             around = Surroundings.here(num_threads=self.num_threads)
-        results = self._drivers.run(jobs, around, "forward")
+        results = self._workers.run(jobs, around, "forward")
         self.rebuild = results[0][1]
         outputs = [tensors for tensors, _ in results]
         if len({len(tensors) for tensors in outputs}) > 1:
@@ -254,7 +254,7 @@ class Run:
     def _forward_job(self, replica: Replica, part: Any) -> Callable[[], tuple[list[Tensor], Rebuild]]:
         module = replica.module
         assert module is not None
-        return lambda: take_apart(self._call(module, part))
+        return lambda: flatten_tensors(self._call(module, part))
 
     @property
     def differentiable(self) -> list[bool]:
@@ -291,7 +291,7 @@ class Run:
                 (lambda: None) if i in elsewhere else _job(_differentiate, *work[i], keep_graph)
                 for i in range(len(work))
             ]
-            for i, result in enumerate(self._drivers.run(jobs, around, "backward")):
+            for i, result in enumerate(self._workers.run(jobs, around, "backward")):
                 found[i] = found[i] if i in elsewhere else result
         if not keep_graph:
             self._outputs, self._inputs = None, []
@@ -376,3 +376,41 @@ def _differentiate(outs: list[Tensor], wrt: list[Tensor], given: list[Tensor], k
 
 def _job(fn: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
     return lambda: fn(*arguments)
+
+
+def batch_size(tensors: Sequence[Tensor], dim: int) -> int | None:
+    """How long tensors are in the batch dimension; None if none has one. Pure.
+
+    Raises:
+        ConfigurationError: They are of different lengths.
+    """
+    lengths = {tensor.shape[dim] for tensor in tensors if has_dimension(tensor, dim)}
+    if len(lengths) > 1:
+        raise ConfigurationError(
+            f"DataParallel: the batch has tensors of lengths {sorted(lengths)} in dimension {dim}, along which it is "
+            f"divided. Give what belongs to the whole batch to the module as a buffer, or as a 0-dim tensor."
+        )
+    return lengths.pop() if lengths else None
+
+
+def has_dimension(tensor: Tensor, dim: int) -> bool:
+    """Whether a tensor is divided along a dimension; others go to every replica whole."""
+    return tensor.dim() > dim if dim >= 0 else tensor.dim() >= -dim
+
+
+def part_sizes(length: int, num_parts: int) -> list[int]:
+    """Sizes that differ by at most one, none of them 0; fewer than `num_parts` if there aren't enough. Pure."""
+    num_parts = min(num_parts, length)
+    return [length // num_parts + (index < length % num_parts) for index in range(num_parts)]
+
+
+def divided(tensor: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """A tensor in parts of these sizes; one without the dimension as often as there are parts."""
+    return list(torch.split(tensor, list(sizes), dim)) if has_dimension(tensor, dim) else [tensor] * len(sizes)
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Parts one after the other; numbers (0-dim) become [len(parts)]."""
+    if parts[0].dim() == 0:
+        return torch.stack(list(parts))
+    return torch.cat(list(parts), dim)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from evenstep.openmp import rest_team
+from evenstep.compat.c_library.openmp import rest_team
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Surroundings:
             yield
 
 
-class Drivers:
+class WorkerThreads:
     """As many threads as there are replicas; number i does what replica i has to do.
 
     Made when first needed. They end with this object, or with `close`.
@@ -137,7 +137,7 @@ def _dismiss(inboxes: Sequence[queue.SimpleQueue[Any]]) -> None:
 
 
 def _located(error: BaseException, where: str) -> BaseException:
-    """An exception of the same type that also says where it was raised."""
+    """An exception of the same type whose text also names the place where it was raised."""
     message = f"{error} ({where})"
     try:
         located = type(error)(message)

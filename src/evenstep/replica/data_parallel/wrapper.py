@@ -14,11 +14,12 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from evenstep import checks
+from evenstep.compat.c_library.heap import keep_freed_memory
+from evenstep.compat.torch_autograd import keeps_graph
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.heap import keep_freed_memory
-from evenstep.replica.drivers import Drivers
-from evenstep.replica.nests import batch_size, take_apart
-from evenstep.replica.replicas import Call, Replica, Run
+from evenstep.pytrees import flatten_tensors
+from evenstep.replica.data_parallel.replicas import Call, Replica, Run, batch_size
+from evenstep.replica.data_parallel.worker_threads import WorkerThreads
 
 
 class DataParallel(nn.DataParallel[nn.Module]):
@@ -49,7 +50,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
     # Made when first needed, and no part of a copy or of a file.
     _replicas: list[Replica] | None = None
-    _drivers: Drivers | None = None
+    _workers: WorkerThreads | None = None
 
     def __init__(
         self,
@@ -102,7 +103,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
                 criterion with `ignore_index` and class weights the weights of the targets that count. torch's
                 `F.cross_entropy` and `F.nll_loss` and a `functools.partial` of them are known as its modules are.
             inputs: The module's input; a tuple: its positional arguments.
-            targets: A nest of tensors, divided like the inputs.
+            targets: A pytree of tensors, divided like the inputs.
             **kwargs: The module's keyword arguments.
 
         Returns:
@@ -115,7 +116,7 @@ class DataParallel(nn.DataParallel[nn.Module]):
         def call(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor, bool]:
             part, options, goals = batch
             outputs = module(*part, **options)
-            tensors, _ = take_apart(goals)
+            tensors, _ = flatten_tensors(goals)
             here = on_device[tensors[0].device] if tensors and tensors[0].device in on_device else criterion
             value = here(outputs, goals)
             return value, _weight_of(here, goals, self.dim, value.device), value.dim() == 0
@@ -135,22 +136,22 @@ class DataParallel(nn.DataParallel[nn.Module]):
         self._replicas = None
 
     def extra_repr(self) -> str:
-        """What stands beside the module when this is printed."""
+        """The text beside the module when this is printed."""
         return f"devices={[str(device) for device in self.devices]}, output_device={self.output_device}, dim={self.dim}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_replicas", "_drivers")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_replicas", "_workers")}
 
     # ------------------------------------------------------------------ running
 
     def _run(self, call: Call, batch: Any) -> Any:
-        tensors, rebuild = take_apart(batch)
+        tensors, rebuild = flatten_tensors(batch)
         length = batch_size(tensors, self.dim)
         if length == 0:
             raise UsageError("DataParallel was called with an empty batch.")
         if len(self.devices) == 1 or length is None or length == 1:
             there = rebuild([tensor.to(self.devices[0], non_blocking=True) for tensor in tensors])
-            outputs, rebuild = take_apart(call(self.module, there))
+            outputs, rebuild = flatten_tensors(call(self.module, there))
             return rebuild([tensor.to(self.output_device, non_blocking=True) for tensor in outputs])
         run = self._prepared(call, tensors, rebuild, length)
         differentiated = [tensors[index] for index in run.inputs] + list(run.parameters)
@@ -170,13 +171,13 @@ class DataParallel(nn.DataParallel[nn.Module]):
                 )
         if self._replicas is None:
             self._replicas = [Replica(device, is_first=i == 0) for i, device in enumerate(self.devices)]
-        if self._drivers is None:
-            self._drivers = Drivers(self.devices)
+        if self._workers is None:
+            self._workers = WorkerThreads(self.devices)
         for replica in self._replicas[:length]:
             replica.refresh(self.module)
         return Run(
             self._replicas,
-            self._drivers,
+            self._workers,
             dim=self.dim,
             home=self.output_device,
             call=call,
@@ -203,7 +204,7 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep_graph = keeps_graph()
         return None, *ctx.run.backward(grads, keep_graph=keep_graph)
 
 
@@ -239,7 +240,7 @@ def _weight_of(criterion: Any, targets: Any, dim: int, device: torch.device) -> 
             of_targets: Tensor = weights[torch.where(counts, targets, 0)]
             return of_targets.double().mul(counts).sum()
         return counts.sum().double()
-    tensors, _ = take_apart(targets)
+    tensors, _ = flatten_tensors(targets)
     length = batch_size(tensors, dim)
     return torch.tensor(float(1 if length is None else length), dtype=torch.float64, device=device)
 

@@ -1,37 +1,46 @@
-"""When are a bucket's gradients there? Told by autograd, with as few calls into Python as will do.
+"""Hooks of autograd: when a backward pass reaches the outputs, and when a bucket has all its gradients.
+
+[Note: hooks on outputs]
+
+torch's `Tensor.register_hook` makes an ordered dict of hooks and a handle for each tensor anew; together they take 10
+microseconds, and these hooks are never removed. A node of the graph can be given the hooks of any tensor that has the
+same place among its outputs, so here one tensor has them for all, and a module's outputs stay as they were.
 
 [Note: counting and watching]
 
 A hook on every parameter costs a Python call per parameter and backward pass: on a model of 400 small tensors a tenth
 of the step. So parameters are *counted* only in the first synchronised pass. Then each bucket is *watched* through its
-sentinel, the parameter whose gradient came last. When a sentinel's gradient comes, the others are looked at (a
-gradient that is new, or whose version has changed since the pass began, has come): verified, not counted. Those that
-are missing get a hook for the rest of this pass, and the last of them to come is the sentinel from then on.
+sentinel, the parameter whose gradient came last. When a sentinel's gradient comes, the others are checked (a gradient
+that is new, or whose version has changed since the pass began, has come): verified, not counted. Those that are missing
+get a hook for the rest of this pass, and the last of them to come is the sentinel from then on.
 
-What autograd will not reach is known when a pass arrives at the module's outputs, and is asked only about sentinels
-and about parameters that were unused before: a bucket doesn't wait for them. Autograd doesn't know of what a
+When a pass arrives at the module's outputs, autograd knows which parameters it will not reach. It is queried only about
+sentinels and about parameters that were unused before: a bucket doesn't wait for them. Autograd doesn't know of what a
 reentrant checkpoint will compute in a backward pass within the backward pass, so those parameters always are expected.
 
 A parameter that receives several gradients in one pass (reentrant checkpoints) makes its bucket *patient*: it is
-complete only when the pass has ended. A late gradient that nobody expected changes the version of the bucket's memory,
-which the engine compares when the sum arrives.
+complete only when the pass has ended. An unexpected late gradient changes the version of the bucket's memory, which the
+bucket compares when the sum arrives.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from evenstep.replica.layout import Layout
+from evenstep.compat import torch_pytree as pytree
+from evenstep.compat.torch_autograd import graph_task_id, will_execute
+from evenstep.replica.gradients.buckets.layout import Layout
 
 
 class Listener(Protocol):
-    """What `Readiness` tells."""
+    """Gets the events of `Readiness`."""
 
     def gradient_came(self) -> bool:
         """A watched parameter has its gradient. Returns whether this pass fills buckets."""
@@ -43,13 +52,16 @@ class Listener(Protocol):
         """A parameter has received another gradient after its bucket was complete."""
 
 
+_hooking: weakref.WeakValueDictionary[int, Readiness] = weakref.WeakValueDictionary()  # by `id` of the parameter
+
+
 class Readiness:
-    """Follows one backward pass after another and says which buckets are complete.
+    """Follows one backward pass after another, and reports complete buckets.
 
     Args:
         parameters: In registration order.
         layout: Which of them lies in which bucket.
-        listener: Is told, for as long as it lives.
+        listener: Gets the events, for as long as it lives.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, listener: Listener) -> None:
@@ -74,9 +86,19 @@ class Readiness:
         self.is_counting = bool(layout.buckets)  # where nothing travels there is nothing to watch
         self.order: list[int] = []  # while counting: parameters in the order in which their gradients came
         self._num_gradients = [0] * len(parameters)
+        self._retire_others()
         self._set_hooks(range(len(parameters)) if self.is_counting else ())
         self._follow(layout)
         self._clear_pass()
+
+    def _retire_others(self) -> None:
+        """Remove the hooks of a model that was wrapped before and left; the collector may have seen it on some ranks
+        only."""
+        for parameter in self._parameters:
+            other = _hooking.get(id(parameter))
+            if other is not None and any(each is parameter for each in other._parameters):
+                _remove_all(other._handles, other._temporary)
+            _hooking[id(parameter)] = self
 
     @property
     def num_hooks(self) -> int:
@@ -124,9 +146,9 @@ class Readiness:
             self._before = self._no_gradients
 
     def outputs_reached(self) -> None:
-        """Inside the pass, before any gradient: ask autograd what it will not reach."""
+        """Find the parameters that autograd will not reach; called inside the pass, before any gradient."""
         if self.is_counting:
-            self._graph_task = torch._C._current_graph_task_id()
+            self._graph_task = graph_task_id()
             return
         try:
             self._absent = {p for p in self._unused_before if not self._will_come(p)}
@@ -137,7 +159,8 @@ class Readiness:
             return  # torch.autograd.grad with respect to a parameter: no gradient is accumulated
         for bucket in lost:
             self._absent.update(p for p in self._buckets[bucket] if not self._will_come(p))
-            if not self._await(bucket):
+            # A module that was called several times has been here already.
+            if not self._await(bucket) and bucket not in self._completed and bucket not in self._vacant:
                 self._vacant.append(bucket)  # complete, once the pass is known to be a real one
 
     def is_another(self, parameter: int) -> bool:
@@ -145,15 +168,9 @@ class Readiness:
         return _accumulator(self._parameters[parameter]) is not self._nodes[parameter]
 
     def any_has_come(self) -> bool:
-        """Whether any parameter has received a gradient in this pass; looks at all of them."""
+        """Return whether any parameter has received a gradient in this pass; checks all of them."""
         everything = range(len(self._parameters))
         return len(self._missing(everything)) < len(everything)
-
-    def drop_what_came(self) -> None:
-        """Forget the gradients of this pass."""
-        everything = range(len(self._parameters))
-        for index in set(everything) - self._missing(everything):
-            self._parameters[index].grad = None
 
     def _missing(self, among: Iterable[int]) -> set[int]:
         """Parameters that have received no gradient in this pass. A call for each would be the cost to avoid."""
@@ -184,7 +201,7 @@ class Readiness:
         if listener is None or not listener.gradient_came():
             return
         if self.is_counting:
-            if torch._C._current_graph_task_id() != self._graph_task:
+            if graph_task_id() != self._graph_task:
                 self._nested.add(parameter)
             self._num_gradients[parameter] += 1
             if self._num_gradients[parameter] == 1:
@@ -226,7 +243,7 @@ class Readiness:
         return bool(pending)
 
     def _will_come(self, parameter: int) -> bool:
-        return parameter in self._nested or bool(torch._C._will_engine_execute_node(self._nodes[parameter]))
+        return parameter in self._nested or bool(will_execute(self._nodes[parameter]))
 
     # ------------------------------------------------------------------ hooks
 
@@ -270,7 +287,7 @@ class Readiness:
 
 
 def _accumulator(parameter: Tensor) -> Any:
-    """The node of autograd that accumulates into `parameter.grad`. It lives only as long as somebody holds it."""
+    """The node of autograd that accumulates into `parameter.grad`; it lives only as long as it is referenced."""
     is_frozen = not parameter.requires_grad
     if is_frozen:  # it has none meanwhile; when it is trained again, it has this one, which is held
         parameter.requires_grad_()
@@ -290,6 +307,69 @@ def _remove_all(*handles: dict[int, RemovableHandle]) -> None:
             handle.remove()
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have autograd call back when the backward pass that is running has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+Hook = Callable[[Tensor], Tensor | None]
+
+
+class _Mark:
+    """Lies in the graph of outputs, and so lives as long as that does."""
+
+
+class OutputHooks:
+    """Puts one function on what a module returned, again and again: see [Note: hooks on outputs].
+
+    Args:
+        function: Called with the gradient that reaches an output; may return another one in its place.
+        is_tracked: `are_alone_in` will be asked.
+    """
+
+    def __init__(self, function: Hook, *, is_tracked: bool = False) -> None:
+        self._marks: weakref.WeakSet[_Mark] | None = weakref.WeakSet() if is_tracked else None
+        self._function: Hook = functools.partial(function)
+        # Outputs that have the hook themselves can be saved without a warning.
+        setattr(self._function, "__torch_unserializable__", True)  # noqa: B010
+        self._carrier = torch.empty(0, device="cpu")
+        self._carrier._backward_hooks = {0: function}
+
+    def put_on(self, outputs: Any) -> None:
+        """Have the function called once for each tensor of a pytree that a backward pass reaches."""
+        mark = None
+        if self._marks is not None:
+            self._marks.add(mark := _Mark())
+        if isinstance(outputs, Tensor):
+            self._put_on_one(outputs, mark)
+        else:
+            for leaf in pytree.tree_leaves(outputs):
+                if isinstance(leaf, Tensor):
+                    self._put_on_one(leaf, mark)
+
+    def are_alone_in(self, loss: Tensor, *, other: OutputHooks) -> bool:
+        """Whether a loss goes through outputs with these hooks, and through none with others.
+
+        Args:
+            loss: With a graph, which is searched as long as any outputs with these hooks have one.
+            other: Those others. What is beneath outputs with these hooks isn't looked at.
+        """
+        if not self._marks:
+            return False
+        found, seen, pending = False, set(), [loss.grad_fn]
+        while pending:
+            node = pending.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            marks = cast(dict[Any, Any], node.metadata)
+            if other in marks:
+                return False
+            if self in marks:
+                found = True
+            else:
+                pending += [before for before, _ in node.next_functions]
+        return found
+
+    def _put_on_one(self, output: Tensor, mark: _Mark | None) -> None:
+        if (node := output.grad_fn) is not None:
+            cast(dict[Any, Any], node.metadata)[self] = mark
+            if output.output_nr == 0:
+                node._register_hook_dict(self._carrier)
+            else:
+                output.register_hook(self._function)  # type: ignore[no-untyped-call]

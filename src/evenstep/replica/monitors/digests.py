@@ -1,4 +1,4 @@
-"""Numbers that say whether ranks have the same tensors, and round alike."""
+"""Digests: numbers that show whether ranks have the same tensors, and round alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Have the replicas drifted apart? Parameters are compared between ranks while they train, some in each step.
+"""The drift monitor: compares parameters between ranks while they train, some in each step.
 
 [Note: how ranks compare]
 
@@ -10,22 +10,22 @@ rank makes a digest of its bytes, and the header, which travels in any case, car
     [3:5]   the upper half, and its square
 
 Added over n ranks, `(sum of d)^2 = n * (sum of d^2)` if and only if all digests are the same: so every rank knows, and
-all know the same, without a collective of its own. Only where they differ is it asked who does, and by how much.
+all know the same, without a collective of its own. Only where they differ do ranks find out which, and by how much.
 
 [Note: what may differ, and is no fault]
 
 - Parameters that are changed for one pass and put back before the optimizer steps (sharpness-aware minimisation, with
   each rank's own gradient). So a difference counts only if it is still there after the next step of an optimizer.
 - Ranks that step on their own: communication hooks other than torch's that average, optimizers that step in an
-  accumulation window, `init_sync=False`. Who sees such a thing doubts, and as soon as one doubts nobody compares any
-  more.
-- Ranks of a `LocalUpdates`, until it is closed, which makes parameters and what optimizers keep equal again.
+  accumulation window, `init_sync=False`. A rank that sees such a thing *doubts*, and as soon as one doubts no rank
+  compares any more.
+- Ranks of a `LocalSGD`, until it is closed, which makes parameters and what optimizers keep equal again.
 - Ranks within `join`, of which some have left. They are made equal at its end.
 - Ranks on unlike machines, which may round differently. They find out in the first window.
 - Parameters that aren't trained aren't read: training doesn't change them. Module buffers are either made equal at the
   end of every window, or are each rank's own.
 
-A difference of rounding alone, with all this, is said once and ends nothing.
+A difference of rounding alone leads to one warning, and ends nothing.
 """
 
 from __future__ import annotations
@@ -41,18 +41,26 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from evenstep.device import Coming, arrived, start_copy
 from evenstep.errors import DriftError
-from evenstep.replica.digests import are_same, canonical, describe_machine, digest, distance, half_bits, halves
-from evenstep.replica.late import Coming, arrived, start_copy
-from evenstep.replica.options import ABOUT_SCHEDULERS, find_difference, options_of
-from evenstep.replica.settings import Settings
-from evenstep.transport.base import Transport
-from evenstep.transport.exchange import exchange
+from evenstep.replica.gradients.observer import Observer
+from evenstep.replica.monitors.digests import (
+    are_same,
+    canonical,
+    describe_machine,
+    digest,
+    distance,
+    half_bits,
+    halves,
+)
+from evenstep.replica.monitors.options import ABOUT_SCHEDULERS, find_difference, options_of
+from evenstep.transport.base import Carrier, Transport
+from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
 
 DEFAULT_EVERY = 64
-NUM_TOLD = 5
-NOTHING = (0.0,) * NUM_TOLD
+_NUM_NUMBERS = 5
+_NOTHING = (0.0,) * _NUM_NUMBERS
 
 _LEAST_BYTES = 512 << 10  # a portion is not smaller: what is done per portion would cost more than reading it
 _CALL_BYTES = 16 << 10  # what could be read in the time that python takes for one more tensor
@@ -108,7 +116,7 @@ def plan_portions(sizes: Sequence[tuple[int, int]], every: int) -> tuple[Portion
 
 
 def find_minority(digests: Sequence[Sequence[int]]) -> tuple[list[int], list[int], int]:
-    """Which pieces differ, on which ranks, and who has what most have. Pure.
+    """Find the pieces that differ, the ranks that differ from the majority, and a typical rank. Pure.
 
     Args:
         digests: By rank, of each piece.
@@ -130,31 +138,20 @@ def find_minority(digests: Sequence[Sequence[int]]) -> tuple[list[int], list[int
     return differing, sorted(minority), typical
 
 
-def build_watch(
-    settings: Settings, names: Sequence[str], parameters: Sequence[nn.Parameter], world: World, transport: Transport
-) -> DriftWatch | None:
-    """What the settings ask for; None where there is nothing to compare. The other arguments are those of the class."""
-    if world.world_size == 1 or settings.compare_every == 0:
-        return None
-    is_vouched = settings.compare_every is not None
-    every = settings.compare_every or DEFAULT_EVERY
-    watch = DriftWatch(names, parameters, world, transport, every=every, is_vouched=is_vouched)
-    if not settings.init_sync:
-        watch.doubt()
-    return watch
-
-
-class DriftWatch:
+class DriftWatch(Observer):
     """Compares this rank's parameters with the others'.
 
     Args:
         names: Of the parameters.
         parameters: Those that are trained.
-        world: Who takes part.
+        world: The ranks that take part.
         transport: Carries what belongs to the model's passes.
+        control: Carries messages on the CPU, in order with that.
         every: In how many windows all are compared once.
-        is_vouched: Somebody has asked for it, so there is no doubt.
+        is_vouched: The user has set `compare_every`, so there is no doubt.
     """
+
+    num_numbers = _NUM_NUMBERS
 
     def __init__(
         self,
@@ -162,6 +159,7 @@ class DriftWatch:
         parameters: Sequence[nn.Parameter],
         world: World,
         transport: Transport,
+        control: Carrier,
         *,
         every: int,
         is_vouched: bool,
@@ -170,6 +168,7 @@ class DriftWatch:
         self._parameters = parameters
         self._world = world
         self._transport = transport
+        self._control = control
         self._is_vouched = is_vouched
         self._device = parameters[0].device
         self._is_late = self._device.type != "cpu"  # what is told is read a window later, when nobody waits for it
@@ -195,10 +194,15 @@ class DriftWatch:
         self._step_hook: Any = None
         self._steppers: list[weakref.ref[Any]] = []  # optimizers that have stepped the suspect, in that order
         self._found: Portion | None = None
+        self._is_in_join = False
+
+    def set_join(self, is_open: bool) -> None:
+        """See `Observer`."""
+        self._is_in_join = is_open
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is compared, as far as this rank knows."""
+        """Whether parameters are compared, as far as this rank knows."""
         return not self._is_off and not self._doubts and not self._is_paused
 
     def doubt(self) -> None:
@@ -216,22 +220,24 @@ class DriftWatch:
         self._watch_steps(None)
 
     def doubt_hook(self, function: Callable[..., Any]) -> None:
-        """A communication hook decides what ranks get."""
+        """Doubt, unless a communication hook is known to average."""
         if function not in _AVERAGING:
             self.doubt()
 
     # ------------------------------------------------------------------ called by the engine
 
-    def kept_back(self) -> None:
-        """A backward pass has ended that ends no window."""
+    def end_local_pass(self) -> None:
+        """See `Observer`."""
         if self._versions is None and not self._is_off and not self._is_paused:
             self._versions = self._sum_versions()
 
-    def tell(self) -> Sequence[float] | Tensor:
-        """At the end of a window: what this rank's header says, [5]. A tensor where parameters are on a GPU."""
+    def header_numbers(self) -> Sequence[float] | Tensor:
+        """See `Observer`: [5], a tensor where parameters are on a GPU."""
+        if self._is_in_join:
+            return _NOTHING  # some have left, and are made equal when it ends
         number, self._num_windows = self._num_windows, self._num_windows + 1
         if self._is_off:
-            return NOTHING
+            return _NOTHING
         if self._versions is not None:
             if self._versions != self._sum_versions():
                 self.doubt()  # an optimizer has stepped on gradients of this rank alone
@@ -242,16 +248,16 @@ class DriftWatch:
             digest = torch.tensor(self._machine, device=self._device)
         elif self._suspect is not None:
             if self._on_its_way is not None and self._on_its_way[0][0] == "again":
-                return (self._doubts, *NOTHING[1:])
+                return (self._doubts, *_NOTHING[1:])
             self._sent = "again", self._suspect
             digest = self._after_step if self._after_step is not None else self._digest(self._suspect)
         elif (portion := self._due.get(number % self._every)) is not None:
             self._sent = "first", portion
             digest = self._digest(portion)
-        return (self._doubts, *NOTHING[1:]) if digest is None else self._numbers(digest)
+        return (self._doubts, *_NOTHING[1:]) if digest is None else self._numbers(digest)
 
-    def hear(self, sums: Tensor) -> None:
-        """What all ranks have told, added up: [5]. On a GPU what they told a window ago is judged now."""
+    def read_header(self, sums: Sequence[float] | Tensor) -> None:
+        """See `Observer`. On a GPU what ranks sent a window ago is judged now."""
         if self._on_its_way is not None:
             (before, coming), self._on_its_way = self._on_its_way, None
             self._judge(*before, arrived(coming))
@@ -259,12 +265,12 @@ class DriftWatch:
         if sent is None or self._is_off:
             return
         if self._is_late:
-            self._on_its_way = sent, start_copy(sums)
+            self._on_its_way = sent, start_copy(torch.as_tensor(sums, device=self._device))
         else:
-            self._judge(*sent, sums.tolist())
+            self._judge(*sent, sums.tolist() if isinstance(sums, Tensor) else sums)
 
-    def conclude(self) -> None:
-        """Collective if a difference has been found, which all ranks know: say what it is.
+    def raise_found(self) -> None:
+        """Raise what differs. Collective if a difference has been found, which all ranks know.
 
         Raises:
             DriftError: On every rank, with the same text.
@@ -319,21 +325,20 @@ class DriftWatch:
     def _numbers(self, whole: Tensor) -> Sequence[float] | Tensor:
         if not self._is_late:
             return [self._doubts, *halves(int(whole) >> 12, self._half_bits)]
-        told = torch.stack(halves(whole >> 12, self._half_bits)).double()
-        return torch.cat([told.new_full((1,), self._doubts), told])
+        received = torch.stack(halves(whole >> 12, self._half_bits)).double()
+        return torch.cat([received.new_full((1,), self._doubts), received])
 
     def _explain(self, portion: Portion) -> None:
-        carrier = self._transport if self._device.type == "cpu" else self._world.control
         # NaN is NaN, and zero is zero, whatever their signs and other bits are.
         own = [int(digest([canonical(self._rows_of(piece))])) for piece in portion]
-        differing, minority, typical = find_minority(exchange(carrier, own))
+        differing, minority, typical = find_minority(exchange(self._control, own))
         if not differing:
             return
         pieces = [portion[index] for index in differing]
-        by_rank: list[list[float]] = exchange(carrier, [self._distance(piece, typical) for piece in pieces])
+        by_rank: list[list[float]] = exchange(self._control, [self._distance(piece, typical) for piece in pieces])
         distances = [max(each) for each in zip(*by_rank, strict=True)]
         text = self._story(pieces, max(distances), minority)
-        steppers = exchange(carrier, [options_of(each) for ref in self._steppers if (each := ref()) is not None])
+        steppers = exchange(self._control, [options_of(each) for ref in self._steppers if (each := ref()) is not None])
         same_number = len({len(each) for each in steppers}) == 1
         options = find_difference(steppers) if same_number else None
         limits = [_ROUNDING * torch.finfo(self._parameters[piece.parameter].dtype).eps for piece in pieces]
@@ -342,7 +347,7 @@ class DriftWatch:
                 self._has_warned = True
                 warnings.warn(
                     f"{text} That is rounding: the optimizer's step doesn't round alike on all ranks. It may grow; "
-                    f"training goes on, and this is said once.",
+                    f"training goes on, and this warning comes once.",
                     stacklevel=2,
                 )
             return

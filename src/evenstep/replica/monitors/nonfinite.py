@@ -1,12 +1,13 @@
-"""Gradients that are infinite or not a number: found before they are added, so that one can say whose they are.
+"""The non-finite monitor: finds gradients that are infinite or not a number before they are added over ranks.
 
-One pass over a bucket that is about to travel adds it up: a sum is finite unless something in it isn't (or it is very
-large, which a second look tells apart). What the ranks found is agreed once per window, with one small all-reduce. On
-a GPU reading that waits for the device. That is what "skip" and "raise" do.
+"skip" and "raise" add up every bucket that is about to travel: a sum is finite unless an element isn't (or the sum is
+very large, which a second check tells apart). Ranks exchange their findings once per window, in one small all-reduce.
+Reading that waits for a GPU.
 
-"warn" looks at sums instead, while they are made in shared memory: a rank at the part that it makes, so it costs 1/n.
-It is said at the end of the window, or of the next one: the header carries the news. Where Gloo makes the sums on CPUs,
-"warn" adds up every bucket as the other two do, and agrees on nothing unless something was found.
+"warn" checks the sums over ranks instead, while they are made in shared memory: each rank checks the part that it
+makes, so it costs 1/n. Rank 0 warns at the end of the window, or of the next one, because the header carries the
+finding. Where Gloo makes the sums on CPUs, "warn" adds up every bucket as the other two do, and exchanges nothing
+unless something was found.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evenstep.errors import ConfigurationError, NonFiniteError
-from evenstep.replica.bucket import Bucket, sum_dtype, total_of
-from evenstep.replica.layout import BucketLayout
-from evenstep.transport.base import Transport
-from evenstep.transport.exchange import exchange
-from evenstep.transport.looking import look_at_sums
+from evenstep.replica.gradients.buckets.bucket import Bucket, sum_dtype, total_of
+from evenstep.replica.gradients.observer import Observer
+from evenstep.replica.gradients.window import Window
+from evenstep.transport.base import Carrier, Transport
+from evenstep.transport.core.nonfinite_monitor import monitor_sums
+from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
 
 Policy = Literal["warn", "skip", "raise"]
@@ -44,48 +46,46 @@ def validate_policy(policy: str | None) -> None:
         raise ConfigurationError(f"on_nonfinite={policy!r}; 'warn', 'skip', 'raise', or None.")
 
 
-def build_guard(policy: Policy | None, world: World, transport: Transport) -> NonFiniteGuard | None:
-    """Who decides on steps; None where nobody does."""
-    return NonFiniteGuard(policy, world, transport) if policy in ("skip", "raise") else None
-
-
-def build_sum_watch(policy: Policy | None, world: World, transport: Transport) -> SumWatch | None:
-    """Who looks and warns; None where nobody does: on GPUs, which every look would wait for."""
-    if policy != "warn" or world.device.type != "cpu" or world.world_size == 1:
+def build_nonfinite_monitor(
+    policy: Policy | None, world: World, transport: Transport, control: Carrier
+) -> NonFiniteGuard | SumWatch | None:
+    """Build the monitor of a policy; None: none. "warn" monitors CPUs only, because it would wait for a GPU."""
+    if policy in ("skip", "raise"):
+        return NonFiniteGuard(policy, world, transport, control)
+    if policy is None or world.device.type != "cpu" or world.world_size == 1:
         return None
     return SumWatch(world, transport) if transport.name == "shared memory" else OwnWatch(world, transport)
 
 
-class NonFiniteGuard:
-    """Looks at this rank's gradients, and decides with the other ranks.
+class NonFiniteGuard(Observer):
+    """Inspects this rank's gradients, and decides with the other ranks.
 
     Args:
         policy: What happens to the step.
-        world: Who takes part.
+        world: The ranks that take part.
         transport: Carries what belongs to the model's passes.
+        control: Carries messages on the CPU, in order with that.
 
     Attributes:
         num_skipped: Steps that were skipped so far.
     """
 
-    def __init__(self, policy: Policy, world: World, transport: Transport) -> None:
+    inspects_buckets = True
+
+    def __init__(self, policy: Policy, world: World, transport: Transport, control: Carrier) -> None:
         self.num_skipped = 0
         self._policy = policy
         self._world = world
-        self._transport = transport
+        self._transport, self._control = transport, control
         self._sums: list[Tensor] = []  # 0-dim: finite if everything is
         self._peaks: list[tuple[Sequence[str], Tensor]] = []  # (names, [n] largest absolute values)
 
-    def room_for_totals(self, bucket: Bucket) -> list[float] | None:
-        """None: to read sums on the host would wait for a GPU."""
-        return None
-
-    def look(self, bucket: Bucket, totals: Sequence[float] | None = None) -> None:
-        """At a bucket that holds this rank's gradients, before it travels."""
+    def inspect(self, bucket: Bucket, totals: Sequence[float] | None = None) -> None:
+        """See `Observer`."""
         self._look([bucket.flat], lambda: (bucket.names, bucket.sent_views))
 
     def look_at_gradients(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
-        """At the gradients of parameters that travel in no bucket; those that have none are passed over."""
+        """Inspect gradients that travel in no bucket."""
         found = [(name, p.grad) for name, p in zip(names, parameters, strict=True) if p.grad is not None]
         grads = [grad._values() if grad.is_sparse else grad for _, grad in found]
         if grads:
@@ -102,19 +102,19 @@ class NonFiniteGuard:
             self._sums.append(peaks.amax())
             self._peaks.append(([name for name, _ in filled], peaks))
 
+    def end_window(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
+        """See `Observer`."""
+        self.look_at_gradients(names, parameters)
+
     def own_findings(self) -> list[str]:
-        """What was found since the last time, without asking other ranks."""
+        """Return what this rank has found since the last call: names of parameters. Local."""
         peaks, self._peaks, self._sums = self._peaks, [], []
         return [name for names, values in peaks for name in _not_finite(names, values)]
 
-    def is_fault(self, *, is_scaled: bool) -> bool:
-        """Collective, at the end of a window: whether a gradient was not finite on some rank, and nobody scaled it.
-
-        Args:
-            is_scaled: The loss was scaled, so that an overflow is the scaler's business.
-        """
+    def rejects(self, window: Window) -> bool:
+        """See `Observer`: true if a gradient was not finite on some rank and no scaler handles it. Collective."""
         numbers = torch.zeros(2, dtype=torch.float64, device=self._sums[0].device if self._sums else self._world.device)
-        numbers[1:].fill_(is_scaled)
+        numbers[1:].fill_(window.is_scaled)
         for total in self._sums:
             numbers[0] += (~torch.isfinite(total)).to(torch.float64)
         self._transport.all_reduce(numbers).wait()
@@ -122,10 +122,10 @@ class NonFiniteGuard:
         mine = self.own_findings()
         if not found or scaled:
             return False
-        told = self._world.exchange({"names": mine, "has_scaler": _has_scaler()})
-        text = "; ".join(f"rank {rank}: {listed(each['names'])}" for rank, each in enumerate(told) if each["names"])
+        received = exchange(self._control, {"names": mine, "has_scaler": _has_scaler()})
+        text = "; ".join(f"rank {rank}: {listed(each['names'])}" for rank, each in enumerate(received) if each["names"])
         message = f"a gradient was infinite or not a number before gradients were averaged, on {text}."
-        if any(each["has_scaler"] for each in told):
+        if any(each["has_scaler"] for each in received):
             message += (
                 " If a GradScaler has scaled the loss, say so, and its overflows are left to it: "
                 "model.backward(loss, scaler=scaler)."
@@ -138,13 +138,15 @@ class NonFiniteGuard:
         return True
 
 
-class SumWatch:
-    """Says once whose gradient was not finite, in which parameter. Changes nothing.
+class SumWatch(Observer):
+    """Warns once which rank's gradient was not finite, in which parameter. Changes nothing.
 
     Args:
-        world: Who takes part.
+        world: The ranks that take part.
         transport: Carries what belongs to the model's passes.
     """
+
+    num_numbers = 1
 
     def __init__(self, world: World, transport: Transport) -> None:
         self._world = world
@@ -154,33 +156,34 @@ class SumWatch:
         self._findings: set[tuple[int, str]] = set()  # rank (-1: of all together), parameter
         self._is_off = False
 
-    def watch(self, flat: Tensor, layout: BucketLayout, names: Sequence[str]) -> None:
-        """Look at the sums of a bucket, as long as its memory lives."""
-        is_lent = layout.sharding is not None and layout.sharding.frees_gradients  # memory of several buckets
-        if layout.dtype.is_floating_point and not is_lent:
-            begins = torch.tensor([slot.offset_numel for slot in layout.slots], device="cpu")
-            look_at_sums(flat, functools.partial(self._look, begins, names))
+    def watch_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Check the sums of buckets, as long as their memory lives."""
+        for bucket in buckets:
+            layout = bucket.layout
+            is_lent = layout.sharding is not None and layout.sharding.frees_gradients  # memory of several buckets
+            if layout.dtype.is_floating_point and not is_lent:
+                begins = torch.tensor([slot.offset_numel for slot in layout.slots], device="cpu")
+                monitor_sums(bucket.flat, functools.partial(self._look, begins, bucket.names))
 
-    @property
-    def has_found(self) -> bool:
-        """Whether this rank has found something, which the others don't know yet."""
-        return bool(self._findings) and not self._is_off
+    def header_numbers(self) -> Sequence[float]:
+        """See `Observer`: whether this rank has found something that the others don't know yet."""
+        return (float(bool(self._findings) and not self._is_off),)
 
-    def end_window(self, any_found: bool) -> None:
-        """Collective if any rank has found something: rank 0 warns, unless a GradScaler sees to it. Then it is over."""
+    def read_header(self, sums: Sequence[float] | Tensor) -> None:
+        """See `Observer`. Where any rank has found something, rank 0 warns, unless a GradScaler handles it."""
         self._window += 1
-        if any_found:
-            self._conclude()
+        if sums[0] > 0:
+            self._warn()
 
-    def _conclude(self) -> None:
-        told = exchange(
+    def _warn(self) -> None:
+        received = exchange(
             self._transport, {"first": self._first, "found": [*sorted(self._findings)], "scaled": _has_scaler()}
         )
         self._is_off = True
-        if any(each["scaled"] for each in told) or not self._world.is_main:
+        if any(each["scaled"] for each in received) or not self._world.is_main:
             return
-        first = min(each["first"] for each in told if each["found"])
-        found = sorted({(rank, name) for each in told if each["first"] == first for rank, name in each["found"]})
+        first = min(each["first"] for each in received if each["found"])
+        found = sorted({(rank, name) for each in received if each["first"] == first for rank, name in each["found"]})
         by_rank: dict[int, list[str]] = {}
         for rank, name in found:
             by_rank.setdefault(rank, []).append(name)
@@ -190,7 +193,7 @@ class SumWatch:
         )
         warnings.warn(
             f"a gradient was infinite or not a number before gradients were averaged, {text} (in backward pass "
-            f"{first + 1}). It is now in the parameters, unless the step was left out. This is said once; "
+            f"{first + 1}). It is now in the parameters, unless the step was left out. This warning comes once; "
             f"on_nonfinite='skip' leaves such steps out, 'raise' ends the run, None looks at nothing.",
             stacklevel=2,
         )
@@ -222,24 +225,21 @@ class SumWatch:
 
 
 class OwnWatch(SumWatch):
-    """The same where the sums are made by others, as by Gloo: looks at what this rank is about to send."""
+    """`SumWatch` where Gloo makes the sums: inspects the buckets that this rank is about to send."""
 
-    def watch(self, flat: Tensor, layout: BucketLayout, names: Sequence[str]) -> None:
-        """Nothing: the sums come too late to tell whose fault it is."""
+    inspects_buckets = True
 
-    def room_for_totals(self, bucket: Bucket) -> list[float] | None:
-        """For sums of what is packed into a bucket; None where nobody looks at them."""
+    def watch_buckets(self, buckets: Sequence[Bucket]) -> None:
+        """Do nothing: Gloo's sums come too late to tell whose fault it is."""
+
+    def totals_for(self, bucket: Bucket) -> list[float] | None:
+        """See `Observer`."""
         is_late = bool(self._findings) and self._first != self._window
         return [] if bucket.flat.is_floating_point() and not self._is_off and not is_late else None
 
-    def look(self, bucket: Bucket, totals: Sequence[float] | None = None) -> None:
-        """At a bucket that holds this rank's gradients, before it travels.
-
-        Args:
-            bucket: What will travel.
-            totals: What `Bucket.pack` has added up of it; None: nothing.
-        """
-        if totals is None and self.room_for_totals(bucket) is None:
+    def inspect(self, bucket: Bucket, totals: Sequence[float] | None = None) -> None:
+        """See `Observer`."""
+        if totals is None and self.totals_for(bucket) is None:
             return
         if all(map(math.isfinite, [total_of(bucket.flat)] if totals is None else totals)):
             return
@@ -252,14 +252,14 @@ class OwnWatch(SumWatch):
 
 
 def _has_scaler() -> bool:
-    """Whether somebody in this process scales losses, so that an overflow now and then is no fault."""
+    """Whether a GradScaler is in use in this process, so that an overflow now and then is no fault."""
     gc.collect()  # one of a training that is over may wait in a circle of references
     kinds = torch.amp.GradScaler
     return any(issubclass(type(each), kinds) and each.is_enabled() for each in gc.get_objects())
 
 
 def _few(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """All elements in fewer tensors: to look at a small one costs many times what copying it does."""
+    """All elements in fewer tensors: checking a small one costs many times what copying it does."""
     small = [tensor.reshape(-1) for tensor in tensors if tensor.numel() <= _SMALL_NUMEL]
     if len(small) < 2:
         return list(tensors)

@@ -1,10 +1,10 @@
-"""Do all ranks step with the same options? Where each steps its shard, one that differs makes a patchwork of the model.
+"""The options monitor: compares optimizers' options between ranks, which step a shard of the model each.
 
 [Note: how options are compared]
 
 Of the options of all parameter groups of optimizers that are divided over ranks, every rank makes a checksum at the
 end of each window. The header, which travels in any case, carries four numbers of it, as it does of parameters: see
-`drift`. Where all have the same no more is said; else, and all know it, ranks tell each other their options, and all
+`drift`. Where they differ, which all ranks see, ranks exchange their options, and all
 raise. The checksum is made anew only when an option is another object than in the window before. Hosts that round
 otherwise may have another last digit in a cosine: the checksum is of numbers rounded to `_DIGITS`, and those that lie
 within `_ROUNDING` of each other are the same.
@@ -12,32 +12,37 @@ within `_ROUNDING` of each other are the same.
 Nothing waits for a GPU. There, sums in the header are read in every `_LATE_EVERY`th window and judged in the next;
 and so is an option that is a tensor on the device.
 
-What else a step is given (`notes`) is in the same checksum: arguments of clipping, of averages.
+What else a step is given (`Notes`) is in the same checksum: arguments of clipping, of averages.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 import math
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, optim
 
+from evenstep.device import Coming, arrived, start_copy
 from evenstep.errors import MismatchError
-from evenstep.replica.digests import are_same, half_bits, halves
-from evenstep.replica.late import Coming, arrived, start_copy
-from evenstep.replica.notes import Call, Notes, as_texts, find_other_call
-from evenstep.transport.base import Transport
-from evenstep.transport.exchange import exchange
+from evenstep.replica.gradients.observer import Observer
+from evenstep.replica.monitors.digests import are_same, half_bits, halves
+from evenstep.transport.base import Carrier
+from evenstep.transport.core.object_collectives import exchange
 from evenstep.world import World
 
-NUM_NUMBERS = 4
-NOTHING = (0.0,) * NUM_NUMBERS
+Call = tuple[str, tuple[tuple[str, Any], ...]]  # who was called, and what it was given: plain values
+CallTexts = tuple[str, tuple[tuple[str, str], ...]]  # the same with texts
+
+_NUM_NUMBERS = 4
+_NOTHING = (0.0,) * _NUM_NUMBERS
+_MAX_CALLS = 1000  # between two windows: within a `join` there are none that tell
 ABOUT_SCHEDULERS = "a scheduler that is given a loss, such as ReduceLROnPlateau, wants everybody's: world.mean(loss)."
 
 _LATE_EVERY = 16
@@ -50,7 +55,7 @@ _MAX_NUMEL = 16  # of a tensor that is an option; a larger one is told by its sh
 
 
 def options_of(optimizer: optim.Optimizer, *, reads_devices: bool = True) -> dict[str, str]:
-    """What an optimizer's step reads of its parameter groups, by what people call it, as texts that can be compared.
+    """Return the options that an optimizer's step reads from its parameter groups, by readable name, as texts.
 
     Args:
         optimizer: Whose. Only options that its class has are in it, and only plain ones: numbers, texts, small tensors.
@@ -61,62 +66,104 @@ def options_of(optimizer: optim.Optimizer, *, reads_devices: bool = True) -> dic
         of = f" of parameter group {number}"
         found[f"the number of parameters{of}"] = str(len(group["params"]))
         for name in optimizer.defaults:
-            told = _plain(group.get(name), reads_devices=reads_devices)
-            if told is not _NOT_PLAIN:
-                found[f"{name}{of}"] = repr(told)
+            received = _plain(group.get(name), reads_devices=reads_devices)
+            if received is not _NOT_PLAIN:
+                found[f"{name}{of}"] = repr(received)
     return found
 
 
-def find_difference(told: Sequence[Sequence[Mapping[str, str]]]) -> str | None:
+def find_difference(received: Sequence[Sequence[Mapping[str, str]]]) -> str | None:
     """The first option that isn't the same everywhere. Pure.
 
     Args:
-        told: By rank, what `options_of` says of each optimizer; the same optimizers on all ranks.
+        received: By rank, `options_of` each optimizer; the same optimizers on all ranks.
 
     Returns:
         None: there is none.
     """
-    for number, first in enumerate(told[0]):
-        for rank, each in enumerate(told):
+    for number, first in enumerate(received[0]):
+        for rank, each in enumerate(received):
             for name in (*first, *each[number]):
                 one, other = first.get(name), each[number].get(name)
                 if not are_alike(one, other):
-                    which = f" in optimizer {number + 1} of {len(told[0])}" if len(told[0]) > 1 else ""
+                    which = f" in optimizer {number + 1} of {len(received[0])}" if len(received[0]) > 1 else ""
                     return f"{name}{which} is {one} on rank 0 and {other} on rank {rank}"
     return None
 
 
-class OptionsWatch:
+class Notes:
+    """Calls with arguments that all ranks must give alike, of one rank and model."""
+
+    def __init__(self) -> None:
+        self._calls: list[Call] = []
+        self._kept: list[tuple[weakref.ref[Any], Call]] = []
+
+    def add(self, call: Call) -> None:
+        """A call of which every rank makes one like it before the next window ends."""
+        if len(self._calls) < _MAX_CALLS:
+            self._calls.append(call)
+
+    def keep(self, owner: object, call: Call) -> None:
+        """One that counts for as long as its owner lives; a rank may have none."""
+        self._kept.append((weakref.ref(owner), call))
+
+    def take(self) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+        """At the end of a window: (calls since the last one, those that are kept)."""
+        if not self._calls and not self._kept:
+            return (), ()
+        calls, self._calls = tuple(self._calls), []
+        self._kept = [each for each in self._kept if each[0]() is not None]
+        return calls, tuple(call for _, call in self._kept)
+
+    def forget_calls(self) -> None:
+        """Ranks don't come to the same windows for a while."""
+        self._calls.clear()
+
+    def forget_kept(self) -> None:
+        """Stop comparing kept calls: not all ranks have them."""
+        self._kept.clear()
+
+
+class OptionsWatch(Observer):
     """Compares the options of optimizers that are divided over ranks, and what else steps are given.
 
     Args:
-        world: Who takes part.
-        transport: Carries what belongs to the model's passes.
+        world: The ranks that take part.
+        control: Carries messages on the CPU, in order with what belongs to the model's passes.
         device: Of the model.
+        are_replicas_alike: As far as this rank knows they are meant to be. Where they aren't, ranks may clip and
+            average
+            as they like, if their optimizers aren't sharded.
 
     Attributes:
         notes: What steps are given.
     """
 
-    def __init__(self, world: World, transport: Transport, device: torch.device) -> None:
+    num_numbers = _NUM_NUMBERS
+
+    def __init__(
+        self, world: World, control: Carrier, device: torch.device, are_replicas_alike: Callable[[], bool]
+    ) -> None:
+        self._are_replicas_alike = are_replicas_alike
+        self._is_in_join = False
         self.notes = Notes()
         self._noted: tuple[tuple[Call, ...], tuple[Call, ...]] = (), ()
         self._world = world
-        self._carrier = transport if device.type == "cpu" else world.control
+        self._control = control
         self._is_late = device.type != "cpu"
         self._bits = half_bits(world.world_size)
         self._optimizers: dict[int, weakref.ref[optim.Optimizer]] = {}
         self._num_windows = 0
         self._before: list[Any] | None = None  # the options behind `_numbers`, if it is enough to look at who they are
         self._lengths: list[int] = []  # how many parameters each group had then
-        self._numbers: Sequence[float] = NOTHING
+        self._numbers: Sequence[float] = _NOTHING
         self._values: list[float] = []  # of tensors on a GPU, as they were a few windows ago
         self._values_coming: Coming | None = None
         self._sums_coming: Coming | None = None
         self._found = False
 
     def add(self, optimizer: optim.Optimizer) -> None:
-        """Collective: from now on look at this one too, for as long as it lives."""
+        """Collective: compare this optimizer's options from now on, for as long as it lives."""
         self._optimizers[max(self._optimizers, default=-1) + 1] = weakref.ref(optimizer)
 
     @property
@@ -129,8 +176,10 @@ class OptionsWatch:
         """The optimizers that are divided, or would be if there were several ranks."""
         return [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
 
-    def tell(self) -> Sequence[float]:
-        """At the end of a window: what this rank's header says, [NUM_NUMBERS]."""
+    def header_numbers(self) -> Sequence[float]:
+        """See `Observer`."""
+        if self._is_in_join:
+            return _NOTHING
         self._num_windows += 1
         noted_before, self._noted = self._noted, self.notes.take()
         alive = self.alive
@@ -156,8 +205,8 @@ class OptionsWatch:
         self._numbers = halves(checksum((values, self._values, self._noted)), self._bits)
         return self._numbers
 
-    def hear(self, sums: Sequence[float] | Tensor) -> None:
-        """What all ranks have told, added up: [NUM_NUMBERS]; a tensor on a GPU."""
+    def read_header(self, sums: Sequence[float] | Tensor) -> None:
+        """See `Observer`."""
         if not isinstance(sums, Tensor):
             self._judge(sums)
             return
@@ -167,12 +216,13 @@ class OptionsWatch:
         if self._num_windows % _LATE_EVERY == 0:
             self._sums_coming = start_copy(sums)
 
-    def conclude(self, *, are_replicas_alike: bool) -> None:
-        """Collective if options were found to differ, which all ranks know: say which.
+    def set_join(self, is_open: bool) -> None:
+        """See `Observer`."""
+        self._is_in_join = is_open
+        self.notes.forget_calls()
 
-        Args:
-            are_replicas_alike: As far as this rank knows they are meant to be. Where they aren't, ranks may clip and
-                average as they like, if their optimizers aren't divided.
+    def raise_found(self) -> None:
+        """Name the options that differ. Collective if some were found to, which all ranks know.
 
         Raises:
             MismatchError: On every rank, with the same text.
@@ -183,13 +233,15 @@ class OptionsWatch:
         alive = {number: ref() for number, ref in self._optimizers.items()}
         mine = {str(number): options_of(each) for number, each in alive.items() if each is not None}
         calls, kept = map(as_texts, self._noted)
-        answers = exchange(self._carrier, {"options": mine, "calls": calls, "kept": kept, "alike": are_replicas_alike})
-        told = [each["options"] for each in answers]
+        answers = exchange(
+            self._control, {"options": mine, "calls": calls, "kept": kept, "alike": self._are_replicas_alike()}
+        )
+        received = [each["options"] for each in answers]
         # One that has been thrown away may live on for a while on some of the ranks.
-        numbers = [number for number in mine if all(number in each for each in told)]
+        numbers = [number for number in mine if all(number in each for each in received)]
         self._optimizers = {int(number): self._optimizers[int(number)] for number in numbers}
         self._before = None
-        difference = find_difference([[each[number] for number in numbers] for each in told])
+        difference = find_difference([[each[number] for number in numbers] for each in received])
         if difference is not None:
             raise MismatchError(
                 f"the ranks step with different options: {difference} (noticed in backward pass {self._num_windows}), "
@@ -238,7 +290,7 @@ def _is_far(value: Any) -> bool:
 
 
 def _are_simple(values: Sequence[Any]) -> bool:
-    """Whether nothing in them can change without being another object, nor has to be asked what it is."""
+    """Whether the values are plain and immutable, so that identity shows a change."""
     return all(
         type(each) in _SIMPLE or (type(each) is tuple and all(type(part) in _SIMPLE for part in each))
         for each in values
@@ -281,3 +333,31 @@ def _are_close(one: Any, other: Any) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=_ROUNDING_OF_ZERO)
     return type(one) is type(other) and bool(one == other)
+
+
+def as_texts(calls: Sequence[Call]) -> list[CallTexts]:
+    """Calls in the form in which ranks exchange them. Pure."""
+    return [(who, tuple((name, repr(value)) for name, value in given)) for who, given in calls]
+
+
+def find_other_call(
+    received: Sequence[Sequence[CallTexts]], are_alike: Callable[[str | None, str | None], bool]
+) -> str | None:
+    """The first call that ranks haven't made alike; None if there is none. Pure.
+
+    Args:
+        received: By rank, the calls in order.
+        are_alike: Whether two texts mean the same.
+    """
+    for rank, each in enumerate(received):
+        for first, other in itertools.zip_longest(received[0], each):
+            if first is None or other is None:
+                has, has_not = (0, rank) if other is None else (rank, 0)
+                return f"{(first or other)[0]} was called on rank {has} and not on rank {has_not}"
+            if first[0] != other[0]:
+                return f"rank 0 called {first[0]} where rank {rank} called {other[0]}"
+            ours, theirs = dict(first[1]), dict(other[1])
+            for name in (*ours, *theirs):
+                if not are_alike(ours.get(name), theirs.get(name)):
+                    return f"{first[0]}: {name} is {ours.get(name)} on rank 0 and {theirs.get(name)} on rank {rank}"
+    return None

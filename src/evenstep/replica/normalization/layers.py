@@ -2,10 +2,10 @@
 
 [Note: the recorded sequence]
 
-A rank that has left its loop takes part in the others' exchanges with count 0. What they will be is what they were in
-the last *window*: all forward and backward passes since gradients were last averaged. The active ranks announce a
-window before its first exchange. Every exchange carries a code of the layer and the direction, so a rank that replays
-what the others no longer do is told so, with the layers' names, instead of adding one layer's sums to another's.
+A rank that has left its loop takes part in the others' exchanges with count 0. It replays the exchanges of the last
+*window*: all forward and backward passes since gradients were last averaged. The active ranks announce a window before
+its first exchange. Every exchange carries a code of the layer and the direction, so a rank that replays an exchange
+which the others no longer make raises an error with the layers' names, instead of adding one layer's sums to another's.
 
     forward   forward   backward   backward   forward   ...
     norm 1    norm 2    norm 2     norm 1     norm 1
@@ -21,20 +21,22 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from evenstep.compat import torch_pytree as pytree
+from evenstep.compat.torch_autograd import graph_task_id
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.replica.channels import channel
-from evenstep.replica.sync_batchnorm import SyncBatchNorm
+from evenstep.replica.channels import channel, channel_of
+from evenstep.replica.normalization.sync_batchnorm import PURPOSE, SyncBatchNorm
+from evenstep.transport.base import Transport
+from evenstep.transport.core.staged import for_messages
 from evenstep.world import World
 
 Batch = TypeVar("Batch")
 
 _MAX_LAYERS = 1 << 16
 _PARTS = _MAX_LAYERS - 1  # instead of a layer: an agreement on the number of micro-batches
-_MAX_MODELS = 1 << 6
-_num_models: weakref.WeakKeyDictionary[World, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Exchanged:
 
 
 class Windows(Protocol):
-    """What is asked of the engine.
+    """The engine, as these layers see it.
 
     Attributes:
         num_reductions: How many windows have ended.
@@ -67,43 +69,45 @@ class Windows(Protocol):
 
 
 class SyncLayers:
-    """Appointed by a wrapper: the overseer of all SyncBatchNorms of its module. False where there are none.
+    """The overseer of all SyncBatchNorms of a wrapped module. False where there are none.
 
     Collective: every rank makes one, for the same model.
 
     Args:
         module: The model.
-        world: Who takes part.
+        world: The ranks that take part.
         engine: Knows of passes and windows; held weakly. None: a window ends where a forward pass follows a backward
             pass, and everything counts.
+        is_copy: The other ranks may have no such copy of the model, so nothing can be agreed now: it shares the
+            channels of layers without a model.
 
     Attributes:
         layers: By name.
-        world: Who takes part.
+        world: The ranks that take part.
     """
 
-    def __init__(self, module: nn.Module, world: World, engine: Windows | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, world: World, engine: Windows | None = None, *, is_copy: bool = False
+    ) -> None:
         self.layers = {name: each for name, each in module.named_modules() if isinstance(each, SyncBatchNorm)}
         self.world = world
         self._names = list(self.layers)
         self._index = {layer: index for index, layer in enumerate(self.layers.values())}
         self._engine = None if engine is None else weakref.ref(engine)
         self._window = -1  # to which the record belongs
-        self._over_stand_in = False
+        self._over_dummy = False
         self._running = False
         self._recorded: list[Exchanged] = []
         self._replaying = False
         if len(self.layers) >= _MAX_LAYERS:
             raise ConfigurationError(f"{len(self.layers)} SyncBatchNorms in one model; {_MAX_LAYERS - 1} at most.")
-        if not self.layers:
-            return
-        # Two models exchange over the same channels, and their layers are not to be taken for each other.
-        self._model = _num_models.get(world, 0)
-        _num_models[world] = self._model + 1
+        self._is_copy = is_copy
+        self._transports: dict[tuple[dist.ProcessGroup | None, torch.device], Transport] = {}
         for layer in self.layers.values():
             layer.overseer = self
             # Now, while all ranks are here: a rank without a batch would not be there when a layer first needs it.
-            channel(world, "batch normalisation", _device_of(layer, world), layer.process_group)
+            if not is_copy:
+                self.transport(layer, _device_of(layer, world))
 
     def __bool__(self) -> bool:
         return bool(self.layers)
@@ -114,15 +118,15 @@ class SyncLayers:
     # ------------------------------------------------------------------ called by the wrapper
 
     @contextmanager
-    def forward_pass(self, *, over_stand_in: bool) -> Iterator[None]:
+    def forward_pass(self, *, over_dummy: bool) -> Iterator[None]:
         """Around the module's forward pass.
 
         Args:
-            over_stand_in: It runs on a stand-in for an empty share: its rows count 0, now and in its backward pass.
+            over_dummy: It runs on a dummy batch for an empty share: its rows count 0, now and in its backward pass.
         """
         for layer in self.layers.values():
             layer.overseer = self  # a module may have been wrapped twice
-        self._over_stand_in, self._running = over_stand_in, True
+        self._over_dummy, self._running = over_dummy, True
         try:
             yield
         finally:
@@ -153,27 +157,37 @@ class SyncLayers:
 
     def _most_parts(self, num_parts: int) -> int:
         device = _device_of(next(iter(self.layers.values())), self.world)
-        carried = channel(self.world, "batch normalisation", device)
-        most = torch.tensor([num_parts], device=device if carried.name == "nccl" else "cpu")
-        carried.all_reduce(most, "max").wait()
+        most = torch.tensor([num_parts], device="cpu")
+        for_messages(self._channel(device, None), device).all_reduce(most, "max").wait()
         return int(most)
+
+    def _channel(self, device: torch.device, group: dist.ProcessGroup | None) -> Transport:
+        """These layers' own: another model's exchanges may come in another order."""
+        if (group, device) not in self._transports:
+            args = self.world, PURPOSE, device, group
+            self._transports[group, device] = channel(*args) if self._is_copy else channel_of(self, *args)
+        return self._transports[group, device]
 
     # ------------------------------------------------------------------ called by layers, see `Overseer`
 
     def counts_rows(self) -> bool:
         """See `Overseer`. Outside the wrapper's forward pass, and so also inside `model.module(x)`, rows count."""
         if self._running:
-            return not self._over_stand_in
+            return not self._over_dummy
         # An activation checkpoint runs the layer again inside the backward pass: as in the forward pass before it.
-        recomputed = torch._C._current_graph_task_id() != -1
+        recomputed = graph_task_id() != -1
         contribution = self.contribution()
         dropped = isinstance(contribution, float) and contribution == 0
-        return not (recomputed and self._over_stand_in and dropped)
+        return not (recomputed and self._over_dummy and dropped)
 
     def contribution(self) -> float | Tensor:
         """See `Overseer`."""
         engine = None if self._engine is None else self._engine()
         return 1.0 if engine is None else engine.contribution()
+
+    def transport(self, layer: SyncBatchNorm, device: torch.device) -> Transport:
+        """See `Overseer`."""
+        return self._channel(device, layer.process_group)
 
     def report(self, layer: SyncBatchNorm, *, is_backward: bool) -> float:
         """See `Overseer`."""
@@ -187,19 +201,17 @@ class SyncLayers:
                 self._window = engine.num_reductions
                 engine.announce()
             else:
-                outside = torch._C._current_graph_task_id() == -1
+                outside = graph_task_id() == -1
                 begins_window = not is_backward and outside and any(each.is_backward for each in self._recorded)
             if begins_window:
                 self._recorded = []
             self._recorded.append(Exchanged(index, is_backward))
-        return float((self._model % _MAX_MODELS) * 2 * _MAX_LAYERS + 2 * index + is_backward)
+        return float(2 * index + is_backward)
 
     def describe(self, code: float) -> str:
         """See `Overseer`."""
-        model, rest = divmod(int(code), 2 * _MAX_LAYERS)
-        layer, is_backward = divmod(rest, 2)
-        known = model == self._model % _MAX_MODELS and layer < len(self._names)
-        name = repr(self._names[layer]) if known else f"number {layer} of model {model}"
+        layer, is_backward = divmod(int(code), 2)
+        name = repr(self._names[layer]) if layer < len(self._names) else f"number {layer}"
         return f"{'backward' if is_backward else 'forward'} of SyncBatchNorm {name}"
 
     # ------------------------------------------------------------------ replaying

@@ -13,9 +13,9 @@ rank's own: `DistributedDataParallel` averages them with all others.
 
 [Note: rows that don't count]
 
-An empty share is a stand-in of two rows while the module runs (see `batches.StandIn`). Those rows count 0: they are
-normalised with the other ranks' statistics, and nothing of them travels, forward or backward. Who knows that is the
-layer's `overseer`, which the wrapper appoints (`sync_layers.SyncLayers`).
+The module runs on a dummy batch of a few rows for an empty share (`batches.DummyBatch`). Those rows count 0: they
+are normalised with the other ranks' statistics, and nothing of them travels, forward or backward. The layer's
+`overseer`, which the wrapper sets (`layers.SyncLayers`), knows when that is so.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
 from evenstep import checks
 from evenstep import world as worlds
+from evenstep.compat.torch_dynamo import outside_graphs
+from evenstep.compat.torch_modules import BatchNorm
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.replica.channels import channel
-from evenstep.transport.arguments import validate_group
 from evenstep.transport.base import Transport
+from evenstep.transport.core.validation import validate_group
 from evenstep.world import World
+
+PURPOSE = "batch normalisation"  # of the channels; see `replica.channels`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +59,18 @@ class Statistics:
 
 
 class Overseer(Protocol):
-    """Whoever knows which pass of which model a layer runs in."""
+    """Knows the pass and the model in which a layer runs."""
 
     world: World
 
     def counts_rows(self) -> bool:
-        """Whether the rows that a layer sees now are samples, and no stand-in."""
+        """Whether the rows that a layer sees now are samples, and no dummies."""
 
     def contribution(self) -> float | Tensor:
         """What the running backward pass counts for: 0 where it is dropped. A 0-dim tensor is not read."""
+
+    def transport(self, layer: SyncBatchNorm, device: torch.device) -> Transport:
+        """What carries the exchanges of a layer whose inputs are on a device. Collective the first time."""
 
     def report(self, layer: SyncBatchNorm, *, is_backward: bool) -> float:
         """An exchange begins. Returns a whole number below 2 ** 23 that is equal on all ranks if they do the same."""
@@ -134,7 +139,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             MismatchError: Another rank runs another layer. Raised on every rank that is in the exchange.
         """
         if not self.training:
-            return _BatchNorm.forward(self, input)
+            return BatchNorm.forward(self, input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         if input.shape[1] != self.num_features:
@@ -145,7 +150,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def _train(self, input: Tensor) -> Tensor:
         counts = input.numel() > 0 and (self.overseer is None or self.overseer.counts_rows())
         if counts and self._transport(input.device).world_size == 1:
-            return _BatchNorm.forward(self, input)
+            return BatchNorm.forward(self, input)
         dtype = torch.float32 if input.dtype in (torch.float16, torch.bfloat16) else input.dtype
         with torch.no_grad():
             own = local_statistics(input.detach().to(dtype)) if counts else self.no_rows(input.device)
@@ -163,7 +168,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
         return output
 
-    _train_uncompiled = _disable_dynamo(_train)
+    _train_uncompiled = outside_graphs(_train)
 
     # ------------------------------------------------------------------ exchanges
 
@@ -218,8 +223,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return summed[2:].to(own.device)
 
     def _transport(self, device: torch.device) -> Transport:
-        world = worlds.current() if self.overseer is None else self.overseer.world
-        return channel(world, "batch normalisation", device, self.process_group)
+        if self.overseer is None:
+            return channel(worlds.current(), PURPOSE, device, self.process_group)
+        return self.overseer.transport(self, device)
 
     def _run(self, exchange: Callable[[], None], code: float) -> None:
         try:
@@ -235,9 +241,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _check_codes(self, codes: list[float]) -> None:
         if len(set(codes)) > 1:
-            told = "; ".join(f"rank {rank} is in {self._describe(code)}" for rank, code in enumerate(codes))
+            received = "; ".join(f"rank {rank} is in {self._describe(code)}" for rank, code in enumerate(codes))
             raise MismatchError(
-                f"the ranks run different batch normalisations at the same time: {told}. Every rank runs the same "
+                f"the ranks run different batch normalisations at the same time: {received}. Every rank runs the same "
                 f"layers in the same order, whatever its batch."
             )
 
@@ -327,7 +333,7 @@ def _replaced(
 def _converted(
     cls: type[SyncBatchNorm], module: nn.Module, process_group: dist.ProcessGroup | None
 ) -> SyncBatchNorm | None:
-    if not isinstance(module, _BatchNorm):
+    if not isinstance(module, BatchNorm):
         return None
     if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters(recurse=False)):
         raise ConfigurationError(

@@ -9,8 +9,7 @@
     own       parameters    [numel / n]            ^^^^^^^^                      what this rank steps; then all gather
 
 Parameters are views of `values`, so that gathering writes to where they are. With shared memory every rank copies the
-others' shards from where their owners have written them. With a `HostCopy` the `values` of all ranks of a host are the
-same memory, and what an owner has written is there.
+others' shards from where their owners have written them.
 
 What is added in a narrower dtype than the parameters' is unscaled, clipped and stepped in theirs: divided by a
 GradScaler's scale, float16 would lose what the scale has kept.
@@ -19,23 +18,69 @@ GradScaler's scale, float16 would lose what the scale has kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from evenstep.errors import UsageError
-from evenstep.replica.arriving import Arrival
-from evenstep.replica.bucket import Bucket, late_gradient, view_like
-from evenstep.replica.comm_hook import HookQueue, HookWork
-from evenstep.replica.hidden_gradient import HiddenGradient
-from evenstep.replica.host_copy import HostCopy
-from evenstep.replica.layout import BucketLayout
-from evenstep.replica.pieces import in_memory_order, plan_pieces
+from evenstep.replica.gradients.buckets.bucket import Bucket, late_gradient, view_like
+from evenstep.replica.gradients.buckets.comm_hooks import HookQueue, HookWork
+from evenstep.replica.gradients.buckets.layout import BucketLayout
+from evenstep.replica.gradients.window import SavedGradients
+from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder
 from evenstep.transport.base import Transport, Work
 from evenstep.transport.local import LocalTransport
 
+
+def in_memory_order(whole: Tensor, parameter: Tensor) -> Tensor:
+    """[numel], a tensor of a parameter's shape in the order in which the parameter lies in memory."""
+    if parameter.is_contiguous():
+        return whole.reshape(-1)
+    strides = parameter.stride()
+    order = sorted(range(parameter.dim()), key=lambda dim: -strides[dim])
+    return whole.permute(order).reshape(-1)
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """The part of one parameter that lies in one rank's shard.
+
+    Attributes:
+        parameter: Index of the parameter in registration order.
+        index: Number of its slot in the bucket.
+        begin: First element, counted in the shard.
+        offset: The same element, counted in the parameter, in the order of its memory.
+        numel: Number of elements; 0 if nothing of the parameter is here.
+    """
+
+    parameter: int
+    index: int
+    begin: int
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        """Behind the last element, counted in the shard."""
+        return self.begin + self.numel
+
+
+def plan_slices(layout: BucketLayout, rank: int, num_shards: int) -> tuple[ShardSlice, ...]:
+    """What lies in a rank's shard, one shard_slice per slot. Pure."""
+    length = layout.numel // num_shards
+    first, last = rank * length, (rank + 1) * length
+    slices = []
+    for index, slot in enumerate(layout.slots):
+        begin = min(max(slot.offset_numel, first), last)
+        end = max(min(slot.offset_numel + slot.numel, last), begin)
+        offset = begin - slot.offset_numel if end > begin else 0
+        slices.append(ShardSlice(slot.parameter, index, begin - first, offset, end - begin))
+    return tuple(slices)
+
+
 # Their `reduce_scatter` may write its result over this rank's part of its input: the others never read that.
-_REDUCE_IN_PLACE = ("local", "shared memory", "host memory", "nccl")
+_REDUCE_IN_PLACE = ("local", "shared memory", "nccl")
 
 
 class ShardedBucket(Bucket):
@@ -48,9 +93,6 @@ class ShardedBucket(Bucket):
         transport: Carries the memory.
         allocator: Allocates it.
         lent: [numel] or more: memory for `flat`, which this bucket has from `pack` to `wait` only.
-        values: [numel], memory for `values` that ranks have in common; None: this rank's own.
-        host_copy: Who has it in common.
-        seen: Numbers of parameters of which reading is noticed: see `arriving`. None: the gather isn't overlapped.
     """
 
     def __init__(
@@ -62,18 +104,14 @@ class ShardedBucket(Bucket):
         *,
         allocator: Transport,
         lent: Tensor | None = None,
-        values: Tensor | None = None,
-        host_copy: HostCopy | None = None,
-        seen: set[int] | None = None,
     ) -> None:
         self._lent = lent
-        self.host_copy = host_copy
         super().__init__(layout, parameters, names, transport, allocator=allocator)
         self.transport = transport
         self.is_replicated = layout.sharding is not None and layout.sharding.is_replicated
         self.num_shards = 1 if self.is_replicated else transport.world_size
         rank = 0 if self.is_replicated else transport.rank
-        self.pieces = plan_pieces(layout, rank, self.num_shards)
+        self.slices = plan_slices(layout, rank, self.num_shards)
         self.is_first = rank == 0  # of those who divide it
         length = layout.numel // self.num_shards
         own = slice(rank * length, (rank + 1) * length)
@@ -83,29 +121,22 @@ class ShardedBucket(Bucket):
         stepped_in = torch.promote_types(layout.dtype, self.parameters[0].dtype)
         self._is_widened = stepped_in is not layout.dtype
         self.shard = torch.zeros_like(self._sum, dtype=stepped_in) if self._is_widened else self._sum
-        if values is None:
-            values = allocator.allocate(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
-        self.values = values
+        self.values = allocator.allocate(layout.numel, dtype=self.parameters[0].dtype, device=layout.device)
         self.own = self.values[own]
         self._homes = self._views_of(self.values)
         for parameter, home in zip(self.parameters, self._homes, strict=True):
-            if host_copy is None or host_copy.is_writer:
-                home.copy_(parameter.detach())
+            home.copy_(parameter.detach())
             parameter.data = home
         self._addresses = [home.data_ptr() for home in self._homes]
-        self.arrival: Arrival | None = None
-        if seen is not None:
-            numbers = [slot.parameter for slot in layout.slots]
-            self.arrival = Arrival(self.parameters, self._homes, numbers, seen)
         # Where nothing is divided, gradients are there for everybody.
         self.hides = self.num_shards > 1 or self.values.dtype is not layout.dtype
-        self._hidden = [HiddenGradient(self, i, p) if self.hides else None for i, p in enumerate(self.parameters)]
+        self._hidden = [GradientPlaceholder(self, i, p) if self.hides else None for i, p in enumerate(self.parameters)]
         self._gaps = list(self._find_gaps())
-        self._carried: tuple[Tensor, list[bool]] | None = None
         self._zeroed: list[int | None] = []  # versions of the views since which they show zeros
         self._is_packed = False  # since the window began
         self._early: set[int] = set()  # slots to which a gradient came before its pass, see `receive`
-        self.pass_begins: Callable[[], object] | None = None  # tells the engine of a gradient that came first
+        # Tells the engine of a gradient that came first; whether a pass begins with it.
+        self.pass_begins: Callable[[], bool] | None = None
 
     def _allocate(self, allocator: Transport) -> Tensor:
         return super()._allocate(allocator) if self._lent is None else self._lent[: self.layout.numel]
@@ -151,16 +182,17 @@ class ShardedBucket(Bucket):
         if was_hooked and not self._is_in_place:
             self._sum.copy_(self._own_of_flat)
 
-    def unpack(self) -> None:
-        """`reduced` holds the mean: the shard does, too."""
+    def unpack(self, own_factor: float | Tensor | None = 1.0) -> None:
+        """`reduced` holds the mean: the shard does, too. What is hidden can't be differentiated."""
         if self._is_widened:
             self.shard.copy_(self._sum)
+        super().unpack(None if self.hides else own_factor)
 
     def publish(self, used_anywhere: Callable[[int], bool]) -> None:
         """As `Bucket.publish`."""
         for index, (slot, parameter) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
             if parameter.grad is None and used_anywhere(slot.parameter):
-                parameter.grad = self._stand_in(index)
+                parameter.grad = self._placeholder_of(index)
 
     def take(self, reduced: Sequence[Tensor | None]) -> None:
         """As `Bucket.take`; the gradients that are given are whole."""
@@ -169,8 +201,8 @@ class ShardedBucket(Bucket):
             if grad is None:
                 view.zero_()
                 continue
-            view.copy_(grad)
-            parameter.grad = self._stand_in(index)
+            view.copy_(grad.detach())
+            parameter.grad = self._placeholder_of(index)
             if self._is_widened:  # by way of the view it would be rounded
                 self._fill_part(self.shard, index, grad)
         if self._gaps:
@@ -180,11 +212,11 @@ class ShardedBucket(Bucket):
 
     def _fill_part(self, shard: Tensor, index: int, grad: Tensor) -> None:
         """Put this rank's part of a whole gradient where it belongs in something that lies like the shard."""
-        piece = self.pieces[index]
-        part = in_memory_order(grad, self._homes[index])[piece.offset : piece.offset + piece.numel]
-        shard[piece.begin : piece.end].copy_(part)
+        shard_slice = self.slices[index]
+        part = in_memory_order(grad, self._homes[index])[shard_slice.offset : shard_slice.offset + shard_slice.numel]
+        shard[shard_slice.begin : shard_slice.end].copy_(part)
 
-    def _stand_in(self, index: int) -> Tensor:
+    def _placeholder_of(self, index: int) -> Tensor:
         hidden = self._hidden[index]
         return self.views[index] if hidden is None else hidden
 
@@ -216,8 +248,8 @@ class ShardedBucket(Bucket):
 
     def show_zeros(self, index: int) -> None:
         """`p.grad` becomes zeros that autograd may add to."""
-        view, parameter, piece = self.views[index], self.parameters[index], self.pieces[index]
-        self.shard[piece.begin : piece.end].zero_()
+        view, parameter, shard_slice = self.views[index], self.parameters[index], self.slices[index]
+        self.shard[shard_slice.begin : shard_slice.end].zero_()
         if self._lent is None and view.dtype is parameter.dtype:
             parameter.grad = view.zero_()
             self._zeroed = self._zeroed or [None] * len(self.views)
@@ -230,6 +262,7 @@ class ShardedBucket(Bucket):
         held = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
         if self._lent is None and self.layout.dtype is self.values.dtype:
             self.flat.zero_()
+            torch.autograd.graph.increment_version(self.views)  # which don't share the flat tensor's
             if not self._is_in_place:
                 self.shard.zero_()
             self._zeroed = [view._version for view in self.views]
@@ -281,15 +314,23 @@ class ShardedBucket(Bucket):
         """Autograd adds to a hidden gradient: the pass begins with it, of a loss that uses the parameter directly.
 
         Raises:
-            UsageError: The pass has begun, and the gradient comes after its bucket has been sent.
+            UsageError: The pass has begun, and the gradient comes after its bucket has been sent. Or it isn't the
+                wrapper's pass, so this rank's own gradient would be added to what all ranks share.
         """
         if self._is_packed or self.pass_begins is None:
             raise late_gradient([self.names[index]])
         parameter = self.parameters[index]
         self._early.add(index)
         parameter.grad = gradient.detach().clone()
-        self.pass_begins()  # which sets aside what was hidden
+        is_begun = self.pass_begins()  # which saves what was hidden
         self._early.clear()
+        if not is_begun:
+            parameter.grad = self._hidden[index]
+            raise UsageError(
+                f"the gradient of {self.names[index]!r} is divided over {self.num_shards} ranks by a ShardedOptimizer, "
+                f"and a backward pass around the wrapped model would add this rank's own to it. Call zero_grad before, "
+                f"or use torch.autograd.grad, which leaves p.grad alone."
+            )
         if parameter.grad is None:  # it isn't to count; but autograd, which is adding, expects a gradient to be there
             parameter.grad = torch.zeros_like(parameter)
 
@@ -298,31 +339,32 @@ class ShardedBucket(Bucket):
         parts: list[tuple[int, int]] = []
         previous = -2
         for index in sorted(indices):
-            piece = self.pieces[index]
-            if piece.numel == 0:
+            shard_slice = self.slices[index]
+            if shard_slice.numel == 0:
                 continue
             if previous == index - 1 and parts:
-                parts[-1] = (parts[-1][0], piece.end)
+                parts[-1] = (parts[-1][0], shard_slice.end)
             else:
-                parts.append((piece.begin, piece.end))
+                parts.append((shard_slice.begin, shard_slice.end))
             previous = index
         return [self.shard[begin:end] for begin, end in parts]
 
     # ------------------------------------------------------------------ a second window without zero_grad
 
-    def set_aside(self, *, is_running: bool) -> None:
-        """Keep the gradients that there are for later; `p.grad` is None, so that autograd can add to it.
+    def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
+        """Save the gradients that there are; `p.grad` is None, so that autograd can add to it.
 
         Where all are zeros that `zero` has put there, they stay: autograd adds to those.
 
         Args:
+            saved: Keeps them until the window ends.
             is_running: The backward pass has begun, so gradients may have come: those of parameters that the loss uses
                 beside the model's outputs. What isn't hidden stays, and is averaged. (What was there before has the
                 same mean.)
         """
         grads = [parameter.grad for parameter in self.parameters]
         if is_running:
-            grads = [grad if isinstance(grad, HiddenGradient) else None for grad in grads]
+            grads = [grad if isinstance(grad, GradientPlaceholder) else None for grad in grads]
             for index in self._early:
                 grads[index] = self._hidden[index]
         held = [grad is not None for grad in grads]
@@ -330,31 +372,29 @@ class ShardedBucket(Bucket):
         if not self.hides or not any(held) or (all_views and self.is_zero):
             return
         kept = self.shard.clone()
-        for piece, grad in zip(self.pieces, grads, strict=True):
+        for shard_slice, grad in zip(self.slices, grads, strict=True):
             if grad is None:
-                kept[piece.begin : piece.end].zero_()
+                kept[shard_slice.begin : shard_slice.end].zero_()
                 continue
-            if piece.index not in self._early:
-                self.parameters[piece.index].grad = None
-            if not isinstance(grad, HiddenGradient):  # zeros, or what the user has put there, the same on all ranks
-                self._fill_part(kept, piece.index, grad)
-        self._carried = kept, held
+            if shard_slice.index not in self._early:
+                self.parameters[shard_slice.index].grad = None
+            if not isinstance(
+                grad, GradientPlaceholder
+            ):  # zeros, or what the user has put there, the same on all ranks
+                self._fill_part(kept, shard_slice.index, grad)
+        saved.shards.append(SavedShard(self, kept, held))
 
-    def put_back(self, *, add: bool) -> None:
-        """Give back what `set_aside` kept.
-
-        Args:
-            add: Add it to what has been reduced since; False: nothing has been.
-        """
+    def close_window(self) -> None:
+        """The window has ended: gradients may come again."""
         self._is_packed = False
-        if self._carried is None:
-            return
-        (kept, held), self._carried = self._carried, None
+
+    def give_back(self, kept: Tensor, held: Sequence[bool], *, add: bool) -> None:
+        """Give back what `open_window` saved; see `SavedShard`."""
         if add:
             self.shard.add_(kept)
         for index, is_held in enumerate(held):
             if is_held:
-                self.parameters[index].grad = self._stand_in(index)
+                self.parameters[index].grad = self._placeholder_of(index)
 
     # ------------------------------------------------------------------ parameters
 
@@ -391,32 +431,32 @@ class ShardedBucket(Bucket):
         """Collective: begin to give every rank the values of all shards."""
         if self.num_shards == 1:
             return LocalTransport().barrier()  # they are there
-        if self.host_copy is not None:
-            return self.host_copy.start_gather(self.values, self.own)
         return self.transport.all_gather(self.values, self.own)
 
-    def can_arrive_later(self, num_views: int) -> bool:
-        """Whether values may be put off until somebody reads them.
-
-        Args:
-            num_views: How many tensors there are on `own`, besides itself.
-        """
-        # Besides those: `values` and `own`.
-        return self.arrival is not None and self.arrival.can_begin(self.values, num_views + 2)
-
-    def finish_gather(self, work: Work, *, later: bool) -> None:
-        """Return when the values are there, or when whoever reads them will wait; tell autograd of the change.
+    def finish_gather(self, work: Work) -> None:
+        """Return when the values are there, and have autograd know of the change.
 
         Args:
             work: What `start_gather` has returned.
-            later: Whether they are put off.
         """
         torch.autograd.graph.increment_version(self.parameters)
-        if later and self.arrival is not None:
-            self.arrival.begin(work)
-        else:
-            work.wait()
+        work.wait()
 
-    def arrive(self) -> bool:
-        """Wait for values that are still on their way. Returns whether there were such."""
-        return self.arrival is not None and self.arrival.arrive()
+
+@dataclass(frozen=True)
+class SavedShard:
+    """This rank's shard of reduced gradients, kept out of a window.
+
+    Attributes:
+        bucket: Whose.
+        shard: [numel / n], a copy.
+        held: For each slot, whether there was a gradient.
+    """
+
+    bucket: ShardedBucket
+    shard: Tensor
+    held: Sequence[bool]
+
+    def give_back(self, *, add: bool) -> None:
+        """Put placeholders back into `p.grad`; `add` the shard to what has been reduced since, or nothing has been."""
+        self.bucket.give_back(self.shard, self.held, add=add)

@@ -1,4 +1,4 @@
-"""What stands in `p.grad` while the gradient itself is divided over the ranks: it may be dropped, not read."""
+"""The gradient placeholder: stands in `p.grad` while the gradient is sharded; it may be dropped, not read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from evenstep.compat.torch_autograd import graph_task_id
+from evenstep.compat.torch_tensors import disabled_function, make_wrapper_subclass, unscale
 from evenstep.errors import UsageError
 from evenstep.transport.base import Transport
 
@@ -16,8 +18,8 @@ _aten = torch.ops.aten
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
-class Divided(Protocol):
-    """What a hidden gradient asks of the bucket in which its parts are.
+class PlaceholderBucket(Protocol):
+    """The bucket of a placeholder's gradient, as the placeholder sees it.
 
     Attributes:
         names: Of the parameters, slot by slot.
@@ -30,20 +32,20 @@ class Divided(Protocol):
     transport: Transport
 
     def show_zeros(self, index: int) -> None:
-        """A gradient is made zero: from now on it is there in full."""
+        """Replace a placeholder by zeros in full, because the gradient was zeroed."""
 
     def receive(self, index: int, gradient: Tensor) -> None:
-        """Autograd adds a gradient to the one that is hidden."""
+        """Autograd adds a gradient to the sharded one."""
 
     def local_parts(self, indices: Sequence[int]) -> list[Tensor]:
         """This rank's parts of some gradients, neighbours as one: views, [n] each."""
 
 
-class HiddenGradient(Tensor):
+class GradientPlaceholder(Tensor):
     """A tensor without memory. Every operation on it raises, but for zeroing it and a GradScaler's unscaling.
 
-    Of its shape, dtype and device a program may ask. So `p.grad is None` says whether there is a gradient, and torch's
-    clipping, which would take this rank's part for the whole, is an error and no wrong norm.
+    A program may read its shape, dtype and device. So `p.grad is None` shows whether there is a gradient, and torch's
+    clipping, which would take this rank's shard for the whole gradient, is an error and no wrong norm.
 
     Attributes:
         parameter_name: Of the parameter.
@@ -52,23 +54,23 @@ class HiddenGradient(Tensor):
 
     parameter_name: str
     slot_number: int
-    _bucket: weakref.ref[Divided]
+    _bucket: weakref.ref[PlaceholderBucket]
 
     @staticmethod
-    def __new__(cls, bucket: Divided, index: int, parameter: Tensor) -> HiddenGradient:
+    def __new__(cls, bucket: PlaceholderBucket, index: int, parameter: Tensor) -> GradientPlaceholder:
         """Made by the bucket."""
-        made: HiddenGradient = Tensor._make_wrapper_subclass(
+        made: GradientPlaceholder = make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         return made
 
-    def __init__(self, bucket: Divided, index: int, parameter: Tensor) -> None:
+    def __init__(self, bucket: PlaceholderBucket, index: int, parameter: Tensor) -> None:
         self.parameter_name = bucket.names[index]
         self.slot_number = index
         # Weakly: the collector doesn't see that a parameter holds its gradient, and would never free the circle.
         self._bucket = weakref.ref(bucket)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -79,7 +81,7 @@ class HiddenGradient(Tensor):
             _unscale(*args, **(kwargs or {}))
             return None
         given = _leaves((args, tuple((kwargs or {}).values())))  # `out=`, too
-        hidden = next(each for each in given if isinstance(each, HiddenGradient))
+        hidden = next(each for each in given if isinstance(each, GradientPlaceholder))
         if func is _aten.zero_.default:
             hidden.bucket.show_zeros(hidden.slot_number)
             return hidden
@@ -87,14 +89,14 @@ class HiddenGradient(Tensor):
             for each in args[0]:
                 each.zero_()
             return None
-        if func is _aten.add_.Tensor and args[0] is hidden and torch._C._current_graph_task_id() != -1:
+        if func is _aten.add_.Tensor and args[0] is hidden and graph_task_id() != -1:
             hidden.bucket.receive(hidden.slot_number, args[1])  # autograd accumulates
             return hidden
         by = str(func).removeprefix("aten.").partition(".")[0]
         raise hidden.refusal(by)
 
     def refusal(self, by: str) -> UsageError:
-        """The error for somebody who reads it.
+        """The error for code that reads it.
 
         Args:
             by: The operation.
@@ -113,7 +115,7 @@ class HiddenGradient(Tensor):
         )
 
     @property
-    def bucket(self) -> Divided:
+    def bucket(self) -> PlaceholderBucket:
         """Where the gradient is."""
         bucket = self._bucket()
         assert bucket is not None, "buckets live as long as the engine, and longer than what it puts into p.grad"
@@ -129,7 +131,7 @@ class HiddenGradient(Tensor):
         raise self.refusal("data")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<HiddenGradient of {self.parameter_name!r} {list(self.shape)}, divided over the ranks>"
+        return f"<GradientPlaceholder of {self.parameter_name!r} {list(self.shape)}, divided over the ranks>"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -154,26 +156,26 @@ _BY_MEMORY = (
 
 
 def _refuse(name: str) -> Callable[..., Any]:
-    def refused(self: HiddenGradient, *_: Any, **__: Any) -> Any:
+    def refused(self: GradientPlaceholder, *_: Any, **__: Any) -> Any:
         raise self.refusal(name)
 
     return refused
 
 
 for _name in _BY_MEMORY:
-    setattr(HiddenGradient, _name, _refuse(_name))
+    setattr(GradientPlaceholder, _name, _refuse(_name))
 
 
-def local_parts(gradients: Iterable[HiddenGradient]) -> list[Tensor]:
+def local_parts(gradients: Iterable[GradientPlaceholder]) -> list[Tensor]:
     """This rank's parts of some gradients as few flat tensors: neighbours become one. Views, [n] each."""
-    indices: dict[int, tuple[Divided, list[int]]] = {}
+    indices: dict[int, tuple[PlaceholderBucket, list[int]]] = {}
     for gradient in gradients:
         bucket = gradient.bucket
         indices.setdefault(id(bucket), (bucket, []))[1].append(gradient.slot_number)
     return [part for bucket, which in indices.values() for part in bucket.local_parts(which)]
 
 
-def over_ranks(gradients: Iterable[HiddenGradient], value: Tensor, combine: Callable[[Any, Tensor], None]) -> None:
+def over_ranks(gradients: Iterable[GradientPlaceholder], value: Tensor, combine: Callable[[Any, Tensor], None]) -> None:
     """Collective: combine a value over the ranks that share some gradients, which are those of one model.
 
     Args:
@@ -186,13 +188,13 @@ def over_ranks(gradients: Iterable[HiddenGradient], value: Tensor, combine: Call
 
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """A GradScaler's unscaling, of this rank's shards; `found_inf` becomes 1 on all ranks if it is 1 on one."""
-    hidden = [each for each in gradients if isinstance(each, HiddenGradient)]
-    parts = local_parts(hidden) + [each for each in gradients if not isinstance(each, HiddenGradient)]
+    hidden = [each for each in gradients if isinstance(each, GradientPlaceholder)]
+    parts = local_parts(hidden) + [each for each in gradients if not isinstance(each, GradientPlaceholder)]
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for part in parts:
         by_dtype.setdefault(part.dtype, []).append(part)
     for same in by_dtype.values():
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, inverse_scale)
+        unscale(same, found_inf, inverse_scale)
     divided = [each for each in hidden if each.bucket.num_shards > 1]
     if divided:  # else every rank has seen all of it; and one that has left a join isn't there to be asked
         over_ranks(divided, found_inf, lambda transport, value: transport.all_reduce(value, "max").wait())

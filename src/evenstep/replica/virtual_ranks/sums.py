@@ -1,24 +1,27 @@
-"""The lower part of the tree over lanes: what the lanes of one rank give, added as a binary counter counts.
+"""The lower part of the tree over virtual ranks: what the virtual ranks of one rank give, added as a binary counter
+counts.
 
 [Note: a binary counter]
 
-A sum of 2 ** j neighbouring lanes is at level j. A new lane is at level 0; as long as there is one at its level
-already, the two are added and go one level up. So a rank with 8 lanes holds at most three sums beside the gradients of
-the lane that is being computed:
+A sum of 2 ** j neighbouring virtual ranks is at level j. A new virtual rank is at level 0; as long as there is one at
+its level already, the two are added and go one level up. So a rank with 8 virtual ranks holds at most three sums beside
+the gradients of the virtual rank that is being computed:
 
-    lane        0      1      2      3      4      5      6      7
+    virtual rank        0      1      2      3      4      5      6      7
     level 0     0             2             4             6
     level 1            01                          45
     level 2                          0123
     then                                                         07: into the buckets, while the backward pass runs
 
-Sums are the tensors that autograd has made: nothing is copied, and a lane costs one addition, as in any accumulation.
+Sums are the tensors that autograd has made: nothing is copied, and a virtual rank costs one addition, as in any
+accumulation.
 
-*What isn't there counts as zero.* A lane without samples, or without a gradient of some parameter, adds 0.0 on
+*What isn't there counts as zero.* A virtual rank without samples, or without a gradient of some parameter, adds 0.0 on
 whichever rank it is. That matters for one bit only: -0.0 + 0.0 is 0.0.
 
-Of the last lane gradients arrive one bucket after the other, and the sums of the lanes before it are added to each as
-it is packed. Lanes behind the last one that has samples are empty, so its right neighbours are zeros at every level.
+Of the last virtual rank gradients arrive one bucket after the other, and the sums of the virtual ranks before it are
+added to each as it is packed. Virtual ranks behind the last one that has samples are empty, so its right neighbours are
+zeros at every level.
 """
 
 from __future__ import annotations
@@ -29,39 +32,41 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.errors import UsageError
-from evenstep.lanes import Lanes
-from evenstep.replica.bucket import Bucket
-from evenstep.replica.weighting import Kind, Window
+from evenstep.replica.gradients.buckets.bucket import Bucket
+from evenstep.replica.gradients.strategies import WindowEnd
+from evenstep.replica.gradients.window import Kind, Window
+from evenstep.virtual_ranks import VirtualRanks
 
-Sums = list[Tensor | None]  # by parameter; None: no lane had a gradient of it
+Sums = list[Tensor | None]  # by parameter; None: no virtual rank had a gradient of it
 
 
-class LaneSums:
-    """Adds the lanes of one model on this rank. Told by the engine and by the loop over lanes.
+class VirtualRankSums(WindowEnd):
+    """Adds the gradients of this rank's virtual ranks before a window ends.
 
     Args:
-        lanes: Of the run.
+        virtual_ranks: Of the run.
         parameters: All that are trained.
 
     Attributes:
-        num_lanes: Of all ranks.
-        is_open: A loop over lanes runs: the model may be called.
-        at_end: Called when the last lane is complete, before module buffers travel.
+        is_open: A loop over virtual ranks runs: the model may be called.
+        at_end: Called when the last virtual rank is complete, before module buffers travel.
     """
 
-    def __init__(self, lanes: Lanes, parameters: Sequence[nn.Parameter]) -> None:
-        self.num_lanes = lanes.num_lanes
+    sums_first = True
+
+    def __init__(self, virtual_ranks: VirtualRanks, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(num_shares=virtual_ranks.num_virtual_ranks)
         self.is_open = False
         self.at_end: Callable[[], object] | None = None
-        self._rank = lanes.rank
+        self._rank = virtual_ranks.rank
         self._parameters = parameters
-        self._num_levels = lanes.per_rank.bit_length() - 1
+        self._num_levels = virtual_ranks.per_rank.bit_length() - 1
         self._num_done = 0
         self._sums: dict[int, Sums] = {}  # by level
         self._weights: dict[int, float | Tensor] = {}
 
     def begin(self) -> None:
-        """A loop over this rank's lanes begins."""
+        """A loop over this rank's virtual ranks begins."""
         self.is_open = True
         self._num_done = 0
         self._sums, self._weights = {}, {}
@@ -72,29 +77,29 @@ class LaneSums:
         self.at_end = None
         self._sums, self._weights = {}, {}
 
-    def validate_open(self, what: str) -> None:
-        """Raise unless a loop over lanes runs.
+    def validate_pass(self, what: str) -> None:
+        """See `WindowEnd`.
 
         Raises:
-            UsageError: `what` happened outside of it.
+            UsageError: No loop over virtual ranks runs.
         """
         if not self.is_open:
             raise UsageError(
                 f"{what} on rank {self._rank} outside model.microbatches, and reproducible mode computes every batch "
-                f"in lanes. Write: for x, y in model.microbatches(batch): model.backward(loss_of(model(x), y), "
+                f"in virtual ranks. Write: for x, y in model.microbatches(batch): model.backward(loss_of(model(x), y), "
                 f"weight=len(x)), and the optimizer's step behind the loop. To evaluate, use torch.no_grad()."
             )
 
-    def add_lane(self, window: Window | None, buckets: Sequence[Bucket]) -> None:
-        """A lane is complete, and another will follow: take its gradients.
+    def add_virtual_rank(self, window: Window | None, buckets: Sequence[Bucket]) -> None:
+        """A virtual rank is complete, and another will follow: take its gradients.
 
         Args:
-            window: With this lane's weight, which is taken too; None: there was no backward pass.
+            window: With this virtual rank's weight, which is taken too; None: there was no backward pass.
             buckets: Whose memory sums must not stay in.
         """
         sums = self._take({id(view) for bucket in buckets for view in bucket.views})
         weight = _taken_weight(window)
-        if isinstance(weight, Tensor):  # on a GPU, and not read: a lane of weight 0 may have any gradient
+        if isinstance(weight, Tensor):  # on a GPU, and not read: a virtual rank of weight 0 may have any gradient
             for grad in sums:
                 if grad is not None:
                     grad.masked_fill_(weight.to(grad.device) == 0, 0)
@@ -115,7 +120,7 @@ class LaneSums:
 
     @torch.no_grad()
     def add_to(self, bucket: Bucket) -> None:
-        """A bucket holds the last lane's gradients: add those of the lanes before it."""
+        """See `WindowEnd`: the bucket holds the last virtual rank's gradients, and those before it are added."""
         missing = False
         here = {slot.parameter for slot in bucket.layout.slots}
         found: set[int] = set()
@@ -136,13 +141,8 @@ class LaneSums:
             bucket.publish(found.__contains__)
 
     @torch.no_grad()
-    def close_window(self, window: Window, buckets: Sequence[Bucket]) -> None:
-        """The last lane is complete. Where there are no buckets, `p.grad` becomes this rank's sum.
-
-        Args:
-            window: Its weight becomes this rank's.
-            buckets: Of the exchange.
-        """
+    def close(self, window: Window, buckets: Sequence[Bucket]) -> None:
+        """See `WindowEnd`: the window's weight becomes this rank's, and without buckets `p.grad` its sum."""
         for level in range(self._num_levels):
             window.weight = self._weights.pop(level, 0.0) + _wide(window.weight)
         if not buckets:
@@ -154,13 +154,13 @@ class LaneSums:
         if self.at_end is not None:
             self.at_end()
 
-    def divide(self, window: Window) -> None:
-        """Divide `p.grad` by the weight of all lanes, or by their number; where there is only this rank."""
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if not grads:  # no lane had a sample
+    def divide(self, parameters: Sequence[nn.Parameter], window: Window, scale: float) -> None:
+        """See `WindowEnd`: by the weight of all virtual ranks, or by their number."""
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not grads:  # no virtual rank had a sample
             return
         if window.kind is not Kind.WEIGHTED:
-            torch._foreach_div_(grads, float(self.num_lanes))
+            torch._foreach_div_(grads, float(self.num_shares))
             return
         for grad in grads:
             # As `Header.divisor`: on a GPU a number would be turned into a factor, with another rounding.
@@ -168,13 +168,14 @@ class LaneSums:
             grad.div_(torch.where(total > 0, total, torch.inf))
 
     def __repr__(self) -> str:
-        return f"<LaneSums {self._num_done} of {1 << self._num_levels} lanes, {len(self._sums)} sums>"
+        return f"<VirtualRankSums {self._num_done} of {1 << self._num_levels} virtual ranks, {len(self._sums)} sums>"
 
 
 def _taken_weight(window: Window | None) -> float | Tensor:
     if window is None:
         return 0.0
     weight, window.weight = window.weight, 0.0
+    window.note_gradients(())
     return _wide(weight)
 
 

@@ -12,24 +12,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.func import functional_call
-from torch.nn.parallel.distributed import _MixedPrecision
-from torch.utils import _pytree as pytree
 
 from evenstep import checks
+from evenstep.compat import torch_pytree as pytree
+from evenstep.compat.torch_ddp import MixedPrecision
 
 _HOOKS = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
 
 
 def describe_precision(config: Any) -> str:
-    """What a `mixed_precision` argument asks for, for people and to compare. Pure.
+    """Describe a `mixed_precision` argument, for messages and to compare. Pure.
 
     Raises:
-        ConfigurationError: It is no `_MixedPrecision`, or names a dtype that can't be meant.
+        ConfigurationError: It is no `MixedPrecision`, or names a dtype that can't be meant.
     """
     if config is None:
         return "None"
-    if not isinstance(config, _MixedPrecision):
-        raise checks.refuse("mixed_precision", config, "torch's _MixedPrecision, or None")
+    if not isinstance(config, MixedPrecision):
+        raise checks.refuse("mixed_precision", config, "torch's MixedPrecision, or None")
     for name in ("param_dtype", "buffer_dtype"):
         dtype = getattr(config, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -46,11 +46,11 @@ class LowPrecision:
 
     Args:
         module: Its floating-point buffers are cast to `config.buffer_dtype` now, as torch does it.
-        config: torch's `_MixedPrecision`. Without a `reduce_dtype` gradients travel in the parameters' own precision
+        config: torch's `MixedPrecision`. Without a `reduce_dtype` gradients travel in the parameters' own precision
             (torch's class sends them in `param_dtype`).
     """
 
-    def __init__(self, module: nn.Module, config: _MixedPrecision) -> None:
+    def __init__(self, module: nn.Module, config: MixedPrecision) -> None:
         self._dtype = config.param_dtype
         self.comm_hook = None if config.reduce_dtype is None else _HOOKS.get(config.reduce_dtype)
         if config.buffer_dtype is not None:

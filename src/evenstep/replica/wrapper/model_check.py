@@ -1,4 +1,4 @@
-"""Are the models the same on every rank? Asked once, when a model is wrapped, and answered on all ranks alike."""
+"""Checks of a model as it is wrapped: the same on every rank, and fit for reproducible mode."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from evenstep.errors import MismatchError
+from evenstep.errors import ConfigurationError, MismatchError
+from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
+from evenstep.replica.wrapper.settings import Settings
 from evenstep.world import World
 
 Description = tuple[str, str, str, bool]  # name, shape, dtype, requires_grad
@@ -69,3 +71,55 @@ def _difference(kind: str, index: int, a: Description, b: Description, rank: int
 def _as_description(entry: Sequence[object]) -> Description:
     name, shape, dtype, requires_grad = entry
     return str(name), str(shape), str(dtype), bool(requires_grad)
+
+
+def validate_for_virtual_ranks(
+    module: nn.Module, settings: Settings, *, is_of_group: bool, virtual_ranks_per_rank: int
+) -> None:
+    """Refuse a model whose bits would depend on the number of ranks in reproducible mode.
+
+    Args:
+        module: The model.
+        settings: Of its wrapper.
+        is_of_group: It is wrapped for some of the ranks only.
+        virtual_ranks_per_rank: How many virtual ranks a rank computes one after the other.
+
+    Raises:
+        ConfigurationError: What it is, and what to do instead.
+    """
+    where = "reproducible mode"
+    if is_of_group:
+        raise ConfigurationError(
+            f"{where} divides virtual ranks over all ranks: leave process_group and device_mesh out."
+        )
+    for name, layer in module.named_modules():
+        if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm) and virtual_ranks_per_rank > 1:
+            raise ConfigurationError(
+                f"{where}: {name!r} is a SyncBatchNorm, which needs the rows of all virtual ranks at once, and a rank "
+                f"computes "
+                f"its {virtual_ranks_per_rank} virtual ranks one after the other. Start as many ranks as virtual "
+                f"ranks, or use BatchNorm, "
+                f"which then normalises each virtual rank by itself, or GroupNorm or LayerNorm."
+            )
+    for name, parameter in settings.trained(module):
+        if parameter.dtype.itemsize < 4:
+            raise ConfigurationError(
+                f"{where}: parameter {name!r} is {str(parameter.dtype)[6:]}, whose sums would be rounded differently "
+                f"on another number of ranks. Keep parameters in float32 and compute in low precision with "
+                f"torch.autocast."
+            )
+        if settings.policy.reduce_dtype not in (None, parameter.dtype):
+            raise ConfigurationError(
+                f"{where}: reduce_dtype={settings.policy.reduce_dtype} with parameter {name!r} in "
+                f"{str(parameter.dtype)[6:]}. Sums inside a rank and between ranks have one dtype there: leave it out."
+            )
+        if name in settings.sparse:
+            raise ConfigurationError(
+                f"{where}: parameter {name!r} has sparse gradients, which aren't added virtual rank by virtual rank. "
+                f"Build the "
+                f"embedding with sparse=False."
+            )
+    if not settings.sync_buffers and any(True for _ in settings.kept_buffers(module)):
+        raise ConfigurationError(
+            f"{where}: with broadcast_buffers=False every rank has module buffers of its own. Leave it out."
+        )

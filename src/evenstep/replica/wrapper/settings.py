@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from evenstep import checks
+from evenstep.compat.torch_ddp import is_slice, localise_parameters
+from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.errors import ConfigurationError
-from evenstep.replica.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
-from evenstep.replica.mixed_precision import describe_precision
-from evenstep.replica.nonfinite import Policy, validate_policy
-from evenstep.transport.agreement import validate_together
-from evenstep.transport.arguments import validate_group
+from evenstep.replica.gradients.buckets.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
+from evenstep.replica.monitors.nonfinite import Policy, validate_policy
+from evenstep.replica.wrapper.mixed_precision import describe_precision
+from evenstep.transport.core.validation import validate_group
 from evenstep.world import World
 
 _MIB = 1 << 20
@@ -39,7 +40,7 @@ class Settings:
         init_sync: Compare the models of all ranks and make them equal at the start.
         init_sync_buffers: Make module buffers equal at the start, too.
         sync_buffers: Make module buffers equal at the end of every synchronised backward pass.
-        on_nonfinite: What happens to a step with a gradient that isn't finite; None: nothing is looked at.
+        on_nonfinite: What happens to a step with a gradient that isn't finite; None: nothing is checked.
         compare_every: In so many windows parameters are compared between ranks once; None: where they are surely meant
             to be equal, in the usual number; 0: never.
     """
@@ -84,11 +85,6 @@ def check_module(module: nn.Module, ignored: Iterable[str] = ()) -> None:
                 f"their sizes, and wrap it then."
             )
     if not any(parameter.requires_grad for _, parameter in kept):
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ConfigurationError(
-                "the module is wrapped already: its gradients are averaged, and nothing is left to average. Wrap "
-                "`model.module`, or use the model as it is."
-            )
         raise ConfigurationError(
             f"{type(module).__name__} has no parameter that requires a gradient, so there is nothing to keep in step; "
             f"use the module as it is."
@@ -116,7 +112,13 @@ def ignored_names(module: nn.Module) -> frozenset[str]:
 
 
 def wrapped_inside(module: nn.Module, world: World) -> frozenset[str]:
-    """Names of the parameters and module buffers that wrapped parts of a module keep equal among the same ranks."""
+    """Names of the parameters and module buffers that wrapped parts of a module keep equal among the same ranks.
+
+    Of a module that is wrapped itself: those that are ignored there.
+    """
+    if getattr(module, "world", None) is world and isinstance(module, nn.parallel.DistributedDataParallel):
+        settings: Settings = module.settings  # type: ignore[assignment]
+        return frozenset(f"module.{name}" for name in settings.ignored)
     parts = [part for part in module.modules() if getattr(part, "world", None) is world]
     inside = [part for part in parts if isinstance(part, nn.parallel.DistributedDataParallel)]
     tensors = {id(tensor) for part in inside for tensor in (*part.parameters(), *part.buffers())}
@@ -266,18 +268,16 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: 
     if device_mesh is None:
         return process_group
     if process_group is not None:
-        raise ConfigurationError("process_group and device_mesh: pass one of them.")
+        raise ConfigurationError("Cannot specify both process_group and device_mesh arguments: pass one of them.")
     if not isinstance(device_mesh, DeviceMesh):
         raise checks.refuse("DistributedDataParallel: device_mesh", device_mesh, "a DeviceMesh of one dimension")
     if device_mesh.ndim != 1:
         raise ConfigurationError(
-            f"device_mesh has {device_mesh.ndim} dimensions. Pass the one along which the model is replicated: "
-            f"device_mesh=mesh['dp']."
+            f"Only 1D device mesh is supported, but got {device_mesh}, of {device_mesh.ndim} dimensions. Pass the one "
+            f"along which the model is replicated: device_mesh=mesh['dp']."
         )
-    if device_mesh._get_root_mesh() != device_mesh and isinstance(module, nn.Module):
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
-
-        _pre_dp_module_transform(module)
+    if is_slice(device_mesh) and isinstance(module, nn.Module):
+        localise_parameters(module)
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
     return group
 
@@ -303,7 +303,7 @@ def settle(
     Collective: every rank of the world calls this.
 
     Args:
-        world: Who takes part.
+        world: The ranks that take part.
         module: What is wrapped.
         dim: The batch dimension.
         devices: `device_ids` and `output_device`.
@@ -361,5 +361,5 @@ def settle(
             "reduce_dtype": str(reduce_dtype),
         }
 
-    validate_together(world, "DistributedDataParallel", validate)
+    validate_on_all_ranks(world, "DistributedDataParallel", validate)
     return made[0]

@@ -1,4 +1,4 @@
-"""Calls of the backend "evenstep", as torch wants to hold them."""
+"""The works that the backend "evenstep" returns to torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from evenstep.compat.torch_dynamo import uncompiled
 from evenstep.errors import EvenstepError, PeerLostError
-from evenstep.transport.uncompiled import uncompiled
 
 
-class ToldWork(Protocol):
-    """What a transport's work can do beyond `base.Work`."""
+class CallbackWork(Protocol):
+    """A transport's work, with more methods than `base.Work`."""
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `base.Work.wait`; no longer than `timeout_s`."""
@@ -25,61 +25,61 @@ class ToldWork(Protocol):
     def is_completed(self) -> bool:
         """See `base.Work.is_completed`."""
 
-    def when_done(self, told: Callable[[EvenstepError | None], object]) -> None:
-        """Call `told` once, with the error if there was one, from whichever thread."""
+    def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
+        """Call `callback` once, with the error or None, from any thread."""
 
 
-class GloosWork:
+class GlooWork:
     """A call that Gloo carries, and that the ranks compare over shared memory meanwhile.
 
     Args:
         compared: Done when all ranks make this call.
-        carried: Gloo's.
-        ended: Called with Gloo's when somebody has waited for its end.
+        gloos: Gloo's work.
+        ended: Called with Gloo's work after `wait`.
     """
 
-    def __init__(self, compared: ToldWork, carried: dist.Work, ended: Callable[[dist.Work], object]) -> None:
+    def __init__(self, compared: CallbackWork, gloos: dist.Work, ended: Callable[[dist.Work], object]) -> None:
         self._compared = compared
-        self._carried = carried
+        self._gloos = gloos
         self._ended = ended
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """See `ToldWork`. What Gloo raises is a RuntimeError."""
-        self._compared.wait(timeout_s)  # first: where ranks disagree, Gloo waits until somebody ends
+        """See `CallbackWork`. What Gloo raises is a RuntimeError."""
+        self._compared.wait(timeout_s)  # first: where ranks disagree, Gloo would wait for its deadline
         if timeout_s is None:
-            self._carried.wait()
+            self._gloos.wait()
         else:
-            self._carried.wait(timedelta(seconds=timeout_s))
-        self._ended(self._carried)
+            self._gloos.wait(timedelta(seconds=timeout_s))
+        self._ended(self._gloos)
 
     def is_completed(self) -> bool:
-        """See `ToldWork`."""
+        """See `CallbackWork`."""
         if not self._compared.is_completed():
             return False
         try:
             self._compared.wait()
         except EvenstepError:
             return True
-        return self._carried.is_completed()
+        return self._gloos.is_completed()
 
-    def when_done(self, told: Callable[[EvenstepError | None], object]) -> None:
-        """See `ToldWork`."""
+    def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
+        """See `CallbackWork`."""
 
-        def carried(future: Future[Any]) -> None:
+        def on_gloo(future: Future[Any]) -> None:
             try:
                 future.value()
             except RuntimeError as error:
-                told(PeerLostError(f"over gloo: {error}"))
+                callback(PeerLostError(f"over gloo: {error}"))
             else:
-                told(None)
+                callback(None)
 
-        def compared(error: EvenstepError | None) -> None:
+        def on_compared(error: EvenstepError | None) -> None:
             if error is not None:
-                told(error)
+                callback(error)
             else:
-                self._carried.get_future().add_done_callback(carried)
+                self._gloos.get_future().add_done_callback(on_gloo)
 
-        self._compared.when_done(compared)
+        self._compared.add_done_callback(on_compared)
 
 
 _copying = threading.Lock()  # one for all: making one costs as much as the rest of a work
@@ -103,7 +103,7 @@ class GroupWork(dist.Work):
 
     def __init__(
         self,
-        works: Sequence[ToldWork],
+        works: Sequence[CallbackWork],
         result: list[Tensor],
         copies: Sequence[tuple[Tensor, Tensor]] = (),
         timeout_s: float | None = None,
@@ -147,7 +147,7 @@ class GroupWork(dist.Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """What `wait` would raise; None as long as that isn't known."""
+        """The error that `wait` would raise; None as long as it isn't known."""
         self.is_completed()
         return self._error
 
@@ -160,7 +160,7 @@ class GroupWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[Any]:
-        """A future of the output tensors. Nobody has to wait for it: a thread sees to its end.
+        """A future of the output tensors. A thread completes it, also without a `wait`.
 
         An error reaches those who wait for the future as a RuntimeError with the same text: C++ stands between.
         """
@@ -178,11 +178,11 @@ class GroupWork(dist.Work):
 
     def _listen(self, future: Future[Any]) -> None:
         """End the future with the last work, or with the first that fails."""
-        # Works of one transport end in order: the last tells of all. What Gloo carries ends when it does.
-        heard = [*(each for each in self._works[:-1] if isinstance(each, GloosWork)), self._works[-1]]
-        missing, lock = len(heard), threading.Lock()
+        # Works of one transport end in order: the last stands for all. Gloo's end in any order.
+        awaited = [*(each for each in self._works[:-1] if isinstance(each, GlooWork)), self._works[-1]]
+        missing, lock = len(awaited), threading.Lock()
 
-        def told(error: EvenstepError | None) -> None:
+        def on_done(error: EvenstepError | None) -> None:
             nonlocal missing
             with lock:
                 missing = 0 if error is not None and missing > 0 else missing - 1
@@ -190,8 +190,8 @@ class GroupWork(dist.Work):
             if is_over:
                 self._end(future, error)
 
-        for work in heard:
-            work.when_done(told)
+        for work in awaited:
+            work.add_done_callback(on_done)
 
     def _end(self, future: Future[Any], error: EvenstepError | None) -> None:
         if error is None:

@@ -20,7 +20,7 @@ from evenstep.errors import ConfigurationError
 
 
 def encode(value: Any) -> bytes:
-    """Turn plain data into bytes.
+    """Encode plain data as bytes.
 
     Args:
         value: None, bool, int, float, str, tensors, and lists, tuples and dictionaries (keys: str) of them.
@@ -42,7 +42,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """What `encode` was given; tensors come back on the CPU."""
+    """The inverse of `encode`; tensors come back on the CPU."""
     length = int.from_bytes(data[:8], "little")
     structure = json.loads(data[8 : 8 + length])
     payload = data[8 + length :]

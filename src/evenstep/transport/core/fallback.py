@@ -1,4 +1,4 @@
-"""What the backend "evenstep" left to Gloo: counted, so that nobody has to guess whether it is in use."""
+"""Counts the calls that shared memory doesn't carry and Gloo does instead."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 from collections import Counter
 
 
-class FallThrough:
-    """Calls of this process with CPU tensors that Gloo carried instead of shared memory.
+class FallbackCounts:
+    """Counts calls of this process with CPU tensors that Gloo carried instead of shared memory.
 
-    Calls with tensors on a GPU are NCCL's from the start, and don't count.
+    Calls with tensors on a GPU always belong to NCCL, and don't count.
     """
 
     def __init__(self) -> None:
@@ -17,18 +17,18 @@ class FallThrough:
         self._counts: Counter[str] = Counter()
 
     def count(self, collective: str) -> None:
-        """One more."""
+        """Count one more call."""
         with self._lock:
             self._counts[collective] += 1
 
     def counts(self) -> dict[str, int]:
-        """How often, by the name of the process group's method."""
+        """The number of calls by the name of the process group's method."""
         with self._lock:
             return dict(self._counts)
 
     @property
     def total(self) -> int:
-        """How often, all together."""
+        """The number of all calls."""
         return sum(self.counts().values())
 
     def reset(self) -> None:
@@ -37,8 +37,8 @@ class FallThrough:
             self._counts.clear()
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{name} {count}" for name, count in sorted(self.counts().items()))
-        return f"<FallThrough {told or 'nothing'}>"
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(self.counts().items()))
+        return f"<FallbackCounts {counts or 'nothing'}>"
 
 
-fall_through = FallThrough()
+fallback = FallbackCounts()

@@ -1,8 +1,8 @@
-"""What a rank calls, in 128 bytes that the others compare with what they call.
+"""The header of a call: 128 bytes by which ranks check that they make the same call.
 
 0  u64   where this rank's tensor lies in its zone; `ELSEWHERE` if it has to be copied
 8  92 B  the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, a
-         checksum of those beyond, and how many numbers travel beside the tensor
+         checksum of those beyond, and how many numbers piggyback on the call
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evenstep.health.blame import printable
+from evenstep.health.first_failure import printable
 from evenstep.transport.base import Op
 
 ELSEWHERE = (1 << 64) - 1
@@ -24,18 +24,19 @@ _PLACE = struct.Struct("<Q")
 HEADER_USED_BYTES = _PLACE.size + _FINGERPRINT.size
 _MAX_DIMS = 8
 
-# What a rank announces that refuses its arguments, with the reason: else the others would wait for its call.
+# The call of a rank that refuses its arguments, with the reason. Without it the others would wait for this rank.
 REFUSED = "refused"
 REASON_BYTES = 1024
 
-# What a rank announces that has learned elsewhere that the ranks disagree, with the whole message.
-TOLD = "told"
-TOLD_BYTES = 3072
+# The call of a rank to which other nodes have reported a mismatch, with the whole message.
+REPORT = "report"
+REPORT_BYTES = 3072
 
-# What Gloo carries for the backend "evenstep", announced all the same: another rank may make it over shared memory.
+# A call that Gloo carries for the backend "evenstep", compared all the same: another rank may make it over shared
+# memory.
 OVER_GLOO = "over gloo"
 
-# The position in these is what travels: append, never insert.
+# Headers contain the position in these: append, never insert.
 COLLECTIVES = (
     "all_reduce",
     "broadcast",
@@ -60,7 +61,7 @@ COLLECTIVES = (
             "all_to_all",
         )
     ),
-    TOLD,
+    REPORT,
 )
 OPS: tuple[Op, ...] = ("sum", "max", "min", "mean", "product", "band", "bor", "bxor")
 DTYPES: tuple[torch.dtype, ...] = (
@@ -87,7 +88,7 @@ DTYPES: tuple[torch.dtype, ...] = (
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What all ranks must agree on in one call.
+    """The properties of a call on which all ranks must agree.
 
     Attributes:
         collective: Its name.
@@ -95,8 +96,8 @@ class Fingerprint:
         dtype: Of the tensor.
         shape: Of the tensor.
         root: The rank that gives or gets what no other does; -1 where there is none.
-        num_more_dims: How many dimensions a shape that came in a header has behind its eighth.
-        num_beside: How many numbers travel beside the tensor.
+        num_more_dims: How many dimensions an unpacked shape has beyond its eighth.
+        num_piggyback: How many numbers piggyback on the call.
     """
 
     collective: str
@@ -105,10 +106,10 @@ class Fingerprint:
     shape: tuple[int, ...]
     root: int = -1
     num_more_dims: int = 0
-    num_beside: int = 0
+    num_piggyback: int = 0
 
     def pack(self) -> bytes:
-        """The bytes that are compared."""
+        """The bytes that ranks compare."""
         numel = 1
         for size in self.shape:
             numel *= size
@@ -124,16 +125,16 @@ class Fingerprint:
             numel,
             *dims,
             beyond,
-            self.num_beside,
+            self.num_piggyback,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> Fingerprint:
         """The inverse of `pack`, but for dimensions beyond the eighth."""
-        collective, op, dtype, num_dims, root, _, *dims, _, num_beside = _FINGERPRINT.unpack(data)
+        collective, op, dtype, num_dims, root, _, *dims, _, num_piggyback = _FINGERPRINT.unpack(data)
         shape = tuple(dims[: min(num_dims, _MAX_DIMS)])
         how = None if op == 255 else OPS[op]
-        return cls(COLLECTIVES[collective], how, DTYPES[dtype], shape, root, num_dims - len(shape), num_beside)
+        return cls(COLLECTIVES[collective], how, DTYPES[dtype], shape, root, num_dims - len(shape), num_piggyback)
 
     def __str__(self) -> str:
         if self.collective == REFUSED:
@@ -144,34 +145,34 @@ class Fingerprint:
         way = "to" if self.collective in ("reduce", "gather") else "from"
         root = f" {way} rank {self.root}" if self.root >= 0 else ""
         more = f" and {self.num_more_dims} more dimensions" if self.num_more_dims else ""
-        beside = f", {self.num_beside} numbers beside" if self.num_beside else ""
-        return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}{beside}"
+        piggyback = f", with {self.num_piggyback} piggybacked numbers" if self.num_piggyback else ""
+        return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}{piggyback}"
 
 
 def pack_place(place: int | None) -> bytes:
-    """Where a tensor lies, as the header has it."""
+    """The part of a header that says where the tensor lies."""
     return _PLACE.pack(ELSEWHERE if place is None else place)
 
 
 def unpack_header(data: bytes) -> tuple[int | None, bytes]:
-    """Where a tensor lies, and the packed fingerprint."""
+    """Split a header: where the tensor lies, and the packed fingerprint."""
     (place,) = _PLACE.unpack_from(data)
     return (None if place == ELSEWHERE else place), data[_PLACE.size : HEADER_USED_BYTES]
 
 
 def pack_text(text: str, num_bytes: int = REASON_BYTES) -> bytes:
-    """A text, as it travels: always as long, so that ranks which all refuse announce the same."""
+    """Encode a text with a fixed length, so that ranks which all refuse make the same call."""
     return text.encode()[:num_bytes].ljust(num_bytes, b"\0")
 
 
 def unpack_text(data: bytes) -> str:
-    """The inverse of `pack_text`, but for what is too long. Another rank's: safe to print."""
+    """The inverse of `pack_text`, but for texts that were cut. Safe to print, though from another rank."""
     return printable(data.rstrip(b"\0").decode(errors="replace"))
 
 
 def text_bytes(packed: bytes) -> int:
-    """How long the text is that comes with a rank's fingerprint; 0 where none does. Pure."""
-    return {REFUSED: REASON_BYTES, TOLD: TOLD_BYTES}.get(COLLECTIVES[packed[0]], 0)
+    """Length of the text that comes with a rank's fingerprint; 0 where none does. Pure."""
+    return {REFUSED: REASON_BYTES, REPORT: REPORT_BYTES}.get(COLLECTIVES[packed[0]], 0)
 
 
 def explain_mismatch(
@@ -181,18 +182,18 @@ def explain_mismatch(
     texts: Mapping[int, str] | None = None,
     known_as: Sequence[int] | None = None,
 ) -> str | None:
-    """What to tell when ranks call different things; None if all call the same. Pure, and equal on all ranks.
+    """The message for ranks that make different calls; None if all make the same. Pure, and equal on all ranks.
 
     Args:
         number: Of the call, counted from 1.
         name: What the transport is called.
         packed: Every rank's fingerprint, in order of rank.
-        texts: By rank, what came with its fingerprint (`text_bytes`), as far as that is known.
+        texts: By rank, the text that came with its fingerprint (`text_bytes`), as far as it is known.
         known_as: The ranks' numbers in the message; None: their own.
     """
     texts = texts or {}
     for rank, each in enumerate(packed):
-        if COLLECTIVES[each[0]] == TOLD:
+        if COLLECTIVES[each[0]] == REPORT:
             return texts[rank]
     if all(each == packed[0] for each in packed):
         return None
@@ -200,14 +201,14 @@ def explain_mismatch(
     groups: dict[bytes, list[int]] = {}
     for rank, each in enumerate(packed):
         groups.setdefault(each, []).append(known_as[rank])
-    told = "; ".join(
+    calls = "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {Fingerprint.unpack(each)}"
         for each, ranks in groups.items()
     )
     if texts:
-        told += ". " + " ".join(f"Rank {known_as[rank]}: {reason}" for rank, reason in texts.items())
-        return f"the ranks disagree in collective number {number} over {name}. {told}"
+        calls += ". " + " ".join(f"Rank {known_as[rank]}: {reason}" for rank, reason in texts.items())
+        return f"the ranks disagree in collective number {number} over {name}. {calls}"
     return (
-        f"the ranks disagree in collective number {number} over {name}. {told}. Every rank makes the same calls, in "
+        f"the ranks disagree in collective number {number} over {name}. {calls}. Every rank makes the same calls, in "
         f"the same order, with equal shapes and dtypes: look for a branch that only some ranks take."
     )

@@ -1,21 +1,31 @@
-"""What ranks tell each other beside gradients: values, tensors of unknown sizes, means. Over any transport."""
+"""Collectives of plain values, of tensors of unknown sizes, and of means. Over any transport."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError, MismatchError
-from evenstep.transport.base import Transport
-from evenstep.transport.codec import decode, encode, to_bytes, to_tensor
+from evenstep.transport.base import Carrier, Transport, Work
+from evenstep.transport.core.codec import decode, encode, to_bytes, to_tensor
 
 _NAME_BYTES = 64  # of a call's name, where ranks are at different ones
 
 
-def exchange(transport: Transport, value: Any, *, what: str = "an exchange of values") -> list[Any]:
+class Gathering(Protocol):
+    """What `exchange` needs of a transport."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        """See `Transport.all_gather`."""
+
+
+def exchange(transport: Gathering, value: Any, *, what: str = "an exchange of values") -> list[Any]:
     """Every rank's value, in order of rank, on every rank.
 
     Collective: every rank calls this, in the same order.
@@ -23,7 +33,7 @@ def exchange(transport: Transport, value: Any, *, what: str = "an exchange of va
     Args:
         transport: Carries the messages, on the CPU.
         value: What `encode` takes.
-        what: What the ranks are at. Values of one call would be nonsense in another.
+        what: Names the call. Ranks that are at differently named calls get an error instead of nonsense.
 
     Raises:
         MismatchError: Some ranks are at another call. Raised on all ranks.
@@ -39,29 +49,29 @@ def exchange(transport: Transport, value: Any, *, what: str = "an exchange of va
     padded = to_tensor(data.ljust(longest, b"\0"))
     out = torch.empty(transport.world_size * longest, dtype=torch.uint8, device="cpu")
     transport.all_gather(out, padded).wait()
-    told = [
+    received = [
         to_bytes(row[: int(length)])
         for row, length in zip(out.view(transport.world_size, longest), lengths, strict=True)
     ]
     for rank, problem in enumerate((headers % 2).tolist()):
         if problem:
-            raise ConfigurationError(f"exchange: on rank {rank} {told[rank].decode()}")
-    return [decode(each) for each in told]
+            raise ConfigurationError(f"exchange: on rank {rank} {received[rank].decode()}")
+    return [decode(each) for each in received]
 
 
-def _different_calls(transport: Transport, what: str) -> str:
-    """Collective: what is said where ranks met in different calls."""
+def _different_calls(transport: Gathering, what: str) -> str:
+    """Collective: the message for ranks that are at different calls."""
     names = torch.empty(transport.world_size * _NAME_BYTES, dtype=torch.uint8, device="cpu")
     transport.all_gather(names, to_tensor(what.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0"))).wait()
-    told = [to_bytes(row).rstrip(b"\0").decode(errors="replace") for row in names.view(transport.world_size, -1)]
-    where = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(told))
+    calls = [to_bytes(row).rstrip(b"\0").decode(errors="replace") for row in names.view(transport.world_size, -1)]
+    where = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(calls))
     return (
         f"the ranks are at different calls. {where}. Every rank makes the same calls, in the same order: look for a "
         f"branch that only some ranks take, such as a state_dict of rank 0 alone."
     )
 
 
-def broadcast_value(transport: Transport, value: Any, src: int) -> Any:
+def broadcast_value(transport: Carrier, value: Any, src: int) -> Any:
     """Rank `src`'s value, on every rank.
 
     Collective: every rank calls this, in the same order.
@@ -86,14 +96,14 @@ def broadcast_value(transport: Transport, value: Any, src: int) -> Any:
 
 
 def check_rows(tensor: Any, *, rank: int, what: str = "world.gather") -> None:
-    """Raise a ConfigurationError if `gather_rows` doesn't take it. Pure."""
+    """Raise a ConfigurationError if `gather_rows` doesn't take this value. Pure."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         kind = f"{tensor.layout} tensor" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise ConfigurationError(f"{what} on rank {rank}: a {kind}; it takes dense tensors.")
 
 
-def gather_rows(transport: Transport, control: Transport, tensor: Tensor) -> Tensor:
-    """All ranks' tensors, one after the other along the first dimension, in order of rank.
+def gather_rows(transport: Transport, control: Carrier, tensor: Tensor) -> Tensor:
+    """Concatenate all ranks' tensors along the first dimension, in order of rank.
 
     Collective: every rank calls this, in the same order.
 
@@ -106,7 +116,7 @@ def gather_rows(transport: Transport, control: Transport, tensor: Tensor) -> Ten
         [sum of n, ...], on every rank, on `tensor`'s device.
 
     Raises:
-        MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.
+        MismatchError: The ranks' dtypes or the shapes beyond the first dimension differ. Raised on all ranks.
     """
     tensor = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
     seen = exchange(control, {"shape": list(tensor.shape), "dtype": str(tensor.dtype)}, what="world.gather")
@@ -129,7 +139,7 @@ def gather_rows(transport: Transport, control: Transport, tensor: Tensor) -> Ten
 
 
 def check_mean(value: Any, weight: Any, *, rank: int) -> tuple[Tensor, float | Tensor]:
-    """The arguments of a weighted mean as tensor and number. Pure; a weight on a GPU is not read.
+    """Validate the arguments of a weighted mean. Pure; a weight on a GPU is not read.
 
     Raises:
         ConfigurationError: No real number or tensor, or a weight that is negative, infinite or no number.
@@ -175,7 +185,7 @@ def weighted_mean(transport: Transport, value: Tensor, weight: float | Tensor) -
 
 
 def _encode_or_explain(value: Any) -> tuple[bytes, bool]:
-    """The encoded value, or why it can't be sent: an error on one rank alone would leave the others waiting."""
+    """The encoded value, or why it can't be sent: an error raised on one rank alone would leave the others waiting."""
     try:
         return encode(value), False
     except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""Combining the ranks' vectors: who computes which part, in which order, with which precision.
+"""Combines the ranks' vectors: which rank computes which part, in which order, with which precision.
 
 The order is a fixed binary tree over ranks, so the result has the same bits on every rank and in every run:
 
@@ -22,8 +22,7 @@ from torch import Tensor
 
 from evenstep.errors import ConfigurationError
 from evenstep.transport.base import Op
-from evenstep.transport.looking import Look, check_sum
-from evenstep.transport.segment import round_up
+from evenstep.transport.core.nonfinite_monitor import SumMonitor, check_sum
 
 # A block of every rank's vector and of the result fit a core's cache together, so that what was read for the sum is
 # still there when the sum is written back.
@@ -45,9 +44,14 @@ _FUNCTIONS: dict[Op, Callable[..., Tensor]] = {
 _BOOL_OPS: dict[Op, Op] = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}
 
 
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`. Pure."""
+    return -(-value // multiple) * multiple
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_slices(numel: int, num_slices: int, itemsize: int) -> tuple[tuple[int, int], ...]:
-    """Which elements each rank reduces: (begin, end) in order of rank, covering each element once. Pure.
+    """Plan which elements each rank reduces: (begin, end) in order of rank, covering each element once. Pure.
 
     Slices begin at multiples of a cache line, so that no two ranks write to one. Late ones may be empty.
     """
@@ -73,8 +77,8 @@ class Arithmetic:
 
     Attributes:
         function: Combines two tensors; takes `out`.
-        carrier: The dtype as which tensors are looked at.
-        accumulator: The dtype in which is computed, where it isn't the carrier.
+        carrier: The dtype as which tensors are viewed.
+        accumulator: The dtype to compute in, where it isn't the carrier.
         flip: XORed before and after, so that signed comparison orders unsigned numbers.
         divides: Divide by the number of ranks at the end.
     """
@@ -87,18 +91,18 @@ class Arithmetic:
 
     @property
     def is_direct(self) -> bool:
-        """Whether values can be combined as they lie."""
+        """Whether values can be combined without conversion."""
         return self.accumulator is None and self.flip is None
 
     @property
     def is_plain(self) -> bool:
-        """Whether one call of the function does it all for two values."""
+        """Whether one call of the function combines two values completely."""
         return self.accumulator is None and self.flip is None and not self.divides
 
 
 @functools.cache
 def plan_arithmetic(op: Op, dtype: torch.dtype) -> Arithmetic:
-    """How to combine. Pure.
+    """Plan how values of a dtype are combined. Pure.
 
     Raises:
         ConfigurationError: There is no such op, or it has no meaning for the dtype.
@@ -113,8 +117,10 @@ def plan_arithmetic(op: Op, dtype: torch.dtype) -> Arithmetic:
         problem = "complex numbers have no order"
     elif is_float and op in ("band", "bor", "bxor"):
         problem = "bitwise operations are for integers and bool"
-    elif not is_float and op == "mean":
-        problem = "the mean of integers is no integer; use sum, or a float tensor"
+    elif dtype is torch.bool and op == "mean":
+        problem = "it is neither true nor false; use a float tensor"
+    elif dtype in _SIGNED and op == "mean":
+        problem = f"torch divides no {str(dtype)[6:]}; use another dtype"
     if problem is not None:
         raise ConfigurationError(f"all_reduce: op={op!r} of a {str(dtype)[6:]} tensor: {problem}.")
     if dtype is torch.bool:
@@ -135,7 +141,7 @@ def reduce_into(
     inputs: Sequence[Tensor],
     arithmetic: Arithmetic,
     scratch: Scratch,
-    look: Look | None = None,
+    monitor: SumMonitor | None = None,
     begin: int = 0,
 ) -> None:
     """Combine `inputs` and write the result to all `outputs`.
@@ -145,16 +151,16 @@ def reduce_into(
         inputs: One per rank, in order of rank, [n].
         arithmetic: How; the tensors have the dtype that it was planned for.
         scratch: Memory to compute in.
-        look: Looks at the result before it is written anywhere but to the first output.
-        begin: What it calls the first element.
+        monitor: Checks the result before it is written anywhere but to the first output.
+        begin: Number of the first element, for `monitor`.
     """
     numel = inputs[0].numel()
     block = _BLOCK_BYTES // (arithmetic.accumulator or arithmetic.carrier).itemsize
     if len(inputs) == 2 and 0 < numel <= block and arithmetic.is_plain and inputs[0].dtype is arithmetic.carrier:
-        # What follows comes to the same, later.
+        # The short cut of the most frequent case. The code below has the same result, but takes longer.
         arithmetic.function(inputs[0], inputs[1], out=outputs[0])
-        if look is not None:
-            check_sum(look, begin, outputs[0], inputs)
+        if monitor is not None:
+            check_sum(monitor, begin, outputs[0], inputs)
         for other in outputs[1:]:
             other.copy_(outputs[0])
         return
@@ -166,12 +172,21 @@ def reduce_into(
     combine = _combine_direct if is_direct else _combine_converted
     if numel <= block:
         if numel:
-            combine(outputs, inputs, arithmetic, scratch, look, begin)
+            combine(outputs, inputs, arithmetic, scratch, monitor, begin)
         return
     for first in range(0, numel, block):
         end = min(numel, first + block)
         into, given = [each[first:end] for each in outputs], [each[first:end] for each in inputs]
-        combine(into, given, arithmetic, scratch, look, begin + first)
+        combine(into, given, arithmetic, scratch, monitor, begin + first)
+
+
+def divide(total: Tensor, num_ranks: int) -> None:
+    """Make a mean of a sum over ranks, in place. That of integers is rounded towards zero, as NCCL does it."""
+    if total.dtype.is_floating_point or total.dtype.is_complex:
+        total.div_(num_ranks)
+    else:
+        # In 64 bits: the number of ranks need not fit the tensor's dtype.
+        total.copy_(total.to(torch.int64).div_(num_ranks, rounding_mode="trunc"))
 
 
 def _is_half(arithmetic: Arithmetic) -> bool:
@@ -179,13 +194,13 @@ def _is_half(arithmetic: Arithmetic) -> bool:
 
 
 class Scratch:
-    """Memory to compute a block in, kept from one block to the next so that it stays in the cache."""
+    """Memory for partial results, kept from one block to the next so that it stays in the cache."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def get(self, dtype: torch.dtype, index: int, numel: int) -> Tensor:
-        """[numel], number `index`, with anything in it."""
+        """[numel], number `index`, uninitialised."""
         key = (dtype, index)
         memory = self._memory.get(key)
         if memory is None or memory.numel() < numel:
@@ -199,7 +214,7 @@ def _combine_direct(
     inputs: Sequence[Tensor],
     how: Arithmetic,
     scratch: Scratch,
-    look: Look | None,
+    monitor: SumMonitor | None,
     begin: int,
 ) -> None:
     num_ranks, numel = len(inputs), inputs[0].numel()
@@ -215,9 +230,9 @@ def _combine_direct(
         how.function(partial[a], partial[b], out=out)
         partial[a] = out
     if how.divides:
-        result.div_(num_ranks)
-    if look is not None:
-        check_sum(look, begin, result, inputs)
+        divide(result, num_ranks)
+    if monitor is not None:
+        check_sum(monitor, begin, result, inputs)
     for other in outputs[1:]:
         other.copy_(result)
 
@@ -227,7 +242,7 @@ def _combine_converted(
     inputs: Sequence[Tensor],
     how: Arithmetic,
     scratch: Scratch,
-    look: Look | None,
+    monitor: SumMonitor | None,
     begin: int,
 ) -> None:
     num_ranks, numel = len(inputs), inputs[0].numel()
@@ -240,10 +255,10 @@ def _combine_converted(
     for a, b in plan_tree(num_ranks):
         how.function(loaded[a], loaded[b], out=loaded[a])
     if how.divides:
-        loaded[0].div_(num_ranks)
+        divide(loaded[0], num_ranks)
     if how.flip is not None:
         loaded[0].bitwise_xor_(how.flip)
-    if look is not None:
-        check_sum(look, begin, loaded[0], inputs)
+    if monitor is not None:
+        check_sum(monitor, begin, loaded[0], inputs)
     for output in outputs:
         output.copy_(loaded[0])

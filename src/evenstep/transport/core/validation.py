@@ -1,4 +1,4 @@
-"""What a caller hands to a transport: refused with a reason before anything is sent."""
+"""Validates the arguments of collectives, and refuses them with a reason before anything is sent."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenstep import checks
+from evenstep.compat.torch_tensors import disabled_dispatch
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.transport.base import Op
-from evenstep.transport.header import DTYPES, Fingerprint
-from evenstep.transport.reduction import plan_arithmetic
+from evenstep.transport.core.header import DTYPES, Fingerprint
+from evenstep.transport.core.reduction import plan_arithmetic
 
 _CARRIED = frozenset(DTYPES)
-_NOTHING_BEHIND = torch._C._disabled_torch_dispatch_impl  # what a class has whose tensors have memory of their own
 _MAX_FINGERPRINTS = 4096
-# False of what torch.vmap and torch.func call a function with: of torch's own class, and without memory of its own.
-has_memory = torch._C._has_storage
 
 
 def is_carried(tensor: Tensor) -> bool:
@@ -29,12 +27,12 @@ def is_carried(tensor: Tensor) -> bool:
     A tensor that stands for others (a DTensor, a fake one, the result of a functional collective) has no memory: to
     read it would end the process. torch's own dispatcher knows what to do with those, on the way to Gloo.
     """
-    has_memory = type(tensor) is Tensor or type(tensor).__torch_dispatch__ is _NOTHING_BEHIND
-    return has_memory and tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
+    is_plain = type(tensor) is Tensor or type(tensor).__torch_dispatch__ is disabled_dispatch
+    return is_plain and tensor.is_cpu and tensor.layout is torch.strided and tensor.dtype in _CARRIED
 
 
 def flat_view(tensor: Tensor) -> Tensor:
-    """[numel], the memory of a contiguous tensor, as it can also be looked at as bytes.
+    """[numel], the memory of a contiguous tensor, as it can also be viewed as bytes.
 
     torch calls a tensor of one element, or of none, contiguous whatever its stride is, and refuses to view it as bytes.
     """
@@ -43,14 +41,14 @@ def flat_view(tensor: Tensor) -> Tensor:
 
 
 def validate_group(what: str, group: Any) -> None:
-    """Refuse what is no process group of this rank's.
+    """Raise if an argument is no process group of this rank.
 
     Args:
-        what: Whose argument it is.
-        group: What was given; None: all ranks.
+        what: The function or class, for messages.
+        group: The argument; None: all ranks.
 
     Raises:
-        ConfigurationError: It is none.
+        ConfigurationError: It is no process group.
         UsageError: It is what `torch.distributed.new_group` gives ranks that aren't in the group.
     """
     if group is None or isinstance(group, dist.ProcessGroup):
@@ -69,7 +67,7 @@ class Arguments:
         name: Of the transport.
         rank: This rank.
         world_size: Number of ranks.
-        refused: Gives what is called with the reason when something is refused, before that is raised.
+        refused: Returns the function to call with the reason before an error is raised: it informs the other ranks.
     """
 
     name: str
@@ -78,7 +76,7 @@ class Arguments:
     refused: Callable[[], Callable[[str], object] | None] = lambda: None
 
     def flatten(self, tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """[numel], and where a result has to be copied in the end, if that isn't the tensor itself."""
+        """Flatten: [numel], and (tensor, copy) where the result has to be copied back to the tensor at the end."""
         if not is_carried(tensor):
             raise self._refusal(
                 f"rank {self.rank}: the {self.name} transport carries dense CPU tensors, and this is a "
@@ -93,71 +91,71 @@ class Arguments:
         return copy.view(-1), (tensor, copy)
 
     def refuse_without_memory(self, collective: str) -> NoReturn:
-        """It can't be sent: see `has_memory`. Nor can the others be told: what tells them would be such a tensor."""
+        """Raise for a tensor without memory, which can't be sent; nor could a refusal be sent to the others."""
         raise ConfigurationError(
             f"{collective} on rank {self.rank}: the tensor has no memory of its own, as under torch.vmap or "
             f"torch.func.grad. Call it outside of them, or through torch.distributed."
         ) from None
 
     def check_op(self, op: Op, dtype: torch.dtype) -> None:
-        """The op has a meaning for the dtype."""
+        """Refuse an op that has no meaning for the dtype."""
         try:
             plan_arithmetic(op, dtype)
         except ConfigurationError as error:
             raise self._refusal(str(error)) from None
 
     def check_written(self, what: str, tensor: Tensor) -> None:
-        """A tensor that gets a result has memory for each of its elements. torch notices when it is too late."""
+        """Refuse a result's tensor whose elements share memory. torch would notice after the collective."""
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise self._refusal(
-                f"{what} on rank {self.rank}: {_told(tensor)} with strides {list(tensor.stride())} has elements that "
-                f"share memory, so there is no place for a result. Pass a clone of it."
+                f"{what} on rank {self.rank}: {_shape_of(tensor)} with strides {list(tensor.stride())} has elements "
+                f"that share memory, so there is no place for a result. Pass a clone of it."
             )
 
     def check_sizes(self, what: str, long_name: str, long: Tensor, short_name: str, short: Tensor) -> None:
-        """One tensor holds a share per rank."""
+        """Refuse a long tensor that doesn't have one share per rank, each like the short one."""
         if long.numel() != self.world_size * short.numel() or long.dtype is not short.dtype:
             raise self._refusal(
-                f"{what} on rank {self.rank}: {long_name} is {_told(long)} and {short_name} {_told(short)}; "
+                f"{what} on rank {self.rank}: {long_name} is {_shape_of(long)} and {short_name} {_shape_of(short)}; "
                 f"{long_name} has {self.world_size} times the elements of {short_name}, and its dtype."
             )
 
     def check_parts(self, what: str, name: str, parts: Sequence[Tensor], share: Tensor | None) -> None:
-        """A list has a tensor per rank, of one dtype, each with the elements of `share`; None: of any size."""
+        """Refuse a list that isn't a tensor per rank, of one dtype, each as long as `share`; None: of any size."""
         fits = len(parts) == self.world_size
         for each in parts:
             fits = fits and each.dtype is (parts[0] if share is None else share).dtype
             fits = fits and (share is None or each.numel() == share.numel())
         if not fits:
-            need = "of one dtype" if share is None else f"each with the elements of {_told(share)}, and its dtype"
-            found = ", ".join(map(_told, parts)) or "none"
+            need = "of one dtype" if share is None else f"each with the elements of {_shape_of(share)}, and its dtype"
+            found = ", ".join(map(_shape_of, parts)) or "none"
             raise self._refusal(
                 f"{what} on rank {self.rank}: {name} are {found}; there is one for each of {self.world_size} ranks, "
                 f"{need}."
             )
 
     def check_rows(self, what: str, tensor: Tensor) -> None:
-        """Its rows are as many for each rank."""
+        """Refuse a tensor whose rows can't be divided equally between the ranks."""
         if tensor.dim() > 0 and tensor.size(0) % self.world_size:
             raise self._refusal(
-                f"{what} on rank {self.rank}: {_told(tensor)} has {tensor.size(0)} rows, which are not divisible by "
-                f"{self.world_size} ranks. Pass splits."
+                f"{what} on rank {self.rank}: {_shape_of(tensor)} has {tensor.size(0)} rows, which are not divisible "
+                f"by {self.world_size} ranks. Pass splits."
             )
 
     def check_pairs(self, what: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """As many outputs as inputs."""
+        """Refuse other numbers of outputs than of inputs."""
         if len(outputs) != len(inputs):
             raise self._refusal(
                 f"{what} on rank {self.rank}: {len(outputs)} outputs for {len(inputs)} inputs; there is one for each."
             )
 
     def check_rank(self, what: str, name: str, rank: int) -> None:
-        """There is such a rank."""
+        """Refuse a number that is no rank."""
         if not 0 <= rank < self.world_size:
             raise self._refusal(f"{what}: {name}={rank} on rank {self.rank}; ranks are 0 to {self.world_size - 1}.")
 
     def require(self, what: str, name: str, tensor: Tensor | None) -> Tensor:
-        """This rank has given what only one rank has to give."""
+        """Refuse None where this rank, the root, has to pass a tensor."""
         if tensor is None:
             raise self._refusal(f"{what}: rank {self.rank} has to give {name}.")
         return tensor
@@ -165,7 +163,7 @@ class Arguments:
     def check_all_to_all(
         self, out: Tensor, tensor: Tensor, out_splits: Sequence[int] | None, splits: Sequence[int] | None
     ) -> None:
-        """Shares are equal, or add up to what is given."""
+        """Refuse shares that are neither equal nor add up to the tensors."""
         fits = out.dtype is tensor.dtype
         if out_splits is None or splits is None:
             fits = fits and out.numel() == tensor.numel() and tensor.numel() % self.world_size == 0
@@ -176,19 +174,19 @@ class Arguments:
             need = f"the elements that out_splits={list(out_splits)} and splits={list(splits)} add up to"
         if not fits:
             raise self._refusal(
-                f"all_to_all on rank {self.rank}: out is {_told(out)} and tensor {_told(tensor)}; they have one dtype, "
-                f"and {need}."
+                f"all_to_all on rank {self.rank}: out is {_shape_of(out)} and tensor {_shape_of(tensor)}; they have "
+                f"one dtype, and {need}."
             )
 
     def _refusal(self, reason: str) -> ConfigurationError:
-        tell = self.refused()
-        if tell is not None:
-            tell(reason)
+        inform = self.refused()
+        if inform is not None:
+            inform(reason)
         return ConfigurationError(reason)
 
 
 class Fingerprints(dict[tuple[str, Op | None, torch.dtype, tuple[int, ...], int, int, int], bytes]):
-    """By (collective, op, dtype, shape, source, receiver, numbers beside), the packed fingerprint. Each is made once.
+    """By (collective, op, dtype, shape, source, receiver, num_piggyback), the packed fingerprint. Each is made once.
 
     Args:
         arguments: Refuse an op that has no meaning for the dtype.
@@ -199,15 +197,21 @@ class Fingerprints(dict[tuple[str, Op | None, torch.dtype, tuple[int, ...], int,
         self._arguments = arguments
 
     def __missing__(self, key: tuple[str, Op | None, torch.dtype, tuple[int, ...], int, int, int]) -> bytes:
-        collective, op, dtype, shape, source, receiver, num_beside = key
+        collective, op, dtype, shape, source, receiver, num_piggyback = key
         if op is not None:
             self._arguments.check_op(op, dtype)
         if len(self) >= _MAX_FINGERPRINTS:
             self.clear()
-        made = Fingerprint(collective, op, dtype, tuple(shape), max(source, receiver), num_beside=num_beside)
+        made = Fingerprint(collective, op, dtype, tuple(shape), max(source, receiver), num_piggyback=num_piggyback)
         packed = self[key] = made.pack()
         return packed
 
 
-def _told(tensor: Tensor) -> str:
+def _shape_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype)[6:]} {list(tensor.shape)}"
+
+
+def forked_error(rank: int | None = None) -> UsageError:
+    """What a forked child of a rank raises instead of calling a collective, for which it has no threads."""
+    parent = "a rank" if rank is None else f"rank {rank}"
+    return UsageError(f"this process was forked from {parent}; only ranks can call collectives.")

@@ -1,7 +1,8 @@
-"""A thread that runs the calls of one transport, one after the other, and the works that their callers hold."""
+"""A thread that runs the calls of one transport in order, and the handles that their callers hold."""
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -9,10 +10,11 @@ from collections.abc import Callable
 import torch
 
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
+from evenstep.transport.core.validation import forked_error
 
 
 class QueuedWork:
-    """A call that a `CallThread` runs.
+    """A call that a `WorkerThread` runs.
 
     Args:
         what: The call, for messages.
@@ -23,7 +25,7 @@ class QueuedWork:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._error: EvenstepError | None = None
-        self._told: list[Callable[[EvenstepError | None], object]] = []
+        self._callbacks: list[Callable[[EvenstepError | None], object]] = []
 
     def wait(self, timeout_s: float | None = None) -> None:
         """See `base.Work.wait`; no longer than `timeout_s`."""
@@ -36,40 +38,43 @@ class QueuedWork:
         """See `base.Work.is_completed`."""
         return self._ended.is_set()
 
-    def when_done(self, told: Callable[[EvenstepError | None], object]) -> None:
-        """Call `told` once, with the error if there was one: at once, or in the thread."""
+    def add_done_callback(self, callback: Callable[[EvenstepError | None], object]) -> None:
+        """Call `callback` once, with the error if there was one: at once, or in the thread."""
         with self._lock:
             if not self._ended.is_set():
-                self._told.append(told)
+                self._callbacks.append(callback)
                 return
-        told(self._error)
+        callback(self._error)
 
     def end(self, error: EvenstepError | None) -> None:
-        """The call is over."""
+        """Mark the call as ended, and run the callbacks."""
         with self._lock:
             self._error = error
             self._ended.set()
-        for told in self._told:
-            told(error)
+        for callback in self._callbacks:
+            callback(error)
 
     def __repr__(self) -> str:
         return f"<Work {self._what} {'done' if self._ended.is_set() else 'queued'}>"
 
 
-class CallThread:
+class WorkerThread:
     """Runs calls in the order in which they were submitted. After one has failed, the others fail in the same way.
+
+    The thread starts with the first call.
 
     Args:
         name: Of the thread.
-        let_go: Called when a call has failed, in the thread, and when this is closed.
+        on_close: Called when a call has failed, in the thread, and when this is closed.
     """
 
-    def __init__(self, name: str, let_go: Callable[[], object]) -> None:
+    def __init__(self, name: str, on_close: Callable[[], object]) -> None:
         self.failure: EvenstepError | None = None
         self.is_closed = False
         self.num_calls = 0
         self._name = name
-        self._let_go = let_go
+        self._on_close = on_close
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[tuple[Callable[[], object], QueuedWork] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -83,8 +88,10 @@ class CallThread:
                 caller's thread, in the order of the calls.
 
         Raises:
-            EvenstepError: A call has failed before, or the thread has been closed.
+            EvenstepError: A call has failed before, or the thread has been closed, or is a forked child's parent's.
         """
+        if os.getpid() != self._pid:
+            raise forked_error()
         with self._lock:
             if self.failure is not None:
                 raise self.failure
@@ -98,14 +105,14 @@ class CallThread:
         return work
 
     def close(self, error: EvenstepError, *, timeout_s: float = 5.0) -> None:
-        """Accept nothing any more, end what is queued with this error, let go, and wait for the thread. Once."""
-        if self.is_closed:
+        """Refuse new calls, end the queued ones with this error, call `on_close`, and wait for the thread. Once."""
+        if self.is_closed or os.getpid() != self._pid:
             return
         self.is_closed = True
         with self._lock:
             self.failure = self.failure or error
             self._calls.put(None)
-        self._let_go()
+        self._on_close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
@@ -118,15 +125,15 @@ class CallThread:
         error = self.failure
         if error is None:
             try:
-                # In no other mode may it write to tensors that a caller has made in this one. What callers hang on
-                # the end of a call (futures) runs outside: what it makes is to be trained with.
+                # Tensors that a caller made in inference mode can be written in that mode only. Callbacks (futures) run
+                # outside of it: tensors that they make may be trained with.
                 with torch.inference_mode():
                     run()
             except EvenstepError as raised:
                 error = raised
-            except Exception as raised:  # whatever it is, whoever waits has to be told
+            except Exception as raised:  # the caller waits for the end of the call, whatever has happened
                 error = PeerLostError(f"{work!r} failed: {raised}")
             if error is not None:
                 self.failure = self.failure or error
-                self._let_go()
+                self._on_close()
         work.end(error)

@@ -1,30 +1,32 @@
-"""CPU ranks of several hosts: shared memory inside each, Gloo between them, every rank carrying its slice.
+"""The transport of CPU ranks on several nodes: shared memory inside each, Gloo between them.
 
-[Note: slices and lanes]
+Every rank carries its slice between nodes.
 
-An all-reduce over two hosts of two ranks, of a vector of two slices:
+[Note: slices and groups]
 
-                 host A                       host B
+An all-reduce over two nodes of two ranks, of a vector of two slices:
+
+                 node A                       node B
              rank 0   rank 1              rank 2   rank 3
-    inside   add the host's vectors       add the host's vectors         (shared memory)
-    between  slice 0 ------------------------ slice 0                    (lane 0: ranks 0 and 2)
-                      slice 1 ------------------------- slice 1          (lane 1: ranks 1 and 3)
-    inside   spread the slices            spread the slices              (shared memory)
+    intra-   add the node's vectors       add the node's vectors         (shared memory)
+    inter-   slice 0 ------------------------ slice 0                    (group 0: ranks 0 and 2)
+    node              slice 1 ------------------------- slice 1          (group 1: ranks 1 and 3)
+    intra-   spread the slices            spread the slices              (shared memory)
 
-There are as many lanes as the smallest host has ranks; a rank beyond that carries nothing. Within a lane of h hosts
-each rank receives a part of the slice from every other, adds the parts in tree order and tells the others the sum:
-2 (h - 1) / h of the vector leaves each host, the least there can be, and the order of summation is fixed. Of two hosts
-each sends its slice to the other, which is as much. Two hosts of two ranks let the vector cross once in each direction;
+There are as many inter-node groups as the smallest node has ranks; a rank beyond that carries nothing. Within a group
+of h nodes each rank receives a part of the slice from every other, adds the parts in tree order and sends the sum back:
+2 (h - 1) / h of the vector leaves each node, the least there can be, and the order of summation is fixed. Of two nodes
+each sends its slice to the other, which is as much. Two nodes of two ranks let the vector cross once in each direction;
 in a ring over the four ranks it crosses 1.5 times.
 
-All of it runs in a thread of the transport, one call after the other, so that the calls of a host's ranks can't mix.
-A long vector goes piece by piece: while one piece is on the wire, the next is added inside the host.
+All of it runs in a thread of the transport, one call after the other, so that the calls of a node's ranks can't mix.
+A long vector goes chunk by chunk: while one chunk is on the wire, the next is added inside the node.
 
-What ranks of one host disagree on, shared memory notices. Between hosts every call begins with a message whose size
+Shared memory notices where ranks of one node disagree. Between nodes every call begins with a message whose size
 both know, with the call's fingerprint and a short vector; a longer one follows when all agree, or comes along with the
-message where the call was expected (`host_meetings`).
+message where the call was predicted (`negotiation`).
 
-16-bit sums accumulate in 32 bits inside each host and again between them, and are rounded once in the middle.
+16-bit sums accumulate in 32 bits inside each node and again between them, and are rounded once in the middle.
 """
 
 from __future__ import annotations
@@ -38,28 +40,28 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import EvenstepError, PeerLostError
-from evenstep.transport.arguments import Arguments
 from evenstep.transport.base import Op, Transport, Work
-from evenstep.transport.call_thread import CallThread, QueuedWork
-from evenstep.transport.fall_through import fall_through
-from evenstep.transport.header import REASON_BYTES, REFUSED, Fingerprint
-from evenstep.transport.host_plan import HostPlan
-from evenstep.transport.host_steps import HostSteps, Inside
-from evenstep.transport.process_group import ProcessGroupTransport
+from evenstep.transport.core.fallback import fallback
+from evenstep.transport.core.header import REASON_BYTES, REFUSED, Fingerprint
+from evenstep.transport.core.validation import Arguments
+from evenstep.transport.core.worker_thread import QueuedWork, WorkerThread
+from evenstep.transport.internode.plan import NodePlan
+from evenstep.transport.internode.steps import InternodeSteps, IntraNode
+from evenstep.transport.process_group.transport import ProcessGroupTransport
 
-_LAST_WORDS_S = 2.0  # how long who closes waits until the others have heard what it has refused
+_CLOSE_TIMEOUT_S = 2.0  # how long `close` waits until the others have received the last refusal
 
 Steps = Callable[[int, bytes], object]  # given the call's number and fingerprint
 
 
-class SeveralHostsTransport:
-    """Collectives of ranks of which some share a host. Made by `connect_ranks`, not by calling the class.
+class InternodeTransport:
+    """Collectives of ranks of which some share a node. Made by `connect_ranks`, not by calling the class.
 
     Args:
-        plan: Which rank is on which host.
-        inside: The ranks of this rank's host, in order.
-        lane: The ranks that carry the same slice as this one, one per host in order of host; None: it carries nothing.
-        everybody: All ranks, for what has no way of its own here. Nobody else uses it.
+        plan: Which rank is on which node.
+        intra_node: The ranks of this rank's node, in order.
+        inter_node: The inter-node group of this rank's slice, one rank per node; None: this rank carries nothing.
+        all_ranks: All ranks, for calls without a plan of their own here. Nothing else uses it.
         rank: This rank.
         timeout_s: Deadline for peers to arrive.
     """
@@ -68,11 +70,11 @@ class SeveralHostsTransport:
 
     def __init__(
         self,
-        plan: HostPlan,
+        plan: NodePlan,
         *,
-        inside: Inside,
-        lane: ProcessGroupTransport | None,
-        everybody: Transport,
+        intra_node: IntraNode,
+        inter_node: ProcessGroupTransport | None,
+        all_ranks: Transport,
         rank: int,
         timeout_s: float,
     ) -> None:
@@ -80,32 +82,30 @@ class SeveralHostsTransport:
         self.world_size = plan.world_size
         self.timeout_s = timeout_s
         self._plan = plan
-        self._inside = inside
-        self._lane = lane
-        self._everybody = everybody
-        inside.serve(self.memory_ranks)
-        if lane is not None:
-            lane.known_as = rank
-        self._steps = HostSteps(plan, inside, lane, rank=rank, name=self.name)
+        self._intra_node = intra_node
+        self._inter_node = inter_node
+        self._all_ranks = all_ranks
+        intra_node.name_ranks(plan.nodes[plan.place_of(rank)[0]])
+        if inter_node is not None:
+            inter_node.known_as = rank
+        self._steps = InternodeSteps(plan, intra_node, inter_node, rank=rank, name=self.name)
         self._arguments = Arguments(self.name, rank, self.world_size, refused=weakref.WeakMethod(self.refuse))
         self._refused: QueuedWork | None = None
-        self._thread = CallThread("evenstep several hosts", let_go=self._let_go)
+        self._thread = WorkerThread("evenstep internode", on_close=self._on_close)
 
     @property
     def is_regular(self) -> bool:
-        """Whether every host has equally many, consecutive ranks: sums are then added in a tree over ranks."""
-        return self._plan.is_regular
+        """Whether every node has equally many, consecutive ranks.
 
-    @property
-    def memory_ranks(self) -> Sequence[int]:
-        """See `common.ranks_in_reach`: those of this host."""
-        return self._plan.hosts[self._plan.place_of(self.rank)[0]]
+        Sums are then added in a tree over ranks.
+        """
+        return self._plan.is_regular
 
     # ------------------------------------------------------------------ the seam
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Transport.allocate`: memory that the ranks of this host share."""
-        return self._inside.allocate(numel, dtype=dtype, device=device)
+        """See `Transport.allocate`: memory that the ranks of this node share."""
+        return self._intra_node.allocate(numel, dtype=dtype, device=device)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.all_reduce`; also of tensors that aren't contiguous."""
@@ -124,18 +124,20 @@ class SeveralHostsTransport:
         flat, _ = self._arguments.flatten(tensor)
         into, back = self._arguments.flatten(out)
         if not self._plan.is_regular:
-            return self._by_everybody("all_gather", tensor, lambda to: to.all_gather(into, flat), back=back)
+            return self._by_all_ranks("all_gather", tensor, lambda to: to.all_gather(into, flat), back=back)
         steps = functools.partial(self._steps.all_gather, out=into.view(torch.uint8), raw=flat.view(torch.uint8))
         return self._launch("all_gather", tensor, steps, back=back)
 
-    def all_gather_over_hosts(self, out: Tensor, tensor: Tensor) -> Work:
-        """As `all_gather`, from the ranks that have this one's place on their hosts only; hosts are regular.
+    def all_gather_over_nodes(self, out: Tensor, tensor: Tensor) -> Work:
+        """Gather from the ranks that have this one's place on their nodes. Nodes are regular.
 
         Args:
-            out: [number of hosts * n], contiguous.
+            out: [number of nodes * n], contiguous.
             tensor: [n], contiguous.
         """
-        steps = functools.partial(self._steps.gather_lane, out=out.view(torch.uint8), raw=tensor.view(torch.uint8))
+        steps = functools.partial(
+            self._steps.gather_inter_node, out=out.view(torch.uint8), raw=tensor.view(torch.uint8)
+        )
         return self._launch("all_gather", tensor, steps)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
@@ -161,8 +163,8 @@ class SeveralHostsTransport:
             out = self._arguments.require("gather", "out", out)
             self._arguments.check_sizes("gather", "out", out, "tensor", tensor)
             into, back = self._arguments.flatten(out)
-        if not self._steps.goes_with_message(flat.nbytes):
-            return self._by_everybody("gather", tensor, lambda to: to.gather(into, flat, dst), root=dst, back=back)
+        if not self._steps.fits_header(flat.nbytes):
+            return self._by_all_ranks("gather", tensor, lambda to: to.gather(into, flat, dst), root=dst, back=back)
 
         def take(everybodys: Tensor) -> None:
             if into is not None:
@@ -180,8 +182,8 @@ class SeveralHostsTransport:
             self._arguments.check_sizes("scatter", "tensor", tensor, "out", out)
             flat, _ = self._arguments.flatten(tensor)
         num_bytes = self.world_size * into.nbytes
-        if not self._steps.goes_with_message(num_bytes):
-            return self._by_everybody("scatter", out, lambda to: to.scatter(into, flat, src), root=src, back=back)
+        if not self._steps.fits_header(num_bytes):
+            return self._by_all_ranks("scatter", out, lambda to: to.scatter(into, flat, src), root=src, back=back)
         given = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu") if flat is None else flat
 
         def take(everybodys: Tensor) -> None:
@@ -201,9 +203,9 @@ class SeveralHostsTransport:
         into, back = self._arguments.flatten(out)
         self._arguments.check_all_to_all(out, tensor, out_splits, splits)
         is_even = out_splits is None or splits is None
-        if not is_even or not self._steps.goes_with_message(flat.nbytes):
+        if not is_even or not self._steps.fits_header(flat.nbytes):
             alike = tensor if is_even else flat[:0]  # each rank may send another amount
-            return self._by_everybody(
+            return self._by_all_ranks(
                 "all_to_all", alike, lambda to: to.all_to_all(into, flat, out_splits, splits), back=back
             )
 
@@ -216,9 +218,9 @@ class SeveralHostsTransport:
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
-        return self.announce("barrier")
+        return self.compare_call("barrier")
 
-    def announce(self, collective: str) -> QueuedWork:
+    def compare_call(self, collective: str) -> QueuedWork:
         """Have the ranks compare a call that something else carries. The work is done when all make the same one."""
         return self._launch(collective, torch.empty(0, device="cpu"), self._steps.compare)
 
@@ -230,26 +232,26 @@ class SeveralHostsTransport:
 
     def split(self) -> Transport:
         """See `Transport.split`."""
-        return SeveralHostsTransport(
+        return InternodeTransport(
             self._plan,
-            inside=self._inside.split(),  # type: ignore[arg-type]  # of the same kind
-            lane=None if self._lane is None else self._lane.split(),  # type: ignore[arg-type]
-            everybody=self._everybody.split(),
+            intra_node=self._intra_node.split(),  # type: ignore[arg-type]  # of the same kind
+            inter_node=None if self._inter_node is None else self._inter_node.split(),  # type: ignore[arg-type]
+            all_ranks=self._all_ranks.split(),
             rank=self.rank,
             timeout_s=self.timeout_s,
         )
 
     def close(self) -> None:
-        """See `Transport.close`. What this rank has refused last is told to the others first."""
+        """See `Transport.close`. The other ranks receive this rank's last refusal first."""
         if self._refused is not None:
             with contextlib.suppress(EvenstepError):
-                self._refused.wait(_LAST_WORDS_S)
+                self._refused.wait(_CLOSE_TIMEOUT_S)
         self._thread.close(PeerLostError(f"rank {self.rank}: this {self.name} transport has been closed."))
 
     def __repr__(self) -> str:
         thread = self._thread
         state = "closed" if thread.is_closed else "failed" if thread.failure else f"{thread.num_calls} calls"
-        return f"<SeveralHostsTransport rank {self.rank}/{self.world_size} on {len(self._plan.hosts)} hosts, {state}>"
+        return f"<InternodeTransport rank {self.rank}/{self.world_size} on {len(self._plan.nodes)} nodes, {state}>"
 
     # ------------------------------------------------------------------ launching
 
@@ -293,7 +295,7 @@ class SeveralHostsTransport:
         root: int = -1,
         back: tuple[Tensor, Tensor] | None = None,
     ) -> Work:
-        """What every rank gives goes to all with the first message, and each takes what is its own.
+        """Send every rank's tensor to all ranks with the header; each takes its own part.
 
         Args:
             collective: Which.
@@ -311,7 +313,7 @@ class SeveralHostsTransport:
 
         return self._launch(collective, tensor, steps, root=root, back=back)
 
-    def _by_everybody(
+    def _by_all_ranks(
         self,
         collective: str,
         tensor: Tensor,
@@ -320,21 +322,21 @@ class SeveralHostsTransport:
         root: int = -1,
         back: tuple[Tensor, Tensor] | None = None,
     ) -> Work:
-        """Over Gloo, after the ranks have compared what they call: of other sizes than it expects Gloo can die."""
-        fall_through.count(collective)
+        """Fall back to Gloo, after the ranks have compared the call: Gloo can die of wrong sizes."""
+        fallback.count(collective)
 
         def steps(number: int, packed: bytes) -> None:
             self._steps.compare(number, packed)
-            launch(self._everybody).wait()
+            launch(self._all_ranks).wait()
 
         return self._launch(collective, tensor, steps, root=root, back=back)
 
-    def _let_go(self) -> None:
-        # The other ranks of this host notice, and through their lanes those of the other hosts.
+    def _on_close(self) -> None:
+        # The other ranks of this node notice, and through their groups those of the other nodes.
         for transport in self.parts:
             transport.close()
 
     @property
     def parts(self) -> list[Transport]:
-        """What it is made of: inside this host, between hosts, and for the rest."""
-        return [each for each in (self._inside, self._lane, self._everybody) if each is not None]
+        """The transports that it is made of: intra-node, inter-node, and for the rest."""
+        return [each for each in (self._intra_node, self._inter_node, self._all_ranks) if each is not None]

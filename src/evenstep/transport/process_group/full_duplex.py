@@ -1,21 +1,21 @@
-"""Gloo between ranks that have something for each other: both directions of a connection at once.
+"""Full-duplex exchange over Gloo: both directions of a connection at once.
 
-[Note: who announces what]
+[Note: receive before send]
 
-Gloo sends a vector when the other rank has said that it expects it, on the connection that carries everything else:
+Gloo sends a vector when the other rank has announced its receive, on the connection that carries everything else:
 
-    torch's all-to-all               A  expects ·····························  sends ▇▇▇▇▇▇▇
-                                     B  ·········  sends ▇▇▇▇▇▇▇ expects ····
-    here                             A  expects ·········  sends ▇▇▇▇▇▇▇
-                                     B  ········· expects  sends ▇▇▇▇▇▇▇
+    torch's all-to-all               A  receive ·····························  sends ▇▇▇▇▇▇▇
+                                     B  ·········  sends ▇▇▇▇▇▇▇ receive ····
+    here                             A  receive ·········  sends ▇▇▇▇▇▇▇
+                                     B  ········· receive  sends ▇▇▇▇▇▇▇
 
-torch's all-to-all, and its all-gather of two ranks, begin to send and then say what they expect. Who calls second knows
-already that the first expects something, and puts it on the wire; what he expects himself is said behind it. So the
-first sends when he has received all, and a wire that carries as much in either direction is used in one at a time. Here
-every rank first says what it expects.
+torch's all-to-all, and its all-gather of two ranks, post the send before the receive. The second rank to call already
+has the first one's announcement, so it puts its vector on the wire; its own announcement queues after that. So the
+first rank sends only after it has received all, and a wire that carries as much in either direction is used in one
+direction at a time. Here every rank posts its receives first.
 
-A call's messages have a tag of their own. So one that nobody expects, because ranks call with different sizes, is never
-taken for a later call's: its sender waits until the deadline, and says in which call.
+A call's messages have a tag of their own. A message without a receive, because ranks call with different sizes, is
+never taken for a later call's: its sender waits until the deadline, and names the call.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _FIRST_TAG = 0x65760000  # what else is sent over the group has another
 _NUM_TAGS = 1 << 16
 
 
-class BothWays:
+class FullDuplex:
     """Parts that all ranks of a group send each other (see `transport.base.Work`).
 
-    Collective: every rank of the group makes one, in the same order. Gloo forgets what it was to receive when nobody
-    has the work any longer; so where nobody waits for it, a thread does.
+    Collective: every rank of the group makes one, in the same order. Gloo drops a receive with the last
+    reference to its work; so where no caller waits for it, a thread does.
 
     Args:
         group: Over Gloo.
@@ -93,20 +93,20 @@ class BothWays:
                 raise
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Gloo can't tell: once somebody asks, a thread waits."""
+        """Whether `wait` would return at once. Gloo can't say: from the first query on, a thread waits."""
         if self._waiter is None and self._works:
-            self._waiter = threading.Thread(target=self._wait_quietly, name="evenstep both ways", daemon=True)
+            self._waiter = threading.Thread(target=self._wait_quietly, name="evenstep full duplex", daemon=True)
             self._waiter.start()
         return not self._works or self._error is not None
 
     def _wait_quietly(self) -> None:
-        with contextlib.suppress(RuntimeError):  # kept for who waits
+        with contextlib.suppress(RuntimeError):  # kept for `wait`
             self.wait()
 
 
 def _wait_for_dropped(works: list[Any], timeout: timedelta) -> None:
     if works:
-        threading.Thread(target=_wait_in_turn, args=(works, timeout), name="evenstep both ways", daemon=True).start()
+        threading.Thread(target=_wait_in_turn, args=(works, timeout), name="evenstep full duplex", daemon=True).start()
 
 
 def _wait_in_turn(works: list[Any], timeout: timedelta) -> None:

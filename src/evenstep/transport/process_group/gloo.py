@@ -1,8 +1,8 @@
-"""Gloo between some ranks, who alone make it.
+"""Groups over Gloo between some ranks, made by these ranks alone.
 
 `dist.new_group` can do that too (`use_local_synchronization`), but names the group after the number of groups that a
 rank is in. Ranks that are in different numbers of groups then wait for each other under different names, and after a
-group has been destroyed the next one meets its dead addresses under the same name.
+group has been destroyed the next one finds its dead addresses under the same name.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
-from evenstep.transport.process_group import ProcessGroupTransport
+from evenstep.compat.torch_distributed import add_backend, default_store, set_default_backend
+from evenstep.transport.process_group.transport import ProcessGroupTransport
 
 _num_opened: Counter[tuple[int, ...]] = Counter()
 
@@ -29,23 +30,30 @@ def open_gloo(members: Sequence[int], *, timeout_s: float) -> ProcessGroupTransp
         members: Their numbers in the default group.
         timeout_s: Deadline of a call.
     """
+    return connect_gloo(store_of(members), members.index(dist.get_rank()), len(members), timeout_s=timeout_s)
+
+
+def store_of(members: Sequence[int]) -> Store:
+    """A store for one meeting of some ranks of the default group.
+
+    Every one of `members` calls this; those who call it several times, in the same order.
+    """
     key = tuple(members)
     _num_opened[key] += 1
-    store = PrefixStore(f"evenstep {key} {_num_opened[key]}", dist.distributed_c10d._get_default_store())
-    return connect_gloo(store, members.index(dist.get_rank()), len(members), timeout_s=timeout_s)
+    return PrefixStore(f"evenstep {key} {_num_opened[key]}", default_store())
 
 
 def connect_gloo(store: Store, rank: int, size: int, *, timeout_s: float) -> ProcessGroupTransport:
-    """Connect the ranks that meet in a store of their own.
+    """Connect ranks through a store of their own.
 
     Collective: all of them call this.
     """
     timeout = timedelta(seconds=timeout_s)
     group = ProcessGroup(store, rank, size)
     gloo = ProcessGroupGloo(PrefixStore("gloo/", store), rank, size, timeout=timeout)
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):  # ranks may share a GPU
-        group._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, gloo)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    devices = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)  # ranks may share a GPU
+    add_backend(group, devices, ProcessGroup.BackendType.GLOO, gloo)
+    set_default_backend(group, ProcessGroup.BackendType.GLOO)
     num_splits = 0
 
     def split() -> ProcessGroupTransport:

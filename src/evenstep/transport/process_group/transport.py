@@ -1,12 +1,14 @@
 """torch's process groups (Gloo on CPU, NCCL on CUDA) behind evenstep's seam.
 
 Gloo's own reduce-scatter is an all-reduce of which each rank keeps a part, twice the bytes that must travel. Here every
-rank sends every other its part, and each adds what it has received: in a tree over ranks, 16 bits in 32. Where ranks
-have something for each other, Gloo's collectives use a connection in one direction at a time; `both_ways` uses both.
+rank sends every other its part, and each adds what it has received: in a tree over ranks, 16 bits in 32. Where two
+ranks send to each other, Gloo's collectives use a connection in one direction at a time; `full_duplex` uses both.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenstep.errors import CollectiveTimeoutError, PeerLostError
-from evenstep.health import page
-from evenstep.health.blame import is_consequence
-from evenstep.transport.arguments import Arguments, flat_view
+from evenstep.compat.torch_distributed import keep_groups, set_gloo_timeout
+from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
+from evenstep.health import heartbeat
+from evenstep.health.first_failure import is_consequence
 from evenstep.transport.base import Op, Transport, Work
-from evenstep.transport.both_ways import BothWays
-from evenstep.transport.reduction import Scratch, plan_arithmetic, reduce_into
+from evenstep.transport.core.reduction import Scratch, divide, plan_arithmetic, reduce_into
+from evenstep.transport.core.validation import Arguments, flat_view, forked_error
+from evenstep.transport.process_group.full_duplex import FullDuplex
 
 # torch 2.13 renamed it, and warns of the old name that torch 2.11 knows.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,7 +49,7 @@ _MOVED = frozenset(
 
 
 class _GroupWork:
-    """A `torch.distributed` work whose failure says who waited for what."""
+    """A `torch.distributed` work whose errors name rank and call."""
 
     __slots__ = ("_finish", "_transport", "_what", "_work")
 
@@ -59,13 +62,14 @@ class _GroupWork:
         self._finish = finish  # what remains to be done with what has arrived
 
     def wait(self) -> None:
-        page.mark_waiting(True)
+        self._transport.check_process()
+        heartbeat.mark_waiting(True)
         try:
             self._work.wait()
         except RuntimeError as error:
             raise self._transport._explained(error, self._what) from error
         finally:
-            page.mark_waiting(False)
+            heartbeat.mark_waiting(False)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -111,6 +115,8 @@ class ProcessGroupTransport:
         self._num_calls = 0
         self._arguments = Arguments(name, self.rank, self.world_size)
         self._scratch = Scratch()
+        self._is_parents = False
+        _transports.add(self)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Transport.allocate`: ordinary memory."""
@@ -132,7 +138,7 @@ class ProcessGroupTransport:
         what = self._next_call("all_gather", tensor)
         if self.world_size == 2 and self._is_gloo(tensor):
             mine = _as_bytes(tensor)
-            return self._send_both_ways(what, self._parts(out), [mine, mine])
+            return self._exchange(what, self._parts(out), [mine, mine])
         return self._start(what, _all_gather_single, _movable(out), _movable(tensor))
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
@@ -175,25 +181,25 @@ class ProcessGroupTransport:
         received, sent = _as_bytes(out), _as_bytes(tensor)
         sizes = [None if each is None else [n * tensor.itemsize for n in each] for each in (out_splits, splits)]
         if self._is_gloo(tensor):
-            return self._send_both_ways(what, self._parts(received, sizes[0]), self._parts(sent, sizes[1]))
+            return self._exchange(what, self._parts(received, sizes[0]), self._parts(sent, sizes[1]))
         return self._start(what, dist.all_to_all_single, received, sent, *sizes)
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
         self._num_calls += 1
-        page.mark_collective(self._num_calls)
+        heartbeat.mark_collective(self._num_calls)
         devices = [torch.cuda.current_device()] if self.name == "nccl" else None
         return self._start(f"barrier number {self._num_calls}", dist.barrier, device_ids=devices)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """From now on give up after so long. Of Gloo's groups; the others' backends are torch's to tell."""
+        """Change the deadline of calls from now on. Over NCCL, torch's own function does it."""
         self._timeout_s = timeout_s
         if self.name == "gloo":
-            backend = self._open_group()._get_backend(torch.device("cpu"))
-            backend._set_default_timeout(timedelta(seconds=timeout_s))
+            set_gloo_timeout(self._open_group(), timeout_s)
 
     def split(self) -> Transport:
         """See `Transport.split`: a new process group over the same ranks."""
+        self.check_process()
         if self._split_by is not None:
             return self._split_by()
         group = dist.new_group(
@@ -207,14 +213,30 @@ class ProcessGroupTransport:
     def close(self) -> None:
         """See `Transport.close`."""
         group, self._group = self._group, None
-        # Forgotten here, too: Gloo closes its connections, and so the other ranks hear of it, with the last reference.
+        # Dropped here, too: with the last reference Gloo closes its connections, which the other ranks notice.
         close_by, self._close_by, self._split_by = self._close_by, None, None
         if group is not None and close_by is not None:
             close_by()
         if group is not None and self._owns_group and dist.is_initialized():
             dist.destroy_process_group(group)
 
+    def disown(self) -> None:
+        """Note in a forked child that the group is its parent's. Gloo's threads are, too: a call would never end."""
+        if self._group is not None:
+            keep_groups(self._group)
+        self._group, self._close_by, self._is_parents = None, None, True
+
+    def check_process(self) -> None:
+        """Refuse calls in a forked child.
+
+        Raises:
+            UsageError: This process is one.
+        """
+        if self._is_parents:
+            raise forked_error(self.known_as)
+
     def _open_group(self) -> dist.ProcessGroup:
+        self.check_process()
         if self._group is None:
             raise PeerLostError(f"rank {self.known_as}: this {self.name} transport has been closed.")
         return self._group
@@ -246,12 +268,12 @@ class ProcessGroupTransport:
             parts = list(received.view(self.world_size, into.numel()).unbind())
             reduce_into([into], parts, arithmetic, self._scratch)
 
-        return self._send_both_ways(what, self._parts(received), self._parts(tensor), finish=add)
+        return self._exchange(what, self._parts(received), self._parts(tensor), finish=add)
 
     def _is_gloo(self, tensor: Tensor) -> bool:
         return self.name == "gloo" and tensor.device.type == "cpu"
 
-    def _send_both_ways(
+    def _exchange(
         self,
         what: str,
         received: Sequence[Tensor],
@@ -260,15 +282,15 @@ class ProcessGroupTransport:
         finish: Callable[[], object] | None = None,
     ) -> Work:
         try:
-            work = BothWays(self._open_group(), received, sent, number=self._num_calls, timeout_s=self._timeout_s)
+            work = FullDuplex(self._open_group(), received, sent, number=self._num_calls, timeout_s=self._timeout_s)
         except RuntimeError as error:
             raise self._explained(error, what) from error
         return _GroupWork(work, self, what, finish)
 
     def _division(self, total: Tensor, op: Op) -> Callable[[], object] | None:
-        """What makes a mean of a sum."""
+        """The division that makes a mean of a sum; None for other operators."""
         detached = total.detach()
-        return (lambda: detached.div_(self.world_size)) if op == "mean" else None
+        return (lambda: divide(detached, self.world_size)) if op == "mean" else None
 
     def _parts(self, tensor: Tensor, num_bytes: Sequence[int] | None = None) -> list[Tensor]:
         """A share per rank, as bytes: of so many, or all the same."""
@@ -281,7 +303,9 @@ class ProcessGroupTransport:
         return f"{collective} number {self._num_calls} ({tensor.numel()} x {str(tensor.dtype)[6:]})"
 
     def _explained(self, error: RuntimeError, what: str) -> Exception:
-        """The same failure in the words of `evenstep.errors`; an error of another kind is left as it is."""
+        """Translate a failure to `evenstep.errors`; an error of another kind stays as it is."""
+        if isinstance(error, EvenstepError):
+            return error
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "timed out" in text.lower() or "timeout" in text.lower():
             return CollectiveTimeoutError(f"rank {self.known_as} waited in vain in {what} over {self.name}: {text}")
@@ -292,6 +316,17 @@ class ProcessGroupTransport:
     def __repr__(self) -> str:
         state = "closed" if self._group is None else f"{self._num_calls} calls"
         return f"<ProcessGroupTransport {self.name} rank {self.rank}/{self.world_size} {state}>"
+
+
+_transports: weakref.WeakSet[ProcessGroupTransport] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for transport in list(_transports):
+        transport.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _movable(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Bucket memory: a rank's own zone of the shared segment, and a look into the zones of others."""
+"""Bucket memory: a rank's own zone of the shared segment, and views of the zones of others."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import weakref
 import torch
 from torch import Tensor
 
-from evenstep.transport.segment import PAGE_BYTES, Mapping, Segment, allocate_range, release_range, round_up
+from evenstep.transport.core.reduction import round_up
+from evenstep.transport.shm.segment import PAGE_BYTES, Mapping, Segment, allocate_range, release_range
 
 _MAX_CACHED_VIEWS = 4096
 
 
 class FreeList:
-    """Which stretches of a zone are free. Pure: numbers in, numbers out.
+    """The free stretches of a zone. Pure: numbers in, numbers out.
 
     Args:
         num_bytes: Length of the zone.
@@ -26,7 +27,7 @@ class FreeList:
         self._free: list[tuple[int, int]] = [(0, num_bytes)]  # (start, end), in order, never touching
 
     def take(self, num_bytes: int) -> int | None:
-        """The start of the first stretch that is long enough, which is free no more; None if there is none."""
+        """Take the first stretch that is long enough. Returns its start; None if there is none."""
         for index, (start, end) in enumerate(self._free):
             if end - start >= num_bytes:
                 if end - start == num_bytes:
@@ -49,14 +50,14 @@ class FreeList:
 
     @property
     def free_bytes(self) -> int:
-        """How much is free."""
+        """Bytes that are free."""
         return sum(end - start for start, end in self._free)
 
 
 class Arena:
     """A rank's own zone. Memory returns to it when the last tensor that uses it has gone.
 
-    Each rank allocates for itself: the header of a call tells the others where its tensor lies.
+    Each rank allocates for itself: the header of a call has the place of its tensor for the others.
     """
 
     def __init__(self, segment: Segment, rank: int) -> None:
@@ -77,7 +78,7 @@ class Arena:
         self._collect()
         num_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
         offset = self._free.take(num_bytes)
-        assert offset is not None, "a zone is as long as the host's memory"
+        assert offset is not None, "a zone is as long as the node's memory"
         try:
             allocate_range(self._segment.fd, self._zone + offset, num_bytes, what=f"bucket of {numel:,} {dtype}")
             mapping = Mapping(self._segment.fd, offset=self._zone + offset, num_bytes=num_bytes, populate=True)
@@ -93,8 +94,8 @@ class Arena:
         return mapping.tensor(0, dtype, numel)
 
     def locate(self, address: int, num_bytes: int) -> int | None:
-        """Where in the zone memory of this process lies; None if it lies elsewhere."""
-        if self._ended:  # their addresses may be somebody else's by now
+        """The offset in the zone of memory of this process; None if it lies elsewhere."""
+        if self._ended:  # their addresses may belong to other memory by now
             self._collect()
         index = bisect.bisect(self._starts, address) - 1
         if index < 0:
@@ -107,7 +108,7 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """How much is in use."""
+        """Bytes that are in use."""
         self._collect()
         return sum(length for _, length in self._stretches.values())
 
@@ -127,7 +128,7 @@ def _end(
     ended: collections.deque[tuple[int, int, int]],
     owner_pid: int,
 ) -> None:
-    if os.getpid() != owner_pid:  # a forked child lets go of its copy: the memory is the parent's, and may be in use
+    if os.getpid() != owner_pid:  # a forked child drops its copy: the memory is the parent's, and may be in use
         return
     _, offset, num_bytes = stretch
     release_range(segment.fd, zone + offset, num_bytes)
@@ -135,7 +136,7 @@ def _end(
 
 
 class Views:
-    """Tensors over what other ranks have in the segment, made once and kept: making one costs as much as adding."""
+    """Tensors over the memory of other ranks, made once and kept: making one costs as much as adding."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -160,7 +161,7 @@ class Views:
         return view
 
     def _window(self, rank: int, needed_bytes: int) -> Mapping:
-        """The beginning of a zone, as far as it is needed. Only address space: unused parts cost nothing."""
+        """Map the beginning of a zone, as far as needed. Only address space: unused parts cost nothing."""
         window = self._windows.get(rank)
         if window is None or window.num_bytes < needed_bytes:
             layout = self._segment.layout

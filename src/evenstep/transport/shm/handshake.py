@@ -1,12 +1,12 @@
-"""Which ranks share a host, and the segment they meet in: agreed by trying, never believed from a variable.
+"""How ranks come to share a segment: agreed by trying, never believed from an environment variable.
 
-    every rank     says what it is: boot id, namespaces, user, machine, process
-    rank 0         makes the segment, and says where it is
+    every rank     sends what it is: boot id, namespaces, user, machine, process
+    rank 0         makes the segment, and sends where it is
     every rank     attaches, compares the nonce, signs
-    every rank     looks whether all have signed
+    every rank     checks that all have signed
 
-A rank that fails says so in the next message instead of raising, so all come to the same end: a transport on every
-rank, or the same reason why there is none.
+A rank that fails sends the reason in the next message instead of raising, so all ranks come to the same end: a
+transport on every rank, or the same reason why there is none.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.errors import ConfigurationError
-from evenstep.transport.arrivals import WaitPolicy
-from evenstep.transport.base import Transport
-from evenstep.transport.exchange import exchange
-from evenstep.transport.peers import PeerProcess, this_process
-from evenstep.transport.segment import NONCE_BYTES, Segment, SegmentLayout, host_memory_bytes, plan_segment
-from evenstep.transport.shared_memory import SharedMemoryTransport
+from evenstep.transport.core.object_collectives import Gathering, exchange
+from evenstep.transport.shm.peers import PeerProcess, this_process
+from evenstep.transport.shm.segment import NONCE_BYTES, Segment, SegmentLayout, host_memory_bytes, plan_segment
+from evenstep.transport.shm.sync import WaitPolicy
+from evenstep.transport.shm.transport import SharedMemoryTransport
 
 
-def connect_shared_memory(control: Transport, policy: WaitPolicy) -> SharedMemoryTransport | str:
+def connect_shared_memory(control: Gathering, policy: WaitPolicy) -> SharedMemoryTransport | str:
     """Join the ranks of `control` through memory that they share.
 
     Collective: every rank calls this, in the same order.
 
     Args:
-        control: Carries the few messages that this needs.
+        control: Carries the few messages of the handshake: the rendezvous store (`StoreGather`), or a transport.
         policy: How to wait for peers, and until when.
 
     Returns:
@@ -61,25 +60,25 @@ def connect_shared_memory(control: Transport, policy: WaitPolicy) -> SharedMemor
     if segment is not None and not any(problems):
         unsigned = [rank for rank in range(control.world_size) if not segment.has_signed(rank, nonce)]
         problem = f"rank {unsigned[0]} holds another segment" if unsigned else None
-    problems = [said or later for said, later in zip(problems, exchange(control, problem), strict=True)]
-    for rank, said in enumerate(problems):
-        if said is not None:
-            return f"rank {rank} could not join: {said}"
+    problems = [first or later for first, later in zip(problems, exchange(control, problem), strict=True)]
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            return f"rank {rank} could not join: {problem}"
     assert segment is not None
     processes = [PeerProcess(**each["process"]) for each in seen]
     return SharedMemoryTransport(segment, processes, rank=control.rank, policy=policy, split_by=_connect_again)
 
 
 def _connect_again(transport: SharedMemoryTransport) -> SharedMemoryTransport:
-    """Another segment of the same ranks."""
-    made = connect_shared_memory(transport, transport.arrivals.policy)
+    """Make another segment of the same ranks."""
+    made = connect_shared_memory(transport, transport.counters.policy)
     if isinstance(made, str):
         raise ConfigurationError(f"rank {transport.rank}: no second segment of shared memory could be made: {made}.")
     return made
 
 
 def describe_this_process(rank: int) -> dict[str, Any]:
-    """What decides whether ranks can share memory: plain data, to be exchanged."""
+    """Describe this process by what decides whether ranks can share memory: plain data, to be exchanged."""
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return {"problem": f"{platform.system()} has no memfd"}
     try:
@@ -102,7 +101,7 @@ def why_not_together(seen: Sequence[dict[str, Any]]) -> str | None:
         if each["problem"] is not None:
             return f"rank {rank}: {each['problem']}"
     words = {
-        "boot": "are on different hosts",
+        "boot": "are on different nodes",
         "namespaces": "are in different containers (pid or user namespace)",
         "user": "belong to different users",
         "machine": "are different machines",

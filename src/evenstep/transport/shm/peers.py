@@ -1,4 +1,4 @@
-"""The other rank processes of this host: are they alive, and what are they doing?"""
+"""The other rank processes of this node: are they alive, and what are they doing?"""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 import select
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from evenstep.health import peer_pages
-from evenstep.health.page import Seen
+from evenstep.health import peer_heartbeats
+from evenstep.health.heartbeat import Heartbeat
+from evenstep.processes import exists, state_and_start
 
 
 @dataclass(frozen=True)
 class PeerProcess:
-    """A rank's process, told apart from a later one of the same pid by the time at which it started."""
+    """A rank's process. The start time distinguishes it from a later process of the same pid."""
 
     rank: int
     pid: int
@@ -23,7 +23,7 @@ class PeerProcess:
 
 def this_process(rank: int) -> PeerProcess:
     """This rank's own process."""
-    return PeerProcess(rank, os.getpid(), _stat(os.getpid())[1])
+    return PeerProcess(rank, os.getpid(), state_and_start(os.getpid())[1])
 
 
 class PeerWatch:
@@ -36,18 +36,18 @@ class PeerWatch:
             try:
                 self._pidfds[peer.rank] = os.pidfd_open(peer.pid)
             except (OSError, AttributeError):
-                continue  # an old kernel, or a sandbox that refuses it
+                continue  # an old kernel, a sandbox that refuses it, no descriptor left: `/proc` has to do
 
     def pid(self, rank: int) -> int:
         """The process of a rank."""
         return self._peers[rank].pid
 
-    def seen(self, rank: int) -> Seen | None:
-        """What a rank's page says; None if it has none that can be read."""
-        return peer_pages.read(self._peers[rank].pid)
+    def seen(self, rank: int) -> Heartbeat | None:
+        """A rank's heartbeat page; None if it has none that can be read."""
+        return peer_heartbeats.read(self._peers[rank].pid)
 
     def is_gone(self, rank: int) -> bool:
-        """Whether the process has ended, also if nobody has collected its status yet."""
+        """Whether the process has ended, also if its parent has not collected its status yet."""
         fd = self._pidfds.get(rank)
         peer = self._peers[rank]
         if fd is not None:
@@ -55,25 +55,21 @@ class PeerWatch:
             poll.register(fd, select.POLLIN)
             if poll.poll(0):
                 return True
-        state, start_ticks = _stat(peer.pid)
-        # A pidfd taken too late would be another process's: the start time tells.
+        try:
+            state, start_ticks = state_and_start(peer.pid)
+        except OSError:  # this rank has no descriptor left, say: that is no news of the other
+            return not exists(peer.pid)
+        # A pidfd taken too late belongs to another process, with another start time.
         return state in ("", "Z", "X") or start_ticks != peer.start_ticks
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether the process is stopped (SIGSTOP, a debugger) and so can't come."""
-        return _stat(self._peers[rank].pid)[0] in ("T", "t")
+        """Whether the process is stopped (SIGSTOP, a debugger)."""
+        try:
+            return state_and_start(self._peers[rank].pid)[0] in ("T", "t")
+        except OSError:
+            return False
 
     def close(self) -> None:
-        """Let go of the pidfds."""
+        """Close the pidfds."""
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
-
-
-def _stat(pid: int) -> tuple[str, int]:
-    """State and start time of a process; ("", 0) if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "", 0
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
-    return fields[0], int(fields[19])

@@ -1,15 +1,15 @@
-"""One anonymous piece of memory that the ranks of a host share: where what lies in it, and how it is had.
+"""The memory that the ranks of one node share: its layout, and how processes create and map it.
 
 The segment is a file without a name (memfd, mode 0600). It ends with the last process that holds it, however that
-ends: there is nothing to sweep. Its first part is the same for all ranks and allocated at start; behind it every rank
+ends: there is nothing to sweep. Its first part is the same for all ranks and allocated at start; after it every rank
 has a *zone*, a stretch of file that costs nothing until the rank allocates bucket memory in it.
 
     greeting      a nonce, by which ranks know that they hold the same segment
     notes         one line of cache per rank: its own copy of the nonce, and whether it has left
-    semaphores    see `arrivals`
+    semaphores    see `sync`
     headers       per rank, `NUM_SLOTS` headers: what it calls, and where its tensor is
-    small         per rank, `NUM_SLOTS` slots for the data of small calls
-    pieces        per rank, `NUM_PIECES` slots for tensors that travel in pieces
+    eager         per rank, `NUM_SLOTS` slots for the data of eager calls
+    chunks        per rank, `NUM_CHUNKS` slots for tensors that travel in chunks
     zones         per rank, its bucket memory
 """
 
@@ -28,56 +28,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep import control_groups
+from evenstep.compat.c_library.libc import c_library
 from evenstep.errors import ConfigurationError
-from evenstep.transport.arrivals import num_semaphores
-from evenstep.transport.semaphores import SEMAPHORE_BYTES, make_semaphores
+from evenstep.transport.core.reduction import round_up
+from evenstep.transport.shm.sync import SEMAPHORE_BYTES, make_semaphores, num_semaphores
 
 PAGE_BYTES = 1 << 16  # the largest page size in use, so that offsets fit every machine
 NUM_SLOTS = 16
 HEADER_BYTES = 128
-SMALL_BYTES = 64 << 10
-MAX_BESIDE_BYTES = 16 << 10  # of that: numbers that travel beside a call's tensor
-NUM_PIECES = 3  # see [Note: three pieces] in `collectives`
-PIECE_BYTES = 512 << 10
+EAGER_BYTES = 64 << 10
+MAX_PIGGYBACK_BYTES = 16 << 10  # of those: numbers that travel with a tensor of any size
+NUM_CHUNKS = 3  # see [Note: three chunks] in `collectives`
+CHUNK_BYTES = 512 << 10
 NOTE_BYTES = 64
 NONCE_BYTES = 16
 
 
 @dataclass(frozen=True)
 class SegmentLayout:
-    """Where what lies, in bytes from the start of the segment. Pure data, the same on all ranks."""
+    """Offsets of all parts, in bytes from the start of the segment. Pure data, the same on all ranks."""
 
     world_size: int
     notes: int
     semaphores: int
     headers: int
-    small: int
-    pieces: int
+    eager: int
+    chunks: int
     common_bytes: int
     zone_bytes: int
 
     def note(self, rank: int) -> int:
-        """Of a rank: [0:16] the nonce as it reads it, [16] whether it has left."""
+        """The note of a rank: [0:16] the nonce as it reads it, [16] whether it has left."""
         return self.notes + rank * NOTE_BYTES
 
     def header(self, rank: int, slot: int) -> int:
-        """Of a rank, in one of `NUM_SLOTS`."""
+        """A header of a rank, one of `NUM_SLOTS`."""
         return self.headers + (rank * NUM_SLOTS + slot) * HEADER_BYTES
 
-    def small_slot(self, rank: int, slot: int) -> int:
-        """Of a rank, one of `NUM_SLOTS`."""
-        return self.small + (rank * NUM_SLOTS + slot) * SMALL_BYTES
+    def eager_slot(self, rank: int, slot: int) -> int:
+        """A slot of a rank for eager data, one of `NUM_SLOTS`."""
+        return self.eager + (rank * NUM_SLOTS + slot) * EAGER_BYTES
 
-    def beside(self, rank: int, slot: int) -> int:
-        """The end of a small slot, for what travels beside a tensor."""
-        return self.small_slot(rank, slot) + SMALL_BYTES - MAX_BESIDE_BYTES
+    def piggyback(self, rank: int, slot: int) -> int:
+        """The end of an eager slot, for numbers that piggyback on a call."""
+        return self.eager_slot(rank, slot) + EAGER_BYTES - MAX_PIGGYBACK_BYTES
 
-    def piece(self, rank: int, slot: int) -> int:
-        """Of a rank, one of `NUM_PIECES`."""
-        return self.pieces + (rank * NUM_PIECES + slot) * PIECE_BYTES
+    def chunk(self, rank: int, slot: int) -> int:
+        """A slot of a rank for a chunk, one of `NUM_CHUNKS`."""
+        return self.chunks + (rank * NUM_CHUNKS + slot) * CHUNK_BYTES
 
     def zone(self, rank: int) -> int:
-        """Where a rank's zone begins."""
+        """The start of a rank's zone."""
         return self.common_bytes + rank * self.zone_bytes
 
     @property
@@ -91,33 +93,28 @@ def plan_segment(world_size: int, *, memory_bytes: int) -> SegmentLayout:
 
     Args:
         world_size: Ranks that share it.
-        memory_bytes: Memory of the host; a zone needs never be larger.
+        memory_bytes: Memory of the node; a zone needs never be larger.
     """
     notes = NOTE_BYTES
     semaphores = notes + world_size * NOTE_BYTES
     headers = semaphores + num_semaphores(world_size) * SEMAPHORE_BYTES
-    small = round_up(headers + world_size * NUM_SLOTS * HEADER_BYTES, PAGE_BYTES)
-    pieces = small + world_size * NUM_SLOTS * SMALL_BYTES
-    common_bytes = round_up(pieces + world_size * NUM_PIECES * PIECE_BYTES, PAGE_BYTES)
+    eager = round_up(headers + world_size * NUM_SLOTS * HEADER_BYTES, PAGE_BYTES)
+    chunks = eager + world_size * NUM_SLOTS * EAGER_BYTES
+    common_bytes = round_up(chunks + world_size * NUM_CHUNKS * CHUNK_BYTES, PAGE_BYTES)
     return SegmentLayout(
         world_size=world_size,
         notes=notes,
         semaphores=semaphores,
         headers=headers,
-        small=small,
-        pieces=pieces,
+        eager=eager,
+        chunks=chunks,
         common_bytes=common_bytes,
         zone_bytes=round_up(memory_bytes, PAGE_BYTES),
     )
 
 
-def round_up(value: int, multiple: int) -> int:
-    """The next multiple of `multiple`. Pure."""
-    return -(-value // multiple) * multiple
-
-
 class Mapping:
-    """A stretch of a file in this process's memory, unmapped when nobody uses it any more: no tensor, no mapping.
+    """A stretch of a file in this process's memory, unmapped when its last tensor has gone.
 
     Attributes:
         address: Of its first byte.
@@ -142,7 +139,7 @@ class Mapping:
         """[numel], `offset` bytes from the start; keeps the memory mapped."""
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
-        # Under torch's inference mode it would be a tensor that nobody may write to afterwards outside that mode.
+        # A tensor made in torch's inference mode could not be written outside of that mode.
         with torch.inference_mode(False):
             return torch.frombuffer(self.raw, dtype=dtype, count=numel, offset=offset)
 
@@ -151,7 +148,7 @@ class Segment:
     """A process's hold on a shared segment.
 
     Attributes:
-        layout: Where what lies.
+        layout: Where its parts lie.
         common: The part that all ranks use, mapped.
     """
 
@@ -184,7 +181,7 @@ class Segment:
 
     @classmethod
     def attach(cls, pid: int, fd: int, layout: SegmentLayout) -> Segment:
-        """Hold the segment that another process of this host made.
+        """Hold the segment that another process of this node made.
 
         Raises:
             OSError: It can't be reached: another namespace or user, or a process that hides its files.
@@ -202,7 +199,7 @@ class Segment:
 
     @property
     def nonce(self) -> bytes:
-        """What its maker wrote into it."""
+        """The nonce that its maker wrote into it."""
         return bytes(self._bytes[:NONCE_BYTES])
 
     def sign(self, rank: int) -> None:
@@ -216,11 +213,11 @@ class Segment:
         return bytes(self._bytes[start : start + NONCE_BYTES]) == nonce
 
     def leave(self, rank: int) -> None:
-        """Note that a rank is not coming any more."""
+        """Mark a rank as gone: it makes no more calls."""
         self._bytes[self.layout.note(rank) + NONCE_BYTES] = 1
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has said that it is not coming any more."""
+        """Whether a rank makes no more calls."""
         return self._bytes[self.layout.note(rank) + NONCE_BYTES] != 0
 
     def write(self, offset: int, data: bytes) -> None:
@@ -234,7 +231,7 @@ class Segment:
 
 @contextlib.contextmanager
 def naming(call: str) -> Iterator[None]:
-    """Have an error say which call the system has refused: in a sandbox (seccomp) that is what one has to allow."""
+    """Name the refused system call in an error: in a sandbox (seccomp) it is what has to be allowed."""
     try:
         yield
     except OSError as error:
@@ -257,7 +254,7 @@ def make_file(name: str, num_bytes: int) -> int:
 
 
 def open_file(pid: int, fd: int) -> int:
-    """A descriptor of what another process of this host has open."""
+    """A descriptor of what another process of this node has open."""
     path = f"/proc/{pid}/fd/{fd}"
     with naming(f"open of {path}"):
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -266,7 +263,7 @@ def open_file(pid: int, fd: int) -> int:
 def allocate_range(fd: int, offset: int, num_bytes: int, *, what: str) -> None:
     """Back a stretch of a file with memory for real, zeroed.
 
-    Otherwise the first touch of a page that the host can't provide is a SIGBUS in the middle of a step.
+    Otherwise the first touch of a page that the node can't provide is a SIGBUS in the middle of a step.
 
     Raises:
         ConfigurationError: There isn't enough; the message has the bytes needed and available.
@@ -293,22 +290,14 @@ def release_range(fd: int, offset: int, num_bytes: int) -> None:
 
 
 def available_bytes() -> int:
-    """Memory that can still be had: of the host, and of the control groups that limit this process."""
+    """Free memory: of the node, and of the control groups that limit this process."""
     available = _meminfo("MemAvailable")
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            left = int(Path(limit).read_text()) - int(Path(used).read_text())
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-        available = min(available, max(0, left))
-    return available
+    allowed = control_groups.free_memory_bytes()
+    return available if allowed is None else min(available, allowed)
 
 
 def host_memory_bytes() -> int:
-    """All memory of this host."""
+    """All memory of this node."""
     return _meminfo("MemTotal")
 
 
@@ -327,7 +316,7 @@ _MAP_FAILED = (1 << (8 * ctypes.sizeof(ctypes.c_void_p))) - 1
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = c_library(use_errno=True)
 _mmap = _libc.mmap
 _mmap.restype = ctypes.c_void_p
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

@@ -1,76 +1,136 @@
-"""Who has come how far: announcements between ranks of one host, and waiting for them.
+"""Signals between the ranks of one node, counted in shared semaphores, and waiting for them.
 
-Every rank announces to every other that it has passed a *phase* once more. Announcements of one phase are counted, so
-waiting for "everybody has passed phase p n times" needs no reset and tolerates ranks that are ahead.
+Every rank signals to every other that it has passed a *phase* once more. Signals of one phase are counted, so waiting
+for "every rank has passed phase p n times" needs no reset and tolerates ranks that are ahead.
 
 A wait spins for a moment, then sleeps on the semaphore of one missing rank. Asleep, it wakes forty times a second to
-look whether a missing rank has died, has left, or is stopped.
+check whether a missing rank has died, has left, or is stopped.
+
+[Note: memory ordering]
+
+Data in the segment is written with plain stores and signalled with `sem_post`; it is read after `sem_trywait` or
+`sem_clockwait` has taken that signal. POSIX makes these calls synchronise memory on every architecture, so nothing here
+leans on the strong ordering of x86: arm64 needs no other code. No flag is ever read with a plain load to decide that
+data is there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import enum
 import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from evenstep.compat.c_library.libc import c_library
+from evenstep.console import say
+from evenstep.control_groups import count_cpus
 from evenstep.errors import CollectiveTimeoutError, PeerLostError
-from evenstep.health import page
-from evenstep.health.budgets import Budgets, describe, patience
-from evenstep.transport.peers import PeerWatch
-from evenstep.transport.semaphores import SEMAPHORE_BYTES, sem_post, sem_trywait, take
+from evenstep.health import heartbeat
+from evenstep.health.phase_timeouts import PhaseTimeouts, describe, patience
+from evenstep.transport.shm.peers import PeerWatch
+
+# glibc's and musl's sem_t has 32 bytes; a cache line each keeps two ranks from pulling at one.
+SEMAPHORE_BYTES = 64
+
+_CLOCK_MONOTONIC = 1
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
+
+
+# What can't block keeps the interpreter lock: giving it up and taking it again costs more than the call itself.
+_quick = c_library(keeps_gil=True)
+_slow = c_library()
+
+sem_post = _quick.sem_post
+sem_post.argtypes = [ctypes.c_void_p]
+sem_trywait = _quick.sem_trywait
+sem_trywait.argtypes = [ctypes.c_void_p]
+_sem_init = _quick.sem_init
+_sem_init.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint]
+# A deadline by the wall clock would move whenever that clock is set.
+_HAS_CLOCKWAIT = hasattr(_slow, "sem_clockwait")
+if _HAS_CLOCKWAIT:
+    _sem_clockwait = _slow.sem_clockwait
+    _sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_TimeSpec)]
+else:
+    _sem_timedwait = _slow.sem_timedwait
+    _sem_timedwait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_TimeSpec)]
+
+
+def make_semaphores(address: int, count: int) -> None:
+    """Initialise `count` semaphores of value 0, one after the other from `address` on. One process does it."""
+    for each in semaphore_addresses(address, count):
+        if _sem_init(each, 1, 0) != 0:
+            raise OSError(f"sem_init refused a semaphore shared between processes at address {each:#x}")
+
+
+def semaphore_addresses(address: int, count: int) -> Iterator[int]:
+    """The addresses of `count` semaphores. Pure."""
+    return iter(range(address, address + count * SEMAPHORE_BYTES, SEMAPHORE_BYTES))
+
+
+def take(address: int, timeout_s: float) -> bool:
+    """Take one count, sleeping up to `timeout_s` for it. Returns whether there was one; may return early without."""
+    now = time.monotonic() if _HAS_CLOCKWAIT else time.time()
+    end_ns = int((now + timeout_s) * 1e9)
+    until = _TimeSpec(end_ns // 1_000_000_000, end_ns % 1_000_000_000)
+    if _HAS_CLOCKWAIT:
+        return bool(_sem_clockwait(address, _CLOCK_MONOTONIC, ctypes.byref(until)) == 0)
+    return bool(_sem_timedwait(address, ctypes.byref(until)) == 0)
 
 
 class Phase(enum.IntEnum):
-    """What a rank announces."""
+    """A point of a call that a rank signals when it has passed it."""
 
-    ARRIVED = 0  # its call has begun: the header, and the data of a small call, can be read
-    FILLED = 1  # its next piece of a call in pieces can be read
+    ARRIVED = 0  # its call has begun: the header, and the data of an eager call, can be read
+    FILLED = 1  # its next chunk of a chunked call can be read
     REDUCED = 2  # it has written its slice of the result, or read what it needed of others' tensors
     FINISHED = 3  # it reads nothing more of this call
 
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """How to wait.
+    """How a rank waits for others: how long it spins, when it checks on them, when it gives up.
 
     Attributes:
         timeout_s: Deadline of one wait.
         spin_s: How long to spin at most before sleeping.
         min_spin_s: How long to spin at least.
-        num_eager_tries: How often to look before the core is offered to others between two looks.
-        look_every_s: Asleep, how often to look at the missing ranks.
-        report_stopped_after_s: When to tell that a missing rank is stopped.
-        report_missing_after_s: When to tell who is missing, whatever it does.
+        num_tries_before_yield: How often to try before the core is yielded to others between two tries.
+        check_every_s: Asleep, how often to check the missing ranks.
+        report_stopped_after_s: When to report that a missing rank is stopped.
+        report_missing_after_s: When to report who is missing, whatever it does.
     """
 
     timeout_s: float
     spin_s: float = 200e-6
     min_spin_s: float = 10e-6
-    num_eager_tries: int = 20
-    look_every_s: float = 0.025
+    num_tries_before_yield: int = 20
+    check_every_s: float = 0.025
     report_stopped_after_s: float = 2.0
     report_missing_after_s: float = 30.0
 
 
 def plan_waiting(num_threads: int, *, timeout_s: float, num_cores: int | None = None) -> WaitPolicy:
-    """Spin where every thread has a core of its own; else let the others run at once, and soon sleep.
+    """Plan to spin where every thread has a core of its own; else to yield at once, and soon sleep. Pure but for cores.
 
     Args:
         num_threads: Of all ranks together.
         timeout_s: Deadline for peers to arrive.
         num_cores: That they share; None: those that this process may use.
     """
-    if num_threads <= (num_cores or len(os.sched_getaffinity(0))):
+    if num_threads <= (num_cores or count_cpus()):
         return WaitPolicy(timeout_s=timeout_s)
-    return WaitPolicy(timeout_s=timeout_s, spin_s=50e-6, num_eager_tries=0)
+    return WaitPolicy(timeout_s=timeout_s, spin_s=50e-6, num_tries_before_yield=0)
 
 
 def adapt_spin(spin_s: float, waited_s: float, policy: WaitPolicy) -> float:
-    """How long to spin next time: longer where spinning would have met the others, shorter where it was in vain. Pure.
+    """How long to spin next time: longer where spinning was enough, shorter where it was in vain. Pure.
 
     A core that others need as well (more ranks than cores, a busy machine) makes waits long, and so spinning rare.
 
@@ -85,12 +145,21 @@ def adapt_spin(spin_s: float, waited_s: float, policy: WaitPolicy) -> float:
 
 
 def num_semaphores(world_size: int) -> int:
-    """How many semaphores the ranks of one group need. Pure."""
-    return len(Phase) * world_size * world_size
+    """How many semaphores the ranks of one group need: of every phase between any two, and one of each for `requests`.
+
+    Pure.
+    """
+    return len(Phase) * world_size * world_size + world_size
 
 
-class Arrivals:
-    """This rank's end of the announcements.
+def request_semaphores(address: int, world_size: int) -> Sequence[int]:
+    """The addresses of the last of them, on which ranks await requests. Pure."""
+    first = len(Phase) * world_size * world_size
+    return [address + SEMAPHORE_BYTES * (first + rank) for rank in range(world_size)]
+
+
+class ProgressCounters:
+    """This rank's signals to the others and theirs to it, counted per phase; and waiting for them.
 
     Args:
         address: Of the first semaphore, in this process.
@@ -98,7 +167,7 @@ class Arrivals:
         world_size: Number of ranks.
         watch: The other ranks' processes.
         policy: How to wait.
-        has_left: Whether a rank has given up, or closed its end.
+        has_left: Whether a rank has failed, or closed its end.
 
     Attributes:
         policy: How to wait.
@@ -129,7 +198,7 @@ class Arrivals:
         self._incoming = [[(peer, place(phase, peer, rank)) for peer in others] for phase in Phase]
         self._peer_of = {semaphore: peer for incoming in self._incoming for peer, semaphore in incoming}
         self._seen = [[0] * world_size for _ in Phase]
-        self._announced = [0] * len(Phase)
+        self._num_signals = [0] * len(Phase)
         self._spin_s = policy.spin_s
 
     def pid(self, rank: int) -> int:
@@ -137,33 +206,40 @@ class Arrivals:
         return os.getpid() if rank == self._rank else self._watch.pid(rank)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """From now on wait so long at most, also where somebody is waiting already."""
+        """Set the deadline of waits, also of those that have begun."""
         self.policy = dataclasses.replace(self.policy, timeout_s=timeout_s)
 
-    def announce(self, phase: Phase) -> int:
-        """Tell everybody that this rank has passed `phase` once more; returns how often by now."""
+    def signal(self, phase: Phase) -> int:
+        """Signal that this rank has passed `phase` once more; return how often by now."""
         for semaphore in self._outgoing[phase]:
             sem_post(semaphore)
-        self._announced[phase] += 1
-        return self._announced[phase]
+        self._num_signals[phase] += 1
+        return self._num_signals[phase]
 
-    def announced(self, phase: Phase) -> int:
+    def num_signals(self, phase: Phase) -> int:
         """How often this rank has passed `phase`."""
-        return self._announced[phase]
+        return self._num_signals[phase]
 
     def all_here(self, phase: Phase, count: int) -> bool:
         """Whether every other rank has passed `phase` at least `count` times. Never blocks."""
         seen = self._seen[phase]
-        everybody = True
+        is_complete = True
         for peer, semaphore in self._incoming[phase]:
             while seen[peer] < count:
                 if sem_trywait(semaphore) != 0:
-                    everybody = False
+                    is_complete = False
                     break
                 seen[peer] += 1
-        return everybody
+        return is_complete
 
-    def wait(self, phase: Phase, count: int, what: Callable[[], str], timeout_s: float | None = None) -> None:
+    def wait(
+        self,
+        phase: Phase,
+        count: int,
+        what: Callable[[], str],
+        timeout_s: float | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
         """Return when every other rank has passed `phase` at least `count` times.
 
         Args:
@@ -171,6 +247,7 @@ class Arrivals:
             count: How often.
             what: Describes the call, for errors.
             timeout_s: Deadline; None: the policy's.
+            meanwhile: Asleep, called whenever the missing ranks are checked.
 
         Raises:
             PeerLostError: A missing rank has died or left.
@@ -183,17 +260,17 @@ class Arrivals:
         num_tries = 0
         while now < end_of_spin:
             num_tries += 1
-            if num_tries > self.policy.num_eager_tries:
+            if num_tries > self.policy.num_tries_before_yield:
                 os.sched_yield()
             if self.all_here(phase, count):
                 break
             now = time.monotonic()
         else:
-            page.mark_waiting(True)
+            heartbeat.mark_waiting(True)
             try:
-                self._sleep(phase, count, what, started, timeout_s)
+                self._sleep(phase, count, what, started, timeout_s, meanwhile)
             finally:
-                page.mark_waiting(False)
+                heartbeat.mark_waiting(False)
             now = time.monotonic()
         self._spin_s = adapt_spin(self._spin_s, now - started, self.policy)
 
@@ -214,7 +291,7 @@ class Arrivals:
         """
         missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
         lost = self._lost(missing)
-        # It may have announced its part just before it ended: then nothing is lost yet.
+        # It may have signalled its part just before it ended: then nothing is lost yet.
         if lost and not self.all_here(phase, count):
             raise PeerLostError(
                 f"{self._named(self._rank)} lost {lost} in {what()}. Its own error, if it had one, is elsewhere."
@@ -225,14 +302,22 @@ class Arrivals:
             raise CollectiveTimeoutError(self._too_late(missing, what(), waited_s, timeout_s))
 
     def _sleep(
-        self, phase: Phase, count: int, what: Callable[[], str], started: float, timeout_s: float | None
+        self,
+        phase: Phase,
+        count: int,
+        what: Callable[[], str],
+        started: float,
+        timeout_s: float | None,
+        meanwhile: Callable[[], object] | None,
     ) -> None:
         reported = False
         while (semaphore := self.missing_semaphore(phase, count)) is not None:
-            if take(semaphore, self.policy.look_every_s):
+            if take(semaphore, self.policy.check_every_s):
                 self._seen[phase][self._peer_of[semaphore]] += 1
                 continue
-            if self._has_left(self._rank):  # another thread has closed this end: it waits for this one
+            if meanwhile is not None:
+                meanwhile()
+            if self._has_left(self._rank):  # another thread has closed this transport, and waits for this one
                 raise PeerLostError(f"{self._named(self._rank)} has closed its end in {what()}.")
             waited_s = time.monotonic() - started
             self.check_missing(phase, count, what, waited_s, timeout_s)
@@ -241,17 +326,17 @@ class Arrivals:
                 reported = self._report(missing, what, waited_s)
 
     def _patience(self, missing: list[int]) -> float:
-        """How long to wait for ranks that evaluate, compile or save, if their pages say that they do."""
-        budgets = Budgets.of_this_run(self.policy.timeout_s)
+        """How long to wait for ranks that evaluate, compile or save, as their heartbeat pages show."""
+        timeouts = PhaseTimeouts.of_this_run(self.policy.timeout_s)
         pages = [self._watch.seen(rank) for rank in missing]
-        # Who waits itself, and for others, is in another call: nothing long goes on there.
-        known = (self.policy.timeout_s if p is None or p.is_waiting else budgets.of(p) for p in pages)
+        # A rank that waits for others itself is in another call: nothing long goes on there.
+        known = (self.policy.timeout_s if p is None or p.is_waiting else timeouts.of(p) for p in pages)
         return min(known, default=0.0)
 
     def _lost(self, ranks: list[int]) -> str:
-        """Whom of these ranks nobody has to wait for any more; "" if there is none."""
+        """Which of these ranks are lost, in words; "" if none is."""
         left = [r for r in ranks if self._has_left(r)]
-        # Who has given up had a reason, which may be the death of somebody who isn't missing here.
+        # A rank that has given up had a reason, perhaps the death of a rank that isn't missing here.
         dead = [r for r in (self._others if left else ranks) if self._watch.is_gone(r)]
         how = "whose process has ended" if dead else "which has given up or closed its end"
         return ", and ".join(f"{self._named(r)} ({self._pid(r)}), {how}" for r in dead or left)
@@ -277,7 +362,7 @@ class Arrivals:
         return "" if seen is None else f", {describe(seen)}"
 
     def _report(self, missing: list[int], what: Callable[[], str], waited_s: float) -> bool:
-        """Say who is missing, if that is worth saying by now; returns whether it was."""
+        """Report who is missing, if it is time; return whether it was."""
         stopped = [rank for rank in missing if self._watch.is_stopped(rank)]
         pages = [self._watch.seen(rank) for rank in missing]
         longest = min((1.0 if p is None or p.is_waiting else patience(p) for p in pages), default=1.0)
@@ -286,10 +371,8 @@ class Arrivals:
         names = ", ".join(f"{self._named(r)} ({self._pid(r)}{self._where(r)})" for r in stopped or missing)
         verb = "is" if len(stopped or missing) == 1 else "are"
         state = "stopped (state T). Continue with SIGCONT" if stopped else "not there. Look what they are doing"
-        print(  # noqa: T201
+        say(
             f"evenstep: {self._named(self._rank)} has waited {waited_s:.1f} s in {what()}: {names} {verb} {state}; "
-            f"waiting up to {self.policy.timeout_s:g} s.",
-            file=sys.stderr,
-            flush=True,
+            f"waiting up to {self.policy.timeout_s:g} s."
         )
         return True

@@ -1,6 +1,7 @@
-"""CPU ranks of one host exchange tensors through memory that they share.
+"""The transport of CPU ranks of one node, through memory that they share.
 
-Here a caller's tensors are checked and made flat, and the results find their way back. `call_queue` does the rest.
+Each method checks the caller's tensors, makes them flat, and launches a call; `queue` runs it, and copies results back
+to tensors that aren't contiguous.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from evenstep.transport.arrivals import WaitPolicy
 from evenstep.transport.base import Op, Transport, Work
-from evenstep.transport.call_queue import CallQueue
-from evenstep.transport.peers import PeerProcess
-from evenstep.transport.segment import SMALL_BYTES, Segment
+from evenstep.transport.shm.peers import PeerProcess
+from evenstep.transport.shm.queue import CallQueue
+from evenstep.transport.shm.segment import EAGER_BYTES, Segment
+from evenstep.transport.shm.sync import WaitPolicy
 
 
 class SharedMemoryTransport(CallQueue):
-    """Collectives of the ranks of one host. Made by `connect_shared_memory`, not by calling the class.
+    """Collectives of the ranks of one node. Made by `connect_shared_memory`, not by calling the class.
 
     Args:
         segment: The shared segment, in which all ranks have signed.
@@ -40,21 +41,16 @@ class SharedMemoryTransport(CallQueue):
         super().__init__(segment, processes, rank=rank, policy=policy)
         self._split_by = split_by
 
-    @property
-    def memory_ranks(self) -> Sequence[int]:
-        """See `common.ranks_in_reach`."""
-        return range(self.world_size)
-
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Transport.allocate`: memory that the other ranks can reach, so that nothing has to be copied.
 
         Raises:
             ConfigurationError: There isn't enough memory; the message has the bytes needed and available.
         """
-        if device.type != "cpu" or numel * dtype.itemsize <= SMALL_BYTES:  # small ones travel with their announcement
+        if device.type != "cpu" or numel * dtype.itemsize <= EAGER_BYTES:  # an eager call needs no shared tensors
             return torch.zeros(numel, dtype=dtype, device=device)
-        with self._lock:
-            return self._exchange.arena.allocate(numel, dtype)
+        with self._launching:
+            return self._context.arena.allocate(numel, dtype)
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.all_reduce`; also of tensors that aren't contiguous."""
@@ -108,7 +104,7 @@ class SharedMemoryTransport(CallQueue):
             self._arguments.check_sizes("scatter", "tensor", tensor, "out", out)
             flat, _ = self._arguments.flatten(tensor)
         else:
-            flat = out.new_empty(1).expand(self.world_size * out.numel())  # nobody reads it
+            flat = out.new_empty(1).expand(self.world_size * out.numel())  # only its length counts
         return self._launch("scatter", out, flat, into, source=src, back=back)
 
     def all_to_all(
@@ -125,15 +121,15 @@ class SharedMemoryTransport(CallQueue):
         if out_splits is None or splits is None:
             return self._launch("all_to_all", tensor, flat, into, back=back)
         mine = torch.tensor([list(splits), list(out_splits)], dtype=torch.int64, device="cpu")
-        everybodys = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
-        with self._lock:  # nothing comes between these two
+        of_all = torch.empty((self.world_size, *mine.shape), dtype=torch.int64, device="cpu")
+        with self._launching:  # no other thread launches a call between these two
             # Calls run one after the other: the second finds what the first has gathered.
-            self._launch("all_gather", mine, mine.view(-1), everybodys.view(-1))
-            return self._launch("all_to_all", flat[:0], flat, into, splits=everybodys, back=back)
+            self._launch("all_gather", mine, mine.view(-1), of_all.view(-1))
+            return self._launch("all_to_all", flat[:0], flat, into, splits=of_all, back=back)
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
-        return self.announce("barrier")
+        return self.compare_call("barrier")
 
     def split(self) -> Transport:
         """See `Transport.split`: a segment of its own."""

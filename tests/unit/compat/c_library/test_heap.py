@@ -14,7 +14,7 @@ _SCRIPT = """
 import resource
 import sys
 import torch
-from evenstep.heap import keep_freed_memory
+from evenstep.compat.c_library.heap import keep_freed_memory
 
 told = keep_freed_memory() if sys.argv[1] == "keep" else None
 
@@ -36,6 +36,7 @@ def _faults(mode: str) -> tuple[str, int]:
     return told, int(faults)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the thresholds are glibc's")
 def test_a_step_finds_the_memory_of_the_one_before() -> None:
     told, kept = _faults("keep")
@@ -59,12 +60,13 @@ def test_what_the_user_has_set_stays() -> None:
 _GIVE_BACK = """
 import torch
 from pathlib import Path
-from evenstep.heap import give_back_freed_memory, keep_freed_memory
+from evenstep.compat.c_library.heap import give_back_freed_memory, keep_freed_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 keep_freed_memory()
+torch.ones(1 << 20)  # what torch loads and sets up with its first tensor stays
 before = resident()
 blocks = [torch.ones(4 << 20) for _ in range(6)]
 last = torch.ones(1 << 10)  # at the end of the heap

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from evenstep.openmp import rest_team
+from evenstep.compat.c_library.openmp import rest_team
 
 
 def _num_threads() -> int:

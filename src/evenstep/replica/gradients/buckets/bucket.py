@@ -1,15 +1,24 @@
-"""A bucket's memory: one flat tensor, and the gradients as views of it."""
+"""A bucket's memory: one flat tensor, and the gradients as views of it.
+
+[Note: gradients that can be differentiated]
+
+After `backward(create_graph=True)` a gradient has a graph. Copied with it, the views would have graphs, each step's
+behind that of the step before, for as long as the bucket lives. So what travels has none, and what is then put into
+`p.grad` is no view: the mean over ranks as a value, and the derivative of this rank's own mean. Averaged over ranks by
+another pass, as a penalty's is, that is the derivative of the mean.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evenstep.errors import UsageError
-from evenstep.replica.comm_hook import HookQueue
-from evenstep.replica.layout import BucketLayout
+from evenstep.replica.gradients.buckets.comm_hooks import HookQueue
+from evenstep.replica.gradients.buckets.layout import BucketLayout
 from evenstep.transport.base import Transport, Work
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
@@ -22,7 +31,7 @@ class Bucket:
 
     Args:
         layout: Which parameter lies where.
-        parameters: All parameters of the model, in registration order.
+        parameters: All trained parameters: the dense ones in registration order, then the sparse ones.
         names: Their names, for messages.
         transport: Carries the memory.
         allocator: Allocates it.
@@ -51,6 +60,7 @@ class Bucket:
         self.sent_views = self.views  # the same of what travels
         self.work: Work | None = None
         self.is_full = False
+        self._graphs: list[tuple[nn.Parameter, Tensor]] = []  # see [Note: gradients that can be differentiated]
         self._version = 0
         self._transport = transport
 
@@ -83,8 +93,8 @@ class Bucket:
     def divides_first(self) -> bool:
         """Whether unweighted gradients are divided by the number of ranks before they are added, and not after.
 
-        Where each is worth a call of its own that costs no pass over memory, and 16 bits must not overflow. What is
-        added in a wider dtype is to be rounded once. The same on all ranks.
+        They are where a call for each costs no pass over memory, and where 16 bits must not overflow. Gradients that
+        are added in a wider dtype are rounded only once, so they aren't. The same on all ranks.
         """
         is_widened = self.layout.dtype.itemsize > self.parameters[0].dtype.itemsize
         return not is_widened and (self._is_coarse or self.has_half_precision)
@@ -106,8 +116,8 @@ class Bucket:
 
         Args:
             divide_by: What the gradients are divided by on their way.
-            totals: Filled with sums of all elements, for who looks whether one of them isn't finite; large gradients
-                are added up as soon as they have been copied, while they are in the cache.
+            totals: Filled with sums of all elements, which are finite if the elements are; large gradients are added
+                up as soon as they have been copied, while they are in the cache.
         """
         self._pack(self.views, divide_by, totals)
 
@@ -128,6 +138,12 @@ class Bucket:
             else:
                 into.append(view)
                 what.append(grad)
+        self._graphs = []
+        if torch.is_grad_enabled():  # in a pass with create_graph=True, or behind any
+            both = zip(self.parameters, grads, strict=True)
+            self._graphs = [(parameter, grad) for parameter, grad in both if grad is not None and grad.requires_grad]
+            if self._graphs:
+                what = [grad.detach() for grad in what]
         self._fill(into, what, there, divide_by, totals)
         for index, (parameter, grad, instead) in enumerate(zip(self.parameters, grads, shown, strict=True)):
             if grad is not None and grad is not instead:
@@ -204,15 +220,22 @@ class Bucket:
         """Give every parameter its reduced gradient.
 
         Args:
-            used_anywhere: Whether a parameter (by index) has a gradient on some rank; asked only for those that have
-                none here. One that nobody used keeps `grad=None`.
+            used_anywhere: Whether a parameter (by index) has a gradient on some rank; called only for those without one
+                here. A parameter that no rank used keeps `grad=None`.
         """
         for slot, parameter, view in zip(self.layout.slots, self.parameters, self.views, strict=True):
             if parameter.grad is None and used_anywhere(slot.parameter):
                 parameter.grad = view
 
-    def unpack(self) -> None:
-        """The flat tensor holds the mean: show it in the gradients. They are views of it, and nothing is to be done."""
+    def unpack(self, own_factor: float | Tensor | None = 1.0) -> None:
+        """The flat tensor holds the mean: show it in the gradients, which are views of it if they have no graph.
+
+        Args:
+            own_factor: By which this rank's gradients are multiplied for their mean; None: they aren't all of them.
+        """
+        graphs, self._graphs = self._graphs, []
+        for parameter, own in graphs if own_factor is not None else ():
+            parameter.grad = _MeanOverRanks.apply(own, parameter.grad, own_factor)  # type: ignore[no-untyped-call]
 
     def take(self, reduced: Sequence[Tensor | None]) -> None:
         """Hold gradients that were reduced in another layout.
@@ -223,8 +246,8 @@ class Bucket:
         for slot, parameter, view in zip(self.layout.slots, self.parameters, self.views, strict=True):
             grad = reduced[slot.parameter]
             if grad is not None:
-                view.copy_(grad)
-                parameter.grad = view
+                view.copy_(grad.detach())
+                parameter.grad = grad if grad.requires_grad else view
 
     def _copy(self, into: list[Tensor], what: list[Tensor]) -> None:
         try:
@@ -272,7 +295,7 @@ class CastBucket(Bucket):
         return self._own.device.type == "cpu" and not self._own.any()
 
     def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
-        """See `Bucket.pack`; divided in the dtype in which it is added. What is finite before may not be in that."""
+        """See `Bucket.pack`; divided in the dtype of the sum, in which a finite gradient may overflow."""
         super().pack()
         self.flat.copy_(self._own)
         if divide_by != 1.0:
@@ -280,9 +303,24 @@ class CastBucket(Bucket):
         if totals is not None:
             totals.append(total_of(self.flat))
 
-    def unpack(self) -> None:
+    def unpack(self, own_factor: float | Tensor | None = 1.0) -> None:
         """See `Bucket.unpack`."""
         self._own.copy_(self.flat)
+        super().unpack(own_factor)
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """See [Note: gradients that can be differentiated]."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, mean: Tensor, own_factor: float | Tensor) -> Tensor:
+        ctx.own_factor = own_factor
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        factor = ctx.own_factor
+        return gradient * (factor.to(gradient) if isinstance(factor, Tensor) else factor), None, None
 
 
 def total_of(values: Tensor) -> float:

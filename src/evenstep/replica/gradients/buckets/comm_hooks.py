@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from evenstep.compat.torch_ddp import Future
 from evenstep.errors import ConfigurationError
-from evenstep.replica.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketLayout, BucketPolicy
+from evenstep.replica.gradients.buckets.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketLayout, BucketPolicy
 from evenstep.world import World
 
 _ONE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
@@ -55,7 +56,7 @@ class CommHook:
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise ConfigurationError(f"register_comm_hook: {self.function!r} can't be called.")
+            raise ConfigurationError(f"register_comm_hook: {self.function!r}. Communication hook must be callable.")
         try:
             inspect.signature(self.function).bind(None, None)
         except TypeError:
@@ -67,7 +68,7 @@ class CommHook:
             pass  # a builtin without a signature
 
     def runs_one_by_one(self, device: torch.device) -> bool:
-        """Whether the hook has one bucket at a time: see `HookTurns`."""
+        """Whether the hook has one bucket at a time: see `HookOrder`."""
         return device.type == "cpu" and self.function not in _ONE_COLLECTIVE
 
     def suit(self, policy: BucketPolicy, device: torch.device) -> BucketPolicy:
@@ -84,7 +85,7 @@ class CommHook:
     def start(self, bucket: Hooked, *, is_last: bool) -> torch.futures.Future[Tensor]:
         """Call the hook on a bucket that is complete."""
         future = self.function(self.state, HookBucket(bucket, is_last=is_last))
-        if not isinstance(future, torch._C.Future):  # what c10d makes; torch.futures.Future derives from it
+        if not isinstance(future, Future):  # what c10d makes; torch.futures.Future derives from it
             raise ConfigurationError(
                 f"the communication hook returned a {type(future).__name__}; it returns a torch.futures.Future of the "
                 f"averaged tensor."
@@ -92,8 +93,8 @@ class CommHook:
         return future
 
 
-class HookTurns:
-    """Begins hooks on one bucket after another, whichever of a world's models it is of.
+class HookOrder:
+    """Begins hooks on one bucket after another, whichever of the models it is of that one thread runs.
 
     A hook such as PowerSGD goes on in the callbacks of its own collectives. On a CPU these run in the backend's
     threads, and with two buckets under way two ranks may begin the next collectives of the two in a different order,
@@ -101,8 +102,10 @@ class HookTurns:
     callbacks are queued in order by the stream, and all buckets are begun at once; so are those of hooks of torch's
     that make one collective and no more, whose order is that of the buckets.
 
-    When a bucket is done depends on the rank. With turns of its own each model would begin its next bucket before or
-    behind another model's, here this way and there that way.
+    When a bucket is done depends on the rank. With an order of its own each model would begin its next bucket before or
+    behind another model's, here this way and there that way. Models that two threads run have no common order: one
+    rank's first bucket would wait for another model's, and on the next rank the other way round, for ever. Each thread
+    has an order of its own, and their hooks need process groups of their own, as all that two threads call.
     """
 
     def __init__(self) -> None:
@@ -128,7 +131,7 @@ class HookTurns:
                 self._running.begin()
 
     def advance_to(self, work: HookWork) -> None:
-        """Begin a work; those before it may be another model's, which nobody has waited for."""
+        """Begin a work; works before it may be another model's, and are awaited first."""
         self.advance()
         while not work.has_begun:
             running = self._running
@@ -137,48 +140,56 @@ class HookTurns:
             self.advance()
 
     def forget(self, work: HookWork) -> None:
-        """A work is over: keep its bucket's memory no longer."""
+        """Release the bucket's memory of a work that is over."""
         with self._lock:
             if self._running is work:
                 self._running = None
 
 
-_turns: weakref.WeakKeyDictionary[World, HookTurns] = weakref.WeakKeyDictionary()
+class _OfThread(threading.local):
+    """The order of the thread that asks, for one world."""
+
+    def __init__(self) -> None:
+        self.order = HookOrder()
+
+
+_orders: weakref.WeakKeyDictionary[World, _OfThread] = weakref.WeakKeyDictionary()
 
 
 class HookQueue:
-    """Runs a model's hook on its buckets, in turns with those of the world's other models.
+    """Runs a model's hook on its buckets, in one order with those of the other models that the same thread runs.
 
     Args:
         hook: The hook.
-        world: Whose models take turns.
+        world: The ranks.
     """
 
     def __init__(self, hook: CommHook, world: World) -> None:
         self._hook = hook
-        self._turns = _turns.setdefault(world, HookTurns())
+        self._orders = _orders.setdefault(world, _OfThread())
 
     def submit(self, bucket: Hooked, *, is_last: bool) -> HookWork:
         """Run the hook on a bucket when its turn comes."""
-        work = HookWork(self._turns, self._hook, bucket, is_last=is_last)
-        self._turns.add(work)
+        order = self._orders.order
+        work = HookWork(order, self._hook, bucket, is_last=is_last)
+        order.add(work)
         return work
 
 
 class HookWork:
     """A hook on one bucket, under way or waiting for its turn (see `transport.base.Work`)."""
 
-    def __init__(self, turns: HookTurns, hook: CommHook, bucket: Hooked, *, is_last: bool) -> None:
+    def __init__(self, order: HookOrder, hook: CommHook, bucket: Hooked, *, is_last: bool) -> None:
         self.bucket = bucket
         self.goes_alone = hook.runs_one_by_one(bucket.flat.device)
-        self._turns = turns
+        self._order = order
         self._hook = hook
         self._is_last = is_last
         self._future: torch.futures.Future[Tensor] | None = None
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """Call the hook. What it raises is told to who waits for this one, who may be another than who advances."""
+        """Call the hook, and keep its error for the thread that waits for this work."""
         try:
             self._future = self._hook.start(self.bucket, is_last=self._is_last)
         except Exception as error:
@@ -191,13 +202,13 @@ class HookWork:
 
     def wait(self) -> None:
         """Return when the bucket's memory holds what the hook gave."""
-        self._turns.advance_to(self)
+        self._order.advance_to(self)
         try:
             self.raise_if_failed()
             assert self._future is not None
             result: Any = self._future.wait()
         finally:
-            self._turns.forget(self)
+            self._order.forget(self)
         if isinstance(result, list | tuple) and result:
             result = result[0]
         flat = self.bucket.flat

@@ -20,20 +20,16 @@ class Sharding:
     """How an optimizer's parameters and their gradients lie side by side, and are divided over ranks.
 
     Attributes:
-        owner: Number of the optimizer, unique within a model; its parameters share buckets with nobody else's.
+        owner: Number of the optimizer, unique within a model; its parameters share buckets with no other's.
         is_replicated: Nothing is divided: every rank has all gradients, and steps all parameters.
         frees_gradients: Buckets are memory that is lent for the time of the exchange; only the shard stays.
         reduce_dtype: The dtype in which gradients of real numbers are added; None: the parameters' own.
-        shares_parameters: The CPU ranks of a host have one copy of the parameters.
-        overlaps_gather: What has been stepped may arrive while the next forward pass runs.
     """
 
     owner: int
     is_replicated: bool = False
     frees_gradients: bool = False
     reduce_dtype: torch.dtype | None = None
-    shares_parameters: bool = False
-    overlaps_gather: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenstep.transport.base import Transport
-from evenstep.transport.exchange import gather_rows
+from evenstep.transport.base import Carrier, Transport
+from evenstep.transport.core.object_collectives import gather_rows
 
 
-def sum_over_ranks(grad: Tensor | None, like: Tensor, transport: Transport, control: Transport) -> Tensor:
+def sum_over_ranks(grad: Tensor | None, like: Tensor, transport: Transport, control: Carrier) -> Tensor:
     """Add a sparse gradient over ranks; what travels are the rows that some rank has.
 
     Collective: every rank calls this for the same parameters, in the same order.
@@ -18,7 +18,7 @@ def sum_over_ranks(grad: Tensor | None, like: Tensor, transport: Transport, cont
         grad: This rank's gradient, sparse or dense; None if it has none.
         like: The parameter: [num_rows, ...].
         transport: Carries what lies where the gradient does.
-        control: Carries how many rows each rank has.
+        control: Carries how many rows each rank has, in order with the model's other calls.
 
     Returns:
         The sum, sparse and coalesced, equal on all ranks: rows are added in order of rank.

@@ -1,0 +1,116 @@
+"""`evenstep convert`: a single-process training script becomes a data-parallel one."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from evenstep import console
+from evenstep.errors import ConfigurationError, UsageError
+
+if TYPE_CHECKING:
+    from evenstep.convert.convert import Conversion
+
+_DESCRIPTION = """\
+Convert a training script for one process (or one with DataParallel) to data parallelism, with evenstep or with torch's
+own DistributedDataParallel. Formatting and comments stay. Shows what it would change; --write changes the file.
+What it can't convert it leaves, marks with a comment and explains."""
+_EPILOG = """\
+examples:
+  evenstep convert train.py                          show the changes
+  evenstep convert train.py --write                  change the file
+  evenstep convert train.py --verify --epochs 1      does the result compute the same on one rank and on two?
+  evenstep convert train.py --to torch --write       plain torch, to be started with torchrun
+
+exit status: 0 if it was converted, or was data-parallel already; 1 if it can't be converted or doesn't compute the
+same; 78 for a wrong call."""
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"convert: {message}. See evenstep convert --help.")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Convert a script; returns the exit status."""
+    # Unlike other commands, convert may have its own options behind the script: it doesn't run it, as a rule.
+    args, rest = _build_parser().parse_known_args(arguments)
+    args.arguments = [each for each in rest if each != "--"]
+    try:
+        from evenstep.convert.convert import convert
+    except ModuleNotFoundError as error:
+        if error.name != "libcst":
+            raise
+        raise ConfigurationError(
+            "convert needs LibCST, which reads scripts: pip install 'evenstep[convert]'."
+        ) from None
+    if args.arguments and not args.verify:
+        raise ConfigurationError(
+            f"convert: {' '.join(args.arguments)} is no option of convert, so it is the script's, which is run with "
+            f"--verify only. See evenstep convert --help."
+        )
+    found = convert(args.script, args.to)
+    for remark in (*found.problems, *found.notes):
+        console.say(f"{args.script}:{remark.line}: {remark.text}")
+    if found.by is not None:
+        hint = ""
+        if found.by == "torch.distributed" and args.to == "evenstep":
+            hint = " Its DistributedDataParallel may be evenstep's: see docs/ddp-compatibility.md."
+        console.say(f"{args.script} is data-parallel already, by {found.by}: nothing to do.{hint}")
+        return 0
+    if found.problems:
+        console.say(f"{args.script} can't be converted, and was left as it is.")
+        return 1
+    _show(found.diff)
+    if args.verify and not _verify(args, found):
+        return 1
+    if args.write:
+        try:
+            found.write()
+        except OSError as error:
+            raise UsageError(f"{args.script} can't be written: {error.strerror}. It is as it was.") from None
+        console.say(f"{args.script} was changed. Start it with: {found.launch}")
+    else:
+        console.say("nothing was written: --write changes the file")
+    return 0
+
+
+def _build_parser() -> ArgumentParser:
+    parser = _Parser(
+        prog="evenstep convert",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--to", choices=("evenstep", "torch"), default="evenstep", help="whose classes; evenstep's")
+    parser.add_argument(
+        "--write", action="store_true", help="change the file; with --verify only if it computes the same"
+    )
+    parser.add_argument("--verify", action="store_true", help="run the result on one rank and on two, and compare")
+    parser.add_argument("script", help="for one process; what follows is the script's own, for --verify")
+    return parser
+
+
+def _verify(args: Namespace, found: Conversion) -> bool:
+    from rich.console import Console
+
+    report = found.verify(args.arguments, say=console.say)
+    report.show(Console())
+    if report.is_fine:
+        console.say(f"{args.script}: converted, it computes the same on one rank and on two")
+    else:
+        console.say(f"{args.script}: converted, it doesn't compute the same on two ranks, so nothing was written")
+    return report.is_fine
+
+
+def _show(diff: str) -> None:
+    if not sys.stdout.isatty():
+        sys.stdout.write(diff)
+        return
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    Console().print(Syntax(diff, "diff", theme="ansi_dark", background_color="default"))

@@ -1,0 +1,101 @@
+"""Private parts of `torch.distributed` (torch 2.11 and later).
+
+Everything else that evenstep needs is public: `torch.distributed` has `Store`, `PrefixStore`, `ProcessGroup`,
+`ProcessGroupGloo`, `Work` and the options of collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+# The store of the default process group, as torch has prefixed it.
+default_store = distributed_c10d._get_default_store
+
+# Ends every process group at once. `destroy_process_group` would wait for ranks that may be gone.
+abort_process_groups = distributed_c10d._abort_process_group
+
+
+def reset_group_count() -> None:
+    """Forget the groups that torch has counted.
+
+    It counts one that couldn't be made, too, and would look for the next one under another name than the other ranks.
+    """
+    distributed_c10d._world.group_count = 0
+
+
+def keep_groups(*groups: dist.ProcessGroup) -> None:
+    """In a forked child, never release these groups, nor those that torch knows by name.
+
+    A group waits at its end for its threads, which only the parent has: the child would hang, or be aborted.
+    """
+    for group in (*groups, *getattr(distributed_c10d._world, "pg_map", ())):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def add_backend(
+    group: dist.ProcessGroup, devices: Sequence[str], kind: dist.ProcessGroup.BackendType, backend: Any | None
+) -> None:
+    """Let a backend carry a group's collectives of some devices' tensors.
+
+    Args:
+        group: Made without a backend.
+        devices: Types of devices, "cpu" or "cuda".
+        kind: What the backend is.
+        backend: A `dist.Backend` of C++; None: it is yet to come, and torch only knows that there will be one
+            (not where it `VISITS_BACKENDS`).
+    """
+    for device in devices:
+        group._register_backend(torch.device(device), kind, backend)
+
+
+# Whether torch, from 2.15 on, goes through the backends of a group that it has just made. One that is only announced
+# (`add_backend` with None) is an error then.
+VISITS_BACKENDS = hasattr(torch._C._distributed_c10d, "HealthCheckHook")
+
+
+def is_made(group: dist.ProcessGroup) -> bool:
+    """Whether torch has finished making a group."""
+    return group in distributed_c10d._world.pg_map
+
+
+def set_default_backend(group: dist.ProcessGroup, kind: dist.ProcessGroup.BackendType) -> None:
+    """Let one of a group's backends carry what has no device, such as a barrier."""
+    group._set_default_backend(kind)
+
+
+def loopback_gloo_options(timeout: timedelta) -> Any:
+    """Options of a Gloo between ranks of one host, which listens on the loopback interface alone."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(interface="lo")]
+    return options
+
+
+def begin_sequence_numbers(backend: Any) -> None:
+    """Let a backend count its calls. From torch 2.15 on all begin at 0, and torch warns of whoever still calls this."""
+    if hasattr(dist.ProcessGroup, "_set_sequence_number_for_group"):
+        backend._set_sequence_number_for_group()
+
+
+def set_gloo_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Change the deadline of the calls that a group's Gloo carries from now on."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timedelta(seconds=timeout_s))
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Make ordinary tensors inside the block, also under `torch.func.grad` or `vmap`, whose tensors wrap others."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # imported already
+
+    return temporarily_clear_interpreter_stack()

@@ -1,0 +1,66 @@
+"""Private parts of torch.compile (torch 2.11 and later), used without importing it, which takes seconds."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch._compile import _disable_dynamo as outside_graphs
+
+__all__ = ["any_compiled", "compiled_backends", "keep_out_of_graphs", "outside_graphs", "uncompiled", "untraced"]
+
+_Class = TypeVar("_Class", bound=type)
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def uncompiled(kind: _Class) -> _Class:
+    """A class decorator: neither the class's own methods nor what they call is traced.
+
+    C++ calls a process group's methods also while a function is being compiled that knows nothing of them (torch's DDP
+    has a reducer that does). Dynamo would look into them, and fail: to it a group is a closed box. To say so on each
+    function (`torch.compiler.disable`) imports dynamo: seconds, in every rank.
+    """
+    strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    for member in vars(kind).values():
+        if isinstance(member, types.FunctionType):
+            set_code_exec_strategy(member.__code__, strategy)
+    return kind
+
+
+def untraced(function: _Function) -> _Function:
+    """A decorator: torch.compile calls the function and doesn't trace it. `torch.compiler.disable` imports dynamo."""
+    setattr(function, "_torchdynamo_disable", True)  # noqa: B010
+    return function
+
+
+_state = {"is_known": False, "has_compiled": False}
+
+
+@untraced
+def compiled_backends() -> Mapping[int, object]:
+    """Return the backends of torch.compile, in use or not; the mapping grows with every new one."""
+    compiling = sys.modules.get("torch._dynamo.eval_frame")
+    backends: Mapping[int, object] = {} if compiling is None else compiling.cached_backends
+    return backends
+
+
+@untraced
+def keep_out_of_graphs(package: str) -> bool:
+    """Have torch.compile trace what a package calls and not the package; True once, when dynamo has been imported."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is None or _state["is_known"]:
+        return False
+    _state["is_known"] = True
+    rules.add(package)
+    return True
+
+
+@untraced
+def any_compiled() -> bool:
+    """Return whether torch.compile has compiled anything in this process, or is about to."""
+    if not _state["has_compiled"]:
+        _state["has_compiled"] = any(compiled_backends().values())
+    return _state["has_compiled"]

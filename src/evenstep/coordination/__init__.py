@@ -1,0 +1,10 @@
+"""How ranks agree before they train: on arguments, on who goes first, and on where to find each other.
+
+Reading order:
+
+- `rendezvous_store`: the store through which a run's ranks find each other, by launcher; `joining` opens it.
+- `main_first`: rank 0 runs a block before the others. The signal goes through that store, because a collective has a
+  deadline and a download may take longer.
+- `agreement`: argument consistency. Public constructors compare on all ranks what they were given, and all ranks raise
+  the same error. `judge` is pure; the exchange is the caller's world.
+"""

@@ -1,0 +1,114 @@
+"""`SampleSource`: the batches of a data set whose samples are numbered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
+
+from evenstep.data.loading import workers
+from evenstep.data.loading.fetch import Fetcher, Loaded
+from evenstep.data.order.batch_plan import BatchPlan, Epoch, Request, requests
+from evenstep.data.position import Mark
+from evenstep.data.sources.readahead import reading_ahead
+from evenstep.data.sources.records import Records
+from evenstep.data.sources.source import gather_in_order
+from evenstep.errors import UsageError
+from evenstep.virtual_ranks import per_rank
+from evenstep.world import World
+
+
+class SampleSource:
+    """Numbered samples, divided over ranks by a `BatchPlan`."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_plan: BatchPlan,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        *,
+        sample_seed: bool,
+        skip: bool,
+        num_workers: int,
+        world: World,
+    ) -> None:
+        self.dataset, self.batch_plan, self.world = dataset, batch_plan, world
+        self.global_batch_size = batch_plan.global_batch_size
+        key = batch_plan.seed if sample_seed else None
+        page = workers.new_page(num_workers)
+        # torch's thread pins batches for a GPU; it can't pin tensors inside the bytes.
+        packs = world.device.type == "cpu"
+        self.fetcher = Fetcher(dataset, collate_fn, sample_seed=key, skip=skip, page=page, packs=packs)
+
+    def facts(self) -> dict[str, Any]:
+        """See `Source.facts`."""
+        return self.batch_plan.facts()
+
+    def num_steps(self, epoch: int) -> int:
+        """Steps of an epoch."""
+        return self.batch_plan.epoch(epoch).batches.num_batches
+
+    def begins_at(self, mark: Mark) -> bool:
+        """Whether a step begins there."""
+        return self.batch_plan.epoch(mark.epoch).batches.step_at(mark.position) is not None
+
+    def validate(self) -> None:
+        """Raise if the data have changed since the loader was made.
+
+        Raises:
+            UsageError: The data set has another length.
+            DataError: A file was changed.
+        """
+        planned = self.batch_plan.num_samples
+        if len(self.dataset) != planned:
+            raise UsageError(
+                f"DataLoader on rank {self.world.rank}: the data set had {planned} samples when the loader was made "
+                f"and has {len(self.dataset)} now. Make a new loader, on every rank."
+            )
+        if isinstance(self.dataset, Records):
+            self.dataset.validate_unchanged()
+
+    def batches(
+        self, start: Mark, iteration: int, torch_loader: TorchDataLoader[Any] | None
+    ) -> Iterator[tuple[int, Loaded]]:
+        """This rank's batches, each with the position at its end."""
+        epoch = self.batch_plan.epoch(start.epoch)
+        global_batch, step = epoch.batches.global_batch, epoch.batches.step_at(start.position) or 0
+        if torch_loader is None:
+            wanted = self._requests(epoch, step, as_tensors=self.fetcher.wants_tensors)
+            for request in reading_ahead(self.dataset, epoch, wanted):
+                yield global_batch(request.step)[1], self.fetcher[request]
+            return
+        # Lists for workers: each tensor would travel through its own shared memory.
+        wanted = reading_ahead(self.dataset, epoch, self._requests(epoch, step))
+        with workers.working(torch_loader, wanted, partial(self._doing, epoch)) as batches:
+            for number, loaded in enumerate(batches, step):
+                yield global_batch(number)[1], loaded
+
+    def _requests(self, epoch: Epoch, step: int, *, as_tensors: bool = False) -> Iterator[Request]:
+        rank, world_size, virtual_ranks = self.world.rank, self.world.world_size, per_rank(self.world.virtual_ranks)
+        return requests(
+            epoch, step, rank=rank, world_size=world_size, virtual_ranks=virtual_ranks, as_tensors=as_tensors
+        )
+
+    def _doing(self, epoch: Epoch, step: int, number: int) -> str:
+        """The sample that a worker was loading, as far as its notes show."""
+        samples = next(self._requests(epoch, step)).samples
+        where = f"epoch {epoch.number}, step {step}"
+        if self.fetcher.notes_samples and number < len(samples):
+            return f"sample {samples[number]} ({where}, number {number} of this rank's {len(samples)})"
+        some = ", ".join(map(str, islice(samples, 8)))
+        return f"samples {some}{', ...' if len(samples) > 8 else ''} ({where})"
+
+    def gather(self, rows: Tensor, start: Mark, end: Mark) -> Tensor:
+        """All ranks' rows in the order of the data set. Collective."""
+        epoch, skips = self.batch_plan.epoch(start.epoch), self.fetcher.skips
+        return gather_in_order(self.world, rows, epoch, start.position, end.position, skips=skips)
+
+    def describe(self, epoch: int) -> str:
+        """See `Source.describe`."""
+        return self.batch_plan.describe(epoch)

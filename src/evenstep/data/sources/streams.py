@@ -1,0 +1,388 @@
+"""`StreamSource`: an `IterableDataset` divided over ranks and workers.
+
+[Note: streams]
+*By record.* Every worker of every rank runs through the whole stream and takes what is its own, so all of them know
+every global batch and the end of the stream:
+
+    record     0 1 2 3 | 4 5 6 7 | 8 9        global_batch_size 4, 2 ranks with 2 workers each
+    rank 0     a a     | b b     | a          a, b: its workers, which take turns in steps
+    rank 1         a a |     b b |   a
+
+Global batches, steps and the short last batch are those of a data set with a length; a run resumes on any number of
+ranks and workers, by running over what is done. It needs a stream that gives every process the same records: random
+numbers that it draws are keyed by (seed, epoch), and `same_stream` compares what the processes are given.
+
+*By shard.* Where a record is expensive to produce, a data set that has `num_shards` and `shard(num_shards=, index=)`
+(Hugging Face's have), and enough of them, is divided by shards: each worker runs through its own part only. Parts end
+at different times, unknown in advance: in every step the ranks agree whether any has a batch left, and the others take
+part with an empty one. Random numbers are keyed by (seed, epoch) up to a part's first record, so that all parts divide
+the same order of shards, and by the part as well from there on, so that they don't shuffle or augment alike.
+
+Data sets that divide themselves by `get_worker_info()` would divide twice, so it returns None while they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader as TorchDataLoader
+from torch.utils.data import default_collate, get_worker_info
+
+from evenstep import randomness
+from evenstep.compat.torch_data import without_worker_info
+from evenstep.data.loading import workers
+from evenstep.data.loading.fetch import Loaded, failed, packed, seed_streams
+from evenstep.data.loading.nested import emptied
+from evenstep.data.order.batch_plan import Epoch, FixedBatches, Request, divide
+from evenstep.data.order.permutation import EpochOrder
+from evenstep.data.position import Mark
+from evenstep.data.sources.same_stream import digest_of, same_everywhere
+from evenstep.data.sources.source import gather_in_order
+from evenstep.errors import ConfigurationError, DataError, UsageError
+from evenstep.randomness import mix
+from evenstep.replica.channels import channel_of
+from evenstep.transport.base import Transport
+from evenstep.transport.local import LocalTransport
+from evenstep.virtual_ranks import per_rank
+from evenstep.world import World
+
+_STREAM_TAG = 0x73747265616D  # "stream": other streams from the same seed stay unrelated
+
+
+def is_sharded(dataset: Any, num_parts: int) -> bool:
+    """Whether a stream offers enough shards to be divided by them."""
+    num_shards = getattr(dataset, "num_shards", None)
+    return isinstance(num_shards, int) and callable(getattr(dataset, "shard", None)) and num_shards >= num_parts > 1
+
+
+class StreamSource:
+    """An `IterableDataset`: [Note: streams]."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        *,
+        global_batch_size: int,
+        drop_last: bool,
+        seed: int,
+        num_workers: int,
+        world: World,
+    ) -> None:
+        self.dataset, self.world = dataset, world
+        self.seed = seed
+        self.global_batch_size: int = global_batch_size
+        self.drop_last = drop_last
+        self._num_parts = max(1, num_workers)
+        self.by_shard = is_sharded(dataset, world.world_size * self._num_parts)
+        # Whether several processes run through it, each of which must be given the same records.
+        self._is_compared = not self.by_shard and world.world_size * self._num_parts > 1
+        if self.by_shard and world.virtual_ranks is not None:
+            raise ConfigurationError(
+                f"{type(dataset).__name__} is a stream that is divided by shards, whose order depends on the number of "
+                f"ranks and workers; reproducible mode can't have that. Hide its num_shards, so that it is divided by "
+                f"record, or use files (Records)."
+            )
+        if self.by_shard and drop_last:
+            raise ConfigurationError(
+                f"drop_last=True: {type(dataset).__name__} is a stream that is divided by shards, whose parts end at "
+                f"different times: there is no last global batch that could be left out, but steps at the end in which "
+                f"some ranks have fewer samples or none. Leave drop_last out and weight steps by their samples "
+                f"(model.backward(loss, weight=len(x))), or hide its num_shards, so that it is divided by record."
+            )
+        self._transport: Transport = LocalTransport()
+        self.fetcher = StreamFetcher(
+            dataset,
+            collate_fn,
+            global_batch_size=global_batch_size,
+            drop_last=drop_last,
+            seed=seed,
+            rank=world.rank,
+            world_size=world.world_size,
+            virtual_ranks=per_rank(world.virtual_ranks),
+            num_workers=num_workers,
+            by_shard=self.by_shard,
+            compares=self._is_compared,
+            packs=world.device.type == "cpu",
+        )
+
+    def connect(self) -> None:
+        """Collective: open what carries the ranks' messages about this stream, and nothing else.
+
+        The world's own carries what the loop does, and a loader may be read by another thread than the loop's.
+        """
+        if self.world.world_size > 1:
+            self._transport = channel_of(self, self.world, "streams", torch.device("cpu"))
+
+    def facts(self) -> dict[str, Any]:
+        """See `Source.facts`."""
+        facts: dict[str, Any] = {
+            "global_batch_size": self.global_batch_size,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+        }
+        if self.by_shard:
+            facts["num_parts"] = self.world.world_size * self._num_parts
+        return facts
+
+    def num_steps(self, epoch: int) -> int:
+        """Steps of an epoch.
+
+        Raises:
+            TypeError: The stream has no length.
+        """
+        if self.by_shard:
+            raise TypeError("a stream that is divided by shards has no length before it ends")
+        full, rest = divmod(len(self.dataset), self.global_batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def begins_at(self, mark: Mark) -> bool:
+        """True: only the stream itself could know otherwise."""
+        return True
+
+    def validate(self) -> None:
+        """Does nothing: a stream can't be checked."""
+
+    def batches(
+        self, start: Mark, iteration: int, torch_loader: TorchDataLoader[Any] | None
+    ) -> Iterator[tuple[int, Loaded]]:
+        """This rank's batches, each with the position at its end: records, or steps if it is divided by shards."""
+        num_done = 0 if self.by_shard else -(-start.position // self.global_batch_size)
+        wanted = stream_requests(start.epoch, iteration, num_done)
+        if torch_loader is None:
+            # A copy, because it holds the place in the stream: two iterations at once have two places.
+            yield from self._measured(map(copy.copy(self.fetcher).__getitem__, wanted), start)
+            return
+        with workers.working(torch_loader, wanted, lambda step, _: f"its part of step {step} of a stream") as batches:
+            yield from self._measured(batches, start)
+
+    def _measured(self, batches: Iterator[Loaded], start: Mark) -> Iterator[tuple[int, Loaded]]:
+        if self.by_shard:
+            # How many records each part gave to a step is unknown before a read: finished steps are read and dropped.
+            own = until_all_end(until_the_end(batches, self._num_parts), self._transport)
+            yield from ((step, loaded) for step, loaded in enumerate(own, 1) if step > start.position)
+            return
+        if self._is_compared:
+            first_step = -(-start.position // self.global_batch_size)
+            batches = same_everywhere(batches, self._transport, start.epoch, first_step, self._num_parts)
+        position = start.position
+        for loaded in batches:
+            if not loaded.num_samples:
+                return
+            position += loaded.num_samples
+            yield position, loaded
+
+    def gather(self, rows: Tensor, start: Mark, end: Mark) -> Tensor:
+        """All ranks' rows in the order of the stream. Collective."""
+        if self.by_shard:
+            raise UsageError("loader.gather: a stream divided by shards has no order that could be restored.")
+        epoch = Epoch(0, FixedBatches(end.position, self.global_batch_size), EpochOrder(end.position, shuffle=False))
+        return gather_in_order(self.world, rows, epoch, start.position, end.position)
+
+    def describe(self, epoch: int) -> str:
+        """See `Source.describe`."""
+        return f"a stream in global batches of {self.global_batch_size}"
+
+
+class StreamFetcher:
+    """Loads this rank's share of the next global batches of a stream; the `Fetcher` of `IterableDataset`s.
+
+    A request's `samples` is the number of the iteration that it belongs to: another one starts the stream anew.
+
+    Args:
+        dataset: The stream.
+        collate_fn: Makes a batch of a list of records; None: torch's.
+        global_batch_size: Records of a step on all ranks together.
+        drop_last: Leave out a last global batch that is short; not with `by_shard`.
+        seed: Of the random numbers that the stream draws.
+        rank: This rank.
+        world_size: Number of ranks.
+        virtual_ranks: Of each rank; see `divide`.
+        num_workers: Of this rank, as of every other.
+        by_shard: See [Note: streams].
+        compares: Digests of the records are wanted.
+        packs: Have workers send small batches as bytes.
+    """
+
+    wants_tensors = False
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        *,
+        global_batch_size: int,
+        drop_last: bool,
+        seed: int,
+        rank: int,
+        world_size: int,
+        virtual_ranks: int = 1,
+        num_workers: int,
+        by_shard: bool,
+        compares: bool = False,
+        packs: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.collate = default_collate if collate_fn is None else collate_fn
+        self._size, self._drop_last = global_batch_size, drop_last
+        self._rank, self._world_size, self._num_workers = rank, world_size, max(1, num_workers)
+        self._share = partial(divide, rank=rank, world_size=world_size, virtual_ranks=virtual_ranks)
+        self._seed = seed
+        self._by_shard = by_shard
+        self._compares = compares
+        self._packs = packs and num_workers > 0
+        self._iteration: int | None = None
+        self._records: Iterator[Any] = iter(())
+        self._step = 0
+        self._first: Any = None
+        self._streams = _OwnStreams(0)
+
+    def __getitem__(self, request: Request) -> Loaded:
+        """Load a batch; `num_samples` is 0 at the end of the stream, or of this worker's part of it."""
+        if get_worker_info() is None:
+            return self._load(request)
+        try:
+            return self._load(request)
+        except DataError as error:
+            return failed(error)
+
+    def _load(self, request: Request) -> Loaded:
+        with without_worker_info() as worker:
+            if self._iteration != request.samples:
+                self._iteration, self._step = request.samples, 0
+                self._streams = _OwnStreams(mix(_STREAM_TAG, self._seed, request.epoch))
+                with self._streams.in_use():
+                    self._records = self._begin(request.epoch, 0 if worker is None else worker.id)
+            digests: list[int] = []
+            with self._streams.in_use():
+                if self._by_shard:
+                    start, stop = self._share(0, self._size)
+                    mine = records = self._take(stop - start)
+                else:
+                    records = self._run_on(request.step, digests)
+                    start, stop = self._share(0, len(records))
+                    mine = records[start:stop]
+            if not records or (self._drop_last and len(records) < self._size):
+                batch = self._nothing() if self._by_shard else None
+                return Loaded(batch, num_samples=0, digests=tuple(digests))
+        batch = self.collate(mine) if mine else self._nothing()
+        loaded = Loaded(batch, num_samples=len(records), digests=tuple(digests))
+        return packed(loaded) if self._packs else loaded
+
+    def _begin(self, epoch: int, worker: int) -> Iterator[Any]:
+        """The records of the whole stream, or of this worker's part of it."""
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+        if not self._by_shard:
+            return iter(self.dataset)
+        num_parts, index = self._world_size * self._num_workers, self._rank * self._num_workers + worker
+        part = iter(self.dataset.shard(num_shards=num_parts, index=index))
+        return _drawing_otherwise(part, mix(_STREAM_TAG, self._seed, epoch, index))
+
+    def _run_on(self, step: int, digests: list[int]) -> list[Any]:
+        """Records of a step. `digests` gets its digest, behind those of the steps that other workers have taken."""
+        others = min(step - self._step, self._num_workers - 1) if self._compares else 0
+        deque(islice(self._records, (step - self._step - others) * self._size), maxlen=0)
+        self._step = step + 1
+        digests += [digest_of(self._take(self._size)) for _ in range(others)]
+        records = self._take(self._size)
+        if self._compares:
+            digests.append(digest_of(records))
+        return records
+
+    def _take(self, number: int) -> list[Any]:
+        records = list(islice(self._records, number))
+        if records and self._first is None:
+            self._first = records[0]
+        return records
+
+    def _nothing(self) -> Any:
+        """The batch of no records. A part that is empty from the beginning looks at the whole stream's first record."""
+        if self._first is None:
+            with without_worker_info(), self._streams.in_use():
+                self._first = next(iter(self.dataset), None)
+            if self._first is None:
+                return None
+        return emptied(self.collate([self._first]), self.collate([self._first, self._first]))
+
+
+class _OwnStreams:
+    """Random streams of a data set's own, which go on where they were whatever is drawn in between."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._state: randomness.RandomState | None = None
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Python's, torch's and numpy's streams on the CPU are these inside of the block."""
+        outside = randomness.capture(with_devices=False)
+        try:
+            if self._state is None:
+                seed_streams(self._key)
+            else:
+                randomness.restore(self._state)
+            yield
+        finally:
+            self._state = randomness.capture(with_devices=False)
+            randomness.restore(outside)
+
+
+def _drawing_otherwise(records: Iterator[Any], key: int) -> Iterator[Any]:
+    """The same records, the random streams being seeded anew after the first."""
+    yield from islice(records, 1)
+    seed_streams(key)
+    yield from records
+
+
+def stream_requests(epoch: int, iteration: int, first_step: int) -> Iterator[Request]:
+    """Endless requests; the loaded batches show the stream's end. Pure."""
+    return (Request(epoch, step, iteration) for step in count(first_step))
+
+
+def until_the_end(batches: Iterator[Loaded], num_parts: int) -> Iterator[Loaded]:
+    """Batches until as many in a row are empty as there are workers: all parts have ended."""
+    num_ended = 0
+    for loaded in batches:
+        num_ended = 0 if loaded.num_samples else num_ended + 1
+        if loaded.num_samples:
+            yield loaded
+        elif num_ended == num_parts:
+            yield loaded  # a batch of no samples, for `until_all_end`
+            return
+
+
+def until_all_end(batches: Iterator[Loaded], transport: Transport) -> Iterator[Loaded]:
+    """Batches as long as any rank has one; empty ones after this rank's own last.
+
+    Collective: every rank iterates, in step.
+
+    Raises:
+        UsageError: The stream has no record from which an empty batch could be made. Raised on all ranks.
+    """
+    for loaded in batches:
+        has_batch = bool(loaded.num_samples)
+        while _any(transport, has_batch):
+            if loaded.batch is None and not has_batch:
+                raise UsageError("DataLoader: this rank's part of the stream is empty, and so is the stream here.")
+            yield loaded
+            if has_batch:
+                break
+        else:
+            return
+
+
+def _any(transport: Transport, own: bool) -> bool:
+    if transport.world_size == 1:
+        return own
+    flag = torch.tensor([int(own)], device="cpu")
+    transport.all_reduce(flag, "max").wait()
+    return bool(flag)

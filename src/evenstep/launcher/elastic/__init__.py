@@ -1,0 +1,10 @@
+"""One node's part in a run that restarts, alone or with other nodes.
+
+Reading order, from the roof down:
+
+1. `agent`: torchelastic's agent, extended: rendezvous, start, restart.
+2. `supervisor`: the ranks of one attempt. It watches them, finds the root cause of a failure, and stops the others.
+3. `looks`: stacks of ranks that haven't stepped for a while.
+4. `heartbeat`: the launchers of a run's nodes show each other that they are alive, and which rank failed first.
+5. `rendezvous`: how they find each other. `restarts`: what is remembered from one attempt to the next.
+"""

@@ -1,0 +1,517 @@
+"""Which rank keeps the others waiting, in any torch program, judged from outside.
+
+[Note: how a hang is seen]
+
+A program that never imports evenstep has no marks on its heartbeat page but its optimizer's steps. Nothing in it is
+patched for this, and nothing is added to its step. The launcher looks at three things instead:
+
+- the page: since when has it not changed, and how long are the rank's steps in the median?
+- the kernel: has the rank's main thread used a processor? Who waits in a collective of Gloo doesn't at all.
+- the stacks: faulthandler writes them when it gets a signal, also while the interpreter lock is held. Ranks are asked
+  only when one has not stepped for that long and hardly uses the processor (or may have a GPU), then less and less
+  often: a signal ends a sleep of C code that doesn't expect one.
+
+A rank *waits* if its stack says so, and if it has used no processor since. Where a wait uses the processor (a GPU's,
+the rendezvous) three looks must find the same stack. Who doesn't wait while others do is *missing*. It is named once,
+and again when it has come. Where it had come by itself, a later wait at the same place is reported after twice as long.
+
+Everything here is pure: `launcher.elastic.looks` reads /proc and sends the signal.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from evenstep.health.heartbeat import WORDS, Heartbeat, Phase
+from evenstep.health.phase_timeouts import PhaseTimeouts, patience
+from evenstep.launcher.failure.stacks import LOADING, Place, parse_stacks, place_of
+
+DEFAULT_AFTER_S = 10.0
+_NUM_STEPS = 10  # medians of a step: what may pass without one before a rank is named
+_STEPS_KEPT = 64
+_RUNS_NS = 50_000  # a thread that has used the processor for longer has gone on
+_QUIET = 0.1  # of a processor: who uses more computes
+_MOST_EXCUSED = 8
+_FRESH_S = 2.0
+_SURE_AFTER = 3  # looks
+_LOOKS_AT = (0.5, 0.75, 1.0)  # of the time after which a rank is named; then at twice that, four times, ...
+_SAME_CALL = 6.0  # times as long: a slow network is no hang
+_CONFIRM_NS = 500_000_000  # a rank that raises instead has ended by then
+_MOST_STACKS = 3
+_MOST_SITES = 6
+_KNOWN_LONG = (Phase.EVALUATING, Phase.SAVING, Phase.COMPILING, Phase.MAIN_FIRST)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank's process as it was seen from outside.
+
+    Attributes:
+        page: None: it has none, as a program that isn't python.
+        state: As in `/proc/PID/stat`; "" where that can't be seen.
+        on_core_ns: How long its main thread has used a processor in all; None where that can't be seen.
+        exit_code: None while it runs.
+    """
+
+    pid: int
+    page: Heartbeat | None
+    state: str = ""
+    on_core_ns: int | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True)
+class RankLook:
+    """What is known of a rank; also sent to the launchers of other nodes.
+
+    Attributes:
+        step: Steps that it has finished.
+        call: What it waits in; "": it doesn't wait.
+        is_idle: It used no processor meanwhile.
+        is_sure: Seen often enough.
+        waited_s: How long it has waited.
+        allowed_s: After that time it is reported who is missing.
+        phase: What it does, in words.
+        patience: How many times `allowed_s` that may take.
+        site: Where in the user's code it is.
+        stack: Its stack.
+        limit_s: When the run is ended because of it; None: it isn't.
+        where: The node, in words, if it is another one.
+    """
+
+    rank: int
+    pid: int
+    step: int
+    call: str = ""
+    is_for_device: bool = False
+    is_idle: bool = False
+    is_sure: bool = False
+    is_suspended: bool = False
+    has_ended: bool = False
+    waited_s: float = 0.0
+    allowed_s: float = DEFAULT_AFTER_S
+    phase: str = ""
+    patience: float = 1.0
+    site: str = ""
+    stack: str = ""
+    limit_s: float | None = None
+    where: str = ""
+
+    @property
+    def name(self) -> str:
+        """The rank, its process and its node."""
+        return f"rank {self.rank} (pid {self.pid}{', ' if self.where else ''}{self.where})"
+
+
+@dataclass(frozen=True)
+class HeldUp:
+    """Ranks that wait, and those that they wait for; none of these: they wait for each other."""
+
+    missing: tuple[RankLook, ...]
+    waiting: tuple[RankLook, ...]
+
+    @property
+    def waited_s(self) -> float:
+        """How long the one that waits longest has waited."""
+        return max(look.waited_s for look in self.waiting)
+
+    @property
+    def key(self) -> tuple[frozenset[int], frozenset[str]]:
+        """Which ranks are missing, and where the others wait."""
+        return frozenset(look.rank for look in self.missing), frozenset(look.site for look in self.waiting)
+
+
+def find_held_up(
+    looks: Iterable[RankLook], *, num_ranks: int, longer: Mapping[object, float] | None = None
+) -> HeldUp | None:
+    """Who keeps the others waiting for longer than allowed; None: nobody. Pure.
+
+    Args:
+        looks: Of all nodes.
+        num_ranks: All ranks: only when all are known to wait do they wait for each other.
+        longer: By `HeldUp.key`, how long that may last, in seconds, because it has ended by itself before.
+    """
+    looks = sorted(looks, key=lambda look: (look.step, look.rank))
+    waiting = tuple(look for look in looks if look.call and look.is_sure)
+    is_idle = any(look.is_idle for look in waiting)
+    missing = tuple(look for look in looks if not look.call and (look.is_sure or is_idle))
+    if not waiting:
+        return None
+    found = HeldUp(missing, waiting)
+    if missing:
+        allowed = min(look.allowed_s for look in waiting) * min(look.patience for look in missing)
+        is_long = found.waited_s >= max(allowed, (longer or {}).get(found.key, 0.0))
+    elif len(waiting) == num_ranks > 1 and not any(look.is_for_device for look in waiting):
+        factor = 1.0 if _differ(waiting) else _SAME_CALL
+        is_long = all(look.waited_s >= factor * look.allowed_s for look in waiting)
+    else:
+        is_long = False
+    return found if is_long else None
+
+
+def describe_held_up(found: HeldUp) -> list[str]:
+    """The lines that are printed when a rank is named. Pure."""
+    since = f"since {found.waited_s:.0f} s"
+    lines = []
+    if found.missing:
+        names = " and ".join(f"{look.name} is {look.phase}" for look in found.missing[:_MOST_STACKS])
+        rest = len(found.missing) - _MOST_STACKS
+        names += f" and {rest} others aren't there either" if rest > 0 else ""
+        limit = max((look.limit_s for look in found.missing if look.limit_s is not None), default=None)
+        them = found.missing[0].name.partition(" (")[0] if len(found.missing) == 1 else "they"
+        end = f"The run goes on; another line says when {them} {'has' if len(found.missing) == 1 else 'have'} come"
+        if any(look.has_ended for look in found.missing):
+            end = "They go on waiting until their connections or their deadlines end that"
+        if limit is not None:
+            end = f"All ranks are stopped after {limit:g} s"
+        if not any(look.step for look in found.waiting):
+            end = f"No step has been finished yet, and a first one may take long. {end}"
+        lines.append(f"{names}; {_ranks(found.waiting)} {since}. {end}")
+        for look in found.missing[:_MOST_STACKS]:
+            if look.stack:
+                lines.append(f"rank {look.rank} is here:\n{look.stack}")
+            elif look.site:
+                lines.append(f"rank {look.rank} is here: {look.site}")
+    elif _differ(found.waiting):
+        lines.append(
+            f"all ranks wait for each other {since}, and not in the same place. All ranks have to call the same "
+            f"collectives in the same order, and equally often"
+        )
+    else:
+        lines.append(
+            f"all ranks have waited in the same call {since}: the network between them is slow or cut, or what they "
+            f"call there differs"
+        )
+    return lines + _sites(found.waiting)
+
+
+def describe_arrival(found: HeldUp, waited_s: float) -> str:
+    """The line that is printed when those that waited go on. Pure."""
+    if not found.missing:
+        return f"the ranks that waited for each other go on, after {waited_s:.0f} s"
+    names = " and ".join(look.name for look in found.missing[:_MOST_STACKS])
+    verb = "has" if len(found.missing) == 1 else "have"
+    return f"{names} {verb} come, after {waited_s:.0f} s: the ranks that waited go on"
+
+
+def _differ(waiting: Sequence[RankLook]) -> bool:
+    return len({(look.site, look.call, look.step) for look in waiting}) > 1
+
+
+def _ranks(looks: Sequence[RankLook]) -> str:
+    verb = "waits" if len(looks) == 1 else "wait"
+    return f"{_numbers(look.rank for look in looks)} {verb}"
+
+
+def _numbers(ranks: Iterable[int]) -> str:
+    """ "rank 0", or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if len(runs) == len(runs[0]) == 1 else f"ranks {text}"
+
+
+def _sites(waiting: Sequence[RankLook]) -> list[str]:
+    """Where ranks wait, a line for each place."""
+    by_site: dict[tuple[str, str, int], list[RankLook]] = {}
+    for look in waiting:
+        by_site.setdefault((look.call, look.site, look.step), []).append(look)
+    lines = []
+    for (call, site, step), looks in [*by_site.items()][:_MOST_SITES]:
+        place = "for the GPU, in " if looks[0].is_for_device else "in "
+        at = f", at {site}" if site else ""
+        lines.append(f"{_ranks(looks)} {place}{call}{_of_step(step)}{at}")
+    return lines
+
+
+def _of_step(step: int) -> str:
+    return f" of step {step}" if step else ", before the first step"
+
+
+@dataclass
+class _Track:
+    """One rank's process over time. Times in nanoseconds (monotonic)."""
+
+    pid: int
+    changed_ns: int
+    seen: Seen
+    on_core_ns: int | None = None
+    idle_since_ns: int | None = None
+    quiet_since_ns: int | None = None
+    used: tuple[int, int] = (0, 0)  # when, and how much of the processor by then
+    num_excused: int = 0  # looks at which it may have run because it was asked for its stacks
+    stepped: tuple[int, int] = (0, 0)
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
+    num_looks: int = 0  # since the page changed
+    looked_ns: int = 0
+    streak: int = 0
+    place: Place | None = None
+
+
+class HangWatch:
+    """Names the rank that others wait for, once; and again when it has come. Nothing is done about it.
+
+    Args:
+        after_s: How long others wait before, or ten of their steps, if that is longer; inf: nobody is named.
+        timeouts: When a rank of evenstep's own is given up.
+        num_ranks: Of the run.
+        may_have_gpus: Who waits may use the processor.
+    """
+
+    def __init__(self, *, after_s: float, timeouts: PhaseTimeouts, num_ranks: int, may_have_gpus: bool = False) -> None:
+        self._may_have_gpus = may_have_gpus
+        self._after_s = after_s
+        self._timeouts = timeouts
+        self._num_ranks = num_ranks
+        self._tracks: dict[int, _Track] = {}
+        self._looked_ns = 0
+        self._event: HeldUp | None = None
+        self._told_of: HeldUp | None = None  # by `loading`
+        self._longest_s = 0.0
+        self._moved_ns: int | None = None
+        self._longer: dict[object, float] = {}
+
+    def observe(self, now_ns: int, ranks: Mapping[int, Seen]) -> None:
+        """Note what ranks look like now."""
+        for rank, seen in ranks.items():
+            track = self._tracks.get(rank)
+            if track is None or track.pid != seen.pid:
+                track = self._tracks[rank] = _Track(seen.pid, now_ns, seen)
+            track.seen = seen
+            if seen.page is not None:
+                self._note_page(track, seen.page)
+            self._note_use(track, seen.on_core_ns, now_ns)
+
+    def is_due(self, now_ns: int, others: Sequence[RankLook] = ()) -> bool:
+        """Whether the stacks of this node's ranks are needed.
+
+        Args:
+            now_ns: The time.
+            others: What other nodes have published.
+        """
+        allowed_ns = self._allowed_s() * 1e9
+        if now_ns - self._looked_ns < min(1e9, allowed_ns / 8):
+            return False
+        running = [track for track in self._tracks.values() if track.seen.page is not None and _runs(track.seen)]
+        asked = self._event is None and any(look.call for look in others)
+        if (asked or (self._event is not None and not all(look.is_idle for look in self._event.waiting))) and (
+            now_ns - self._looked_ns >= allowed_ns / 4
+        ):
+            return bool(running)
+        return any(self._is_due(track, now_ns, allowed_ns) for track in running)
+
+    def _is_due(self, track: _Track, now_ns: int, allowed_ns: float) -> bool:
+        if track.idle_since_ns is not None:
+            begins_ns = max(track.idle_since_ns, track.changed_ns) + allowed_ns
+            if track.looked_ns < begins_ns <= now_ns:
+                return True
+        stalled_ns = now_ns - track.changed_ns
+        quiet_ns = 0 if track.quiet_since_ns is None else now_ns - track.quiet_since_ns
+        waits = track.seen.page is not None and track.seen.page.waiting_since_ns is not None  # its page says so
+        idle_ns = 0 if track.idle_since_ns is None else now_ns - track.idle_since_ns
+        is_idle = waits or (idle_ns > 0 and idle_ns >= min(quiet_ns, stalled_ns) / 2)
+        if not self._may_have_gpus and (quiet_ns < allowed_ns / 4 or (is_idle and stalled_ns < allowed_ns)):
+            return False
+        return stalled_ns >= _look_at(track.num_looks) * allowed_ns
+
+    def asked(self) -> None:
+        """Note that ranks are asked for their stacks now: to write them takes a moment of a thread that waits."""
+        for track in self._tracks.values():
+            track.num_excused = _MOST_EXCUSED
+
+    def read(self, now_ns: int, stacks: Mapping[int, str], *, with_gpu: Iterable[int] = ()) -> None:
+        """Note the stacks of ranks, as they were just now.
+
+        Args:
+            now_ns: The time.
+            stacks: By rank, what faulthandler has written; a rank that has not answered is missing.
+            with_gpu: Ranks that have a GPU open.
+        """
+        allowed_ns = self._allowed_s() * 1e9
+        gpus = frozenset(with_gpu)
+        for track in self._tracks.values():
+            track.num_excused = min(1, track.num_excused)
+        self._looked_ns = now_ns
+        for rank, track in self._tracks.items():
+            if not _runs(track.seen):
+                continue
+            idle_ns = 0 if track.idle_since_ns is None else now_ns - track.idle_since_ns
+            threads = parse_stacks(stacks.get(rank, ""))
+            place = place_of(threads, is_idle=idle_ns >= min(1e9, allowed_ns / 4), has_gpu=rank in gpus)
+            before = track.place
+            # Who waits stands still; who doesn't, may be anywhere.
+            is_same = before is not None and before.call == place.call and (not place.call or before == place)
+            track.streak = track.streak + 1 if is_same else 1
+            track.place, track.looked_ns = place, now_ns
+            track.num_looks = _next_look(track.num_looks, (now_ns - track.changed_ns) / allowed_ns)
+
+    def looks(self, now_ns: int) -> list[RankLook]:
+        """What is known of this node's ranks, for the launchers of other nodes, too."""
+        found = (self._look(rank, track, now_ns) for rank, track in sorted(self._tracks.items()))
+        return [look for look in found if look is not None]
+
+    def judge(self, now_ns: int, others: Sequence[RankLook] = ()) -> list[str]:
+        """Lines to print.
+
+        Args:
+            now_ns: The time.
+            others: What other nodes have published.
+        """
+        looks = {look.rank: look for look in (*others, *self.looks(now_ns))}
+        lines = self._follow_event(now_ns, looks)
+        found = find_held_up(looks.values(), num_ranks=self._num_ranks, longer=self._longer)
+        if found is None or (self._event is not None and self._is_known(found)):
+            return lines
+        self._event, self._longest_s, self._moved_ns = found, found.waited_s, None
+        return lines + describe_held_up(found) if self._was_said(found) else lines
+
+    def loading(self) -> list[int]:
+        """Ranks of this node that were just named, and are loading data: their loaders' workers may say more."""
+        event, told = self._event, self._told_of
+        self._told_of = event
+        if event is None or event is told:
+            return []
+        named = [look.rank for look in event.missing if look.rank in self._tracks and not look.where]
+        places = {rank: self._tracks[rank].place for rank in named}
+        return [rank for rank, place in places.items() if place is not None and place.phase == LOADING]
+
+    def ended_well(self) -> list[str]:
+        """The line that is still to be printed when all ranks have ended as they should."""
+        event, self._event = self._event, None
+        return [describe_arrival(event, self._longest_s)] if event is not None and self._was_said(event) else []
+
+    def _is_known(self, found: HeldUp) -> bool:
+        assert self._event is not None
+        if not found.missing or not self._event.missing:
+            return bool(found.missing) is bool(self._event.missing)
+        return found.key[0] <= self._event.key[0]
+
+    def _follow_event(self, now_ns: int, looks: Mapping[int, RankLook]) -> list[str]:
+        """The line that the ranks go on, if they do."""
+        event = self._event
+        if event is None:
+            return []
+        waiting = [looks[each.rank] for each in event.waiting if each.rank in looks and looks[each.rank].call]
+        if waiting:
+            self._longest_s, self._moved_ns = max(self._longest_s, *(look.waited_s for look in waiting)), None
+            return []
+        if self._moved_ns is None:
+            self._moved_ns = now_ns
+        if now_ns - self._moved_ns < _CONFIRM_NS:
+            return []
+        self._event = None
+        self._longer[event.key] = 2 * self._longest_s
+        return [describe_arrival(event, self._longest_s)] if self._was_said(event) else []
+
+    def _was_said(self, event: HeldUp) -> bool:
+        """Whether it is this watch that names the missing rank: `StopWatch` has named those that are suspended."""
+        own = self._tracks.keys()
+        return not event.missing or not all(look.is_suspended and look.rank in own for look in event.missing)
+
+    def _note_page(self, track: _Track, page: Heartbeat) -> None:
+        if page.time_ns > track.changed_ns:
+            track.changed_ns, track.num_looks = page.time_ns, 0
+            if track.place is not None and track.place.call:
+                track.place = None  # it has gone on
+        step, at_ns = track.stepped
+        if page.step > step:
+            if step and page.stepped_ns > at_ns:
+                # Each counts: one step in which ranks waited is few of those that two looks lie apart.
+                num_steps = page.step - step
+                each_s = (page.stepped_ns - at_ns) / 1e9 / num_steps
+                track.steps_s.extend([each_s] * min(num_steps, _STEPS_KEPT))
+            track.stepped = (page.step, page.stepped_ns)
+
+    def _note_use(self, track: _Track, on_core_ns: int | None, now_ns: int) -> None:
+        if on_core_ns is not None and now_ns > track.used[0]:
+            share = (on_core_ns - track.used[1]) / (now_ns - track.used[0])
+            track.used = (now_ns, on_core_ns)
+            track.quiet_since_ns = None if share > _QUIET else track.quiet_since_ns or now_ns
+        if on_core_ns is None:
+            track.idle_since_ns = None
+        elif track.num_excused and track.on_core_ns is not None:
+            track.on_core_ns = on_core_ns
+            track.num_excused -= 1
+        elif track.on_core_ns is None or on_core_ns - track.on_core_ns > _RUNS_NS:
+            was_idle = track.idle_since_ns is not None and track.idle_since_ns < track.looked_ns
+            if was_idle and track.place is not None and track.place.call:
+                track.place = None
+            track.on_core_ns, track.idle_since_ns = on_core_ns, now_ns
+
+    def _allowed_s(self) -> float:
+        medians = (statistics.median(track.steps_s) for track in self._tracks.values() if track.steps_s)
+        return max(self._after_s, _NUM_STEPS * max(medians, default=0.0))
+
+    def _look(self, rank: int, track: _Track, now_ns: int) -> RankLook | None:
+        seen, page = track.seen, track.seen.page
+        step = 0 if page is None else page.step
+        look = RankLook(rank, track.pid, step, allowed_s=self._allowed_s(), is_sure=True)
+        if seen.exit_code is not None:
+            how = f"no longer there: it has ended with status 0, after {step} steps"
+            return replace(look, phase=how, has_ended=True) if seen.exit_code == 0 else None
+        if page is None:
+            return None
+        if seen.state in ("T", "t"):
+            return replace(look, phase=f"stopped (state {seen.state}){_of_step(step)}", is_suspended=True)
+        place = track.place
+        if place is None:
+            return None
+        since_ns = page.waiting_since_ns
+        if since_ns is not None:
+            is_idle, call = True, place.call or "a collective"
+        else:
+            idle_ns = track.idle_since_ns
+            is_idle, call = idle_ns is not None and idle_ns < track.looked_ns - _RUNS_NS, place.call
+            since_ns = max(track.changed_ns, idle_ns) if is_idle and idle_ns is not None else track.changed_ns
+        if not call and (now_ns - track.looked_ns) / 1e9 > _FRESH_S:
+            return None
+        return replace(
+            look,
+            call=call,
+            is_for_device=place.is_for_device,
+            is_idle=bool(call) and is_idle,
+            is_sure=(bool(call) and is_idle) or track.streak >= _SURE_AFTER,
+            waited_s=(now_ns - since_ns) / 1e9 if call else 0.0,
+            phase=_phase(page, place, seen.state),
+            patience=max(place.patience, patience(page) if page.phase in _KNOWN_LONG else 1.0),
+            site=place.site,
+            stack="" if call else place.stack,
+            limit_s=self._limit_s(page),
+        )
+
+    def _limit_s(self, page: Heartbeat) -> float | None:
+        """When `TimeoutWatch` gives it up: if others of this node wait for it in evenstep's own collectives."""
+        pages = (track.seen.page for track in self._tracks.values())
+        waits = any(each is not None and each.waiting_since_ns is not None for each in pages)
+        return self._timeouts.of(page) if waits and page.phase != Phase.ENDED else None
+
+
+def _look_at(number: int) -> float:
+    """When stacks are looked at, as a multiple of the time after which a rank is named."""
+    return _LOOKS_AT[number] if number < len(_LOOKS_AT) else 2.0 ** (number + 1 - len(_LOOKS_AT))
+
+
+def _next_look(number: int, stalled: float) -> int:
+    while _look_at(number) <= stalled:
+        number += 1
+    return number
+
+
+def _runs(seen: Seen) -> bool:
+    return seen.exit_code is None and seen.state not in ("T", "t")
+
+
+def _phase(page: Heartbeat, place: Place, state: str) -> str:
+    words = WORDS[page.phase]
+    if page.phase in (Phase.BETWEEN_STEPS, Phase.STARTING) and place.phase:
+        words = place.phase
+    if not place.stack:
+        words += f" (it doesn't say where; process state {state})"
+    return f"{words}{_of_step(page.step)}"

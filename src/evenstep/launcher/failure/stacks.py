@@ -1,0 +1,208 @@
+"""What a rank is doing, read from the python stacks that faulthandler has written. Pure.
+
+A rank whose innermost python frame lies in torch's distributed parts, or in a backward pass that uses no processor,
+waits for other ranks; so does one whose line calls `wait` of a collective's handle. A rank with a GPU also waits where
+its line reads a number back from the GPU: it can't, until the collectives before it are done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$")
+
+_DISTRIBUTED = ("distributed/", "nn/parallel/distributed.py")
+_NOT_WAITING = ("distributed/checkpoint/", "distributed/elastic/")
+_ENGINE = "_engine_run_backward"  # python's last frame in a backward pass
+_PASSED_OVER = ("_ops.py", "_compile.py")  # through them python calls an operator
+_WRAPPERS = re.compile(r"wrapper|_wrapped_call_impl|_call_impl|inner|_fn|decorate_context|__call__|_.*")
+_WAITS = re.compile(r"\.wait\(|wait_tensor")
+_READS_DEVICE = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
+LOADING = "loading data"
+# By a part of the name of a file of torch, what a rank does there; the innermost one counts.
+_PHASES = (
+    ("utils/data/", LOADING, 1.0),
+    ("_dynamo/", "compiling", 6.0),
+    ("_inductor/", "compiling", 6.0),
+    ("distributed/checkpoint/", "saving or loading", 6.0),
+    ("serialization.py", "saving or loading", 6.0),
+    ("optim/", "in the optimizer's step", 1.0),
+    ("autograd/", "in backward", 1.0),
+    ("distributed/rendezvous.py", "joining the others", 1.0),
+    ("nn/modules/module.py", "in forward", 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def in_torch(self) -> str:
+        """Its file inside torch's folder; "" if it lies elsewhere."""
+        return self.file.removeprefix(_TORCH).replace(os.sep, "/") if self.file.startswith(_TORCH) else ""
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it belongs neither to an installed package, nor to python or evenstep."""
+        installed = ("site-packages" in self.file) or ("dist-packages" in self.file)
+        return not (installed or self.file.startswith(("<", _STANDARD_LIBRARY, _PACKAGE, _TORCH)))
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        call: What it waits in, such as "barrier"; "": it doesn't wait.
+        is_for_device: It waits for its GPU, and only by that for other ranks.
+        phase: What it does, in words; "": the stack doesn't say.
+        patience: How many times as long as elsewhere that may ordinarily take.
+        site: The innermost line of the user's, with its text; "": there is none.
+        stack: The frames from the script on, the innermost last.
+    """
+
+    call: str = ""
+    is_for_device: bool = False
+    phase: str = ""
+    patience: float = 1.0
+    site: str = ""
+    stack: str = ""
+
+
+def parse_stacks(text: str) -> list[list[Frame]]:
+    """The threads of one dump of faulthandler, the main thread last; of each its frames, the innermost first."""
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and (found := _FRAME.match(line)):
+            number = int(found["line"]) if found["line"].isdigit() else 0
+            threads[-1].append(Frame(found["file"], number, found["function"]))
+    return [frames for frames in threads if frames]
+
+
+def place_of(
+    threads: Sequence[Sequence[Frame]],
+    *,
+    is_idle: bool,
+    has_gpu: bool = False,
+    source: Callable[[str, int], str] = linecache.getline,
+) -> Place:
+    """Where a rank is, by its stacks.
+
+    Args:
+        threads: As `parse_stacks` returns them.
+        is_idle: Its main thread uses no processor.
+        has_gpu: It has opened one.
+        source: The text of a line of a file.
+    """
+    if not threads:
+        return Place()
+    frames = without_machinery(threads[-1])
+    if not frames:
+        return Place()
+    if frames[0].function == _ENGINE:
+        # A GPU's part of the backward pass has a thread of its own, which python has not started. A hook that hangs
+        # there is not what others do that wait.
+        hooks = [each for each in threads[:-1] if each[-1].function != "_bootstrap" and any(f.is_users for f in each)]
+        if hooks:
+            frames = [*hooks[0], *frames]
+    users = next((frame for frame in frames if frame.is_users), None)
+    text = "" if users is None else source(users.file, users.line).strip()
+    phase, patience = _phase(frames)
+    call, is_for_device = _call(frames, text if frames[0] is users else "", is_idle=is_idle, has_gpu=has_gpu)
+    site = "" if users is None else f"{users}: {text}" if text else str(users)
+    return Place(call, is_for_device, phase, patience, site, _shown(frames, source))
+
+
+def place_in_worker(
+    threads: Sequence[Sequence[Frame]], *, source: Callable[[str, int], str] = linecache.getline
+) -> Place | None:
+    """Where a loader's worker is in the user's code; None if it isn't there.
+
+    A worker that was forked has what its rank did at that time below its own frames.
+    """
+    frames = [*itertools.takewhile(lambda frame: frame.function != "_bootstrap", threads[-1])] if threads else []
+    if not any(frame.is_users for frame in frames):
+        return None
+    return place_of([frames], is_idle=False, source=source)
+
+
+def without_machinery(frames: Sequence[Frame]) -> list[Frame]:
+    """Without what has started the script: evenstep's launcher, and what stands below it."""
+    ends = [number for number, each in enumerate(frames) if each.file.startswith(f"{_PACKAGE}launcher{os.sep}")]
+    return list(frames[: ends[0]] if ends else frames)
+
+
+def _call(frames: Sequence[Frame], text: str, *, is_idle: bool, has_gpu: bool) -> tuple[str, bool]:
+    """(What a rank waits in, whether it is its GPU).
+
+    Args:
+        text: The line of its innermost frame, if that is the user's.
+    """
+    if text:
+        if is_idle and _WAITS.search(text):
+            return "a collective", False
+        found = _READS_DEVICE.search(text) if has_gpu else None
+        return (found[1], True) if found else ("", False)
+    inner = [frame for frame in frames if frame.in_torch() not in _PASSED_OVER]
+    if not inner:
+        return "", False
+    place = inner[0].in_torch()
+    if inner[0].function == _ENGINE:
+        return ("backward", False) if is_idle else ("", False)
+    if has_gpu and place.startswith("cuda/") and inner[0].function == "synchronize":
+        return "synchronize", True
+    if not place.startswith(_DISTRIBUTED) or place.startswith(_NOT_WAITING):
+        return "", False
+    torchs = [*itertools.takewhile(lambda frame: frame.in_torch(), inner)]
+    names = [frame.function for frame in torchs]
+    if names[-1] == "__init__":
+        made = "DistributedDataParallel()" if "nn/parallel/" in torchs[-1].in_torch() else "a constructor"
+        return made, False
+    name = next((name for name in reversed(names) if not _WRAPPERS.fullmatch(name)), names[-1])
+    return name.removeprefix("pre_").removeprefix("post_"), False  # of FSDP
+
+
+def _phase(frames: Sequence[Frame]) -> tuple[str, float]:
+    for frame in frames:
+        place = frame.in_torch()
+        for part, words, patience in _PHASES:
+            if place.startswith(part):
+                return words, patience
+        if frame.file.startswith("<frozen importlib"):
+            return "importing", 1.0
+    return "", 1.0
+
+
+def _shown(frames: Sequence[Frame], source: Callable[[str, int], str], *, most: int = 16) -> str:
+    """As python shows a stack, without the middle of one that is very deep."""
+    lines = []
+    for number, frame in enumerate(reversed(frames)):
+        if most // 2 <= number < len(frames) - most // 2:
+            lines += ["  ..."] if number == most // 2 else []
+            continue
+        lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
+        text = source(frame.file, frame.line).strip() if frame.is_users else ""
+        lines += [f"    {text}"] if text else []
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""A child of the launcher, which keeps its number until nothing will be sent to it any more.
+
+[Note: signal before you reap]
+
+A process that has ended keeps its number until its parent reaps it; then another process may get it. What a rank has
+started belongs to the group of the rank's number, and is to be killed after the rank has ended. So the launcher looks
+at its children without reaping them (`WNOWAIT`), signals their groups, and reaps them last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+_POLL_S = 0.005
+
+
+class Child:
+    """A child process that leads a session of its own, with the interface of `subprocess.Popen`.
+
+    Args:
+        pid: The child; nothing else in this process may wait for it.
+        args: Its command line.
+        reap: Called once, when it has ended and is released; None: `os.waitpid`.
+
+    Attributes:
+        pid: The child.
+        returncode: None while it runs; negative: the signal that ended it.
+    """
+
+    def __init__(self, pid: int, args: Sequence[str], *, reap: Callable[[], object] | None = None) -> None:
+        self.pid = pid
+        self.args = list(args)
+        self.returncode: int | None = None
+        self._reap = reap
+        self._is_released = False
+
+    @classmethod
+    def of(cls, process: subprocess.Popen[bytes]) -> Child:
+        """Take over a process that `subprocess` has started."""
+        # Its object is kept until then: python reaps children whose objects have gone.
+        return cls(process.pid, [], reap=process.poll)
+
+    def poll(self) -> int | None:
+        """`returncode`, as of now."""
+        if self.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is not None:
+                    is_exit = ended.si_code == os.CLD_EXITED
+                    self.returncode = ended.si_status if is_exit else -ended.si_status
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return when it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: It has not.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(_POLL_S)
+        return code
+
+    def send_signal(self, which: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, which)
+
+    def signal_group(self, which: int) -> None:
+        """Send a signal to it and to what it has started, also after it has ended; nothing once it is released."""
+        if not self._is_released:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, which)
+
+    def release(self) -> None:
+        """Reap it, if it has ended; its number may then become another process's. Twice is once."""
+        if self._is_released or self.poll() is None:
+            return
+        self._is_released = True
+        if self._reap is not None:
+            self._reap()
+            return
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, os.WNOHANG)
+
+
+def keep_ended_children() -> Callable[[], None]:
+    """Have the kernel keep how children end, also where whoever started this process had SIGCHLD ignored.
+
+    It would reap them itself: no status would be known, and a child that ended looks like one that can't be started.
+
+    Returns:
+        What restores that; from a thread it does nothing, because only the main thread may.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGCHLD) != signal.SIG_IGN:
+        return lambda: None
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    pid = os.getpid()
+
+    def restore() -> None:
+        if os.getpid() == pid and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    return restore

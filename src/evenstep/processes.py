@@ -1,0 +1,103 @@
+"""Processes of this host, as the kernel shows them in /proc. Linux; elsewhere there seem to be none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Places in what `stat_fields` returns.
+STATE, PARENT_PID, USER_TICKS, START_TICKS, RESIDENT_PAGES = 0, 1, 11, 19, 21
+
+
+def stat_fields(pid: int | str) -> list[str]:
+    """The fields of /proc/PID/stat behind the program's name; empty if there is no such process.
+
+    Args:
+        pid: A process, or "self".
+
+    Raises:
+        OSError: The system doesn't say: this process has no descriptor left, for example. The other may well be alive.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return text.rpartition(")")[2].split()  # the name before it may hold anything
+
+
+def state_and_start(pid: int) -> tuple[str, int]:
+    """State and start time of a process; ("", 0) if there is none.
+
+    Returns:
+        The state as one letter: T is stopped by a signal, t by a debugger, Z has ended and waits for its parent. And
+        the start in the kernel's ticks, which tells a process from a later one with the same number.
+
+    Raises:
+        OSError: As `stat_fields`.
+    """
+    fields = stat_fields(pid)
+    return (fields[STATE], int(fields[START_TICKS])) if fields else ("", 0)
+
+
+def exists(pid: int) -> bool:
+    """Whether there is a process of this number, be it a zombie. Needs no descriptor."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
+
+
+def handles_signal(pid: int, number: int) -> bool:
+    """Whether a process has a handler of a signal of its own; False if it has ended."""
+    caught = _status(pid).get("SigCgt", "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def time_on_core_ns(pid: int) -> int | None:
+    """How long a process's main thread has run on a processor in all; None where that can't be seen.
+
+    A thread that waits for a lock, a socket or another thread doesn't run at all: the number stays the same.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        pass
+    try:  # a kernel without schedstat: in ticks
+        fields = stat_fields(f"{pid}/task/{pid}")
+        return (int(fields[USER_TICKS]) + int(fields[USER_TICKS + 1])) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process's main thread has started and that it has not waited for."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def has_gpu_driver() -> bool:
+    """Whether processes of this host may have GPUs."""
+    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/kfd"))
+
+
+def has_gpu(pid: int) -> bool:
+    """Whether a process has a GPU open."""
+    try:
+        links = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return False
+    return any(link.startswith(("/dev/nvidia", "/dev/kfd")) for link in links)
+
+
+def _status(pid: int) -> dict[str, str]:
+    """The fields of /proc/PID/status; empty if there is no such process."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -1,0 +1,566 @@
+"""The replica engine: follows backward passes and accumulation windows, and averages gradients while autograd runs.
+
+[Note: the life of a synchronised backward pass]
+
+    forward        the engine puts an autograd hook on the outputs
+    backward       the hook on the outputs begins a *pass*, or `model.backward` has begun it. `Readiness` reports when a
+                   bucket is complete. The exchange packs it (one batched copy, none for gradients that are views of it
+                   already) and launches it, in order. The first pass only counts, and launches at its end
+    its end        a parameter without a gradient was not used: its bucket travels with zeros. A header with weights and
+                   used flags follows, then rank 0's module buffers; all are awaited. The gradients are divided by the
+                   weights' sum, or were divided by the number of ranks as they were packed
+
+A pass inside `no_sync`, `accumulate` or all but the last of `microbatches` only adds to `p.grad`: within a window
+`p.grad` is this rank's undivided sum. The state at backward decides, not the state at forward. `window` has how a pass
+counts, `strategies` how a window ends, `observer` what watches.
+
+[Note: passes of the wrapper's own]
+
+A backward pass that has nothing to do with the wrapper (`model.module(x).sum().backward()`, for a saliency map or an
+attack) belongs to this rank alone: its gradients are added to `p.grad`, and nobody else is needed. Two things make a
+pass the wrapper's own.
+
+    it reaches an output of the wrapper's forward       whatever the state was at forward, and however often
+    a forward of the wrapper has *prepared* it          it is the first pass since that began in a synchronised state:
+                                                        also where it goes past the outputs, as a loss that the module
+                                                        keeps in an attribute does, or one in an object of a class that
+                                                        no pytree knows. This is all that torch's class goes by
+
+A rank's own pass isn't followed: its gradients count as what somebody has put into `p.grad`. So a PLAIN window averages
+them with its own, as torch's class does.
+
+[Note: a loss that goes through several models]
+
+The gradient that reaches an encoder in `decoder.backward(loss, weight=w)` has been multiplied by w, although the
+encoder's `backward` wasn't called: divided by the number of ranks it would be about w times too large. So both are
+named, `evenstep.backward([encoder, decoder], loss, weight=w)`, and have a pass of the same weight. If a gradient comes
+to a model that wasn't named, that is an error. `loss.backward()` means the same for every model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from evenstep.compat.torch_autograd import at_end_of_backward, graph_task_id
+from evenstep.errors import UsageError
+from evenstep.health import heartbeat
+from evenstep.health.telemetry import BACKWARD
+from evenstep.replica.gradients.autograd_hooks import OutputHooks, Readiness
+from evenstep.replica.gradients.buckets.bucket import Bucket, late_gradient, moved_parameter
+from evenstep.replica.gradients.exchange.base import Exchange, Trained
+from evenstep.replica.gradients.strategies import WindowEnd
+from evenstep.replica.gradients.window import (
+    SINGLE_PASS,
+    Kind,
+    Pass,
+    SavedGradients,
+    Window,
+    all_zero,
+    drop_grads,
+    weighted_pass,
+)
+
+
+class Engine:
+    """Follows the backward passes and accumulation windows of one wrapped module.
+
+    Args:
+        trained: Its trained parameters, and what watches their steps.
+        exchange: Averages their gradients over ranks.
+        ending: How its windows end.
+        label: The module's class, for messages.
+
+    Attributes:
+        ending: How windows end now; a `LocalSGD` replaces it for a while.
+    """
+
+    def __init__(self, trained: Trained, exchange: Exchange, ending: WindowEnd, *, label: str) -> None:
+        self.names, self.parameters, self.num_dense = trained.names, trained.parameters, trained.num_dense
+        self.world, self.transport, self.control = trained.world, trained.transport, trained.control
+        self.recorder = trained.recorder
+        self.trained, self.observers = trained, trained.observers
+        self.exchange, self.ending = exchange, ending
+        self.readiness = Readiness(self.parameters, exchange.layout, self)
+        self.shares_statistics = False  # whether outputs of other ranks depend on this rank's rows
+        self.synchronise = True  # whether the next backward pass ends the window
+        self.is_prepared = False  # see [Note: passes of the wrapper's own]
+        self.is_apart = False  # local SGD: parameters differ between ranks
+        self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
+        self.num_reductions, self.has_learned_order = 0, False
+        self._hooks = OutputHooks(self._outputs_reached)
+        self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
+        self._window: Window | None = None
+        self._pass: Pass | None = None
+        self._made_in = -1  # of autograd: the task in which the last outputs were made
+        self._single_pass_task = -1  # of autograd: the last pass that was a whole window
+        self._left_early: str | None = None
+        self._broken: str | None = None
+        self._label = label
+        self._may_be_single = not (
+            exchange.travels or ending.sums_first or any(each.inspects_buckets for each in self.observers)
+        )
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """What travels."""
+        return self.exchange.buckets
+
+    # ------------------------------------------------------------------ called by the wrapper
+
+    def begin_forward(self) -> None:
+        """Raise where the replicas would drift apart.
+
+        Raises:
+            UsageError: An earlier backward pass failed half-way, or a loop over micro-batches was left early.
+        """
+        if self._pass is not None and graph_task_id() == -1:
+            self.fail()
+        if self._window is not None or self._left_early is not None:
+            self._drop_zeroed_window()
+        problem = self._broken or self._left_early
+        if problem is not None and self.world.world_size > 1:
+            raise UsageError(f"rank {self.world.rank}: {problem}. The replicas are no longer in step; start again.")
+        if self._broken is not None:
+            self._reset_after_error()
+
+    def end_forward(self, outputs: object, began_ns: int, *, over_dummy: bool) -> None:
+        """Put hooks on the module's outputs, which begin a pass when a backward pass reaches them.
+
+        Args:
+            outputs: What the module returned, any pytree of tensors.
+            began_ns: When the forward pass began, on the clock of `time.perf_counter_ns`.
+            over_dummy: The module ran on a dummy batch in place of an empty share.
+        """
+        self._made_in = graph_task_id()
+        self.is_prepared |= self.synchronise
+        (self._dummy_hooks if over_dummy else self._hooks).put_on(outputs)
+        self.recorder.forward(began_ns)
+
+    def is_over_dummies(self, loss: Tensor) -> bool:
+        """Whether a loss goes through outputs over dummy batches, and through none over samples."""
+        return self._dummy_hooks.are_alone_in(loss, other=self._hooks)
+
+    def contribution(self) -> float | Tensor:
+        """Return `Pass.contribution` of the running pass; 1.0 if none runs."""
+        return 1.0 if self._pass is None else self._pass.contribution
+
+    def announce(self) -> None:
+        """Have ranks that have left their loop take part in the window that has begun. Collective with them."""
+        self.exchange.announce()
+
+    def begin_weighted_pass(
+        self,
+        weight: float | Tensor,
+        scale: float | None,
+        *,
+        is_scaled: bool,
+        shares_loss: bool,
+        only_dummies: bool,
+    ) -> float:
+        """Begin a pass of `model.backward`; see `weighted_passes`.
+
+        Args:
+            weight: Of the pass.
+            scale: By which an earlier model of the same pass divides weights; None: this is the first model.
+            is_scaled: The loss was scaled by a GradScaler.
+            shares_loss: The loss goes through other models, too.
+            only_dummies: See `is_over_dummies`.
+
+        Returns:
+            The scale by which the weight is divided.
+        """
+        may_be_single = isinstance(weight, float) and weight > 0 and not (shares_loss or only_dummies)
+        is_alone = may_be_single and self._begin_single_pass()
+        opens_window = not self.is_in_window
+        if scale is None:
+            scale = self.exchange.agree_scale(weight, opens_window=opens_window)
+        else:
+            self.exchange.adopt_scale(scale, opens_window=opens_window)
+        if is_alone:
+            self._pass, self.was_scaled = SINGLE_PASS, is_scaled
+        else:
+            self.exchange.shares_loss = shares_loss
+            shares_statistics = self.shares_statistics
+            self._open_pass(
+                weighted_pass(
+                    weight, is_scaled=is_scaled, only_dummies=only_dummies, shares_statistics=shares_statistics
+                )
+            )
+            self._confirm()
+        return scale
+
+    def end_weighted_pass(self) -> None:
+        """End the pass of `begin_weighted_pass`. Collective if the engine synchronises."""
+        if self._pass is SINGLE_PASS:
+            self._pass = None
+            self.recorder.end()
+            heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
+        else:
+            self._close_pass()
+
+    def reduce_without_backward(self) -> None:
+        """Collective: end the window of a rank that has nothing to add to it (an empty share).
+
+        Raises:
+            UsageError: As `begin_forward`, which such a rank may not have run.
+        """
+        self.begin_forward()
+        self.exchange.agree_scale(None, opens_window=not self.is_in_window)
+        if self._window is None:
+            self._window = window = self._new_window(is_running=False)
+            window.has_leftovers = not all_zero(self.parameters)
+            if window.has_leftovers and self.exchange.was_weighted():
+                self._save_reduced(window)
+        self._end_window()
+
+    def open_window(self) -> None:
+        """Open a window before its first pass, without earlier reduced gradients; nothing if one is open."""
+        if self.window is None:
+            self._window = self._new_window(is_running=False)
+            self._save_reduced(self._window)
+
+    def cancel_window(self) -> None:
+        """Close a window without passes; `p.grad` is what it was before."""
+        if self._window is not None and self._window.kind is None:
+            self._window.saved.add_back()
+            self._window = None
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether gradients have been added on this rank since they were last averaged."""
+        window = self.window
+        return window is not None and window.kind is not None
+
+    @property
+    def window(self) -> Window | None:
+        """The accumulation window that is open, or None; `zero_grad` closes one whose gradients it drops."""
+        if self._window is not None:
+            self._drop_zeroed_window()
+        return self._window
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a backward pass is running."""
+        return self._pass is not None
+
+    @property
+    def stays_local(self) -> bool:
+        """Whether windows end on this rank, and gradients aren't exchanged."""
+        return not self.ending.exchanges
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients or parameters may differ between ranks: accumulation, local steps."""
+        return self.is_in_window or not self.synchronise or self.is_apart
+
+    def replace_exchange(self, made: Exchange) -> None:
+        """Exchange gradients otherwise from now on; between two windows."""
+        self.exchange = made
+        self._may_be_single = False
+        self.readiness = Readiness(self.parameters, made.layout, self)
+        self.has_learned_order = False
+
+    def unused_parameters(self) -> list[str]:
+        """Names of the parameters that had no gradient on any rank when the last window ended."""
+        return [self.names[index] for index in self.exchange.unused()]
+
+    def leave_early(self, what: str) -> None:
+        """Note that a window was abandoned before its gradients were averaged."""
+        self._left_early = what
+
+    # ------------------------------------------------------------------ called by autograd
+
+    def _dummy_outputs_reached(self, grad: Tensor) -> Tensor:
+        self._outputs_reached(grad, over_dummy=True)
+        return torch.zeros_like(grad)  # the loss may go through outputs over samples, too
+
+    def _outputs_reached(self, grad: Tensor, *, over_dummy: bool = False) -> Tensor | None:
+        if self._pass is None:
+            task = graph_task_id()
+            if task == self._single_pass_task:
+                return None  # another output, or another call of the module
+            if not (over_dummy or _in_weighted_passes(self._made_in)) and self._begin_single_pass():
+                self._single_pass_task = task
+                return None
+            self._open_plain_pass(discards=over_dummy)
+        assert self._pass is not None
+        if self._pass.kind is Kind.PLAIN and not over_dummy:
+            self._pass.discards = False  # outputs over a dummy batch were reached first
+        if self._pass.fills_buckets:
+            self.readiness.outputs_reached()
+        return self._pass.at_outputs(grad)
+
+    def _begin_single_pass(self) -> bool:
+        """Begin a pass that needs nothing but autograd, if this is one: see `SINGLE_PASS`."""
+        if not self._may_be_single or self.is_in_window or not self.synchronise:
+            return False
+        self.was_scaled = False
+        self.num_reductions += 1
+        self.recorder.whole_backward()
+        if heartbeat.current is not None:
+            heartbeat.mark(heartbeat.Phase.BACKWARD)
+        return True
+
+    def gradient_came(self) -> bool:
+        """See `Listener`."""
+        if self._pass is None:  # the loss uses the parameter directly; perhaps the module's outputs too
+            if not (self.is_prepared or self._counts_weights()):
+                return False  # see [Note: passes of the wrapper's own]
+            self._open_plain_pass(discards=False)
+        current = self._pass
+        assert current is not None
+        if not current.confirmed:
+            self._confirm()
+        return current.fills_buckets
+
+    def _counts_weights(self) -> bool:
+        """Whether a gradient without a weight is a mistake here, which `_confirm` explains."""
+        is_weighted = self._window is not None and self._window.kind is Kind.WEIGHTED
+        return is_weighted or _in_weighted_passes(self._made_in)
+
+    def bucket_complete(self, bucket: int) -> None:
+        """See `Listener`."""
+        assert self._window is not None
+        self.exchange.complete(bucket, self._window)
+
+    def gradient_late(self, parameter: int) -> None:
+        """See `Listener`."""
+        raise (moved_parameter if self.readiness.is_another(parameter) else late_gradient)([self.names[parameter]])
+
+    def _plain_pass_ended(self) -> None:
+        current = self._pass
+        if current is None:
+            return
+        if not current.confirmed:
+            if not self.readiness.any_has_come():  # it was torch.autograd.grad: there is nothing to average
+                current.end_apart()
+                if current.opens_window:
+                    self.cancel_window()
+                self.readiness.end()
+                self._pass = None
+                return
+            self._confirm()
+        self._close_pass()
+
+    # ------------------------------------------------------------------ passes and windows
+
+    def _open_plain_pass(self, *, discards: bool) -> None:
+        """Begin a pass of `loss.backward()`. Within autograd it ends when autograd does."""
+        self.exchange.shares_loss = False
+        self._open_pass(Pass(Kind.PLAIN, 0.0, discards, is_foreign=_in_weighted_passes(self._made_in)))
+        if graph_task_id() != -1:
+            at_end_of_backward(self._plain_pass_ended)
+
+    def _open_pass(self, opened: Pass) -> None:
+        self.ending.validate_pass("a backward pass")
+        self.recorder.mark(BACKWARD)
+        heartbeat.mark(heartbeat.Phase.BACKWARD)
+        opened.opens_window = self.window is None
+        self._pass = opened
+        opened.ends_window, opened.travels = self.synchronise, self.synchronise and self.ending.exchanges
+        for observer in self.observers:
+            observer.begin_pass()
+        if opened.opens_window:
+            self._window = self._new_window(is_running=graph_task_id() != -1)
+            if opened.kind is Kind.WEIGHTED:
+                self._save_reduced(self._window)
+        if opened.discards:
+            opened.saved = SavedGradients()
+            opened.saved.save(self.parameters, is_copied=False)
+        self.readiness.begin()
+
+    def _new_window(self, *, is_running: bool) -> Window:
+        window = Window()
+        self.exchange.open_window(window.saved, is_running=is_running)
+        return window
+
+    def _save_reduced(self, window: Window) -> None:
+        """Save what an earlier reduction left in `p.grad`; see [Note: saved gradients]."""
+        if all(parameter.grad is None for parameter in self.parameters):
+            return
+        # zero_grad(set_to_none=False): nothing to keep, and the views stay where they are.
+        clear = {p for each in self.buckets if each.hides or self.exchange.is_clear(each) for p in each.parameters}
+        window.saved.save([p for p in self.parameters if p.grad is not None and p not in clear], is_copied=True)
+
+    def _confirm(self) -> None:
+        """Count the pass in the window: a parameter has received a gradient, or will."""
+        assert self._pass is not None
+        assert self._window is not None
+        if self._pass.is_foreign:
+            raise UsageError(
+                f"backward on rank {self.world.rank}: the loss goes through a wrapped {self._label}, too, and its "
+                f"gradients belong to another model's backward. Name all wrapped models that the loss goes through: "
+                f"evenstep.backward([encoder, decoder], loss, weight=...)."
+            )
+        self._pass.confirmed = True
+        self._window.add(self._pass.kind, self._pass.weight, is_scaled=self._pass.is_scaled)
+        if self._pass.travels:
+            self.exchange.last_pass_begins(self._window)
+
+    def _close_pass(self) -> None:
+        current = self._pass
+        assert current is not None
+        self.is_prepared = False
+        current.end_apart()
+        self.readiness.end()
+        if current.ends_window:
+            self._end_window()
+        else:
+            assert self._window is not None
+            self._window.note_gradients(self.parameters)
+            for observer in self.observers:
+                observer.end_local_pass()
+        self._pass = None
+
+    def _drop_zeroed_window(self) -> None:
+        """Drop the open window if `zero_grad` has dropped its gradients: its weights, and what it saved, count no more.
+
+        Until `zero_grad` has done so, a loop that was left early has an incomplete sum.
+        """
+        if self._pass is not None:
+            return  # which may be what has changed them
+        if self._window is None:
+            is_dropped = all(parameter.grad is None for parameter in self.parameters)
+        else:
+            is_dropped = (self._left_early or self._window.has_changed()) and all_zero(self.parameters)
+        if is_dropped:
+            self._left_early = self._window = None
+
+    def _end_window(self) -> None:
+        """Collective: afterwards `p.grad` is the global mean on every rank, or this rank's own in local SGD."""
+        assert self._window is not None
+        if not self.ending.exchanges:
+            self.end_local_window()
+            return
+        self.ending.close(self._window, self.buckets)
+        first = self.num_dense if self.exchange.buckets else 0
+        for observer in self.observers:
+            observer.end_window(self.names[first:], self.parameters[first:])
+        self.exchange.finish(self._window)
+        self._window.saved.add_back(to_shards=True)
+        window, self._window = self._window, None
+        self.recorder.end()
+        heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
+        self.num_reductions += 1
+        if not self.has_learned_order:
+            self.has_learned_order = True  # on all ranks in the same window, whatever each has seen
+            self.exchange.learn_order(self.readiness.order)
+        if self.readiness.is_counting:
+            self.readiness.watch(self.exchange.layout)
+        if any(observer.rejects(window) for observer in self.observers):
+            drop_grads(self.parameters)
+        for observer in self.observers:
+            observer.raise_found()
+        for observer in self.observers:
+            observer.step()
+
+    def end_local_window(self) -> None:
+        """End a window without the other ranks: `p.grad` is this rank's mean, or its sum of PLAIN passes."""
+        window = self.window
+        if window is None:
+            return
+        self.ending.divide(self.parameters, window, self.exchange.agree_scale(0.0, opens_window=False))
+        window.saved.add_back()
+        self.was_scaled, self._window = window.is_scaled, None
+
+    # ------------------------------------------------------------------ errors
+
+    def fail(self) -> None:
+        """Note that a backward pass has raised an exception: replicas are no longer in step."""
+        self._broken = "the last backward pass raised an exception, so its gradients were not averaged"
+        self._pass = None
+
+    def _reset_after_error(self) -> None:
+        """Drop the gradients of a failed pass, in a world of one: the model is as before it."""
+        self._broken = self._window = None
+        self.exchange.reset()
+        self.readiness.end()
+        drop_grads(self.parameters)
+
+    def __repr__(self) -> str:
+        return f"<Engine {len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.exchange!r}>"
+
+
+_weighted: dict[int, int] = {}  # by thread, how many `weighted_passes` run in it
+_weighted_tasks: set[int] = set()  # of autograd: those of `weighted_passes` where hooks may run in other threads
+
+
+@contextlib.contextmanager
+def weighted_passes(
+    engines: Sequence[Engine], weight: float | Tensor, *, only_dummies: Sequence[bool], is_scaled: bool = False
+) -> Iterator[float]:
+    """Surround one backward pass that one or several models take part in; yield the scale that divides the weight.
+
+    Collective if the engines synchronise, and in the first windows of models with 16-bit parameters. Passes begin and
+    end in the order of `engines`.
+
+    Args:
+        engines: Of all wrapped models that the loss goes through, in the same order on all ranks.
+        weight: Of the pass.
+        only_dummies: Of each engine, what `is_over_dummies` says of the loss.
+        is_scaled: The loss was scaled by a GradScaler.
+    """
+    thread, scale = threading.get_ident(), None
+    _weighted[thread] = _weighted.get(thread, 0) + 1
+    try:
+        shares_loss = len(engines) > 1
+        for engine, is_dummy in zip(engines, only_dummies, strict=True):
+            scale = engine.begin_weighted_pass(
+                weight, scale, is_scaled=is_scaled, shares_loss=shares_loss, only_dummies=is_dummy
+            )
+        assert scale is not None
+        yield scale
+    except BaseException:
+        for engine in engines:
+            engine.fail()
+        raise
+    finally:
+        _weighted[thread] -= 1
+        if not _weighted[thread]:
+            del _weighted[thread]
+    for engine in engines:
+        engine.end_weighted_pass()
+
+
+@contextlib.contextmanager
+def known_as_weighted(loss: Tensor) -> Iterator[Tensor]:
+    """Surround the backward pass of `weighted_passes`; yield the loss to begin with.
+
+    Autograd has one thread per GPU for the passes of all threads, so there the thread doesn't tell whose pass it is.
+    The number of its graph task does, which a hook on the loss sees before all others.
+
+    Args:
+        loss: That is differentiated.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        yield loss
+        return
+    tasks: list[int] = []
+
+    def begin(_: Tensor) -> None:
+        tasks.append(graph_task_id())
+        _weighted_tasks.update(tasks)
+
+    root = loss.view_as(loss)  # the loss itself may be a module's output, whose hook came first
+    root.register_hook(begin)  # type: ignore[no-untyped-call]
+    try:
+        yield root
+    finally:
+        _weighted_tasks.difference_update(tasks)
+
+
+def _in_weighted_passes(made_in: int) -> bool:
+    """Whether the running backward pass is one of `weighted_passes`.
+
+    Args:
+        made_in: The graph task in which a module's outputs were made, or -1. Within that the reentrant activation
+            checkpoint that has made them runs a task of its own.
+    """
+    if not _weighted:
+        return False
+    return threading.get_ident() in _weighted or not _weighted_tasks.isdisjoint((graph_task_id(), made_in))

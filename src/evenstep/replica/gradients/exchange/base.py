@@ -1,0 +1,168 @@
+"""What happens to the gradients of a window when it ends: the seam between `engine` and what averages them.
+
+`Exchange` itself serves a world of one, where gradients stay where autograd put them: packing buckets that travel
+nowhere would cost a copy and a call per parameter. `all_reduce.AllReduceExchange` sends buckets to the other ranks, and
+`replica/sharded` shards them over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from evenstep.health.telemetry import Recorder
+from evenstep.replica.gradients.buckets.bucket import Bucket
+from evenstep.replica.gradients.buckets.comm_hooks import CommHook
+from evenstep.replica.gradients.buckets.layout import BucketPolicy, Layout
+from evenstep.replica.gradients.exchange.weights import rescale
+from evenstep.replica.gradients.observer import Observer
+from evenstep.replica.gradients.strategies import WindowEnd
+from evenstep.replica.gradients.window import SavedGradients, Window
+from evenstep.replica.join import Uneven
+from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.transport.base import Carrier, Transport
+from evenstep.world import World
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The trained parameters of a model, and all that an exchange of their gradients needs.
+
+    Attributes:
+        names: Of the parameters, for messages.
+        parameters: Those with dense gradients in registration order, then those with sparse ones.
+        num_dense: How many have dense gradients, and lie in buckets.
+        world: The ranks that take part.
+        policy: Sizes and dtype of buckets.
+        module_buffers: Sent along.
+        recorder: Records when passes begin, buckets travel and waits end.
+        transport: Carries buckets and headers, and what else belongs to the same pass.
+        control: Carries messages on the CPU, in order with those: see [Note: several wrapped models] in `channels`.
+        observers: What watches its steps.
+        ending: How its windows end, but for local SGD.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    num_dense: int
+    world: World
+    policy: BucketPolicy
+    module_buffers: BufferBroadcast
+    recorder: Recorder
+    transport: Transport
+    control: Carrier
+    observers: tuple[Observer, ...]
+    ending: WindowEnd
+
+
+class Exchange:
+    """The exchange of gradients over ranks; this base class is that of a world of one.
+
+    Args:
+        parameters: Those that are trained.
+        ending: How their windows end.
+
+    Attributes:
+        travels: Whether gradients leave the place where autograd puts them.
+        layout: Which gradient lies in which bucket; without buckets where nothing travels.
+        buckets: Those buckets.
+        hook: Averages buckets instead of the transport, or None.
+        shares_loss: The loss of the running pass goes through other models, too.
+    """
+
+    travels = False
+
+    def __init__(self, parameters: Sequence[nn.Parameter], ending: WindowEnd) -> None:
+        self.layout = Layout((), (0,) * len(parameters))
+        self.buckets: Sequence[Bucket] = ()
+        self.hook: CommHook | None = None
+        self.shares_loss = False
+        self._parameters = parameters
+        self._ending = ending
+        self._scale = 1.0
+
+    # ------------------------------------------------------------------ while a window runs
+
+    def agree_scale(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
+        """Return the scale that divides weights before they multiply gradients; one for all passes of a window.
+
+        Here it is the window's first weight, so that a window of one pass has nothing to divide by.
+
+        Args:
+            weight: Of the pass; None: this rank has no pass, and doesn't know of what kind the others' are.
+            opens_window: The pass is the first of its window.
+        """
+        if opens_window and not self._ending.sums_first:
+            self._scale = weight if isinstance(weight, float) and weight > 0 else 1.0
+        return self._scale
+
+    def adopt_scale(self, scale: float, *, opens_window: bool) -> None:
+        """Use the scale of another model, with which this one shares a loss.
+
+        Args:
+            scale: By which that model divides weights.
+            opens_window: The pass is the first of this model's window.
+        """
+        if not self._ending.sums_first:
+            if not opens_window and scale != self._scale:
+                rescale(self._parameters, self._scale / scale)
+            self._scale = scale
+
+    def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
+        """Save gradients from `p.grad` to which autograd can't add, before the first pass of a window.
+
+        Args:
+            saved: Of the window.
+            is_running: Gradients of the pass may have come: those of parameters that the loss uses directly.
+        """
+
+    def last_pass_begins(self, window: Window) -> None:
+        """Note that the weights of a window are complete on this rank. Collective where weights are needed early."""
+
+    def complete(self, bucket: int, window: Window) -> None:
+        """Send a bucket, which has all its gradients, when its turn comes."""
+
+    def is_clear(self, bucket: Bucket) -> bool:
+        """Whether a bucket's gradients are its views and all zero, as far as that can be seen without waiting."""
+        all_views = all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
+        return all_views and bucket.is_zero
+
+    def was_weighted(self) -> bool:
+        """Whether the last window that any rank had a pass in was WEIGHTED. On a GPU this waits for it."""
+        return False
+
+    # ------------------------------------------------------------------ when it ends
+
+    def finish(self, window: Window) -> None:
+        """End the window. Collective: afterwards `p.grad` is the global mean on every rank."""
+        self._ending.divide(self._parameters, window, self._scale)
+
+    def learn_order(self, ready_order: Sequence[int]) -> None:
+        """Lay the buckets out in the order in which rank 0's gradients were ready. Collective, once."""
+
+    def reset(self) -> None:
+        """Forget a window that failed."""
+
+    def unused(self) -> list[int]:
+        """The parameters that had no gradient on any rank when the last window ended."""
+        return [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
+
+    # ------------------------------------------------------------------ settings
+
+    def set_hook(self, hook: CommHook) -> None:
+        """Hand complete buckets to a communication hook, which averages them over ranks."""
+
+    def set_uneven(self, uneven: Uneven | None) -> None:
+        """Let ranks leave one by one from now on; None: no longer."""
+
+    def announce(self) -> None:
+        """Have the ranks that have left take part in this window; once per window."""
+
+    def in_flight(self) -> range:
+        """Indices of the buckets that are travelling at this moment."""
+        return range(0)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self._parameters)} parameters>"

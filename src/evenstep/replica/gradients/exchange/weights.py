@@ -1,0 +1,143 @@
+"""The scale of loss weights: a divisor that all ranks agree on, before weights multiply gradients.
+
+[Note: the scale of weights]
+
+*Before gradients.* Weights multiply gradients of 16 bits, which large weights would make overflow. So they are divided
+by a *scale* first: about the sum of all ranks' weights where gradients have 16 bits, else 1. It is a power of two, so
+that nothing is rounded; all ranks agree on it in the first window that has weights, and keep it. A rank without samples
+doesn't know whether the others' passes have weights, so all take part in that agreement in every window until then; if
+the first `_NUM_WINDOWS` have no weights, the scale is 1 for good.
+
+*Before a communication hook.* A hook compresses, and that depends on the magnitude. Gradients times a large weight
+overflow in 16 bits; and what PowerSGD leaves out for the next step would count as much as that step's weights, after a
+full batch and before a short one many times too much. So hooks are handed means: weights of all ranks are added as the
+last pass begins, and awaited before the first bucket is launched. This rank's all-reduce is already issued then, so
+peers can't block on it, not even those that wait in the statistics of a SyncBatchNorm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.replica.gradients.window import Kind, Window
+from evenstep.transport.base import Transport, Work
+
+_NUM_WINDOWS = 16  # in which ranks look for weights
+
+
+class WeightScale:
+    """The scale of a model's weights, and the sum of all ranks' weights; see [Note: the scale of weights].
+
+    Within a window what is in `p.grad` is a sum of weight / scale * gradient.
+
+    Args:
+        parameters: Those of the model.
+        transport: Carries the agreements.
+        is_needed: Gradients have 16 bits, or are added in 16 bits. The same on all ranks.
+
+    Attributes:
+        agreed: The scale that ranks have agreed on, or 1.
+        is_due: In this window ranks agree, and this one hasn't begun to.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], transport: Transport, *, is_needed: bool) -> None:
+        self.agreed = 1.0
+        self.is_due = is_needed
+        self._windows_left = _NUM_WINDOWS if is_needed else 0
+        self._parameters = parameters
+        self._transport = transport
+        self._agreement: tuple[Work, Tensor] | None = None
+        self._of_window: float | None = None
+        self._total: tuple[Work, Tensor] | None = None
+
+    def start_agreement(self, weight: float | Tensor | None = None) -> None:
+        """Begin to agree. Collective, once per window while it is due, before anything else of the window.
+
+        Args:
+            weight: Of a WEIGHTED pass; None: there is none on this rank so far.
+        """
+        self.is_due = False
+        total = torch.zeros(2, dtype=torch.float64, device=self._parameters[0].device)
+        if weight is not None:
+            total[:1].add_(weight)
+            total[1:].fill_(1.0)
+        self._agreement = self._transport.all_reduce(total), total
+
+    def finish_agreement(self, *, reads: bool) -> None:
+        """Wait for the agreement, if one was started.
+
+        Args:
+            reads: The others' passes may have weights: learn the scale. On a GPU this waits for it.
+        """
+        if self._agreement is None:
+            return
+        (work, total), self._agreement = self._agreement, None
+        work.wait()
+        if reads:
+            weights, num_weighted = total.tolist()
+            if num_weighted:
+                self.agreed = nearest_power_of_two(weights)
+                self._windows_left = 0
+
+    def use(self, scale: float, *, opens_window: bool) -> None:
+        """Bring what there is of the window to the scale of its next pass."""
+        if not opens_window and self._of_window is not None and scale != self._of_window:
+            rescale(self._parameters, self._of_window / scale)
+        self._of_window = scale
+
+    def start_total(self, window: Window) -> None:
+        """Begin to add all ranks' weights. Collective, once per window; again in the same window: nothing.
+
+        Args:
+            window: This rank's, to which nothing is added any more.
+        """
+        if self._total is not None:
+            return
+        total = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
+        if window.kind is Kind.WEIGHTED:
+            weight = window.weight / (self._of_window or 1.0)
+            total += torch.as_tensor(weight, dtype=total.dtype, device=total.device)
+        self._total = self._transport.all_reduce(total), total
+
+    def divide_by_total(self, flat: Tensor) -> None:
+        """Divide weighted gradients of this rank, so that the mean of what is left over ranks is the mean of all.
+
+        Args:
+            flat: A bucket's; zeros where no rank has a weight.
+        """
+        assert self._total is not None
+        work, total = self._total
+        work.wait()
+        flat.div_(torch.where(total > 0, total / self._transport.world_size, torch.inf).to(flat.device))
+
+    def end_window(self, *, reads: bool) -> float:
+        """Wait for whatever was started, and return the window's scale.
+
+        Args:
+            reads: As in `finish_agreement`.
+        """
+        self.finish_agreement(reads=reads)
+        if self._total is not None:
+            self._total[0].wait()
+            self._total = None
+        if self._windows_left:
+            self._windows_left -= 1
+            self.is_due = self._windows_left > 0
+        scale, self._of_window = self._of_window, None
+        return scale or 1.0
+
+
+def rescale(parameters: Sequence[nn.Parameter], by: float) -> None:
+    """Multiply what there is in `p.grad`."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(by)
+
+
+def nearest_power_of_two(total: float) -> float:
+    """The scale by which weights are divided before they touch 16-bit gradients; exact in every dtype. Pure."""
+    return 2.0 ** round(math.log2(total)) if total > 0 else 1.0

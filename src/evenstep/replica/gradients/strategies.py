@@ -1,0 +1,77 @@
+"""How the windows of a model end: with a mean over all ranks, here, or in ways that derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from evenstep.replica.gradients.buckets.bucket import Bucket
+from evenstep.replica.gradients.window import Window, divide_by_weight
+
+
+class WindowEnd:
+    """Ends every window with the mean of the gradients over all ranks.
+
+    `LocalWindowEnd` ends windows on each rank alone, `virtual_ranks.sums.VirtualRankSums` adds up virtual ranks first.
+
+    Args:
+        num_shares: The number of ranks, by which sums of PLAIN passes are divided.
+
+    Attributes:
+        exchanges: Whether gradients travel to other ranks.
+        sums_first: Whether gradients are divided only after all of them have been added, never before.
+        owner: The object that has set this end for a while; None: it is the model's own.
+    """
+
+    exchanges = True
+    sums_first = False
+    owner: object = None
+
+    def __init__(self, num_shares: int) -> None:
+        self.num_shares = num_shares
+
+    def validate_pass(self, what: str) -> None:
+        """Raise where no pass may begin now.
+
+        Args:
+            what: What begins, for the message.
+
+        Raises:
+            UsageError: `what` isn't possible now.
+        """
+
+    def add_to(self, bucket: Bucket) -> None:
+        """Add what earlier parts of the window left to a packed bucket, before it travels."""
+
+    def close(self, window: Window, buckets: Sequence[Bucket]) -> None:
+        """Complete this rank's gradients and weight: the window's last pass has ended.
+
+        Args:
+            window: Of this rank.
+            buckets: Of the exchange.
+        """
+
+    def divide(self, parameters: Sequence[nn.Parameter], window: Window, scale: float) -> None:
+        """Divide `p.grad` by the window's weight where no other rank takes part.
+
+        Args:
+            parameters: Those that are trained.
+            window: Of this rank.
+            scale: What the weights were divided by already.
+        """
+        divide_by_weight(parameters, window, scale)
+
+
+class LocalWindowEnd(WindowEnd):
+    """Ends every window on each rank alone, with this rank's own mean: local SGD.
+
+    Args:
+        owner: The `LocalSGD` that steps with it.
+    """
+
+    exchanges = False
+
+    def __init__(self, owner: object) -> None:
+        super().__init__(num_shares=1)
+        self.owner = owner

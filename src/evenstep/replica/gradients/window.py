@@ -1,0 +1,306 @@
+"""The accumulation window: what is summed in it, by what it is divided, and how each of its passes counts.
+
+A window begins with the first backward pass after a reduction and ends with the next reduction. Within it, either
+every pass is PLAIN (`loss.backward()`: summed over micro-batches, averaged over ranks) or every pass is WEIGHTED
+(`model.backward`: the sum of weight * gradient over micro-batches and ranks, divided once by the sum of weights).
+
+[Note: passes that contribute nothing]
+
+A pass with weight 0, or over an empty share, runs for its side effects (hooks, collectives of the user's), but NaN in
+it must not reach the sum. The gradients of the window so far are saved before it and put back after it; what it
+produced is dropped. A PLAIN pass that reaches outputs over a dummy batch first may reach others over samples later: its
+gradients are kept apart until it ends, and added then.
+
+Where rows of this rank have a part in other ranks' outputs (`shares_statistics`: a SyncBatchNorm), a pass with weight 0
+over real rows is not dropped, because the others' losses have a gradient in them. It is *muted* instead: what reaches
+the module's outputs is replaced by zeros, so only what comes from the others is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.errors import ConfigurationError, UsageError
+
+
+class Kind(Enum):
+    """The meaning of a backward pass."""
+
+    PLAIN = auto()
+    WEIGHTED = auto()
+
+
+CALLS = {Kind.PLAIN: "loss.backward()", Kind.WEIGHTED: "model.backward(loss, ...)"}
+
+
+class SavedShard(Protocol):
+    """Reduced gradients of a sharded bucket, kept out of a window."""
+
+    def give_back(self, *, add: bool) -> None:
+        """Return them to the shard; `add` to what has been reduced since."""
+
+
+class SavedGradients:
+    """Gradients kept out of a window, or of one pass of it, until it ends.
+
+    [Note: saved gradients]
+
+    *Of a window.* Without `zero_grad` between two synchronised passes the second adds to the reduced gradient R. A
+    PLAIN pass may leave R where it is: averaging equal values changes nothing. A WEIGHTED pass would multiply R by the
+    number of ranks over the sum of weights, so R is saved and added back. A rank without a pass does as was right for
+    the last window. Virtual ranks are added without R, too: it is saved before the loop, since in a PLAIN pass some
+    gradients may have come already. R of a sharded bucket is its shard, to which autograd can't add; it is saved in any
+    case.
+
+    *Of a pass that contributes nothing.* The window's gradients so far are saved before it and put back after it.
+
+    A window that is dropped drops what it saved: after an error, or because `zero_grad` has dropped its gradients.
+    """
+
+    def __init__(self) -> None:
+        self.shards: list[SavedShard] = []
+        self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def save(self, parameters: Iterable[nn.Parameter], *, is_copied: bool) -> None:
+        """Take gradients out of `p.grad`, which becomes None.
+
+        Args:
+            parameters: Whose.
+            is_copied: Keep copies, because their memory will be written to.
+        """
+        for parameter in parameters:
+            grad = parameter.grad
+            self._gradients.append((parameter, grad.detach().clone() if is_copied and grad is not None else grad))
+            parameter.grad = None
+
+    def put_back(self) -> None:
+        """Restore `p.grad`, and drop what autograd has put there since."""
+        for parameter, grad in self._gradients:
+            parameter.grad = grad
+        self._gradients = []
+
+    def add_back(self, *, to_shards: bool = False) -> None:
+        """Add them to `p.grad`, at the end of a window, or of one without passes.
+
+        Args:
+            to_shards: The window has been reduced; see `SavedShard.give_back`.
+        """
+        for parameter, grad in self._gradients:
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        for shard in self.shards:
+            shard.give_back(add=to_shards)
+        self._gradients, self.shards = [], []
+
+
+class Window:
+    """The passes since the last reduction, on this rank.
+
+    Attributes:
+        kind: What the passes meant; None before the first, and for a rank whose share was empty.
+        weight: Sum of the weights so far; a 0-dim tensor as soon as one of them was.
+        weight_held: The weight of the gradients in `p.grad`. The same, but in reproducible mode, where `p.grad` holds
+            the last virtual rank alone.
+        is_scaled: The loss of a pass was scaled by a GradScaler, so gradients may overflow.
+        has_leftovers: The window has no pass, and `p.grad` holds what an earlier reduction left.
+        saved: Gradients that this window doesn't reduce.
+    """
+
+    def __init__(self) -> None:
+        self.saved = SavedGradients()
+        self.kind: Kind | None = None
+        self.weight: float | Tensor = 0.0
+        self.weight_held: float | Tensor = 0.0
+        self.is_scaled = self.has_leftovers = False
+        self._noted: tuple[nn.Parameter, Tensor, int] | None = None
+
+    def add(self, kind: Kind, weight: float | Tensor, *, is_scaled: bool = False) -> None:
+        """Count one more backward pass.
+
+        Raises:
+            UsageError: The window has passes of the other kind.
+        """
+        if self.kind is not None and self.kind is not kind:
+            raise UsageError(
+                f"{CALLS[kind]} after {CALLS[self.kind]} in the same accumulation window: the one divides by the "
+                f"number of ranks, the other by the sum of the weights. Use one of them until the optimizer's step."
+            )
+        self.kind = kind
+        self.weight = self.weight_held = self.weight + weight
+        self.is_scaled |= is_scaled
+
+    def note_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Remember one of the gradients that a pass has left, so that `has_changed` costs no look at the others.
+
+        Args:
+            parameters: Whose gradients; none: they are kept elsewhere.
+        """
+        held = ((parameter, parameter.grad) for parameter in parameters)
+        self._noted = next(((parameter, grad, grad._version) for parameter, grad in held if grad is not None), None)
+
+    def has_changed(self) -> bool:
+        """Whether somebody has written to the noted gradient, or replaced it, since the last pass."""
+        if self._noted is None:
+            return False
+        parameter, grad, version = self._noted
+        return parameter.grad is not grad or grad._version != version
+
+
+@dataclass
+class Pass:
+    """One run of autograd, and how it counts in its window.
+
+        ordinary    its gradients are added to the window's sum
+        discarding  its gradients are dropped at its end: see [Note: passes that contribute nothing]
+        muted       zeros reach the module's outputs: see the same note
+
+    Attributes:
+        kind: What it means.
+        weight: Its share in the window's sum.
+        discards: Its gradients are dropped, as far as is known.
+        mutes: The gradient that reaches the module's outputs is replaced by zeros; a tensor: where that is true.
+        is_scaled: The loss was scaled by a GradScaler.
+        confirmed: A parameter has received a gradient, so this is no `torch.autograd.grad`.
+        saved: Gradients of the window so far, while a pass runs that began as a discarding one.
+        is_foreign: It belongs to the `backward` of another model that doesn't name this one.
+        opens_window: No window was open when it began.
+        ends_window: It ends the window; decided when it begins.
+        travels: Its gradients travel to other ranks as it ends the window.
+    """
+
+    kind: Kind
+    weight: float | Tensor
+    discards: bool = False
+    mutes: bool | Tensor = False
+    is_scaled: bool = False
+    confirmed: bool = False
+    saved: SavedGradients | None = None
+    is_foreign: bool = False
+    opens_window: bool = False
+    ends_window: bool = False
+    travels: bool = False
+
+    @property
+    def fills_buckets(self) -> bool:
+        """Whether gradients travel as soon as autograd has produced them."""
+        return self.travels and self.saved is None
+
+    def end_apart(self) -> None:
+        """Drop the gradients of a discarding pass, or add them to those of the window if it is none after all."""
+        if self.saved is not None and self.discards:
+            self.saved.put_back()
+        elif self.saved is not None:
+            self.saved.add_back()
+
+    @property
+    def contribution(self) -> float | Tensor:
+        """0.0 where its gradients are dropped, else not 0.0; a weight that is a tensor isn't read, and may be 0."""
+        if self.discards:
+            return 0.0
+        return self.weight if isinstance(self.weight, Tensor) else 1.0
+
+    def at_outputs(self, grad: Tensor) -> Tensor | None:
+        """Return what replaces a gradient that reaches the module's outputs; None: nothing does."""
+        if isinstance(self.mutes, Tensor):
+            return torch.where(self.mutes.to(grad.device), 0.0, grad)
+        return torch.zeros_like(grad) if self.mutes else None
+
+
+# A pass of `model.backward` over real samples that is a window of its own, where nothing travels and nothing inspects
+# gradients: its weight is what it is divided by, so there is nothing to follow in it. Never written to.
+SINGLE_PASS = Pass(Kind.WEIGHTED, 1.0, confirmed=True)
+
+
+def weighted_pass(weight: float | Tensor, *, is_scaled: bool, only_dummies: bool, shares_statistics: bool) -> Pass:
+    """A pass of `model.backward`, counted as [Note: passes that contribute nothing] says. Pure.
+
+    Args:
+        weight: Of the pass; a tensor isn't read.
+        is_scaled: The loss was scaled by a GradScaler.
+        only_dummies: The loss goes through outputs over dummy batches, and through none over samples.
+        shares_statistics: Other ranks' outputs depend on this rank's rows.
+    """
+    is_zero: bool | Tensor = weight == 0.0
+    mutes = is_zero if shares_statistics and not only_dummies else False
+    discards = only_dummies or (is_zero is True and mutes is False)
+    return Pass(Kind.WEIGHTED, weight, discards, mutes, is_scaled)
+
+
+def validate_weight(weight: float | Tensor, *, rank: int) -> float | Tensor:
+    """Return a weight as a float, or as a 0-dim tensor where reading it would wait for a device.
+
+    Raises:
+        ConfigurationError: Negative, infinite, NaN, or no single number.
+    """
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1 or weight.is_complex():
+            raise ConfigurationError(
+                f"backward on rank {rank}: weight is a {str(weight.dtype)[6:]} tensor of shape {list(weight.shape)}; "
+                f"it is one number, such as mask.sum()."
+            )
+        if weight.device.type != "cpu":
+            return weight.detach().reshape(())  # reading it would wait for the device
+        weight = weight.item()
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        try:
+            weight = float("none" if isinstance(weight, str) else weight)  # numpy's scalars and the like
+        except (TypeError, ValueError):
+            raise ConfigurationError(
+                f"backward on rank {rank}: weight={weight!r} is no number. Pass the number of samples or tokens that "
+                f"the loss was averaged over."
+            ) from None
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ConfigurationError(
+            f"backward on rank {rank}: weight={weight!r}; a weight is finite and at least 0: the number of samples "
+            f"or tokens that the loss was averaged over."
+        )
+    return float(weight)
+
+
+def divide_by_weight(parameters: Iterable[Tensor], window: Window, scale: float) -> None:
+    """Divide the gradients of one rank by its window's weight; not those of PLAIN passes.
+
+    Args:
+        parameters: Whose gradients.
+        window: With the weight.
+        scale: What the weights were divided by already.
+    """
+    if window.kind is not Kind.WEIGHTED:
+        return
+    divisor = window.weight / scale
+    if isinstance(divisor, float) and divisor == 1.0:
+        return
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if isinstance(divisor, Tensor):
+        zero_where(divisor == 0, grads)
+        divisor = torch.where(divisor > 0, divisor, torch.inf)
+    elif divisor == 0.0:
+        divisor = float("inf")
+    for grad in grads:
+        grad.div_(divisor)
+
+
+def drop_grads(parameters: Iterable[Tensor]) -> None:
+    """Set the gradients of some parameters to None."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def all_zero(parameters: Iterable[Tensor]) -> bool:
+    """Whether no gradient is left, or only zeros. On a GPU this waits for the first that is left."""
+    grads = (parameter.grad for parameter in parameters)
+    return not any((grad._values() if grad.is_sparse else grad).any() for grad in grads if grad is not None)
+
+
+def zero_where(condition: Tensor, grads: Iterable[Tensor]) -> None:
+    """Make gradients zero where a condition holds, without reading it."""
+    for grad in grads:
+        values = grad._values() if grad.is_sparse else grad
+        values.masked_fill_(condition.to(grad.device), 0)

@@ -1,0 +1,1027 @@
+"""The class that users see: a module whose replicas on all ranks take the same step.
+
+It derives from torch's class, because torch checks `isinstance` in its checkpoint, compile and pipeline code; none of
+that class's machinery is set up. docs/ddp-compatibility.md has a line for each of torch's names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from sys import modules
+from time import perf_counter_ns
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+from evenstep import checks, randomness
+from evenstep import world as worlds
+from evenstep.compat import torch_pytree as pytree
+from evenstep.compat.torch_ddp import MixedPrecision, active_in_dynamo
+from evenstep.compat.torch_dynamo import any_compiled, compiled_backends, keep_out_of_graphs, untraced
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.health import heartbeat
+from evenstep.health.steps import mark_compilations
+from evenstep.replica.batches import DummyBatch, input_watchers, is_empty_batch, show_inputs, split
+from evenstep.replica.channels import bucket_transport, validate_thread
+from evenstep.replica.gradients.buckets.comm_hooks import CommHook
+from evenstep.replica.gradients.engine import Engine, known_as_weighted, weighted_passes
+from evenstep.replica.gradients.window import drop_grads, validate_weight
+from evenstep.replica.join import JoinOfOne, Uneven, UnevenJoinHook
+from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
+from evenstep.replica.monitors.monitors import Monitors
+from evenstep.replica.monitors.nonfinite import Policy
+from evenstep.replica.normalization.layers import SyncLayers
+from evenstep.replica.normalization.sync_batchnorm import replace_torchs
+from evenstep.replica.virtual_ranks import loop
+from evenstep.replica.virtual_ranks.loop import VirtualRankBuffers
+from evenstep.replica.wrapper.assembly import build_engine
+from evenstep.replica.wrapper.mixed_precision import LowPrecision
+from evenstep.replica.wrapper.model_check import validate_for_virtual_ranks, validate_same_model
+from evenstep.replica.wrapper.reducer import Reducer
+from evenstep.replica.wrapper.settings import Settings, group_of, settle
+from evenstep.transport.base import Transport
+from evenstep.world import World
+
+Batch = TypeVar("Batch")
+Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+
+_MIN_COMPILED_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+# torch's names of dtypes in its logging data; of others python's.
+_LOGGED_DTYPES = {torch.float32: "float", torch.float64: "double"}
+_BUILTIN_HOOKS: dict[str, Hook] = {
+    "ALLREDUCE": default_hooks.allreduce_hook,
+    "FP16_COMPRESS": default_hooks.fp16_compress_hook,
+}
+# Kinds of nodes through which a loss keeps the factor of a GradScaler: products, and sums.
+_MOST_NODES = 1000
+_PRODUCTS = frozenset(
+    f"{name}Backward{number}"
+    for name in ("Mul", "Div", "Neg", "ToCopy", "Sum", "Mean", "Squeeze", "Unsqueeze", "View", "UnsafeView", "Expand")
+    for number in (0, 1, 2)
+) | {"ReshapeAliasBackward0", "CloneBackward0", "SelectBackward0"}
+_SUMS = frozenset(("AddBackward0", "SubBackward0", "StackBackward0", "CatBackward0", "RsubBackward0"))
+
+_wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+# Parameters and modules registered anywhere in this process. To look for new ones costs microseconds per forward pass,
+# and more the more layers there are; torch's registration hooks count, and only a changed number is worth a look.
+_num_registered = 0
+_registration_hooks: list[Any] = []
+
+
+def wrapped_models() -> list[DistributedDataParallel]:
+    """Return the wrapped models of this process that are alive."""
+    return list(_wrapped)
+
+
+class DistributedDataParallel(TorchDistributedDataParallel):
+    """A module whose replicas are kept equal: gradients are averaged over ranks while the backward pass runs.
+
+    Collective: every rank wraps its replica, of the same model. Parameters and module buffers become equal to rank
+    0's. `state_dict` has torch's keys (`module.` before each), `.module` is the module itself.
+
+    What is applied after a backward pass:
+
+    =======================================  =====================================================================
+    `loss.backward()`                        torch's meaning: summed over micro-batches, averaged over ranks
+    `model.backward(loss)`                   the mean over micro-batches and ranks
+    `model.backward(loss, weight=w)`         the sum of `w * gradient` over micro-batches and ranks, divided once by
+                                             the sum of `w`: the exact global mean
+    =======================================  =====================================================================
+
+    Unlike torch's class: parameters that receive no gradient need no flag; whether gradients travel is decided by the
+    state at *backward* and not at forward; module buffers are made equal at the end of a synchronised backward pass
+    (with the gradients) and not at the beginning of the next forward; an empty batch is allowed.
+
+    It derives from torch's class and has its interface : docs/ddp-compatibility.md has a line for
+    each of torch's arguments and methods.
+
+    Args:
+        module: The model. Moved to `world.device` if `evenstep.init` made the world and `device_ids` isn't given.
+        device_ids: None, or the one GPU where the module already is; inputs are moved there.
+        output_device: As `device_ids`.
+        dim: The batch dimension of inputs and outputs.
+        broadcast_buffers: Keep module buffers equal to rank 0's; None: True.
+        init_sync: Compare the models of all ranks and make them equal at the start.
+        process_group: Average over this group's ranks only.
+        bucket_cap_mb: Size of a bucket in MiB; None: 25.
+        find_unused_parameters: Accepted and ignored: unused parameters need no flag.
+        check_reduction: Accepted and ignored, as torch does.
+        gradient_as_bucket_view: Accepted and ignored: gradients always are views of their bucket.
+        static_graph: Accepted and ignored: nothing is assumed of the graph.
+        delay_all_reduce_named_params: Accepted and checked: a bucket goes when its gradients are there.
+        param_to_hook_all_reduce: As `delay_all_reduce_named_params`.
+        mixed_precision: torch's `MixedPrecision`.
+        device_mesh: The one-dimensional mesh along which the model is replicated, instead of `process_group`.
+        skip_all_reduce_unused_params: Accepted and ignored.
+        bucket_cap_mb_list: Sizes of the first bucket, the second, ... in MiB; the last is that of all that follow.
+        batched_grad_copy: Accepted and ignored: copies always are batched.
+        forward_sync_buffers: torch 2.13's name for `broadcast_buffers`; buffers are made equal at the start in any
+            case.
+        lazy_bucket_allocation: torch 2.15's; accepted and ignored: buckets hold the gradients themselves.
+        first_bucket_cap_mb: Size of the first bucket in MiB; None: 1, or `bucket_cap_mb` if that is smaller.
+        reduce_dtype: The dtype in which gradients are added over ranks and divided, such as float32 where parameters
+            have 16 bits; None: that of the parameters. `p.grad` keeps the parameters' dtype.
+        on_nonfinite: What happens when a gradient is infinite or not a number on some rank, unless its loss was scaled
+            by the `scaler` of `backward`. "warn": rank and parameter are said once, on CPUs (on GPUs as None), and not
+            where a GradScaler is in use; "skip": every `p.grad` becomes None on all ranks, with a warning that names
+            rank and parameter, and `skipped_steps` counts; "raise": a NonFiniteError on every rank; None: as torch.
+        compare_every: In so many synchronised backward passes every trained parameter is compared between ranks once,
+            some in each; where one isn't the same, a DriftError on every rank. None: 64, as long as ranks are surely
+            meant to have the same (see docs/faults.md); a number: always; 0: never.
+        world: The ranks that take part; None: the current world.
+
+    Raises:
+        MismatchError: The ranks' models or arguments differ; raised on every rank with the first difference.
+        ConfigurationError: An argument is wrong, or nothing in the module is trained. Raised on every rank.
+        UsageError: Another thread, which still runs, has wrapped a model that is alive.
+    """
+
+    module: nn.Module
+    world: World
+    settings: Settings
+    engine: Engine
+    monitors: Monitors
+    sync_layers: SyncLayers
+    logger = None  # torch's class has its timings there; here `world.telemetry` has them
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        *,
+        first_bucket_cap_mb: float | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        on_nonfinite: Policy | None = "warn",
+        compare_every: int | None = None,
+        world: World | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        group = group_of(process_group, device_mesh, module)
+        everybody = worlds.chosen(world, "DistributedDataParallel")
+        validate_thread(everybody, self)
+        world = everybody.of_group(group)
+        settings = settle(
+            world,
+            module,
+            dim=dim,
+            devices=(device_ids, output_device),
+            buffers=(broadcast_buffers, forward_sync_buffers),
+            buckets=(bucket_cap_mb, first_bucket_cap_mb, bucket_cap_mb_list),
+            delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
+            init_sync=init_sync,
+            on_nonfinite=on_nonfinite,
+            compare_every=compare_every,
+            mixed_precision=mixed_precision,
+            reduce_dtype=reduce_dtype,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+            lazy_bucket_allocation=lazy_bucket_allocation,
+        )
+        if everybody.virtual_ranks is not None:
+            per_rank = everybody.virtual_ranks.per_rank
+            validate_for_virtual_ranks(
+                module, settings, is_of_group=world is not everybody, virtual_ranks_per_rank=per_rank
+            )
+        if world.is_initialised and device_ids is None:
+            module.to(world.device)
+        self.module = module = replace_torchs(module)
+        self.dim = settings.dim
+        self.device = next(p for _, p in settings.kept(module)).device
+        self.device_type = self.device.type
+        self.device_ids = None if settings.inputs_to is None else [settings.inputs_to.index]
+        self.output_device = None if settings.inputs_to is None else settings.inputs_to.index
+        # Remembered for those who ask; nothing depends on them.
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.bucket_bytes_cap_list = [int(size * (1 << 20)) for size in bucket_cap_mb_list or ()]
+        self.mixed_precision = mixed_precision
+        if device_mesh is not None:  # otherwise torch's class has no such attribute either
+            self.device_mesh = device_mesh
+        transport = bucket_transport(world, self)
+        if settings.init_sync:
+            buffers = settings.kept_buffers(module) if settings.init_sync_buffers else []
+            validate_same_model(settings.kept(module), buffers, world)
+            tensors = [*(p.data for _, p in settings.kept(module)), *(buffer for _, buffer in buffers)]
+            finish_broadcast(start_broadcast(tensors, transport))
+        self._set_up(world, settings, transport)
+        world.compare_random_streams()
+        self._dummy = DummyBatch(self.dim)
+        self._low_precision = None
+        if self._wrapped_already() is not None:
+            if world.rank == 0:
+                warnings.warn(
+                    "the module is wrapped already. The new wrapper passes everything on to that one, whose arguments "
+                    "hold. Wrap `model.module` for others, or use the model as it is.",
+                    stacklevel=2,
+                )
+        elif mixed_precision is not None:
+            self._low_precision = LowPrecision(module, mixed_precision)
+            hook = self._low_precision.comm_hook
+            if hook is not None:
+                self.register_comm_hook(self.process_group, hook)
+
+    def _wrapped_already(self) -> DistributedDataParallel | None:
+        """The module, if it is a wrapped model of the same ranks; both have one engine, so that averages once."""
+        inner = self._modules["module"]
+        return inner if isinstance(inner, DistributedDataParallel) and inner.world is self.world else None
+
+    def _set_up(self, world: World, settings: Settings, transport: Transport, *, is_copy: bool = False) -> None:
+        """Set up everything but the module; also for a copy, which is made without the other ranks."""
+        Joinable.__init__(self)
+        self.world = world
+        self.settings = settings
+        inner = self._wrapped_already()
+        if inner is None:
+            self.engine, self.monitors = build_engine(self.module, world, settings, transport)
+            _wrapped.add(self)
+            self.sync_layers = SyncLayers(self.module, world, self.engine, is_copy=is_copy)
+            self.engine.shares_statistics = bool(self.sync_layers)
+        else:
+            self.engine, self.monitors, self.sync_layers = inner.engine, inner.monitors, inner.sync_layers
+        self._virtual_rank_buffers = VirtualRankBuffers(self.module, settings.ignored)
+        self.reducer = Reducer(self.engine)  # type: ignore[assignment]
+        self._hook: CommHook | None = None
+        self._hook_name = ""
+        # With manual finalization, how many averages have been finalized; None without.
+        self._num_finalized: int | None = None
+        self._frozen = [(name, p) for name, p in settings.kept(self.module) if not p.requires_grad]
+        # What torch's class has, for those who read it.
+        self.parameters_to_ignore = set(settings.ignored)
+        # torch.compile splits graphs at buckets of this size, and insists on a minimum.
+        self.bucket_bytes_cap = max(*settings.policy.caps_bytes, _MIN_COMPILED_BUCKET_BYTES)
+        self.broadcast_bucket_size = 250 << 20  # bytes; nothing is cut to it here
+        self.bucket_bytes_cap_default = settings.policy.cap_bytes(0) < self.bucket_bytes_cap
+        self._module_parameters = [parameter for _, parameter in settings.kept(self.module)]
+        self.is_multi_device_module = len({parameter.device for parameter in self._module_parameters}) > 1
+        self.use_side_stream_for_tensor_copies = True
+        self._num_registrations = _watch_registrations()
+        # How much was imported and compiled when nothing asked for care in `forward`; until that changes, nothing does.
+        self._num_modules, self._num_backends = -1, 0
+        self._backends: Mapping[int, object] = {}
+        self._names = [name for name, _ in self.module.named_parameters()]
+        parts = [each for each in self.module.modules() if isinstance(each, DistributedDataParallel)]
+        self._wrapped_inside = [part for part in parts if part.engine is not self.engine]
+
+    # ------------------------------------------------------------------ forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on this rank's share of the batch.
+
+        An empty share (every tensor that has the batch dimension has length 0 there) is allowed: the module runs on one
+        remembered sample, module buffers and random streams are restored, and what depends on the number of rows in
+        the outputs has length 0. Its gradients count for nothing.
+
+        Raises:
+            UsageError: The replicas are no longer in step (an earlier backward pass failed), or a parameter that was
+                frozen when the model was wrapped is trained now.
+        """
+        # Has anything been imported or compiled? First, because torch.compile is not to trace what follows.
+        if len(modules) != self._num_modules or len(self._backends) != self._num_backends:
+            return self._forward_with_care(inputs, kwargs)
+        first = inputs[0] if inputs else None
+        if not (
+            isinstance(first, Tensor)
+            and first.numel() > 0
+            and first.dim() > self.dim >= 0
+            and torch.is_grad_enabled()
+            and not input_watchers
+            and _num_registered == self._num_registrations
+            and self.world.has_diverged
+        ):
+            return self._forward_with_care(inputs, kwargs)
+        # The usual case: whatever it asks for costs a small model more than it computes meanwhile, because torch's work
+        # has driven it out of the processor's caches. See `_settle`.
+        engine = self.engine
+        engine.begin_forward()
+        began_ns = perf_counter_ns()
+        if heartbeat.current is not None:
+            heartbeat.mark(heartbeat.Phase.FORWARD)
+        outputs = self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # not by way of `__getattr__`
+        engine.end_forward(outputs, began_ns, over_dummy=False)
+        return outputs
+
+    def _forward_with_care(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._wrapped_already() is not None:
+            return self.module(*inputs, **kwargs)
+        is_compiled = _compilation_is_in_use()
+        engine = self.engine
+        with_grad = torch.is_grad_enabled()
+        show_inputs((inputs, kwargs))
+        if with_grad:
+            if self._awaits_finalization():
+                raise UsageError(
+                    f"forward on rank {self.world.rank}: the backward pass before it was not finalized. With "
+                    f"require_manual_backward_finalization, call finalize_backward() once after each backward pass."
+                )
+            engine.begin_forward()
+            self._validate_parameters()
+            if self.training:
+                if not self.world.has_diverged:
+                    self.world.diverge_random_streams()
+                engine.ending.validate_pass("the model was called in training")
+        began_ns = perf_counter_ns()
+        heartbeat.mark(heartbeat.Phase.FORWARD if with_grad else heartbeat.Phase.EVALUATING)
+        if self.settings.inputs_to is not None:
+            inputs, kwargs = pytree.tree_map_only(Tensor, self._moved, (inputs, kwargs))
+        # The usual case is recognised without flattening a pytree, a call of 10 microseconds.
+        first = inputs[0] if inputs else None
+        has_rows = isinstance(first, Tensor) and first.numel() > 0 and first.dim() > self.dim >= 0
+        is_empty = not has_rows and is_empty_batch((inputs, kwargs), self.dim)
+        is_first = not (is_empty or self._dummy.has_sample)
+        if is_first:
+            self._dummy.remember((inputs, kwargs))
+        if is_empty or self.sync_layers.layers or self._low_precision is not None or is_compiled:
+            run = self._forward_dummy if is_empty else self._run_module
+            with active_in_dynamo(self) if is_compiled else contextlib.nullcontext():
+                outputs = run(inputs, kwargs)
+        else:
+            outputs = self.module(*inputs, **kwargs)
+        if is_first:
+            self._dummy.remember_outputs(outputs)
+        if with_grad:  # passes of an evaluation are no part of a step
+            engine.end_forward(outputs, began_ns, over_dummy=is_empty)
+        self._settle()
+        return outputs
+
+    def _settle(self) -> None:
+        """Let calls take the short way from now on, if nothing needs more; see `_num_modules`."""
+        asks_for_care = (
+            self._frozen
+            or self.sync_layers.layers
+            or self._low_precision is not None
+            or self.settings.inputs_to is not None
+            or self.world.virtual_ranks is not None
+            or self._num_finalized is not None
+            or not self._dummy.has_sample
+        )
+        if not (asks_for_care or _compilation_is_in_use()):
+            self._backends = compiled_backends()
+            self._num_modules, self._num_backends = len(modules), len(self._backends)
+
+    def _run_module(self, inputs: Any, kwargs: Any, *, over_dummy: bool = False) -> Any:
+        exchanging = self.sync_layers.forward_pass(over_dummy=over_dummy)
+        with exchanging if self.sync_layers.layers else contextlib.nullcontext():
+            if self._low_precision is None:
+                return self.module(*inputs, **kwargs)
+            return self._low_precision.run(self.module, inputs, kwargs)
+
+    def _forward_dummy(self, inputs: Any, kwargs: Any) -> Any:
+        inputs, kwargs = self._dummy.build((inputs, kwargs))
+        with randomness.preserved(), untouched(self.module, but=self.sync_layers.buffers()):
+            outputs = self._run_module(inputs, kwargs, over_dummy=True)
+        return self._dummy.empty_outputs(outputs)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.settings.inputs_to, non_blocking=True)
+
+    def _validate_parameters(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name!r} was frozen when the model was wrapped and is trained now; its gradient would "
+                    f"not be averaged. Freeze parameters after wrapping, or wrap the module again."
+                )
+        if _num_registered != self._num_registrations:
+            counted = _num_registered
+            trained = [(name, p) for name, p in self.settings.kept(self.module) if p.requires_grad]
+            known, own = set(self._names), set(map(id, self._module_parameters))
+            replaced = [name for name, p in trained if name in known and id(p) not in own]
+            if replaced:  # whose gradients would come where nobody looks
+                raise UsageError(
+                    f"parameter {replaced[0]!r} is another one than when the model was wrapped "
+                    f"(load_state_dict(assign=True), or an nn.Parameter put in its place); its gradient would not be "
+                    f"averaged. Copy into parameters instead, or wrap the model, and make its optimizer, behind that."
+                )
+            new = [name for name, _ in trained if name not in known]
+            if new:
+                raise UsageError(
+                    f"parameter {new[0]!r} was added after the model was wrapped; its gradient would not be averaged. "
+                    f"Wrap the module again."
+                )
+            self._num_registrations = counted  # not before: who catches these is told again
+
+    # ------------------------------------------------------------------ backward
+
+    def backward(
+        self,
+        loss: Tensor,
+        weight: float | Tensor | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+    ) -> None:
+        """Add `weight` times the gradient of `loss` to the window; the end of the window divides by all weights.
+
+        Collective unless inside `accumulate`, `no_sync` or all but the last of `microbatches`. Until the window ends
+        `p.grad` holds this rank's undivided sum. After an error the gradients of this step are lost; the model is as
+        before it.
+
+        Wrapped parts of the module take part. A loss that goes through other wrapped models is given to
+        `evenstep.backward`, with all of them.
+
+        Args:
+            loss: One number, the *mean* over `weight` samples (or tokens).
+            weight: What the loss was averaged over: a number, or a 0-dim tensor, which is not read on the host. With
+                0 the loss is ignored, even if it is NaN. None: 1, or 0 for an empty share.
+            scaler: A `torch.amp.GradScaler`: the loss is scaled by it, unless it is a product of `scaler.scale`
+                already, or a sum of such.
+            retain_graph: As in `Tensor.backward`.
+            create_graph: As in `Tensor.backward`.
+
+        Raises:
+            ConfigurationError: The loss is no single number, or has no gradient; the weight is no finite number of at
+                least 0; the scaler is none.
+            UsageError: `loss.backward()` was called in this window; an empty share has a weight; some terms of the loss
+                were scaled by the scaler, and others not; the loss goes through another wrapped model.
+        """
+        models = [self, *self._wrapped_inside]
+        _backward(models, loss, weight, scaler=scaler, retain_graph=retain_graph, create_graph=create_graph)
+
+    # ------------------------------------------------------------------ accumulation
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes inside only add to `p.grad`; the first one outside averages the sum over ranks."""
+        before = self.engine.synchronise
+        self.engine.synchronise = False
+        try:
+            yield
+        finally:
+            self.engine.synchronise = before
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        """torch's name for `accumulate`."""
+        return self.accumulate()
+
+    def microbatches(self, batch: Batch, n: int = 1) -> Iterator[Batch]:
+        """Iterate over a batch in parts; communication is held back on all but the last.
+
+            for x, y in model.microbatches(batch, 4):
+                model.backward(loss_of(model(x), y), weight=len(x))
+            optimizer.step()
+
+        Collective: every rank runs the loop to its end, once per step. An empty batch has no parts, so the loop runs
+        zero times, and its end takes part in the exchange all the same. With a `SyncBatchNorm` in the model, which
+        exchanges statistics in every part, all ranks get equally many parts, and some of them may be empty.
+
+        In reproducible mode the parts are this rank's virtual ranks, and training has no other way: see
+        docs/reproducible.md. There `loss.backward()` is averaged over virtual ranks, as over so many ranks.
+
+        Args:
+            batch: A pytree of tensors [n_samples, ...], divided along the first dimension.
+            n: Number of parts; fewer if there are fewer samples. In reproducible mode: of each virtual rank.
+
+        Raises:
+            ConfigurationError: `n` is no positive number, or the batch can't be divided.
+            UsageError: The last part was not followed by a backward pass.
+        """
+        show_inputs(batch)  # of which the parts may be copies
+        exchanging = self.sync_layers if self.sync_layers and self.training else None
+        if self.world.virtual_ranks is not None:
+            yield from loop.loop(batch, n, self.dim, self.engine, self.world, self._virtual_rank_buffers, exchanging)
+            return
+        parts = split(batch, n, self.dim)
+        if exchanging is not None:
+            parts = exchanging.pad(parts, batch, self.dim)
+        before = self.engine.synchronise
+        num_reductions = self.engine.num_reductions
+        completed = False
+        try:
+            for index, part in enumerate(parts):
+                self.engine.synchronise = before and index == len(parts) - 1
+                yield part
+            completed = True
+        finally:
+            self.engine.synchronise = before
+            if before and not completed:
+                self.engine.leave_early("a loop over micro-batches was left before its end")
+        if before and not parts:
+            self.engine.reduce_without_backward()
+        elif before and self.engine.num_reductions == num_reductions:
+            self.engine.leave_early("a loop over micro-batches ended without a backward pass for its last part")
+            raise UsageError(
+                f"microbatches on rank {self.world.rank}: the last part was not followed by a backward pass, so the "
+                f"gradients have not been averaged. Call backward inside the loop, once per part."
+            )
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were skipped because a gradient was not finite (`on_nonfinite="skip"`)."""
+        return 0 if self.monitors.guard is None else self.monitors.guard.num_skipped
+
+    def extra_repr(self) -> str:
+        """The text beside the module when this is printed."""
+        return f"rank {self.world.rank}/{self.world.world_size}, {len(self.engine.buckets)} buckets"
+
+    # ------------------------------------------------------------------ what torch calls it
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass averages; accelerate and Lightning set it."""
+        return self.engine.synchronise
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        """Set by programs that hold synchronisation back themselves."""
+        self.engine.synchronise = bool(value)
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """As `require_backward_grad_sync`: module buffers are made equal where gradients are."""
+        return self.engine.synchronise
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        """Nothing: torch's class sets it anew in every forward pass."""
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether module buffers are made equal at the end of every synchronised backward pass.
+
+        May be set between two steps, to the same on all ranks.
+        """
+        return self.settings.sync_buffers
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        """From the next backward pass on."""
+        checks.switches("", forward_sync_buffers=value)
+        if not value and self.world.virtual_ranks is not None and self.modules_buffers:
+            raise UsageError(
+                "forward_sync_buffers=False in reproducible mode: every rank would have module buffers of its own. "
+                "Leave it on."
+            )
+        self.settings = dataclasses.replace(self.settings, sync_buffers=bool(value))
+        self.engine.trained.module_buffers.is_on = bool(value)
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:  # type: ignore[override]
+        """The module buffers that are not ignored."""
+        return [buffer for _, buffer in self.settings.kept_buffers(self.module)]
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:  # type: ignore[override]
+        """The same by name."""
+        return dict(self.settings.kept_buffers(self.module))
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """What `forward_sync_buffers` is called in torch 2.11, where nothing has the newer name."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        """Torch's own class takes it too."""
+        self.forward_sync_buffers = value
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether `finalize_backward` has to follow each backward pass that averages (torch 2.15)."""
+        return self._num_finalized is not None
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        """Set before a forward pass, or behind `finalize_backward`."""
+        checks.switches("", require_manual_backward_finalization=required)
+        if self._awaits_finalization():
+            raise UsageError(
+                f"require_manual_backward_finalization on rank {self.world.rank}: a backward pass was not finalized. "
+                f"Call finalize_backward() first."
+            )
+        self._num_finalized = self.engine.num_reductions if required else None
+        self._num_modules = -1  # `forward` looks anew at what it has to take care of
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward` must wait for the end of the backward pass: always, if it is required.
+
+        Gradients are averaged where autograd ends, so there is no earlier instant at which a hook could finalize.
+        """
+        return self.require_manual_backward_finalization
+
+    def finalize_backward(self) -> None:
+        """Follow a backward pass that averages, with `require_manual_backward_finalization`.
+
+        Gradients are averaged already when the backward pass returns; this only keeps torch's order of calls.
+
+        Raises:
+            UsageError: Finalization isn't required, or no average is to be finalized: none was made since the last
+                call, because of `no_sync` for example, or the backward pass hasn't returned.
+        """
+        where = f"finalize_backward on rank {self.world.rank}"
+        if self._num_finalized is None:
+            raise UsageError(f"{where}: it isn't required. Set require_manual_backward_finalization = True first.")
+        if not self._awaits_finalization():
+            raise UsageError(
+                f"{where}: no average is to be finalized. Call it once, after a backward pass outside of no_sync has "
+                f"returned."
+            )
+        self._num_finalized = self.engine.num_reductions
+
+    def _awaits_finalization(self) -> bool:
+        return self._num_finalized not in (None, self.engine.num_reductions)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
+        return self.engine.has_learned_order
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether module buffers are made equal at the end of the next backward pass."""
+        return self.settings.sync_buffers and self.engine.synchronise and bool(self.modules_buffers)
+
+    def unused_parameters(self) -> list[str]:
+        """Names of the parameters that had no gradient on any rank when gradients were last averaged."""
+        return self.engine.unused_parameters()
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """As `nn.Module.train`."""
+        nn.Module.train(self, mode)
+        return self
+
+    def _set_static_graph(self) -> None:
+        """Remembered for those who ask: no graph is assumed to stay as it is, and none has to."""
+        self.static_graph = True
+
+    def _register_buffer_comm_hook(self, state: object, hook: object, *_: object, **__: object) -> None:
+        """Refused: module buffers travel with the gradients, from rank 0.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "_register_buffer_comm_hook: module buffers are made equal with the gradients, from rank 0. Pass "
+            "broadcast_buffers=False and exchange them yourself, such as in a forward hook of the module."
+        )
+
+    def _check_reducer_finalized(self) -> None:
+        """As the next forward pass would, raise where a backward pass failed before its gradients were averaged.
+
+        Raises:
+            UsageError: It did.
+        """
+        self.engine.begin_forward()
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Nothing: outputs pass through no node of their own."""
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Nothing: what is measured is measured in every step.
+
+        Raises:
+            ConfigurationError: It is less than 1.
+        """
+        checks.whole("_set_ddp_runtime_logging_sample_rate: sample_rate", sample_rate, least=1)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        sizes = ", ".join(str(bucket.flat.numel() * bucket.flat.element_size()) for bucket in self.engine.buckets)
+        dtypes = {_LOGGED_DTYPES.get(parameter.dtype, str(parameter.dtype)[6:]) for parameter in self.engine.parameters}
+        return ({} if self._hook is None else {"comm_hook": self._hook_name}) | {
+            "world_size": self.world.world_size,
+            "rank": self.world.rank,
+            "module_name": type(self.module).__name__,
+            "backend_name": self.world.transport_name,
+            "iteration": self.engine.num_reductions,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "dtypes": ", ".join(sorted(dtypes)),
+            "num_parameter_tensors": len(self.engine.parameters),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in self.engine.parameters),
+            "unused_parameter_size": len(self.unused_parameters()),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_sizes": sizes,
+            "num_buckets_reduced": len(self.engine.buckets),
+            "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
+            "rebuilt_bucket_sizes": sizes if self._has_rebuilt_buckets else "",
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "can_set_static_graph": 1,  # it is never wrong here
+            "has_sync_bn": int(bool(self.sync_layers)),
+            "is_multi_device_module": int(self.is_multi_device_module),
+        }
+
+    # ------------------------------------------------------------------ communication hooks
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Have a hook average buckets over ranks instead of the transport: compression, for example.
+
+        torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) run unchanged. A hook averages; with
+        `backward(loss, weight=)` ranks add up their weights before, and what it is handed is multiplied by the number
+        of ranks over that sum, so that weights stay exact, and neither overflow 16 bits nor change what a hook keeps
+        for later. In a world of one nothing travels and the hook is not called.
+
+        Args:
+            state: Passed to every call; often a process group, or None for the default one.
+            hook: Called with the state and a `GradBucket`-like bucket whose gradients are complete.
+
+        Raises:
+            ConfigurationError: The hook can't be called so.
+            UsageError: There is one already.
+        """
+        if self._hook is not None:
+            raise UsageError("register_comm_hook: there is one already, and a model has at most one.")
+        if self.world.virtual_ranks is not None:
+            raise UsageError("register_comm_hook in reproducible mode: a hook adds in an order of its own.")
+        made = CommHook(state, hook)
+        self.engine.exchange.set_hook(made)
+        if self.monitors.drift is not None:
+            self.monitors.drift.doubt_hook(hook)
+        self._hook, self._hook_name = made, getattr(hook, "__qualname__", type(hook).__name__)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        name = str(comm_hook_type).rpartition(".")[2]
+        if name not in _BUILTIN_HOOKS:
+            raise checks.refuse("_register_builtin_comm_hook", comm_hook_type, f"one of {', '.join(_BUILTIN_HOOKS)}")
+        self.register_comm_hook(self.process_group, _BUILTIN_HOOKS[name])
+        self._hook_name = str(comm_hook_type)
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around a loop that ends earlier on some ranks: those take part in the others' steps with weight zero.
+
+            with model.join():
+                for x, y in loader:
+                    ...
+
+        Collective: every rank enters and leaves. When the last rank has left its loop, parameters and module buffers
+        are made equal to its own.
+
+        Args:
+            divide_by_initial_world_size: `loss.backward()` averages over all ranks; False: over those that still have
+                data. `model.backward(loss, weight=)` is the exact mean in either case.
+            enable: False: the context does nothing.
+            throw_on_early_termination: Raise a RuntimeError on every rank as soon as one has left its loop.
+        """
+        if self.world.virtual_ranks is not None:
+            raise UsageError(
+                "join in reproducible mode: every rank has its virtual ranks of every batch. Leave it out."
+            )
+        if self.world.world_size == 1 or not enable:
+            return contextlib.nullcontext()
+        return JoinOfOne(
+            self,
+            throw_on_early_termination=throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join`: takes the keyword `divide_by_initial_world_size`."""
+        by_all = bool(kwargs.get("divide_by_initial_world_size", True))
+        return UnevenJoinHook(self, by_all)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
+        """The group over which gradients are averaged, as torch's class calls it; None in a world of one."""
+        return self.world.process_group
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` keeps its counters."""
+        device: torch.device = self._module_parameters[0].device
+        return device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        """The group in which ranks are counted."""
+        return self.process_group
+
+    def _take_part_without_data(self) -> None:
+        """Another window's end, to which this rank gives nothing. An optimizer that is in the `Join` steps with it."""
+        self._drop_gradients()
+        self.sync_layers.shadow()
+        self.engine.reduce_without_backward()
+
+    def _drop_gradients(self) -> None:
+        drop_grads(self.engine.parameters)
+
+    def _set_uneven(self, uneven: Uneven | None) -> None:
+        self.engine.exchange.set_uneven(uneven)
+
+    def _kept_tensors(self) -> list[Tensor]:
+        buffers = [buffer for _, buffer in self.settings.kept_buffers(self.module)]
+        return [*(parameter.data for parameter in self._module_parameters), *buffers]
+
+    # ------------------------------------------------------------------ pickling
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The module and the settings; the world is found again where it is loaded."""
+        if self.process_group is not None and self.process_group is not dist.group.WORLD:
+            raise UsageError(
+                "only a module that is replicated over all ranks can be pickled or copied; save "
+                "its state_dict, or `.module`."
+            )
+        without = {
+            "world",
+            "engine",
+            "monitors",
+            "sync_layers",
+            "_virtual_rank_buffers",
+            "_hook",
+            "reducer",
+            "_frozen",
+            "_join_config",
+            "_backends",
+        }
+        return {name: value for name, value in self.__dict__.items() if name not in without}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        # A copy may be made on one rank alone, where nothing can be agreed: it shares the world's own transport.
+        world = worlds.current()
+        self._set_up(world, state["settings"], world.transport, is_copy=True)
+        self.require_manual_backward_finalization = state["_num_finalized"] is not None
+
+
+def backward(
+    models: Sequence[DistributedDataParallel],
+    loss: Tensor,
+    weight: float | Tensor | None = None,
+    *,
+    scaler: torch.amp.GradScaler | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+) -> None:
+    """Run one backward pass through several wrapped models, such as an encoder and a decoder.
+
+    Every model's window gets `weight` times the gradient of `loss`, as by `DistributedDataParallel.backward`, which
+    this is for one model. Windows are the models' own: `no_sync`, `accumulate` and `microbatches` of one don't hold
+    back another's gradients. Collective unless all models accumulate. After an error the gradients of this step are
+    lost; the models are as before it.
+
+    Args:
+        models: All wrapped models that the loss goes through, or whose parameters it uses, in the same order on all
+            ranks.
+        loss: One number, the *mean* over `weight` samples (or tokens).
+        weight: What the loss was averaged over; see `DistributedDataParallel.backward`.
+        scaler: As there.
+        retain_graph: As in `Tensor.backward`.
+        create_graph: As in `Tensor.backward`.
+
+    Raises:
+        ConfigurationError: A model isn't wrapped, or is named twice; else as `DistributedDataParallel.backward`.
+        UsageError: The loss goes through a wrapped model that isn't named; else as `DistributedDataParallel.backward`.
+    """
+    listed = list(models) if isinstance(models, Sequence) else [models]
+    rank = next((each.world.rank for each in listed if isinstance(each, DistributedDataParallel)), 0)
+    wrong = next((each for each in listed if not isinstance(each, DistributedDataParallel)), None)
+    if not listed or wrong is not None or len({id(each) for each in listed}) < len(listed):
+        wanted = "a list of wrapped models (evenstep.DistributedDataParallel), each of them once"
+        raise checks.refuse(f"backward on rank {rank}: models", listed if wrong is None else wrong, wanted)
+    _backward(listed, loss, weight, scaler=scaler, retain_graph=retain_graph, create_graph=create_graph)
+
+
+def _backward(
+    models: Sequence[DistributedDataParallel],
+    loss: Tensor,
+    weight: float | Tensor | None,
+    *,
+    scaler: torch.amp.GradScaler | None,
+    retain_graph: bool | None,
+    create_graph: bool,
+) -> None:
+    rank = models[0].world.rank
+    engines = [each.engine for each in models]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"{list(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
+        raise ConfigurationError(
+            f"backward on rank {rank}: the loss is {found}, not a tensor of one number. Pass what the "
+            f"criterion returned: the mean over this rank's samples."
+        )
+    if loss.grad_fn is None and not loss.requires_grad:
+        raise ConfigurationError(
+            f"backward on rank {rank}: the loss has no gradient: it was computed under torch.no_grad(), "
+            f"was detached, or depends on nothing that is trained."
+        )
+    if scaler is not None and not callable(getattr(scaler, "is_enabled", None)):
+        wanted = "a torch.amp.GradScaler, or None"
+        raise checks.refuse(f"backward on rank {rank}: scaler", scaler, wanted)
+    only_dummies = [engine.is_over_dummies(loss) for engine in engines]
+    empty = any(only_dummies)
+    checked = validate_weight((0.0 if empty else 1.0) if weight is None else weight, rank=rank)
+    if empty and isinstance(checked, float) and checked > 0:
+        raise UsageError(
+            f"backward on rank {rank}: weight={checked} for an empty share. Pass what the loss was "
+            f"averaged over, weight=len(x) for example, which is 0 here."
+        )
+    if scaler is not None and scaler.is_enabled() and not is_scaled(loss, scaler, rank=rank):
+        loss = scaler.scale(loss)
+    has_scaler = scaler is not None and scaler.is_enabled()
+    passes = weighted_passes(engines, checked, only_dummies=only_dummies, is_scaled=has_scaler)
+    with passes as scale, known_as_weighted(loss) as root:
+        if isinstance(checked, Tensor):
+            share = (checked.to(loss.device, torch.float64) / scale).to(loss.dtype).reshape(loss.shape)
+        else:
+            share = loss.new_full(loss.shape, checked / scale)
+        torch.autograd.backward(root, share, retain_graph=retain_graph, create_graph=create_graph)
+
+
+def is_scaled(loss: Tensor, scaler: torch.amp.GradScaler, *, rank: int) -> bool:
+    """Whether a loss is a product of `scaler.scale`, or a sum of such, perhaps divided or multiplied afterwards.
+
+    Raises:
+        UsageError: A sum in which some terms are, and others that are trained aren't.
+    """
+    scale = getattr(scaler, "_scale", None)
+    found: set[bool] = set()
+    pending: list[Any] = [loss.grad_fn]
+    for _ in range(_MOST_NODES):
+        if scale is None or not pending:
+            break
+        node = pending.pop()
+        name = None if node is None else node.name()
+        if name == "MulBackward0" and _is_by(node, scale):
+            found.add(True)
+        elif name in _SUMS:
+            pending += [each for each, _ in node.next_functions if each is not None]  # None: a constant
+        elif name in _PRODUCTS:
+            pending.append(next((each for each, _ in node.next_functions if each is not None), None))
+        else:
+            found.add(False)
+    if len(found) > 1:
+        raise UsageError(
+            f"backward on rank {rank}: of the terms of the loss some were scaled by scaler.scale and others weren't, "
+            f"so they would count {scaler.get_scale():g} times as much. Add first: loss = loss + penalty, and give "
+            f"that to model.backward(loss, scaler=scaler), which scales it."
+        )
+    return found == {True}
+
+
+def _is_by(node: Any, scale: Tensor) -> bool:
+    """Whether a product has the scaler's number as its other factor."""
+    # Not `_saved_other`: what a checkpoint has put away would be computed again.
+    other = getattr(getattr(node, "_raw_saved_other", None), "data", None)
+    return isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr()
+
+
+def _watch_registrations() -> int:
+    """Have torch count registrations from now on; return the number so far."""
+    if not _registration_hooks:
+        _registration_hooks.append(register_module_parameter_registration_hook(_count_registration))
+        _registration_hooks.append(register_module_module_registration_hook(_count_registration))
+    return _num_registered
+
+
+def _count_registration(*_: object) -> None:
+    global _num_registered
+    _num_registered += 1
+
+
+@untraced
+def _compilation_is_in_use() -> bool:
+    """Return whether anything has been compiled, or is to be: then torch.compile must know which module runs.
+
+    That changes an attribute of torch's class, which costs 5 microseconds: python forgets what it knew of the
+    attributes of the class and of those that derive from it.
+    """
+    if keep_out_of_graphs("evenstep"):
+        mark_compilations()
+    return any_compiled()

@@ -1,0 +1,87 @@
+"""Temporary directories that a killed process leaves only until the next one is made.
+
+[Note: directories of killed processes]
+
+A process that is killed can't remove its directory. It holds a lock on a file inside, which the kernel releases however
+it ends; whoever makes the next directory removes those whose lock nobody holds. Only directories with such a file are
+looked at: it is written under the lock. It says which kernel keeps the lock, because on a file system that nodes share
+another node may not see it; directories of other kernels are left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX = "evenstep-"
+_OWNER = "owner"
+
+
+@contextlib.contextmanager
+def private_directory(purpose: str) -> Iterator[Path]:
+    """A temporary directory of mode 0700, removed at the end of the block, or by the next call after a kill.
+
+    Args:
+        purpose: Part of its name.
+    """
+    directory = make_directory(purpose)
+    try:
+        yield directory
+    finally:
+        remove_directory(directory)
+
+
+_locks: dict[Path, int] = {}  # open files, by directory
+
+
+def make_directory(purpose: str) -> Path:
+    """As `private_directory`, for callers without a block; `remove_directory` ends it."""
+    root = Path(tempfile.gettempdir())
+    sweep(root)
+    directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-", dir=root))
+    with contextlib.suppress(OSError):  # a file system without locks: then it isn't swept
+        lock = os.open(directory / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        _locks[directory] = lock
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(lock, _kernel())
+    return directory
+
+
+def remove_directory(directory: Path) -> None:
+    """Remove a directory of `make_directory`, as far as that is possible. Twice is once."""
+    shutil.rmtree(directory, ignore_errors=True)
+    lock = _locks.pop(directory, None)
+    if lock is not None:
+        os.close(lock)
+
+
+def sweep(root: Path) -> None:
+    """Remove this user's directories that a killed process has left, directly in `root`."""
+    with contextlib.suppress(OSError), os.scandir(root) as entries:
+        for entry in entries:
+            if entry.name.startswith(_PREFIX) and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):  # another process was faster, or may do what this one mayn't
+                    _remove_if_left(Path(entry.path))
+
+
+def _remove_if_left(directory: Path) -> None:
+    lock = os.open(directory / _OWNER, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        if os.fstat(lock).st_uid == os.geteuid() and os.read(lock, 100) == _kernel():
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _kernel() -> bytes:
+    """What only processes under this kernel know; b"?" elsewhere than on Linux."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return b"?"

@@ -1,0 +1,11 @@
+"""What several transports use.
+
+1. `validation`: checks arguments before anything is sent, and makes tensors flat.
+2. `header`: the fingerprint by which ranks check that they make the same call, and the message where they don't.
+3. `reduction`: which rank reduces which slice, in which order, with which arithmetic; and the reduction itself.
+   `nonfinite_monitor` checks the sums for NaN and infinity while they are in the cache.
+4. `object_collectives`: exchanges of plain values, in the bytes of `codec`. `staged` carries such messages over a
+   transport for GPUs, `store_gather` where there is no transport yet.
+5. `worker_thread`: a thread that runs the calls of a transport in order.
+6. `fallback`: counts the calls that Gloo carries because shared memory doesn't.
+"""

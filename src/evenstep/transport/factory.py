@@ -1,0 +1,184 @@
+"""Which transports a world gets: shared memory within a node, Gloo between nodes, NCCL on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from evenstep import checks
+from evenstep.errors import ConfigurationError
+from evenstep.transport.base import Transport
+from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.store_gather import StoreGather
+from evenstep.transport.internode.plan import plan_nodes
+from evenstep.transport.local import LocalTransport
+from evenstep.transport.process_group.gloo import open_gloo, store_of
+from evenstep.transport.process_group.transport import ProcessGroupTransport
+from evenstep.transport.shm.handshake import connect_shared_memory, describe_this_process
+from evenstep.transport.shm.sync import plan_waiting
+from evenstep.transport.shm.transport import SharedMemoryTransport
+
+if TYPE_CHECKING:
+    from evenstep.transport.internode.steps import IntraNode
+
+TRANSPORTS = ("shared memory", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Transports:
+    """The transports of a world.
+
+    Attributes:
+        gradients: Carries gradients, on the ranks' devices.
+        control: Carries everything else, on the CPU.
+        timeout_s: Deadline of a collective.
+        requested: The name that was asked for; None: evenstep chose.
+        why_gloo: Why ranks don't share memory, where they would if they could.
+    """
+
+    gradients: Transport
+    control: Transport
+    timeout_s: float
+    requested: str | None = None
+    why_gloo: str | None = None
+
+
+def validate_transport(name: str | None, device: torch.device) -> None:
+    """Raise ConfigurationError if a transport can't carry what is on a device, whatever the other ranks do. Pure."""
+    if name is not None:
+        checks.choice("transport", name, TRANSPORTS, otherwise="None to let evenstep choose")
+    carried = {"nccl": "cuda", "shared memory": "cpu"}
+    if name in carried and device.type != carried[name]:
+        raise ConfigurationError(f"transport={name!r} can't carry gradients on {device}. Leave the argument out.")
+
+
+def open_transports(
+    name: str | None, device: torch.device, *, timeout_s: float, group: dist.ProcessGroup | None = None
+) -> Transports:
+    """Open the transports of all ranks of a process group.
+
+    Collective: every rank calls this, in the same order.
+
+    Args:
+        name: One of `TRANSPORTS`; None: NCCL on a GPU if the process group speaks it; else shared memory between ranks
+            that share a node, and Gloo between nodes; on a GPU that ranks share, Gloo.
+        device: Where this rank's gradients are.
+        timeout_s: Deadline of a collective.
+        group: The group; None: the default one.
+
+    Raises:
+        ConfigurationError: The requested transport is not available. Raised on every rank.
+    """
+    validate_transport(name, device)
+    requested = name
+    if device.type == "cuda" and name is None and "nccl" in str(dist.get_backend_config(group)):
+        name = "nccl"
+    if name in ("gloo", "nccl") or device.type == "cuda":
+        name = name or "gloo"
+        messages = _open("gloo", timeout_s, group)
+        return Transports(_open(name, timeout_s, group), messages, timeout_s, requested)
+    members = dist.get_process_group_ranks(group)
+
+    def among(ranks: Sequence[int]) -> ProcessGroupTransport:
+        return open_gloo([members[rank] for rank in ranks], timeout_s=timeout_s)
+
+    # Over the store and not over Gloo: every Gloo listens on a port as long as it lives.
+    control = StoreGather(store_of(members), dist.get_rank(group), len(members), timeout_s=timeout_s)
+    shared = connect_ranks(control, among, timeout_s=timeout_s)
+    if isinstance(shared, str):
+        if name is not None:
+            raise ConfigurationError(f"transport={name!r}: {shared}. Leave the argument out, and Gloo is used.")
+        gradients, messages = (_open("gloo", timeout_s, group) for _ in range(2))
+        return Transports(gradients, messages, timeout_s, requested, why_gloo=shared)
+    return Transports(shared, shared.split(), timeout_s, requested)
+
+
+def open_shared_memory(store: Store, rank: int, world_size: int, *, timeout_s: float) -> SharedMemoryTransport | None:
+    """Join all ranks of a run through memory that they share, before there is a process group.
+
+    Collective: every rank calls this.
+
+    Args:
+        store: Reached by all of them.
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout_s: Deadline for the others to come, and of the transport's calls.
+
+    Returns:
+        The transport on every rank; None on every rank if they can't share memory.
+    """
+    control = StoreGather(PrefixStore("shared memory/", store), rank, world_size, timeout_s=timeout_s)
+    made = connect_shared_memory(control, plan_waiting(world_size, timeout_s=timeout_s))
+    return None if isinstance(made, str) else made
+
+
+def _open(name: str, timeout_s: float, of: dist.ProcessGroup | None) -> Transport:
+    return open_between(name, dist.get_process_group_ranks(of), timeout_s=timeout_s, alone=of is not None)
+
+
+def open_between(name: str, ranks: Sequence[int], *, timeout_s: float, alone: bool = True) -> Transport:
+    """Open a transport of torch's between some ranks.
+
+    Collective: these ranks call this, in the same order.
+
+    Args:
+        name: "gloo" or "nccl".
+        ranks: Their numbers in the default group.
+        timeout_s: Deadline of a call.
+        alone: The other ranks don't call this.
+    """
+    if name == "gloo":
+        return open_gloo(ranks, timeout_s=timeout_s)
+    timeout = timedelta(seconds=timeout_s)
+    # Only the members of a subgroup know of it, so the other ranks can't take part in making a group.
+    group = dist.new_group(list(ranks), backend=name, timeout=timeout, use_local_synchronization=alone)
+    return ProcessGroupTransport(group, name=name, timeout_s=timeout_s, owns_group=True)
+
+
+def connect_ranks(
+    control: StoreGather, subgroup: Callable[[Sequence[int]], ProcessGroupTransport], *, timeout_s: float
+) -> Transport | str:
+    """Join ranks through memory that they share, as far as they share a node.
+
+    Collective: every rank calls this, in the same order.
+
+    Args:
+        control: Carries the few messages of the handshake.
+        subgroup: Opens Gloo between some ranks of `control`; called by these ranks alone.
+        timeout_s: Deadline of the new transport's calls.
+
+    Returns:
+        The transport on every rank, or on every rank the same reason why there is none.
+    """
+    seen = exchange(control, describe_this_process(control.rank))
+    plan = plan_nodes(seen)
+    if len(plan.nodes) == 1 or max(map(len, plan.nodes)) == 1:
+        policy = plan_waiting(control.world_size, timeout_s=timeout_s)
+        return connect_shared_memory(control, policy)  # explains it where memory can't be shared
+    # Imported here, so that the module costs time only in a world of several nodes.
+    from evenstep.transport.internode.transport import InternodeTransport
+
+    node, number = plan.place_of(control.rank)
+    ranks = plan.nodes[node]
+    intra_node: IntraNode | str = LocalTransport()
+    if len(ranks) > 1:
+        # Gloo's threads need cores as well.
+        intra_node = connect_shared_memory(control.among(ranks), plan_waiting(2 * len(ranks), timeout_s=timeout_s))
+    problems = exchange(control, intra_node if isinstance(intra_node, str) else None)
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            if not isinstance(intra_node, str):
+                intra_node.close()
+            return f"on the node of rank {rank}: {problem}"
+    assert not isinstance(intra_node, str)
+    inter_node = subgroup(plan.inter_node_group(number)) if number < plan.num_inter_node_groups else None
+    all_ranks = subgroup(range(control.world_size))
+    return InternodeTransport(
+        plan, intra_node=intra_node, inter_node=inter_node, all_ranks=all_ranks, rank=control.rank, timeout_s=timeout_s
+    )

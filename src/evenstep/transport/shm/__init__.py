@@ -1,0 +1,23 @@
+"""The transport of CPU ranks of one node, through a segment of memory that they share.
+
+An all-reduce, in reading order:
+
+1. `transport`: `SharedMemoryTransport.all_reduce` checks the tensor, makes it flat, and launches a call.
+2. `queue`: `_launch` queues the call and shows its header to the other ranks; `Work.wait` calls `_finish`, which runs
+   the programs of the queue until the call has ended. `progress` has the threads that advance calls for which no thread
+   waits.
+3. `collectives`: `ProgramContext` compares the call headers of all ranks. A short tensor is in its rank's slot
+   already, and `_eager_all_reduce` adds all of it. A long one has a program, a generator that stops where it needs the
+   other ranks: `_all_reduce` reduces one slice of all ranks' tensors (`core.reduction`), and writes it to all.
+4. `sync`: semaphores by which ranks signal that they have passed a phase of a call, and how a rank waits for that:
+   it spins, sleeps, and checks through `peers` whether the missing ranks are alive.
+5. Back in `queue`: the call ends, the result is copied to a tensor that isn't contiguous, and `wait` returns.
+
+Below this: `segment` has the memory and its layout, `allocator` the buckets in it. `handshake` connects the ranks at
+the start: it makes the segment, and every rank's transport on it.
+
+`requests` is how one rank has all others make Gloo, whatever they are doing.
+
+Imports point down in the order handshake, transport, queue, collectives, allocator, segment, requests, progress, sync,
+peers.
+"""

@@ -1,0 +1,579 @@
+"""The collectives of a node, as programs over a shared segment.
+
+A program is a generator. It yields (phase, count) where it can't go on before every other rank has signalled that
+phase so often; `queue` decides whether to wait or to come back later. Programs of one transport run one after the
+other, in the order of the calls, on every rank.
+
+`ProgramContext` has what programs are made of; `PROGRAMS` lists them by collective.
+
+[Note: three protocols]
+
+eager       Data travels with the signal: every rank copies its tensor into its slot when the call begins, and
+            afterwards reads all slots. One sync point. So do numbers that piggyback on a call, however large that is.
+zero-copy   Every tensor lies in its rank's zone. Ranks read and write each other's tensors where they are: each
+            reduces one slice over all ranks and writes it to all. Two sync points, no copy.
+chunked     Otherwise a tensor travels through slots that stay in the cache, chunk by chunk. Tensors that do lie in a
+            zone are still used where they are.
+
+[Note: three chunks]
+
+Chunk t is staged in slot t % 3 as soon as every rank has signalled FILLED for chunk t - 1. A rank signals that
+after it has staged its own chunk t - 1, and so after it has copied the result of chunk t - 3 out: slot t % 3 is
+free. With two slots a fast rank would overwrite what a slow one still copies out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import MismatchError
+from evenstep.health import peer_heartbeats
+from evenstep.transport.base import Op
+from evenstep.transport.core.header import (
+    COLLECTIVES,
+    OVER_GLOO,
+    REFUSED,
+    REPORT,
+    Fingerprint,
+    explain_mismatch,
+    pack_place,
+    text_bytes,
+    unpack_header,
+    unpack_text,
+)
+from evenstep.transport.core.nonfinite_monitor import monitor_of
+from evenstep.transport.core.reduction import Arithmetic, Scratch, plan_arithmetic, plan_slices, reduce_into
+from evenstep.transport.shm.allocator import Arena, Views
+from evenstep.transport.shm.segment import (
+    CHUNK_BYTES,
+    EAGER_BYTES,
+    MAX_PIGGYBACK_BYTES,
+    NUM_CHUNKS,
+    NUM_SLOTS,
+    Segment,
+)
+from evenstep.transport.shm.sync import Phase, ProgressCounters
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """One collective of this rank.
+
+    Attributes:
+        number: From 0, counting the calls of one transport.
+        collective: Its name, one of `header.COLLECTIVES`.
+        op: How values are combined; None where they aren't.
+        source: The only rank whose data counts; -1: all ranks' data does.
+        flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets. Of a scatter,
+            on other ranks than the source, only its length counts.
+        address: Of `flat`'s first element.
+        out: [...], contiguous, flat: what this rank gets.
+        packed: The fingerprint.
+        place: Where `flat` lies in this rank's zone; None if elsewhere.
+        receiver: The only rank that gets the result; -1: all do.
+        splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to
+            and expects from each; None where all are the same.
+        piggyback: [n], numbers that are added over the ranks in the same call, in place; None: there are none.
+        places: By rank: where its tensor lies in its zone; None where it has to be copied. Known when all are there. A
+            program whose result would overwrite a tensor that another rank still reads sets all to None (and `place`,
+            where its own result may not be written there), and so takes the way through slots.
+        head: The header that this rank shows the others.
+    """
+
+    number: int
+    collective: str
+    op: Op | None
+    source: int
+    flat: Tensor
+    address: int
+    out: Tensor
+    packed: bytes
+    place: int | None
+    receiver: int = -1
+    splits: Tensor | None = None
+    piggyback: Tensor | None = None
+    places: Sequence[int | None] = ()
+    head: bytes = b""
+
+    @property
+    def slot(self) -> int:
+        """The slot that it uses."""
+        return self.number % NUM_SLOTS
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether the data travels with the signal that the call has begun."""
+        room = EAGER_BYTES if self.piggyback is None else EAGER_BYTES - MAX_PIGGYBACK_BYTES
+        return self.flat.nbytes <= room and self.splits is None
+
+    def __str__(self) -> str:
+        return f"number {self.number + 1}, {Fingerprint.unpack(self.packed)}"
+
+
+Program = Generator[tuple[Phase, int], None, None]
+# By collective: what is done of an eager call, once all ranks are there, and the program of a large one.
+Programs = Mapping[
+    str, tuple[Callable[["ProgramContext", "Call"], None], Callable[["ProgramContext", "Call"], Program]]
+]
+
+_memmove = ctypes.memmove
+_MAX_EAGER_VIEWS = 1024
+_MAX_AGREED = 1024
+
+
+class ProgramContext:
+    """Per-rank state and primitives that collective programs use.
+
+    Attributes:
+        segment: The shared memory.
+        counters: Signals between the ranks, and waiting for them.
+        arena: This rank's zone.
+        rank: This rank.
+        world_size: Number of ranks.
+        part_of: Number and transport of the outer call that the next calls are a part of; None: they stand alone.
+    """
+
+    def __init__(
+        self, segment: Segment, counters: ProgressCounters, programs: Programs, *, rank: int, world_size: int, name: str
+    ) -> None:
+        self.segment = segment
+        self.counters = counters
+        self.arena = Arena(segment, rank)
+        self.rank = rank
+        self.world_size = world_size
+        self.ranks = range(world_size)
+        self.part_of: tuple[int, str] | None = None
+        self._name = name
+        self._programs = programs
+        self._views = Views(segment)
+        self._scratch = Scratch()
+        self._eager_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+        self._agreed: dict[tuple[bytes, ...], Sequence[int | None]] = {}  # by the headers of all ranks: their places
+        self._num_chunks = 0
+
+    # ------------------------------------------------------------------ the beginning of a call
+
+    def has_slot(self, number: int) -> bool:
+        """Whether all ranks, this one included, have finished the call that used the same slot before."""
+        count = number - NUM_SLOTS + 1
+        if count <= 0:
+            return True
+        counters = self.counters
+        return counters.num_signals(Phase.FINISHED) >= count and counters.all_here(Phase.FINISHED, count)
+
+    def arrive(self, call: Call) -> None:
+        """Show the others the header, with the data of an eager call, and signal ARRIVED."""
+        layout, slot = self.segment.layout, call.slot
+        num_bytes = call.flat.nbytes
+        if num_bytes and call.is_eager and call.source in (-1, self.rank):
+            _memmove(self.segment.common.address + layout.eager_slot(self.rank, slot), call.address, num_bytes)
+        if call.piggyback is not None:
+            there = self.segment.common.address + layout.piggyback(self.rank, slot)
+            _memmove(there, call.piggyback.data_ptr(), call.piggyback.nbytes)
+        call.head = pack_place(call.place) + call.packed
+        self.segment.write(layout.header(self.rank, slot), call.head)
+        self.counters.signal(Phase.ARRIVED)
+
+    def run_eager(self, call: Call) -> None:
+        """Complete an eager call, when all ranks have arrived."""
+        self._read_headers(call)
+        self._programs[call.collective][0](self, call)
+        if call.piggyback is not None:
+            self._add_piggyback(call, call.piggyback)
+        self.counters.signal(Phase.FINISHED)
+
+    def program(self, call: Call) -> Program:
+        """The program of a large call, when all ranks have arrived."""
+        self._read_headers(call)
+        if call.piggyback is not None:
+            self._add_piggyback(call, call.piggyback)
+        yield from self._programs[call.collective][1](self, call)
+        self.counters.signal(Phase.FINISHED)
+
+    def _add_piggyback(self, call: Call, numbers: Tensor) -> None:
+        key = (call.slot + NUM_SLOTS, numbers.dtype, numbers.numel())
+        views = self._slots(key, self.segment.layout.piggyback)
+        reduce_into([numbers], views, plan_arithmetic("sum", numbers.dtype), self._scratch)
+
+    def _read_headers(self, call: Call) -> None:
+        layout, slot, own = self.segment.layout, call.slot, call.head
+        heads = tuple(
+            own if r == self.rank else self.segment.read(layout.header(r, slot), len(own)) for r in self.ranks
+        )
+        places = self._agreed.get(heads)  # a bucket has the same header step after step
+        if places is not None:
+            call.places = places
+            return
+        headers = [unpack_header(head) for head in heads]
+        call.places = tuple(place for place, _ in headers)
+        fingerprints = [packed for _, packed in headers]
+        texts = {
+            r: unpack_text(self.segment.read(layout.eager_slot(r, slot), num_bytes))
+            for r, packed in enumerate(fingerprints)
+            if (num_bytes := text_bytes(packed))
+        }
+        number, name = self.part_of or (call.number + 1, self._name)
+        known_as = self.counters.known_as
+        problem = explain_mismatch(number, name, fingerprints, texts, known_as)
+        if problem is not None and texts:
+            raise MismatchError(problem)
+        if problem is not None:
+            pids = {known_as[rank]: self.counters.pid(rank) for rank in self.ranks}
+            key = f"{self.segment.nonce.hex()} {number}"  # of this transport, and of none before it
+            raise MismatchError(problem + peer_heartbeats.exchange_sites(key, pids))
+        if len(self._agreed) >= _MAX_AGREED:
+            self._agreed.clear()
+        self._agreed[heads] = call.places
+
+    # ------------------------------------------------------------------ primitives of programs
+
+    def eager_data(self, call: Call) -> list[Tensor]:
+        """[numel] of every rank: the data of an eager call."""
+        key = (call.slot, call.flat.dtype, call.flat.numel())
+        return self._slots(key, self.segment.layout.eager_slot)
+
+    def _slots(self, key: tuple[int, torch.dtype, int], place: Callable[[int, int], int]) -> list[Tensor]:
+        views = self._eager_views.get(key)
+        if views is None:
+            slots = [place(rank, key[0] % NUM_SLOTS) for rank in self.ranks]
+            views = [self._views.common(slot, key[1], key[2]) for slot in slots]
+            if len(self._eager_views) >= _MAX_EAGER_VIEWS:
+                self._eager_views.clear()
+            self._eager_views[key] = views
+        return views
+
+    def shared_view(self, call: Call, rank: int, chunk: int, begin: int, end: int) -> Tensor:
+        """[end - begin], elements of a rank's tensor, in memory that all ranks share.
+
+        Args:
+            call: The call.
+            rank: Whose tensor.
+            chunk: Number of the chunk, from 0 in this call.
+            begin: First element, counted from the start of the chunk.
+            end: One after the last.
+        """
+        dtype = call.flat.dtype
+        place = call.places[rank]
+        if place is None:
+            slot = self.segment.layout.chunk(rank, (self._num_chunks + chunk) % NUM_CHUNKS)
+            return self._views.common(slot + begin * dtype.itemsize, dtype, end - begin)
+        first = begin + (chunk and chunk * self.chunk_numel(call))
+        if rank == self.rank:
+            return call.flat[first : first + end - begin]
+        return self._views.zone(rank, place + first * dtype.itemsize, dtype, end - begin)
+
+    def chunk_numel(self, call: Call) -> int:
+        """Elements of one chunk: all of the tensor if no rank's tensor has to be copied."""
+        if call.source >= 0:
+            in_place = call.places[call.source] is not None
+        else:
+            in_place = None not in call.places
+        return call.flat.numel() if in_place else CHUNK_BYTES // call.flat.dtype.itemsize
+
+    def stage(self, call: Call, chunk: int) -> int:
+        """Copy a chunk of this rank's tensor to where the others read it, and signal FILLED. Returns the count."""
+        if call.places[self.rank] is None and call.source in (-1, self.rank):
+            begin, end = self.chunk_bounds(call, chunk)
+            self.shared_view(call, self.rank, chunk, 0, end - begin).copy_(call.flat[begin:end])
+        return self.counters.signal(Phase.FILLED)
+
+    def chunk_bounds(self, call: Call, chunk: int) -> tuple[int, int]:
+        """The elements of a chunk: (begin, end)."""
+        length = self.chunk_numel(call)
+        return chunk * length, min(call.flat.numel(), (chunk + 1) * length)
+
+    def count_chunks(self, call: Call) -> int:
+        """How many chunks a call has."""
+        return -(-call.flat.numel() // self.chunk_numel(call))
+
+    def chunks_done(self, count: int) -> None:
+        """Continue with the slot after this call's last one."""
+        self._num_chunks += count
+
+    def sync_point(self) -> Program:
+        """Wait until every rank has come to this point."""
+        yield Phase.REDUCED, self.counters.signal(Phase.REDUCED)
+
+    def reduce(self, call: Call, outputs: list[Tensor], inputs: list[Tensor], begin: int = 0) -> None:
+        """See `reduce_into`; `begin` is the first element's number in the call's tensor."""
+        reduce_into(outputs, inputs, self.arithmetic(call), self._scratch, monitor_of(call.flat), begin)
+
+    def arithmetic(self, call: Call) -> Arithmetic:
+        """How the call combines."""
+        assert call.op is not None
+        return plan_arithmetic(call.op, call.flat.dtype)
+
+
+# ---------------------------------------------------------------------- eager calls: all data lies in the slots
+
+
+def _eager_all_reduce(at: ProgramContext, call: Call) -> None:
+    at.reduce(call, [call.out], at.eager_data(call))
+
+
+def _eager_broadcast(at: ProgramContext, call: Call) -> None:
+    if call.source != at.rank and call.out.numel():
+        call.out.copy_(at.eager_data(call)[call.source])
+
+
+def _eager_all_gather(at: ProgramContext, call: Call) -> None:
+    numel = call.flat.numel()
+    if numel and call.receiver in (-1, at.rank):
+        for rank, data in enumerate(at.eager_data(call)):
+            call.out[rank * numel : (rank + 1) * numel].copy_(data)
+
+
+def _eager_reduce_scatter(at: ProgramContext, call: Call) -> None:
+    numel = call.out.numel()
+    begin, end = at.rank * numel, (at.rank + 1) * numel
+    at.reduce(call, [call.out], [data[begin:end] for data in at.eager_data(call)], begin)
+
+
+def _eager_reduce(at: ProgramContext, call: Call) -> None:
+    if call.receiver == at.rank:
+        at.reduce(call, [call.out], at.eager_data(call))
+
+
+def _eager_scatter(at: ProgramContext, call: Call) -> None:
+    numel = call.out.numel()
+    if numel:
+        call.out.copy_(at.eager_data(call)[call.source][at.rank * numel : (at.rank + 1) * numel])
+
+
+def _eager_all_to_all(at: ProgramContext, call: Call) -> None:
+    numel = call.flat.numel() // at.world_size
+    if numel:
+        for rank, data in enumerate(at.eager_data(call)):
+            mine = data[at.rank * numel : (at.rank + 1) * numel]
+            call.out[rank * numel : (rank + 1) * numel].copy_(mine)
+
+
+def _eager_barrier(at: ProgramContext, call: Call) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------- large calls: the loop over chunks
+
+
+def _chunk_by_chunk(
+    at: ProgramContext, num_chunks: int, stage: Callable[[int], int], read: Callable[[int], object]
+) -> Program:
+    """Go through the chunks of a call: every rank stages the next one before it reads this one.
+
+    Args:
+        at: Whose chunk slots are used. See [Note: three chunks].
+        num_chunks: How many.
+        stage: Copies this rank's part of a chunk to where the others read it; returns the count of its FILLED signal.
+        read: Reads a chunk that all ranks have staged.
+    """
+    filled = stage(0) if num_chunks else 0
+    for chunk in range(num_chunks):
+        yield Phase.FILLED, filled
+        if chunk + 1 < num_chunks:
+            filled = stage(chunk + 1)
+        read(chunk)
+    at.chunks_done(num_chunks)
+
+
+def _read_chunks(at: ProgramContext, call: Call, read: Callable[[int], object]) -> Program:
+    """Have all of a call's tensors read: where they lie, if they all lie in zones; else chunk by chunk."""
+    places = call.places if call.source < 0 else [call.places[call.source]]
+    if None in places:
+        yield from _chunk_by_chunk(at, at.count_chunks(call), lambda chunk: at.stage(call, chunk), read)
+    else:
+        read(0)
+    if any(place is not None for place in places):
+        yield from at.sync_point()  # a rank may not change a tensor in its zone before all others have read it
+
+
+# ---------------------------------------------------------------------- large calls: the programs
+
+
+def _all_reduce(at: ProgramContext, call: Call) -> Program:
+    """Each rank reduces its slice, zero-copy or chunk by chunk."""
+    if None in call.places:
+        yield from _chunked_all_reduce(at, call)
+        return
+    # Zero-copy: the sync point at the beginning has shown that everything is there.
+    begin, end = plan_slices(call.flat.numel(), at.world_size, call.flat.dtype.itemsize)[at.rank]
+    if begin < end:
+        views = [at.shared_view(call, rank, 0, begin, end) for rank in at.ranks]
+        at.reduce(call, [views[at.rank], *views[: at.rank], *views[at.rank + 1 :]], views, begin)
+    yield Phase.REDUCED, at.counters.signal(Phase.REDUCED)
+
+
+def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
+    num_chunks = at.count_chunks(call)
+    yield Phase.FILLED, at.stage(call, 0)
+    for chunk in range(num_chunks):
+        first, last = at.chunk_bounds(call, chunk)
+        slices = plan_slices(last - first, at.world_size, call.flat.dtype.itemsize)
+        begin, end = slices[at.rank]
+        if begin < end:
+            views = [at.shared_view(call, rank, chunk, begin, end) for rank in at.ranks]
+            written = [h for r, h in enumerate(views) if r != at.rank and call.places[r] is not None]
+            at.reduce(call, [views[at.rank], *written], views, first + begin)
+        reduced = at.counters.signal(Phase.REDUCED)
+        has_next = chunk + 1 < num_chunks
+        filled = at.stage(call, chunk + 1) if has_next else 0
+        yield Phase.REDUCED, reduced
+        if call.place is None and call.receiver in (-1, at.rank):
+            for owner, (begin, end) in enumerate(slices):
+                if begin < end:
+                    call.out[first + begin : first + end].copy_(at.shared_view(call, owner, chunk, begin, end))
+        if has_next:
+            yield Phase.FILLED, filled
+    at.chunks_done(num_chunks)
+    if any(place is not None for place in call.places):
+        # A rank whose result lies in its zone may not change it before the others have copied it.
+        yield from at.sync_point()
+
+
+def _reduce(at: ProgramContext, call: Call) -> Program:
+    # Through the slots, also from a zone: only the receiver's tensor may change.
+    call.place, call.places = None, [None] * at.world_size
+    yield from _all_reduce(at, call)
+
+
+def _broadcast(at: ProgramContext, call: Call) -> Program:
+    def read(chunk: int) -> None:
+        if at.rank != call.source:
+            begin, end = at.chunk_bounds(call, chunk)
+            call.out[begin:end].copy_(at.shared_view(call, call.source, chunk, 0, end - begin))
+
+    yield from _read_chunks(at, call, read)
+
+
+def _all_gather(at: ProgramContext, call: Call) -> Program:
+    numel = call.flat.numel()
+
+    def read(chunk: int) -> None:
+        if call.receiver in (-1, at.rank):
+            begin, end = at.chunk_bounds(call, chunk)
+            for rank in at.ranks:
+                out = call.out[rank * numel + begin : rank * numel + end]
+                out.copy_(at.shared_view(call, rank, chunk, 0, end - begin))
+
+    yield from _read_chunks(at, call, read)
+
+
+def _scatter(at: ProgramContext, call: Call) -> Program:
+    numel = call.out.numel()
+    first, last = at.rank * numel, (at.rank + 1) * numel
+
+    def read(chunk: int) -> None:
+        start, stop = at.chunk_bounds(call, chunk)
+        begin, end = max(start, first), min(stop, last)
+        if begin < end:
+            out = call.out[begin - first : end - first]
+            out.copy_(at.shared_view(call, call.source, chunk, begin - start, end - start))
+
+    yield from _read_chunks(at, call, read)
+
+
+def _reduce_scatter(at: ProgramContext, call: Call) -> Program:
+    numel = call.out.numel()
+    if None not in call.places:
+        begin, end = at.rank * numel, (at.rank + 1) * numel
+        at.reduce(call, [call.out], [at.shared_view(call, rank, 0, begin, end) for rank in at.ranks], begin)
+        yield from at.sync_point()
+        return
+    call.places = (None,) * at.world_size  # a chunk holds a part of every rank's share, so all are copied
+    length = CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
+
+    def stage(chunk: int) -> int:
+        begin, end = chunk * length, min(numel, (chunk + 1) * length)
+        for rank in at.ranks:
+            into = at.shared_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
+            into.copy_(call.flat[rank * numel + begin : rank * numel + end])
+        return at.counters.signal(Phase.FILLED)
+
+    def read(chunk: int) -> None:
+        begin, end = chunk * length, min(numel, (chunk + 1) * length)
+        first = at.rank * length
+        inputs = [at.shared_view(call, rank, chunk, first, first + end - begin) for rank in at.ranks]
+        at.reduce(call, [call.out[begin:end]], inputs, at.rank * numel + begin)
+
+    yield from _chunk_by_chunk(at, -(-numel // length), stage, read)
+
+
+def _all_to_all(at: ProgramContext, call: Call) -> Program:
+    """A chunk holds a part of what its rank sends to every other."""
+    if call.splits is None:
+        sent = [[call.flat.numel() // at.world_size] * at.world_size] * at.world_size
+    else:
+        problem = explain_splits(call.splits)
+        if problem is not None:
+            raise MismatchError(problem)
+        sent = call.splits[:, 0].tolist()
+    call.place, call.places = None, [None] * at.world_size
+    length = CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
+
+    def stage(chunk: int) -> int:
+        start = 0
+        for rank, numel in enumerate(sent[at.rank]):
+            begin, end = chunk * length, min(numel, (chunk + 1) * length)
+            if begin < end:
+                into = at.shared_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
+                into.copy_(call.flat[start + begin : start + end])
+            start += numel
+        return at.counters.signal(Phase.FILLED)
+
+    def read(chunk: int) -> None:
+        start = 0
+        for rank in at.ranks:
+            numel = sent[rank][at.rank]
+            begin, end = chunk * length, min(numel, (chunk + 1) * length)
+            if begin < end:
+                mine = at.shared_view(call, rank, chunk, at.rank * length, at.rank * length + end - begin)
+                call.out[start + begin : start + end].copy_(mine)
+            start += numel
+
+    num_chunks = -(-max(max(row) for row in sent) // length)
+    yield from _chunk_by_chunk(at, num_chunks, stage, read)
+
+
+def explain_splits(splits: Tensor) -> str | None:
+    """The message for ranks that expect other amounts than they are sent; None if all fit. Pure, equal on all ranks.
+
+    Args:
+        splits: [world_size, 2, world_size]: how much each rank sends to, and expects from, each other.
+    """
+    sent, expected = splits[:, 0], splits[:, 1].t()
+    wrong = (sent != expected).nonzero()
+    if not len(wrong):
+        return None
+    source, target = wrong[0].tolist()
+    return (
+        f"the ranks disagree in an all_to_all: rank {source} sends {int(sent[source, target])} elements to rank "
+        f"{target}, which expects {int(expected[source, target])}. What a rank sends to another is what that one "
+        f"expects from it."
+    )
+
+
+def _barrier(at: ProgramContext, call: Call) -> Program:
+    yield from ()
+
+
+# By collective, what is done of an eager call, and the program of a large one.
+PROGRAMS: Programs = {
+    "all_reduce": (_eager_all_reduce, _all_reduce),
+    "broadcast": (_eager_broadcast, _broadcast),
+    "all_gather": (_eager_all_gather, _all_gather),
+    "reduce_scatter": (_eager_reduce_scatter, _reduce_scatter),
+    "barrier": (_eager_barrier, _barrier),
+    "reduce": (_eager_reduce, _reduce),
+    "gather": (_eager_all_gather, _all_gather),
+    "scatter": (_eager_scatter, _scatter),
+    "all_to_all": (_eager_all_to_all, _all_to_all),
+    **{
+        name: (_eager_barrier, _barrier)  # only compared
+        for name in COLLECTIVES
+        if name in (REFUSED, REPORT) or name.endswith(OVER_GLOO)
+    },
+}

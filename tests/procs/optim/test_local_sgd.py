@@ -1,0 +1,424 @@
+"""Local SGD: faults on one rank, closing and going on, and whether it converges as well."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import evenstep
+from evenstep.errors import ConfigurationError, DriftError, NonFiniteError, UsageError
+from evenstep.testing import RankPool
+from tests.procs.docs.test_examples import EXAMPLES, load_module
+
+# ---------------------------------------------------------------------- faults on one rank
+
+
+def build(seed: int, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+
+
+def poisoned(seed: int, policy: str | None, odd: int, gloo: bool) -> tuple[str, list[str], int, bool, list[float]]:
+    """(what was raised, warnings, skipped steps, whether all is finite, parameters) with one NaN on one rank."""
+    world = evenstep.init(quiet=True)
+    if gloo:
+        world = evenstep.World.from_process_group(transport="gloo", device="cpu")
+    raised = ""
+    try:
+        model = evenstep.DistributedDataParallel(build(seed), on_nonfinite=policy, world=world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        local = evenstep.LocalSGD(model, optimizer, every=2)
+        generator = torch.Generator().manual_seed(seed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                for step in range(6):
+                    model.backward(model(torch.randn(4, 6, dtype=torch.float64, generator=generator)).square().mean())
+                    if step == 2 and world.rank == odd:
+                        model.module[2].weight.grad[1, 3] = math.nan
+                    local.step()
+                    optimizer.zero_grad()
+            except NonFiniteError as error:
+                raised = str(error)
+        values = [float(p.detach().sum()) for p in model.parameters()]
+        told = [str(each.message) for each in caught if "not a number" in str(each.message)]
+        return raised, told, model.skipped_steps, all(map(math.isfinite, values)), values
+    finally:
+        if gloo:
+            world.close()
+
+
+@pytest.mark.parametrize(("nproc", "odd", "gloo"), [(1, 0, False), (2, 1, False), (3, 0, False), (2, 0, True)])
+def test_a_gradient_that_isnt_finite_is_named_when_parameters_are_averaged(ranks, fresh_seed, nproc, odd, gloo):
+    where = f"on rank {odd}: '2.weight'."
+    for policy in ("warn", "skip", "raise", None):
+        found = ranks.run(poisoned, nproc, fresh_seed, policy, odd, gloo)
+        raised, told, _, is_finite, values = found[0]
+        if policy == "raise":
+            assert where in raised
+            assert all(each[0] == raised and each[3] for each in found)
+            continue
+        assert raised == ""
+        assert len(told) == (policy is not None)
+        assert all(each[1] == [] for each in found[1:]), "rank 0 says it"
+        assert all(where in each for each in told)
+        assert is_finite == (policy == "skip")
+        assert {each[2] for each in found} == {1 if policy == "skip" else 0}
+        if is_finite:
+            assert all(each[4] == values for each in found)
+    assert NonFiniteError.exit_code == 73
+
+
+def scaled(seed: int) -> tuple[list[float], list[float], float, list[float]]:
+    """(parameters, those of an oracle, the largest difference of scales, the scale after each step)."""
+    world = evenstep.init(quiet=True)
+    model, oracle = evenstep.DistributedDataParallel(build(seed, torch.float32)), build(seed, torch.float32)
+    optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, oracle))
+    local = evenstep.LocalSGD(model, optimizer, every=3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    generator, scales = torch.Generator().manual_seed(seed + world.rank), []
+    for step in range(6):
+        x = torch.randn(4, 6, generator=generator)
+        overflows = step == 1 and world.rank == world.world_size - 1
+        model.backward(scaler.scale(model(x).square().mean()), scaler=scaler)
+        if overflows:
+            model.module[0].weight.grad[0, 0] = math.inf
+        else:
+            oracle(x).square().mean().backward()
+            plain.step()
+            plain.zero_grad()
+        if local.step(scaler=scaler):
+            for parameter in oracle.parameters():
+                parameter.data = world.mean(parameter.detach())
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    told = world.exchange(scaler.get_scale())
+    model.backward(scaler.scale(model(x).square().mean()), scaler=scaler)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(UsageError, match=r"local\.step\(scaler=scaler\)"):
+        local.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    with pytest.raises(ConfigurationError, match="scaler=5"):
+        local.step(scaler=5)
+    optimizer.zero_grad()
+    local.step()  # what was scaled is gone
+    flat = [torch.cat([p.detach().reshape(-1) for p in each.parameters()]).tolist() for each in (model, oracle)]
+    return flat[0], flat[1], max(told) - min(told), scales
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_a_scaler_leaves_out_steps_of_a_rank_and_is_agreed_on_with_parameters(ranks, fresh_seed, nproc):
+    for got, expected, spread, scales in ranks.run(scaled, nproc, fresh_seed):
+        assert got == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert spread == 0.0
+        assert scales[-1] == 512.0
+
+
+def rotating(seed: int) -> float:
+    """The largest difference of a complex parameter from its mean over ranks, behind an average."""
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    module = nn.Linear(3, 2).to(torch.complex128)
+    model = evenstep.DistributedDataParallel(module)
+    local = evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1)
+    model.backward((model(torch.full((1, 3), 1.0 + world.rank, dtype=torch.complex128)).abs() ** 2).sum())
+    local.step()
+    own = torch.view_as_real(module.weight.detach()).reshape(1, -1)
+    told = world.gather(own)
+    return float((told - told[0]).abs().max())
+
+
+def test_complex_parameters_are_averaged(ranks, fresh_seed):
+    assert ranks.run(rotating, 2, fresh_seed) == [0.0, 0.0]
+
+
+def sums_taken(seed: int) -> tuple[int, int]:
+    """How often a step adds up gradients to look at them; of a model of many small parameters."""
+    evenstep.init(quiet=True)
+    torch.manual_seed(seed)
+    module = nn.Sequential(*[nn.Linear(3, 3) for _ in range(40)], nn.Linear(3, 20_000))
+    model = evenstep.DistributedDataParallel(module)
+    local = evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.0), every=5)
+    model(torch.randn(2, 3)).mean().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        local.step()
+    found = {each.key: each.count for each in profile.key_averages()}
+    model(torch.randn(2, 3)).mean().backward()
+    with torch.no_grad():
+        module[7].bias.grad[1] = -math.inf
+    local.step()
+    assert list(local._bad) == ["7.bias"]
+    local._bad.clear()
+    return found["aten::sum"], found.get("aten::isfinite", 0)
+
+
+def test_small_gradients_are_looked_at_together(ranks, fresh_seed):
+    for num_sums, num_looks in ranks.run(sums_taken, 2, fresh_seed):
+        assert num_looks == 1
+        assert num_sums == 4  # small ones together, two large ones, and these three
+
+
+# ---------------------------------------------------------------------- closing, and going on
+
+
+KINDS: dict[str, Any] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "fused Adam": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+}
+EVERY, NUM_LOCAL, NUM_STEPS = 3, 7, 11
+
+
+class TwoWays(nn.Module):
+    """A part that only some ranks use at first: the others' optimizers keep nothing for it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second, self.other = nn.Linear(6, 5), nn.Linear(5, 2), nn.Linear(5, 2)
+        self.double()
+
+    def forward(self, x: Tensor, *, there: bool) -> Tensor:
+        hidden = self.first(x).tanh()
+        return self.second(hidden) + (self.other(hidden) if there else 0.0)
+
+
+def loss_of(model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * seed + 10 * step + rank))
+    return model(x, there=rank > 0 or step >= NUM_LOCAL).square().mean()
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def mean_of(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(tensors).mean(0)
+
+
+@torch.no_grad()
+def average(models: list[TwoWays]) -> None:
+    for own in zip(*(model.parameters() for model in models), strict=True):
+        mean = mean_of([p.detach() for p in own])
+        for parameter in own:
+            parameter.copy_(mean)
+
+
+def in_one_process(kind: str, seed: int, num_ranks: int) -> Tensor:
+    """All ranks' models, and from the end of the local steps on one with the mean of what they kept."""
+    models = [TwoWays(seed) for _ in range(num_ranks)]
+    optimizers = [KINDS[kind](model.parameters()) for model in models]
+    for step in range(NUM_LOCAL):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, seed, step, rank).backward()
+            optimizer.step()
+        if (step + 1) % EVERY == 0:
+            average(models)
+    average(models)
+    model, optimizer = models[0], optimizers[0]
+    for number, parameter in enumerate(model.parameters()):
+        same = [list(each.parameters())[number] for each in models]
+        having = [each.state[p] for each, p in zip(optimizers, same, strict=True) if p in each.state]
+        if not having:  # nobody has used it
+            continue
+        optimizer.state[parameter] = {
+            key: mean_of([state[key] for state in having]) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in having[0].items()
+        }
+    for step in range(NUM_LOCAL, NUM_STEPS):
+        optimizer.zero_grad()
+        torch.stack([loss_of(model, seed, step, rank) for rank in range(num_ranks)]).mean().backward()
+        optimizer.step()
+    return flat(model)
+
+
+def close_and_train_on(kind: str, seed: int) -> Tensor:
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(TwoWays(seed))
+    optimizer = KINDS[kind](model.parameters())
+    local = evenstep.LocalSGD(model, optimizer, every=EVERY)
+    for step in range(NUM_STEPS):
+        if step == NUM_LOCAL:
+            local.close()
+        optimizer.zero_grad()
+        model.backward(loss_of(model, seed, step, world.rank))
+        assert local.step() == (step >= NUM_LOCAL or (step + 1) % EVERY == 0)
+    return flat(model)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", KINDS)
+def test_closed_midway_replicas_train_on_as_one_with_the_mean_of_what_they_kept(
+    ranks: RankPool, fresh_seed: int, kind: str
+) -> None:
+    for nproc in (1, 2, 3):
+        found = ranks.run(close_and_train_on, nproc, kind, fresh_seed)
+        assert all(torch.equal(each, found[0]) for each in found)
+        assert torch.allclose(found[0], in_one_process(kind, fresh_seed, nproc), rtol=0, atol=1e-12)
+
+
+def spoil_behind_it(seed: int) -> str:
+    """One rank's parameters change behind `close`: nobody has asked for a comparison."""
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(TwoWays(seed))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    local = evenstep.LocalSGD(model, optimizer, every=2)
+    try:
+        for step in range(NUM_LOCAL + 8):
+            if step == NUM_LOCAL:
+                local.close()
+            optimizer.zero_grad()
+            with model.accumulate():  # passes that are kept back, and an optimizer that steps behind them
+                model.backward(loss_of(model, seed, step, world.rank))
+            model.backward(loss_of(model, seed, step + 50, world.rank))
+            local.step()
+            if step == NUM_LOCAL and world.rank == 1:
+                with torch.no_grad():
+                    model.module.second.weight[0, 0] += 0.25
+    except DriftError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_are_compared_behind_it(ranks: RankPool, fresh_seed: int) -> None:
+    told = ranks.run(spoil_behind_it, 2, fresh_seed)
+    assert "ranks 0 and 1 differ in parameter" in told[0]
+    assert told[0] == told[1]
+
+
+def closed_and_resumed(seed: int, where: Path, resumes: bool) -> Tensor:
+    world = evenstep.init(quiet=True)
+    model = optimizer = local = None
+    for steps in (range(NUM_LOCAL + 2), range(NUM_LOCAL + 2, NUM_STEPS)):
+        is_begin = steps.start == 0
+        if is_begin or resumes:
+            model = evenstep.DistributedDataParallel(TwoWays(seed + steps.start))
+            optimizer = KINDS["AdamW"](model.parameters())
+            local = evenstep.LocalSGD(model, optimizer, every=EVERY)
+        folder = where if resumes else where / str(steps.start)
+        with evenstep.Checkpointer(folder, model=model, local=local, every_minutes=None) as checkpoint:
+            if not is_begin and resumes:
+                checkpoint.resume()
+            for step in steps:
+                if step == NUM_LOCAL:
+                    local.close()
+                optimizer.zero_grad()
+                model.backward(loss_of(model, seed, step, world.rank))
+                local.step()
+                checkpoint.step()
+            if is_begin:
+                checkpoint.save()
+    return flat(model)
+
+
+def test_a_run_that_is_saved_behind_it_is_resumed_closed(ranks: RankPool, fresh_seed: int, tmp_path: Path) -> None:
+    alone = ranks.run(closed_and_resumed, 2, fresh_seed, tmp_path / "alone", False)
+    resumed = ranks.run(closed_and_resumed, 2, fresh_seed, tmp_path / "resumed", True)
+    assert all(torch.equal(each, alone[0]) for each in (*alone, *resumed))
+
+
+def close_with_what_grows() -> list[str]:
+    world = evenstep.init(quiet=True)
+    model = evenstep.DistributedDataParallel(TwoWays(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = evenstep.LocalSGD(model, optimizer, every=2)
+    optimizer.state[model.module.first.weight]["seen"] = torch.zeros(2 + world.rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        local.close()
+    return [str(each.message) for each in caught]
+
+
+def test_what_cant_be_averaged_is_said_once(ranks: RankPool) -> None:
+    told = ranks.run(close_with_what_grows, 2)
+    assert [len(each) for each in told] == [1, 0]
+    assert "'seen' of parameter 0 is float32 [3] on rank 1" in told[0][0]
+    assert "make a new optimizer" in told[0][0]
+
+
+# ---------------------------------------------------------------------- does it converge as well?
+
+
+def loaders(train_set, test_set, batch_size: int, world: evenstep.World):
+    return (
+        evenstep.DataLoader(train_set, global_batch_size=batch_size, shuffle=True, seed=0, world=world),
+        evenstep.DataLoader(test_set, global_batch_size=120, world=world),
+    )
+
+
+def digits(every: int | None, num_epochs: int) -> float:
+    """Accuracy on held-out digits; `every` None: gradients are averaged in every step."""
+    world = evenstep.init(quiet=True)
+    example: ModuleType = load_module(EXAMPLES / "digits.py")
+    loader, test_loader = loaders(*example.load_data(), 128, world)
+    model = evenstep.DistributedDataParallel(example.build_model(), world=world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    local = None if every is None else evenstep.LocalSGD(model, optimizer, every=every, warmup_steps=10)
+    for _ in loader.epochs(num_epochs):
+        for x, y in loader:
+            model.backward(F.cross_entropy(model(x), y), weight=len(x))
+            optimizer.step() if local is None else local.step()
+            optimizer.zero_grad()
+    if local is not None:
+        local.close()
+    return example.evaluate(model, test_loader, world)
+
+
+def language_model(every: int | None, num_steps: int) -> tuple[float, float]:
+    """(held-out bits per byte before training, and afterwards)."""
+    world = evenstep.init(quiet=True)
+    example: ModuleType = load_module(EXAMPLES / "language_model.py")
+    texts, held_out = example.read_texts(300_000)
+    loader, test_loader = loaders(example.windows_of(texts, 64), example.windows_of(held_out, 64), 32, world)
+    torch.manual_seed(0)
+    module = example.GPT(width=64, num_layers=2, num_heads=2, context=64)
+    model = evenstep.DistributedDataParallel(module, world=world)
+    before = example.evaluate(model, test_loader, world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: example.learning_rate(step, num_steps))
+    local = None if every is None else evenstep.LocalSGD(model, optimizer, every=every, warmup_steps=10)
+    for _, (x, y) in zip(range(num_steps), example.batches(loader), strict=False):
+        loss, num_bytes = example.loss_of(model, x, y)
+        model.backward(loss, weight=num_bytes)
+        optimizer.step() if local is None else local.step()
+        optimizer.zero_grad()
+        schedule.step()
+    if local is not None:
+        local.close()
+    return before, example.evaluate(model, test_loader, world)
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn has the digits")
+def test_digits_are_recognised_as_well(ranks):
+    """Held-out accuracy with an average every 4 and every 8 steps, beside gradients averaged in each."""
+    reference = ranks.run(digits, 2, None, 8, timeout_s=170)[0]
+    assert reference > 0.96
+    for every in (4, 8):
+        accuracies = ranks.run(digits, 2, every, 8, timeout_s=170)
+        assert accuracies[0] == accuracies[1], "replicas are equal at the end"
+        assert accuracies[0] > reference - 0.015, f"every {every}: {accuracies[0]:.4f}, and {reference:.4f}"
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(600)
+def test_text_is_predicted_as_well(ranks):
+    """Held-out bits per byte of the language model; random guesses are 8."""
+    before, reference = ranks.run(language_model, 2, None, 150, timeout_s=280)[0]
+    assert before > 7.5
+    assert reference < 4.0
+    told = ranks.run(language_model, 2, 4, 150, timeout_s=280)
+    assert told[0] == told[1]
+    assert told[0][1] < 1.05 * reference, f"{told[0][1]:.3f}, and {reference:.3f} with every gradient averaged"

@@ -1,0 +1,472 @@
+"""Backward passes that no forward pass of the wrapper began, compared with torch's class over Gloo, step by step.
+
+Each case is a generator: it runs one program with a wrapped model, and yields its gradients wherever they are compared.
+What rank 0 does alone meets nobody, or the test hangs.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import evenstep
+from evenstep.errors import UsageError
+from tests import reproducible_runs as runs
+
+SIZES = pytest.mark.parametrize("nproc", [2, 3])
+
+
+class Opaque:
+    """An output of a class that no pytree knows."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Net(nn.Module):
+    def __init__(self, *, is_opaque=False, use_reentrant=None):
+        super().__init__()
+        self.first, self.second, self.penalised = nn.Linear(6, 8), nn.Linear(8, 3), nn.Parameter(torch.ones(5))
+        self.is_opaque, self.use_reentrant = is_opaque, use_reentrant
+        self.aside = None
+
+    def forward(self, x):
+        hidden = torch.tanh(self.first(x))
+        if self.use_reentrant is None:
+            out = self.second(hidden)
+        else:
+            out = checkpoint(lambda h: self.second(torch.tanh(h)), hidden, use_reentrant=self.use_reentrant)
+        self.aside = out.square().mean() + self.penalised.sum()
+        out = out + self.penalised.sum()
+        return Opaque(out) if self.is_opaque else out
+
+
+def batch(seed, rank):
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * seed + rank), dtype=torch.float64)
+
+
+def loss_of(out):
+    return out.square().mean()
+
+
+def look(model, x):
+    """A look at gradients past the wrapper."""
+    loss_of(model.module(x)).backward()
+
+
+# ---------------------------------------------------------------------- cases that torch's class has the same
+
+
+def alone_between_steps(model, x, rank):
+    loss_of(model(x)).backward()
+    yield
+    model.zero_grad()
+    if rank == 0:
+        look(model, x)
+        look(model, x + 1)
+    yield
+    model.zero_grad()
+    loss_of(model(x)).backward()
+    yield
+
+
+def alone_before_any_step(model, x, rank):
+    if rank == 0:
+        look(model, x)
+    yield
+    loss_of(model(x)).backward()  # averages what rank 0 has found, too
+    yield
+    if rank == 1:
+        look(model, 2 * x)
+    yield
+    loss_of(model(x)).backward()
+    yield
+
+
+def left_in_zeroed_gradients(model, x, rank):
+    loss_of(model(x)).backward()
+    model.zero_grad(set_to_none=False)
+    if rank == 0:
+        look(model, x)
+    yield
+    loss_of(model(x)).backward()
+    yield
+
+
+def several_forwards(model, x, rank):
+    outs = [model(x), model(x + 1), model(2 * x)]
+    loss_of(sum(outs)).backward()
+    yield
+    if rank == 0:
+        look(model, x)
+    yield
+
+
+def forward_without_gradients(model, x, rank):
+    loss_of(model(x)).backward()
+    model.zero_grad()
+    with torch.no_grad():
+        model(x)
+    if rank == 0:
+        look(model, x)
+    yield
+
+
+def both_ways(model, x, rank):
+    (loss_of(model(x)) + loss_of(model.module(x + 1))).backward()
+    yield
+    if rank == 0:
+        look(model, x)
+    yield
+
+
+def prepared_and_past_the_outputs(model, x, rank):
+    model(x)
+    look(model, 2 * x)  # counts: the forward has prepared it
+    yield
+    if rank == 0:
+        look(model, 3 * x)
+    yield
+    model(x)
+    model.module.aside.backward()
+    yield
+
+
+def prepared_and_looked_at(model, x, rank):
+    out = model(x)
+    torch.autograd.grad(loss_of(out), list(model.parameters()), retain_graph=True)
+    torch.autograd.grad(loss_of(model.module(x)), list(model.parameters()))
+    yield
+    loss_of(out).backward()
+    yield
+
+
+def parameters_directly(model, x, rank):
+    loss_of(model(x)).backward()
+    sum((p * p).sum() for p in model.parameters() if rank == 0 or p is model.module.penalised).backward()
+    yield
+    (loss_of(model(x)) + sum((p * p).sum() for p in model.parameters())).backward()
+    yield
+
+
+def accumulated(model, x, rank):
+    with model.no_sync():
+        loss_of(model(x)).backward()
+        if rank == 0:
+            look(model, x)
+    yield
+    if rank == 1:
+        look(model, 2 * x)
+    yield
+    loss_of(model(x)).backward()
+    yield
+    model.zero_grad()
+    with model.no_sync():
+        model(x)
+    if rank == 0:
+        look(model, x)
+    yield
+
+
+def opaque_outputs(model, x, rank):
+    loss_of(model(x).value).backward()
+    yield
+    with model.no_sync():
+        loss_of(model(x).value).backward()
+    yield
+    if rank == 0:
+        look_opaque = loss_of(model.module(x).value)
+        look_opaque.backward()
+    yield
+    loss_of(model(x).value).backward()
+    yield
+
+
+def inputs_only(model, x, rank):
+    loss_of(model(x)).backward()
+    model.zero_grad()
+    if rank == 0:
+        attacked = x.clone().requires_grad_()
+        look(model, attacked)
+        model.module.second.weight.grad += attacked.grad.sum()
+    yield
+    loss_of(model(x)).backward()
+    yield
+
+
+def evaluated(model, x, rank):
+    model.eval()
+    loss_of(model(x)).backward()
+    if rank == 0:
+        with torch.enable_grad():
+            look(model, x)
+    yield
+    model.train()
+    loss_of(model(x)).backward()
+    yield
+
+
+def joined(model, x, rank):
+    with model.join():
+        for step in range(rank + 1):
+            model.zero_grad()
+            look(model, x + step)
+            model.zero_grad()
+            loss_of(model(x * step)).backward()
+            yield
+            if rank == 1:
+                look(model, x)
+            yield
+    model.zero_grad()
+    if rank == 0:
+        look(model, x)
+    yield
+
+
+SAME = [
+    alone_between_steps,
+    alone_before_any_step,
+    left_in_zeroed_gradients,
+    several_forwards,
+    forward_without_gradients,
+    both_ways,
+    prepared_and_past_the_outputs,
+    prepared_and_looked_at,
+    parameters_directly,
+    accumulated,
+    inputs_only,
+    evaluated,
+    joined,
+]
+
+
+def gradients_of(case, wrap, x, rank, *, net=None, is_compiled=False, **options):
+    torch.manual_seed(3)
+    module = Net(**(net or {})).double()
+    model = wrap(module, **options)
+    called = torch.compile(model, backend="eager") if is_compiled else model
+    found = []
+    for _ in case(called, x, rank):
+        found.append([None if p.grad is None else p.grad.detach().clone() for p in module.parameters()])
+    return found
+
+
+def compared(names, seed):
+    world = evenstep.init(quiet=True)
+    x = batch(seed, world.rank)
+    gloo = dist.new_group(backend="gloo")
+    told = []
+    for name in names:
+        case, options = globals()[name], {"net": {"is_opaque": name == "opaque_outputs"}}
+        torchs = gradients_of(case, TorchDistributedDataParallel, x, world.rank, process_group=gloo, **options)
+        for caps in ({}, {"bucket_cap_mb": 2e-4}):
+            ours = gradients_of(case, evenstep.DistributedDataParallel, x, world.rank, **caps, **options)
+            told += [f"{name}, {caps}: {text}" for text in differences(ours, torchs)]
+    return told
+
+
+def differences(ours, torchs):
+    assert len(ours) == len(torchs)
+    for place, (left, right) in enumerate(zip(ours, torchs, strict=True)):
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            a, b = (torch.zeros(()) if each is None else each for each in (a, b))
+            if not torch.allclose(a, b, rtol=1e-9, atol=1e-12):
+                yield f"at yield {place} parameter {index} differs: {a.flatten()[:3]} and {b.flatten()[:3]}"
+
+
+@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.extended)])
+def test_passes_that_no_forward_began_are_a_ranks_own(ranks, fresh_seed, nproc):
+    told = ranks.run(compared, nproc, [case.__name__ for case in [*SAME, opaque_outputs]], fresh_seed)
+    assert told == [[]] * nproc
+
+
+# ---------------------------------------------------------------------- checkpoints, compiled models, static graphs
+
+
+def ordinary(model, x, rank):
+    for step in range(3):
+        model.zero_grad()
+        loss_of(model(x + step)).backward()
+        yield
+        if rank == step % 2:
+            look(getattr(model, "_orig_mod", model), x - step)
+        yield
+        loss_of(model(x - step)).backward()
+        yield
+
+
+def in_many_kinds_of_models(seed):
+    world = evenstep.init(quiet=True)
+    x = batch(seed, world.rank)
+    gloo = dist.new_group(backend="gloo")
+    told = []
+    kinds = {
+        "checkpoints": {"net": {"use_reentrant": False}},
+        "reentrant checkpoints": {"net": {"use_reentrant": True}, "static_graph": True},
+        "compiled": {"is_compiled": True},
+        "search for unused parameters": {"find_unused_parameters": True},
+        "views": {"gradient_as_bucket_view": True},
+    }
+    for name, options in kinds.items():
+        torchs = gradients_of(ordinary, TorchDistributedDataParallel, x, world.rank, process_group=gloo, **options)
+        ours = gradients_of(ordinary, evenstep.DistributedDataParallel, x, world.rank, **options)
+        told += [f"{name}: {text}" for text in differences(ours, torchs)]
+    return told
+
+
+@pytest.mark.extended
+def test_a_ranks_own_passes_in_models_of_many_kinds(ranks, fresh_seed):
+    assert ranks.run(in_many_kinds_of_models, 2, fresh_seed, timeout_s=150) == [[]] * 2
+
+
+# ---------------------------------------------------------------------- what ours averages, and torch's doesn't
+
+
+def kept_graph(model, x, rank):
+    loss = loss_of(model(x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    yield
+
+
+def one_backward_per_forward(model, x, rank):
+    outs = [model(x), model(x + 1)]
+    for out in outs:
+        loss_of(out).backward()
+    yield
+
+
+def forward_in_no_sync(model, x, rank):
+    with model.no_sync():
+        out = model(x)
+    loss_of(out).backward()
+    yield
+
+
+MORE = {"kept_graph": [0, 0], "one_backward_per_forward": [0, 1], "forward_in_no_sync": [0]}  # what is added to x
+
+
+def averages_more(seed):
+    world = evenstep.init(quiet=True)
+    x = batch(seed, world.rank)
+    gloo = dist.new_group(backend="gloo")
+    told = []
+    for name, shifts in MORE.items():
+        case = globals()[name]
+        torchs = gradients_of(case, TorchDistributedDataParallel, x, world.rank, process_group=gloo)
+        ours = gradients_of(case, evenstep.DistributedDataParallel, x, world.rank)
+        if not any(differences(ours, torchs)):
+            told.append(f"{name}: torch's class does the same now")
+        torch.manual_seed(3)
+        module = Net().double()
+        for shift in shifts:
+            losses = [loss_of(module(batch(seed, rank) + shift)) for rank in range(world.world_size)]
+            torch.stack(losses).mean().backward()
+        told += [f"{name}: {text}" for text in differences(ours, [[p.grad for p in module.parameters()]])]
+    return told
+
+
+@pytest.mark.extended
+def test_every_pass_through_the_wrappers_outputs_is_averaged(ranks, fresh_seed):
+    assert ranks.run(averages_more, 2, fresh_seed) == [[]] * 2
+
+
+# ---------------------------------------------------------------------- beside weights, shards and virtual ranks
+
+
+def beside_weights(seed):
+    world = evenstep.init(quiet=True)
+    x = batch(seed, world.rank)
+    torch.manual_seed(3)
+    model = evenstep.DistributedDataParallel(Net().double(), bucket_cap_mb=2e-4)
+    for step in range(3):
+        if world.rank == step % 2:
+            look(model, x)
+        model.zero_grad()
+        model.backward(loss_of(model.module(x)), weight=2 + world.rank)  # an explicit call counts, whatever it is of
+    averaged = [p.grad.clone() for p in model.parameters()]
+    if world.rank == 0:
+        look(model, x)
+    torch.manual_seed(3)
+    module = Net().double()
+    total = sum(2.0 + rank for rank in range(world.world_size))
+    losses = [loss_of(module(batch(seed, rank))) * (2 + rank) / total for rank in range(world.world_size)]
+    torch.stack(losses).sum().backward()
+    for got, parameter in zip(averaged, module.parameters(), strict=True):
+        if parameter.grad is not None:
+            torch.testing.assert_close(got, parameter.grad)
+    model.zero_grad()
+    with model.accumulate():
+        model.backward(loss_of(model(x)), weight=3)
+        with pytest.raises(UsageError, match="in the same accumulation window"):
+            look(model, x)
+
+
+@pytest.mark.extended
+@SIZES
+def test_a_ranks_own_passes_beside_weights(ranks, fresh_seed, nproc):
+    ranks.run(beside_weights, nproc, fresh_seed)
+
+
+def beside_shards(seed, stage2):
+    world = evenstep.init(quiet=True)
+    x = batch(seed, world.rank)
+    models = []
+    for kind in ("sharded", "whole"):
+        torch.manual_seed(3)
+        model = evenstep.DistributedDataParallel(Net().double(), bucket_cap_mb=2e-4)
+        if kind == "sharded":
+            optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9, shard_gradients=stage2)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            if world.rank == step % 2:
+                look(model, x)  # counts in the next average, once it is zeroed no more
+            if step % 2:
+                optimizer.zero_grad(set_to_none=step == 1)
+            if world.rank == step % 2:
+                look(model, 2 * x)
+            loss_of(model(x)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    loss_of(models[0](x)).backward()
+    if world.rank == 0:
+        with pytest.raises(UsageError, match="would add this rank's own"):
+            look(models[0], x)
+    loss_of(models[0](x)).backward()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage2", [False, True])
+def test_a_ranks_own_passes_beside_shards(ranks, fresh_seed, stage2):
+    ranks.run(beside_shards, 2, fresh_seed, stage2)
+
+
+def beside_virtual_ranks(seed):
+    with runs.reproducible(seed, virtual_ranks=4) as world:
+        x = batch(seed, world.rank)
+        torch.manual_seed(3)
+        model = evenstep.DistributedDataParallel(Net())
+        grads = []
+        for looks in (False, True):
+            model.zero_grad()
+            if looks and world.rank == 0:
+                look(model, x.float())
+                assert model.module.first.weight.grad is not None
+                model.zero_grad()
+            for part in model.microbatches(x.float()):
+                model.backward(loss_of(model(part)), weight=len(part))
+            grads.append([p.grad.clone() for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.extended
+def test_a_ranks_own_passes_beside_virtual_ranks(ranks, fresh_seed):
+    ranks.run(beside_virtual_ranks, 2, fresh_seed)

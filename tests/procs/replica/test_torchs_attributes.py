@@ -1,0 +1,125 @@
+"""What a program can read of torch's wrapped model, it can read of ours, but for a list with reasons."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
+
+import evenstep
+from evenstep.errors import UsageError
+
+# Attributes that ours lacks: why.
+LEFT_OUT = {
+    "_accum_grad_hooks": "of compiled autograd's own reducer",
+    "_bucket_config": "torch's own form of what `bucket_bytes_cap` and `bucket_bytes_cap_list` say",
+    "_comm_hooks": "torch's own list for compiled autograd; the hook's name is in the logging data",
+    "_ddp_sink_clone": "there is no sink: outputs pass through no node",
+    "_delay_all_reduce_all_params": "nothing is delayed",
+    "_delay_all_reduce_params": "nothing is delayed",
+    "_delay_grad_buffer": "nothing is delayed",
+    "_delay_grad_views": "nothing is delayed",
+    "_lazy_init_ran": "nothing is set up late",
+    "_lazy_init_module": "nothing is set up late",
+    "_static_graph_delay_allreduce_enqueued": "of torch's reducer; nothing is assumed of the graph",
+    "_use_python_reducer": "of compiled autograd's own reducer",
+}
+
+# Entries of the logging data that ours lacks: why.
+TIMES = "world.telemetry has the times of every step"
+NOT_LOGGED = {
+    "avg_backward_comm_time": TIMES,
+    "avg_backward_compute_comm_overlap_time": TIMES,
+    "avg_backward_compute_time": TIMES,
+    "avg_forward_compute_time": TIMES,
+    "backward_comm_time": TIMES,
+    "backward_comm_time_end": TIMES,
+    "backward_comm_time_start": TIMES,
+    "backward_compute_comm_overlap_time": TIMES,
+    "backward_compute_time": TIMES,
+    "backward_compute_time_end": TIMES,
+    "backward_compute_time_start": TIMES,
+    "forward_compute_time": TIMES,
+    "forward_compute_time_start": TIMES,
+    "cuda_visible_devices": "a variable: `evenstep env` has it",
+    "gloo_device_transport": "of Gloo",
+    "gloo_num_threads": "of Gloo",
+    "gloo_socket_ifname": "of Gloo",
+    "master_addr": "a variable: `evenstep env` has it",
+    "master_port": "a variable: `evenstep env` has it",
+    "torch_distributed_debug": "a variable: `evenstep env` has it",
+    "prev_iteration_grad_ready_order_indices": "only the order of buckets is kept",
+    "rebuilt_per_bucket_param_indices": "only the order of buckets is kept",
+    "has_error": "errors are raised",
+    "error": "errors are raised",
+}
+
+
+def both(**options):
+    evenstep.init(quiet=True)
+    models = []
+    for wrap in (TorchDistributedDataParallel, evenstep.DistributedDataParallel):
+        model = wrap(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), **options)
+        for _ in range(3):
+            model(torch.ones(2, 3)).square().sum().backward()
+        models.append(model)
+    return models
+
+
+def attributes():
+    evenstep.init(quiet=True)
+    for options in ({}, {"static_graph": True}, {"device_mesh": init_device_mesh("cpu", (2,))}):
+        torchs, ours = both(**options)
+        assert {name for name in vars(torchs) if not hasattr(ours, name)} <= LEFT_OUT.keys(), options
+        assert not [name for name in LEFT_OUT if hasattr(ours, name)]
+        for name in ("dim", "device", "device_type", "device_ids", "output_device", "static_graph", "bucket_bytes_cap"):
+            assert getattr(ours, name) == getattr(torchs, name), name
+        assert hasattr(ours, "device_mesh") is ("device_mesh" in options)
+
+
+@pytest.mark.extended
+def test_every_attribute_of_torchs_can_be_read_or_is_listed(ranks):
+    ranks.run(attributes, 2)
+
+
+def entries():
+    torchs, ours = (model._get_ddp_logging_data() for model in both(static_graph=True))
+    assert torchs.keys() - ours.keys() <= NOT_LOGGED.keys()
+    assert not ours.keys() & NOT_LOGGED.keys()
+    # Not the transport's name, what torch counts one step later, and memory with its padding.
+    others = {"backend_name", "iteration", "bucket_sizes", "rebuilt_bucket_sizes", "has_rebuilt_buckets"}
+    for name in torchs.keys() & ours.keys() - others:
+        assert ours[name] == torchs[name], name
+    assert ours["static_graph"] == 1
+
+
+@pytest.mark.extended
+def test_every_entry_of_the_logging_data_is_there_or_is_listed(ranks):
+    ranks.run(entries, 2)
+
+
+def steered():
+    _, ours = both()
+    assert not ours.engine.is_prepared
+    ours.reducer.prepare_for_forward()
+    assert ours.reducer._rebuild_buckets() is False
+    ours.reducer.prepare_for_backward([])
+    assert ours.engine.is_prepared
+    ours.zero_grad()
+    rank = ours.world.rank
+    (ours.module(torch.randn(2, 3)).sum() + rank * ours.module[1].bias.sum()).backward()
+    torch.testing.assert_close(ours.module[1].bias.grad, torch.full((4,), 2.5))  # the mean over both ranks
+    assert not ours.engine.is_prepared
+    assert not hasattr(ours.reducer, "_get_local_used_map")
+    with pytest.raises(AttributeError, match="torch's reducer isn't set up"):
+        ours._set_sparse_metadata({})
+    with pytest.raises(UsageError, match="broadcast_buffers=False"):
+        ours._register_buffer_comm_hook(None, None)
+    ours._check_reducer_finalized()
+
+
+@pytest.mark.extended
+def test_what_steers_torchs_reducer_prepares_a_pass(ranks):
+    ranks.run(steered, 2)

@@ -1,0 +1,233 @@
+"""One job per directory: who holds a lock, as far as that can be known, and what then becomes of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from evenstep.checkpoint import tools
+from evenstep.checkpoint.storage import lease
+from evenstep.checkpoint.storage.lease import LockedError
+from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.errors import CheckpointError
+
+
+def try_lock(directory, connection):
+    try:
+        lock = LocalDirectory(directory).lock({})
+    except LockedError as error:
+        connection.send(str(error))
+        connection.recv()
+    else:
+        connection.send("taken")
+        connection.recv()
+        lock.release()
+
+
+def test_two_jobs_do_not_share_a_directory_and_a_dead_one_does_not_keep_it(tmp_path: Path):
+    lock = LocalDirectory(tmp_path).lock({})
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=try_lock, args=(tmp_path, theirs))
+    child.start()
+    told = ours.recv()
+    assert f"belongs to another job: pid {os.getpid()} on " in told
+    assert "give this job a directory of its own" in told
+    assert "no sign of life for 60 s loses the lock" in told
+    assert told.endswith(f"evenstep checkpoint unlock {tmp_path}")
+    ours.send("go")
+    child.join()
+    lock.release()
+    child = context.Process(target=try_lock, args=(tmp_path, theirs))
+    child.start()
+    assert ours.recv() == "taken"
+    with pytest.raises(LockedError, match=f"pid {child.pid}"):
+        LocalDirectory(tmp_path).lock({}, wait_s=60)  # it is seen to run: nothing to wait for
+    with pytest.raises(LockedError, match=f"pid {child.pid} .*End it first"):
+        tools.unlock(str(tmp_path))
+    child.kill()
+    child.join()
+    LocalDirectory(tmp_path).lock({}).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def as_of(directory: Path, age_s: float = 0.0, **changes: object) -> None:
+    """Make a lock one of another process, that long after its last heartbeat."""
+    path = directory / "lock.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    modified_s = path.stat().st_mtime - age_s
+    os.utime(path, (modified_s, modified_s))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_certain"),
+    [
+        ({"start": 1}, True),  # another process has got the number since
+        ({"boot": "before the restart"}, False),  # or of a container, a virtual machine of the same name
+        ({"boot": "elsewhere", "hostname": "elsewhere"}, False),
+        ({"boot": ""}, False),
+        ({"processes": "pid:[1]", "pid": 1}, False),
+        ({"processes": "pid:[1]", "time": "yesterday"}, False),
+        ({"processes": "pid:[1]", "time": 1e300}, False),
+        ({"processes": "pid:[1]", "time": None}, False),
+    ],
+)
+def test_which_locks_are_stale(tmp_path: Path, changes, is_certain):
+    lock = LocalDirectory(tmp_path).lock({})
+    as_of(tmp_path, **changes)
+    if not is_certain:
+        for age_s in (0, 50, -3600):  # seen from here its clock is ahead
+            as_of(tmp_path, age_s)
+            since = "since an unknown time" if "time" in changes else r", since \d\d\d\d-.*"
+            with pytest.raises(LockedError, match=f"{since}, last heartbeat {max(0, age_s)} s ago"):
+                LocalDirectory(tmp_path).lock({})
+        as_of(tmp_path, 3600 + 61)
+    next_one = LocalDirectory(tmp_path).lock({})
+    with pytest.raises(LockedError, match="was taken over by"):
+        lock.confirm()
+    lock.release()
+    next_one.confirm()
+    next_one.release()
+
+
+def test_a_holder_that_cannot_be_seen_keeps_its_lock_while_its_heart_beats(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(lease, "RENEW_EVERY_S", 0.05)
+    monkeypatch.setattr(lease, "_LOOK_EVERY_S", 0.02)
+    lock = LocalDirectory(tmp_path).lock({})
+    as_of(tmp_path, 30, boot="elsewhere", hostname="node7")
+    with pytest.raises(LockedError, match=f"pid {os.getpid()} on node7"):
+        LocalDirectory(tmp_path).lock({}, wait_s=50)
+    told = capsys.readouterr().err
+    assert "on node7" in told
+    assert "Waiting for its next heartbeat; 60 s after the last one the lock is taken over" in told
+    lock.confirm()
+    lock.release()
+
+
+def test_a_holder_that_was_stopped_for_long_has_lost_its_lock(tmp_path: Path, monkeypatch):
+    """And one that was stopped for less has not."""
+    monkeypatch.setattr(lease, "_LOOK_EVERY_S", 0.02)
+    lock = LocalDirectory(tmp_path).lock({})
+    as_of(tmp_path, 59.5, boot="elsewhere")
+    with pytest.raises(LockedError, match="last heartbeat 60 s ago"):
+        LocalDirectory(tmp_path).lock({}, wait_s=0.1)
+    lock.confirm()
+    as_of(tmp_path, 59.5)
+    again = LocalDirectory(tmp_path).lock({}, wait_s=30)
+    with pytest.raises(LockedError, match="given no sign of life for 60 s"):
+        lock.confirm()
+    lock.release()
+    again.confirm()
+    again.release()
+
+
+def test_a_lock_that_somebody_removed_is_put_back_if_nobody_took_it(tmp_path: Path):
+    lock = LocalDirectory(tmp_path).lock({})
+    assert tools.unlock(str(tmp_path / "..")).endswith("is not locked")
+    as_of(tmp_path, 7, processes="pid:[1]")
+    assert "removed the lock of pid" in tools.unlock(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    lock.confirm()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
+    (tmp_path / "lock.json").write_bytes(b"not json")
+    with pytest.raises(LockedError, match="pid None on None, since an unknown time"):
+        LocalDirectory(tmp_path).lock({})
+    tools.unlock(str(tmp_path))
+    again = LocalDirectory(tmp_path).lock({})
+    with pytest.raises(LockedError, match="taken over by another Checkpointer of this process"):
+        lock.confirm()
+    again.release()
+    lock.release()
+    with pytest.raises(CheckpointError, match="is no directory"):
+        tools.unlock(str(tmp_path / "none"))
+
+
+@pytest.mark.extended
+def test_a_lock_ends_with_the_last_reference_and_with_the_process(tmp_path: Path):
+    lock = LocalDirectory(tmp_path).lock({})
+    assert (tmp_path / "lock.json").exists()
+    del lock
+    assert not (tmp_path / "lock.json").exists()
+    program = f"""
+        import os
+        from evenstep.checkpoint.storage.storage import LocalDirectory
+        lock = LocalDirectory({str(tmp_path)!r}).lock({{}})
+        if (pid := os.fork()) == 0:
+            raise SystemExit  # a copy of this process doesn't end its lock
+        os.waitpid(pid, 0)
+        lock.confirm()
+        print(os.listdir({str(tmp_path)!r}))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+    assert done.stdout == "['lock.json']\n", done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_that_is_collected_while_the_next_is_taken_does_not_hang(tmp_path: Path, monkeypatch):
+    """As when a cell of a notebook is run again."""
+    locks = [LocalDirectory(tmp_path).lock({})]
+    really_put = lease._put
+
+    def collect(*arguments, **named):
+        locks.clear()
+        return really_put(*arguments, **named)
+
+    monkeypatch.setattr(lease, "_put", collect)
+    lock = LocalDirectory(tmp_path).lock({})
+    lock.confirm()
+    assert locks == []
+    lock.release()
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="PID namespaces need root and unshare")
+def test_a_job_of_another_container_keeps_the_directory_while_it_lives(tmp_path: Path, monkeypatch):
+    program = f"""
+        import os, time
+        from evenstep.checkpoint.storage import lease
+        lease.RENEW_EVERY_S = 0.1
+        lock = lease.take_lock(__import__("pathlib").Path({str(tmp_path)!r}), {{}})
+        print(os.getpid(), flush=True)
+        time.sleep(600)
+    """
+    command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c"]
+    other = subprocess.Popen([*command, textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    try:
+        if other.stdout.readline() != "1\n":
+            pytest.skip("PID namespaces are not permitted")
+        for wait_s in (0, 30):
+            with pytest.raises(LockedError, match=r"pid 1 on .*checkpoint unlock"):
+                LocalDirectory(tmp_path).lock({}, wait_s=wait_s)
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()
+    as_of(tmp_path, 59)
+    LocalDirectory(tmp_path).lock({}, wait_s=30).release()
+
+
+def test_a_kill_while_a_lock_is_taken_leaves_nothing_for_good(tmp_path: Path):
+    left, other = tmp_path / ".lock-1", tmp_path / ".lock-2"
+    for path in (left, other):
+        path.write_text("{}")
+    os.utime(left, (0, 0))
+    LocalDirectory(tmp_path).lock({}).release()
+    assert list(tmp_path.iterdir()) == [other], "that may be in use"
+
+
+def test_where_files_have_no_links_a_lock_is_renamed(tmp_path: Path, monkeypatch):
+    def no_links(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(lease.os, "link", no_links)
+    LocalDirectory(tmp_path).lock({}).release()
+    assert list(tmp_path.iterdir()) == []

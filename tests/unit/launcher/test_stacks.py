@@ -1,0 +1,142 @@
+"""Where a rank is, by what faulthandler has written of it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import evenstep
+from evenstep.launcher.failure.stacks import Place, parse_stacks, place_in_worker, place_of
+from evenstep.processes import handles_signal, time_on_core_ns
+
+TORCH = Path(torch.__file__).parent
+LAUNCHER = Path(evenstep.__file__).parent / "launcher" / "spawn" / "script_runner.py"
+ENGINE = (f"{TORCH}/autograd/graph.py", 865, "_engine_run_backward")
+
+
+def dump(*threads: list[tuple[str, int, str]]) -> str:
+    """As faulthandler writes it: of each thread the frames, the innermost first; the main thread last."""
+    lines = []
+    for number, frames in enumerate(threads):
+        lines.append(f"{'Current thread' if number == len(threads) - 1 else 'Thread'} 0x00007f{number} (most recent:")
+        lines += [f'  File "{file}", line {line} in {function}' for file, line, function in frames]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def where(*frames: tuple[str, int, str], text: str = "", is_idle: bool = True, has_gpu: bool = False) -> Place:
+    main = [*frames, ("train.py", 40, "<module>"), (str(LAUNCHER), 160, "_run_as_main"), ("start.py", 1, "main")]
+    return place_of(parse_stacks(dump(main)), is_idle=is_idle, has_gpu=has_gpu, source=lambda *_: text)
+
+
+def test_the_call_in_which_a_rank_waits_and_the_line_of_the_script() -> None:
+    c10d = f"{TORCH}/distributed/distributed_c10d.py"
+    barrier = where((c10d, 5356, "barrier"), (f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"), text="x = f()\n")
+    assert (barrier.call, barrier.site) == ("barrier", "train.py:40 in <module>: x = f()")
+    ddp, modules = f"{TORCH}/nn/parallel/distributed.py", f"{TORCH}/nn/modules/module.py"
+    forward = where((ddp, 2, "_sync_buffers"), (ddp, 3, "forward"), (modules, 1, "_call_impl"))
+    assert (forward.call, forward.phase) == ("forward", "in forward")
+    made = where((f"{TORCH}/distributed/utils.py", 286, "_verify_param_shape_across_processes"), (ddp, 9, "__init__"))
+    assert made.call == "DistributedDataParallel()"
+    joining = where(
+        (f"{TORCH}/distributed/rendezvous.py", 1, "_env_rendezvous_handler"), (c10d, 2, "init_process_group")
+    )
+    assert (joining.call, joining.phase) == ("init_process_group", "joining the others")
+    assert where(("train.py", 30, "main"), text="handle.wait()").call == "a collective"
+
+
+def test_who_computes_loads_or_saves_does_not_wait() -> None:
+    assert where(("train.py", 30, "main"), text="time.sleep(60)").call == ""
+    assert where(("train.py", 30, "main"), text="handle.wait()", is_idle=False).call == "", "it runs"
+    assert where((f"{TORCH}/distributed/checkpoint/filesystem.py", 5, "write"), text="x").call == ""
+    loading = where(("/x/selectors.py", 1, "select"), (f"{TORCH}/utils/data/dataloader.py", 2, "_try_get_data"))
+    assert (loading.call, loading.phase) == ("", "loading data")
+    compiling = where((f"{TORCH}/_inductor/codecache.py", 1, "compile"), (f"{TORCH}/_dynamo/x.py", 1, "y"))
+    assert (compiling.call, compiling.phase, compiling.patience > 1) == ("", "compiling", True)
+
+
+def test_a_backward_pass_waits_when_it_uses_no_processor() -> None:
+    tensor = (f"{TORCH}/_tensor.py", 500, "backward")
+    assert where(ENGINE, tensor).call == "backward"
+    busy = where(ENGINE, tensor, is_idle=False)
+    assert (busy.call, busy.phase) == ("", "in backward")
+    hook = where(("train.py", 9, "hook"), ENGINE, tensor)
+    assert (hook.call, hook.phase) == ("", "in backward")
+
+
+def test_a_hook_in_a_thread_of_a_gpus_backward_pass_is_where_the_rank_is() -> None:
+    main = [ENGINE, (f"{TORCH}/_tensor.py", 500, "backward"), ("train.py", 40, "<module>")]
+    devices, logs = [("train.py", 9, "hook")], [("train.py", 3, "write"), ("/lib/threading.py", 1, "_bootstrap")]
+    place = place_of(parse_stacks(dump(logs, devices, main)), is_idle=True, source=lambda *_: "")
+    assert (place.call, place.site) == ("", "train.py:9 in hook")
+    assert place_of(parse_stacks(dump(logs, main)), is_idle=True, source=lambda *_: "").call == "backward"
+
+
+def test_a_rank_that_reads_from_its_gpu_waits_for_it() -> None:
+    read = where(("train.py", 33, "main"), text="losses.append(loss.item())", is_idle=False, has_gpu=True)
+    assert (read.call, read.is_for_device) == ("item", True)
+    assert where(("train.py", 33, "main"), text="losses.append(loss.item())").call == "", "on a CPU nothing waits there"
+
+
+def test_the_stack_is_shown_as_python_does_without_what_started_the_script() -> None:
+    place = where(("train.py", 30, "main"), text="time.sleep(60)")
+    assert place.stack.splitlines() == [
+        '  File "train.py", line 40, in <module>',
+        "    time.sleep(60)",
+        '  File "train.py", line 30, in main',
+        "    time.sleep(60)",
+    ]
+    deep = where(*[("train.py", number, "again") for number in range(200)])
+    assert len(deep.stack.splitlines()) < 20
+    assert "  ..." in deep.stack
+
+
+def test_a_worker_is_where_it_is_and_not_where_its_rank_was_when_it_forked_it() -> None:
+    fork = [("/lib/multiprocessing/process.py", 314, "_bootstrap"), ("train.py", 20, "main")]
+    loop = (f"{TORCH}/utils/data/_utils/worker.py", 349, "_worker_loop")
+    place = place_in_worker(parse_stacks(dump([("data.py", 9, "__getitem__"), loop, *fork])), source=lambda *_: "")
+    assert place is not None
+    assert place.site == "data.py:9 in __getitem__"
+    assert "main" not in place.stack
+    queue = (f"{sysconfig.get_path('stdlib')}/multiprocessing/queues.py", 113, "get")
+    assert place_in_worker(parse_stacks(dump([queue, loop, *fork]))) is None, "it has nothing to do"
+    assert place_in_worker([]) is None
+
+
+@pytest.mark.parametrize("text", ["", "Fatal Python error: nothing", "  File without a thread", "Thread 0x1 :\n  ..."])
+def test_what_is_no_stack_says_nothing(text: str) -> None:
+    assert place_of(parse_stacks(text), is_idle=True) == Place()
+
+
+def test_a_thread_that_waits_uses_no_processor_and_handlers_are_seen() -> None:
+    code = """
+        import faulthandler, sys, threading
+        faulthandler.register(62, file=sys.stderr)
+        print(flush=True)
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
+    """
+    with tempfile.TemporaryFile() as err:
+        command = [sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.3)
+            before = time_on_core_ns(process.pid)
+            time.sleep(0.3)
+            assert before is not None
+            assert time_on_core_ns(process.pid) == before
+            assert handles_signal(process.pid, 62)
+            assert not handles_signal(process.pid, signal.SIGUSR2)
+            process.kill()
+    assert time_on_core_ns(process.pid) is None
+    assert not handles_signal(process.pid, 62)

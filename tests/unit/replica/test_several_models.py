@@ -1,0 +1,174 @@
+"""Several wrapped models in one process: what the backward pass of one does to the others."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import evenstep
+from evenstep.compat.torch_autograd import graph_task_id
+from evenstep.errors import UsageError
+from evenstep.replica.gradients import engine
+
+
+@pytest.fixture
+def world():
+    with evenstep.World.alone(device="cpu") as world:
+        yield world
+
+
+def wrap(world: evenstep.World) -> evenstep.DistributedDataParallel:
+    torch.manual_seed(0)
+    return evenstep.DistributedDataParallel(nn.Linear(4, 1, bias=False).double(), world=world)
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_an_open_window_of_another_model_is_left_alone(world: evenstep.World, is_weighted: bool) -> None:
+    first, other = wrap(world), wrap(world)
+    x = torch.arange(8.0, dtype=torch.float64).view(2, 4)
+
+    def backward() -> None:
+        if is_weighted:
+            other.backward(other(x).mean(), weight=2)
+        else:
+            other(x).mean().backward()
+
+    with other.no_sync():
+        backward()
+    first.backward(first(x).mean(), weight=32)
+    first.zero_grad()
+    backward()
+    once = x.mean(0)
+    torch.testing.assert_close(other.module.weight.grad[0], once if is_weighted else 2 * once)
+
+
+def test_a_pass_in_another_thread_ends_nothing_here(world: evenstep.World) -> None:
+    """While a loss uses another model's parameter, a third model is trained in a thread."""
+    first, other, third = wrap(world), wrap(world), wrap(world)
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    class Meanwhile(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            thread = threading.Thread(target=lambda: third.backward(third(x).mean(), weight=2))
+            thread.start()
+            thread.join()
+            return gradient
+
+    direct = other.module.weight.square().sum()
+    loss = Meanwhile.apply(first(x).mean()) + direct  # of which autograd reaches the first term first
+    expected = 2 * other.module.weight.detach()
+    before = other.engine.num_reductions
+    evenstep.backward([first, other], loss, weight=2)
+    assert other.engine.num_reductions == before + 1
+    torch.testing.assert_close(other.module.weight.grad, expected)
+    assert third.module.weight.grad is not None
+
+
+def test_a_model_that_is_forgotten_is_named(world: evenstep.World) -> None:
+    """Its gradients would be averaged without the weight."""
+    encoder, decoder = wrap(world), wrap(world)
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    def loss() -> torch.Tensor:
+        return decoder(encoder(x).expand(2, 4)).mean()
+
+    with pytest.raises(evenstep.errors.UsageError, match=r"a wrapped Linear.*evenstep\.backward\(\[encoder, decoder\]"):
+        decoder.backward(loss(), weight=2)
+    for model in (encoder, decoder):
+        model.zero_grad()
+    evenstep.backward([encoder, decoder], loss(), weight=2)
+    assert all(model.module.weight.grad is not None for model in (encoder, decoder))
+
+
+def test_a_frozen_model_need_not_be_named(world: evenstep.World) -> None:
+    """Such as a critic while its generator is trained."""
+    generator, critic = wrap(world), wrap(world)
+    critic.requires_grad_(False)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    generator.backward(critic(generator(x).expand(2, 4)).mean(), weight=2)
+    assert generator.module.weight.grad is not None
+    assert critic.module.weight.grad is None
+    critic.requires_grad_(True)
+    critic.backward(critic(x).mean(), weight=2)
+    torch.testing.assert_close(critic.module.weight.grad[0], x.mean(0))
+
+
+@pytest.mark.parametrize("which", ["nothing", "no list", "a bare module", "twice"])
+def test_models_that_cannot_be_meant_are_refused(world: evenstep.World, which: str) -> None:
+    model = wrap(world)
+    given = {"nothing": [], "no list": 3, "a bare module": [model, model.module], "twice": [model, model]}[which]
+    with pytest.raises(evenstep.errors.ConfigurationError, match="a list of wrapped models"):
+        evenstep.backward(given, model(torch.ones(2, 4, dtype=torch.float64)).mean())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_an_optimizer_that_is_gone_owns_nothing(world: evenstep.World, kind: type[torch.optim.Optimizer]) -> None:
+    model = wrap(world)
+    optimizer = evenstep.ShardedOptimizer(model, kind, lr=0.01)
+    assert optimizer.param_groups
+    del optimizer
+    evenstep.ShardedOptimizer(model, kind, lr=0.01)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks run in a thread of autograd's own there; here, as far as the engine can see."""
+    real = threading.get_ident
+    seen = SimpleNamespace(get_ident=lambda: real() if graph_task_id() == -1 else 0)
+    monkeypatch.setattr(engine, "threading", seen)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+
+class Meanwhile(torch.autograd.Function):
+    """Runs a function in another thread, in the middle of the backward pass."""
+
+    @staticmethod
+    def forward(ctx, value, function):
+        ctx.function = function
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(ctx.function).result()
+        return gradient, None
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_on_a_gpu_a_pass_belongs_to_the_call_that_began_it(world: evenstep.World, accumulates: bool) -> None:
+    """Another thread's loss.backward() runs in the midst of model.backward, in the same thread of autograd."""
+    first, other = wrap(world), wrap(world)
+    x = torch.arange(8.0, dtype=torch.float64).view(2, 4)
+
+    def meanwhile() -> None:
+        with other.no_sync() if accumulates else nullcontext():
+            other(x).mean().backward()
+
+    first.backward(Meanwhile.apply(first(x), meanwhile).mean(), weight=2)
+    for model in (first, other):
+        torch.testing.assert_close(model.module.weight.grad[0], x.mean(0))
+        assert model.engine.is_in_window is (accumulates and model is other)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("way", ["behind", "is the loss", "reentrant"])
+def test_on_a_gpu_a_model_that_was_not_named_is(world: evenstep.World, way: str) -> None:
+    first, other = wrap(world), wrap(world)
+    x = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
+    y = first(x).expand(1, 4)
+    out = checkpoint(other, y, use_reentrant=True) if way == "reentrant" else other(y)
+    with pytest.raises(UsageError, match="goes through a wrapped Linear, too"):
+        first.backward(out if way == "is the loss" else out.mean(), weight=2)

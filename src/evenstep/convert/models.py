@@ -1,0 +1,519 @@
+"""Models: which are trained, where they are wrapped, and what is called on them afterwards."""
+
+from __future__ import annotations
+
+import libcst as cst
+from libcst.helpers import parse_template_expression
+
+from evenstep.convert.loops import Loops, Pass
+from evenstep.convert.losses import MEAN, SUM
+from evenstep.convert.source import Node, Statement
+from evenstep.convert.values import Value, Values
+from evenstep.convert.work import Work
+
+# What `nn.Module` has itself, and the wrapper with it.
+_MODULES_OWN = {
+    "parameters",
+    "named_parameters",
+    "train",
+    "eval",
+    "zero_grad",
+    "to",
+    "cuda",
+    "cpu",
+    "modules",
+    "children",
+}
+_MODULES_OWN |= {"named_modules", "named_children", "buffers", "named_buffers", "requires_grad_", "training", "module"}
+_MODULES_OWN |= {
+    "apply",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "register_forward_hook",
+    "backward",
+    "no_sync",
+    "forward",
+}
+_MODULES_OWN |= {
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "join",
+    "accumulate",
+    "__class__",
+    "share_memory",
+}
+# What may be done to a model before it is wrapped; parts of it may be replaced, too.
+_SETTING_UP = {"print", "summary", "len", "sum", "str", "repr", "isinstance", "hasattr", "info", "debug", "getattr"}
+_BATCH_NORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm", "torchvision.models", "timm.")
+
+
+class Models:
+    """The models that optimizers of a script train.
+
+    Attributes:
+        trained: Their values.
+    """
+
+    def __init__(self, work: Work, loops: Loops) -> None:
+        self._work, self._loops = work, loops
+        self._script, self._flow = work.script, work.flow
+        self._wrapped_at: dict[Value, Node | None] = {}  # the statement that the wrapper stands before, by model
+        self._parallel = [call for call in work.calls() if self._is_data_parallel(call)]
+        self.trained = self._find_trained()
+        self._has_batch_norm = any(
+            isinstance(node, cst.Call) and any(name in (work.script.qualified(node.func) or "") for name in _BATCH_NORM)
+            for node in work.script.nodes
+        )
+
+    def _find_trained(self) -> Values:
+        found: set[Value] = set()
+        for call in self._work.calls():
+            if not self._flow.is_a(call, "optimizer") or not any(v.site is call for v in self._flow.of(call)):
+                continue
+            own = self._parameters_in(call)
+            if not own:  # groups that are built up in a loop: whose parameters are asked for in this function?
+                function = self._script.function(call)
+                own = self._parameters_in(self._script.module if function is None else function)
+                own = own if len(own) == 1 else set()
+            found |= own
+            self._validate_optimizer(call, own)
+        return frozenset(found)
+
+    def _parameters_in(self, around: Node) -> set[Value]:
+        """The models whose parameters are mentioned, also by way of lists and dictionaries."""
+        own: set[Value] = set()
+        for node in self._script.inside(around):
+            if isinstance(node, cst.BaseExpression) and not self._flow.is_a(node, "optimizer"):
+                held = set(self._flow.of(node, "parameters"))
+                for each in self._flow.of(node, "items") if isinstance(node, cst.Name) else ():
+                    inner = (part for part in self._script.inside(each.site) if isinstance(part, cst.BaseExpression))
+                    held |= {value for part in inner for value in self._flow.of(part, "parameters")}
+                own |= {Value("object", value.site, value.definition) for value in held}
+        return own
+
+    def _validate_optimizer(self, call: cst.Call, own: set[Value]) -> None:
+        work, script = self._work, self._script
+        name = script.code(call.func)
+        if name.endswith("LBFGS"):
+            work.refuse(call, "LBFGS computes the loss several times a step, in a closure")
+        elif not own:
+            work.refuse(call, f"it isn't clear which model {name} trains: give it model.parameters()")
+        for value in own:
+            if isinstance(value.site, cst.ClassDef):
+                which = value.site.name.value
+                work.refuse(
+                    call, f"{which} makes its own optimizer: the loop has to hold the model, and not be a part of it"
+                )
+
+    # ------------------------------------------------------------------ wrapping
+
+    def wrap(self) -> None:
+        """Have every trained model wrapped, once, before it is first used."""
+        for call in self._parallel:
+            self._replace_data_parallel(call)
+        for value in sorted(self.trained, key=lambda value: self._script.order(value.site)):
+            if value not in self._wrapped_at and isinstance(value.site, cst.Call):
+                self._wrap(value)
+
+    def _wrap(self, value: Value) -> None:
+        work, edits = self._work, self._work.edits
+        target = self._target_of(value.site)
+        if target is None:
+            convert = (
+                "evenstep.SyncBatchNorm.convert_sync_batchnorm" if self._has_batch_norm and not work.is_torch else ""
+            )
+            inner = f"{convert}({{old}})" if convert else "{old}"
+            edits.template(value.site, f"{work.target.wrapper}({inner}{self._options()})")
+            self._wrapped_at[value] = None
+            return
+        statement, text = target
+        use = self._first_use(statement, text)
+        for line in self._wrapping(text):
+            edits.add(edits.after if use is statement else edits.before, use, line)
+        self._wrapped_at[value] = use
+
+    def _wrapping(self, text: str) -> list[str]:
+        """The lines that wrap what has a name."""
+        work, lines = self._work, []
+        if self._has_batch_norm and not work.is_torch:
+            lines.append(f"{text} = evenstep.SyncBatchNorm.convert_sync_batchnorm({text})")
+        elif self._has_batch_norm:  # torch's synchronises on GPUs only
+            lines.append(
+                f"if torch.cuda.is_available():\n    {text} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({text})"
+            )
+        lines.append(f"{text} = {work.target.wrapper}({text}{self._options()})")
+        return lines
+
+    def _options(self) -> str:
+        # Called twice before a backward pass, torch's wrapper would write into buffers that the first call needs.
+        return ", broadcast_buffers=False" if self._work.is_torch and len(self.trained) > 1 else ""
+
+    def _target_of(self, site: Node) -> tuple[Statement, str] | None:
+        """The statement that gives a model its name, and the name."""
+        script = self._script
+        for node in script.ancestors(site):
+            if isinstance(node, cst.Assign) and len(node.targets) == 1:
+                target: cst.BaseExpression = node.targets[0].target
+                value = node.value
+                if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple):
+                    for each, part in zip(target.elements, value.elements, strict=False):
+                        if script.is_inside(site, part.value):
+                            target, value = each.value, part.value
+                            break
+                if isinstance(target, cst.Name | cst.Attribute) and any(v.site is site for v in self._flow.of(value)):
+                    statement = script.statement(node)
+                    inside = isinstance(script.parent(statement), cst.IndentedBlock | cst.Module)
+                    return (statement, script.code(target)) if inside else None
+                return None
+            if isinstance(node, Statement):
+                return None
+        return None
+
+    def _first_use(self, statement: Statement, text: str) -> Statement:
+        """The first statement behind a model's making that uses it, other than to set it up; else its making."""
+        script = self._script
+        block = script.parent(statement)
+        # Made under an `if`, it is used behind that.
+        while (
+            isinstance(block, cst.IndentedBlock)
+            and isinstance(script.parent(block), cst.If | cst.Else | cst.Try | cst.ExceptHandler)
+            and not self._is_used_inside(block, statement, text)
+        ):
+            above = script.parent(block)
+            while isinstance(above, cst.Else | cst.ExceptHandler) or (
+                isinstance(above, cst.If) and isinstance(script.parent(above), cst.If)
+            ):
+                above = script.parent(above)  # elif
+            statement = above  # type: ignore[assignment]
+            block = script.parent(statement)
+        body = list(block.body)  # type: ignore[union-attr]
+        following = body[body.index(statement) + 1 :]
+        for each in following:
+            if self._uses(each, text):
+                return each  # type: ignore[no-any-return]
+        return statement  # used in other methods only
+
+    def _is_used_inside(self, block: cst.IndentedBlock, statement: Node, text: str) -> bool:
+        body = list(block.body)
+        return any(self._uses(each, text) for each in body[body.index(statement) + 1 :])  # type: ignore[arg-type]
+
+    def _uses(self, statement: Node, text: str) -> bool:
+        script = self._script
+        for node in script.inside(statement):
+            if not isinstance(node, cst.Name | cst.Attribute) or script.code(node) != text:
+                continue
+            parent = script.parent(node)
+            if isinstance(parent, cst.Attribute) and parent.attr is node:
+                continue
+            if isinstance(parent, cst.Arg) and parent.keyword is node:
+                continue
+            if not self._sets_up(node):
+                return True
+        return False
+
+    def _sets_up(self, node: Node) -> bool:
+        """Whether a use of a model leaves it as good as unused."""
+        script = self._script
+        for each in script.ancestors(node):
+            if isinstance(each, cst.Call):
+                name = script.code(each.func)
+                short = name.rsplit(".", 1)[-1]
+                if self._flow.is_a(each, "optimizer") and any(v.site is each for v in self._flow.of(each)):
+                    return False
+                if each in self._parallel:
+                    return False
+                if short in _SETTING_UP or name.startswith(("torch.nn.init.", "nn.init.", "init.")):
+                    return True
+                if short in ("load_state_dict", "apply", "compile") and script.is_inside(node, each.func):
+                    return True
+            if isinstance(each, cst.AssignTarget):  # model.fc = ..., and model = model.to(device)
+                return True
+            if isinstance(each, cst.Assign) and script.code(each.targets[0].target) == script.code(node):
+                return isinstance(each.value, cst.Call | cst.Name)
+            if isinstance(each, cst.For):
+                return "parameters" in script.code(each.iter) and not any(
+                    self._flow.is_a(inner, "optimizer") for inner in script.inside(each) if isinstance(inner, cst.Call)
+                )
+            if isinstance(each, cst.FunctionDef | cst.ClassDef | cst.With | cst.While):
+                return False
+            if isinstance(each, cst.SimpleStatementLine):
+                if len(each.body) == 1 and isinstance(each.body[0], cst.Expr):
+                    method = each.body[0].value
+                    name = script.code(method.func).rsplit(".", 1)[-1] if isinstance(method, cst.Call) else ""
+                    return name in (
+                        "to",
+                        "cuda",
+                        "float",
+                        "double",
+                        "requires_grad_",
+                        "fill_",
+                        "zero_",
+                        "copy_",
+                        "eval",
+                    )
+                # fc_inputs = model.fc.in_features
+                return isinstance(script.parent(node), cst.Attribute) and not self._is_called(node)
+        return False
+
+    def _is_called(self, node: Node) -> bool:
+        above = node
+        for each in self._script.ancestors(node):
+            if isinstance(each, cst.Call):
+                return each.func is above
+            if not isinstance(each, cst.Attribute):
+                return False
+            above = each
+        return False
+
+    # ------------------------------------------------------------------ DataParallel
+
+    def _is_data_parallel(self, call: cst.Call) -> bool:
+        return (self._script.qualified(call.func) or "").endswith("nn.DataParallel") or (
+            (self._script.qualified(call.func) or "") == "torch.nn.parallel.DataParallel"
+        )
+
+    def _replace_data_parallel(self, call: cst.Call) -> None:
+        work, script, edits = self._work, self._script, self._work.edits
+        values = self._flow.of(call, "object")
+        if not values & self.trained or not call.args:
+            work.note(call, "this DataParallel holds no model that is trained, and was left", mark=True)
+            return
+        for value in values:
+            self._wrapped_at[value] = script.statement(call)
+        batch_norm = (
+            "evenstep.SyncBatchNorm.convert_sync_batchnorm({})" if self._has_batch_norm and not work.is_torch else "{}"
+        )
+        inner = script.code(call.args[0].value)
+        edits.template(call, f"{work.target.wrapper}({batch_norm.format(inner)}{self._options()})")
+        for each in script.ancestors(call):
+            if isinstance(each, cst.If) and "device_count" in script.code(each.test) and each.orelse is None:
+                edits.unwrapped.add(each)
+                for small in script.inside(each.body):
+                    if isinstance(small, cst.Expr) and "device_count" in script.code(small):
+                        edits.removed.add(script.statement(small))
+            if isinstance(each, cst.FunctionDef):
+                break
+
+    # ------------------------------------------------------------------ what is called on a model
+
+    def reach_inside(self) -> None:
+        """Reach what only the module itself has through its wrapper; files keep the names of a plain model."""
+        script, edits = self._script, self._work.edits
+        for node in script.nodes:
+            if not isinstance(node, cst.Attribute) or node.attr.value in _MODULES_OWN:
+                continue
+            values = self._flow.of(node.value, "object")
+            held = values & self.trained
+            if (
+                not held
+                or self._is_part(node.value)
+                or (isinstance(node.value, cst.Name) and node.value.value == "self")
+            ):
+                continue
+            if not any(self._is_wrapped(value, node) for value in held):
+                continue
+            if isinstance(node.value, cst.Call):
+                continue
+            if self._parallel and node.attr.value in ("state_dict", "load_state_dict"):
+                continue  # DataParallel's names, too, begin with "module."
+            if self._trains_by(node):
+                continue
+            # The script may use one name for wrapped models and others, such as an average of parameters.
+            inner = "{old}.module" if values <= self.trained else 'getattr({old}, "module", {old})'
+            edits.template(node.value, inner)
+
+    def _is_part(self, node: Node) -> bool:
+        """Whether an expression names a part of a model: the wrapper is passed where the model itself is named."""
+        while isinstance(node, cst.Attribute):
+            if self._flow.of(node.value, "object") & self.trained:
+                return True
+            node = node.value
+        return False
+
+    def _is_wrapped(self, value: Value, node: Node) -> bool:
+        script = self._script
+        before = self._wrapped_at.get(value)
+        if before is None:
+            return True
+        if script.function(before) is script.function(node):
+            return script.order(node) >= script.order(before)
+        return True
+
+    def _trains_by(self, node: cst.Attribute) -> bool:
+        """Refuse a method of a model, other than its forward pass, that computes what is trained on."""
+        script = self._script
+        call = script.parent(node)
+        if (
+            not isinstance(call, cst.Call)
+            or call.func is not node
+            or node.attr.value in ("state_dict", "load_state_dict")
+        ):
+            return False
+        if not any(loop in self._loops.training for loop in script.loops(node)):
+            return False
+        for each in script.ancestors(node):
+            if isinstance(each, cst.With) and any("no_grad" in script.code(item.item) for item in each.items):
+                return False
+        if self._script.function(node) in self._without_grad():
+            return False
+        self._work.refuse(
+            node,
+            f"{script.code(node)}(...) in the training loop isn't the model's forward pass, which is what averages "
+            f"gradients over ranks: let forward() call it",
+        )
+        return True
+
+    def _without_grad(self) -> set[cst.FunctionDef | None]:
+        return {
+            node
+            for node in self._script.nodes
+            if isinstance(node, cst.FunctionDef)
+            and any("no_grad" in self._script.code(each.decorator) for each in node.decorators)
+        }
+
+    # ------------------------------------------------------------------ backward
+
+    def change_backward(self) -> None:
+        """Have every backward pass weighted, and those of an accumulation travel once."""
+        for each in self._loops.passes:
+            accumulation = self._accumulation(each)
+            if self._work.is_torch:
+                self._change_torchs(each)
+            else:
+                self._change_evensteps(each, accumulation)
+
+    def _change_torchs(self, each: Pass) -> None:
+        work, edits = self._work, self._work.edits
+        if each.kind.name == SUM:
+            edits.template(each.loss, "({old} * dist.get_world_size())")
+        elif each.kind.name == MEAN and each.kind.weight is not None:
+            work.helpers.add("sum_over_ranks")
+            weight = each.kind.weight
+            edits.template(each.loss, f"({{old}} * ({weight} / sum_over_ranks({weight}) * dist.get_world_size()))")
+
+    def _change_evensteps(self, each: Pass, factor: str | None) -> None:
+        work, script, edits = self._work, self._script, self._work.edits
+        if each.kind.name == SUM:
+            # The mean over ranks of so many times each rank's sum.
+            edits.template(each.loss, f"({{old}} * {work.world}.world_size)")
+            return
+        models = work.losses.models(each.loss, self.trained) or self.trained
+        names = [self._name_at(value, each.call) for value in sorted(models, key=lambda v: script.order(v.site))]
+        if None in names:
+            work.refuse(each.call, "a model that this loss goes through has no name here: pass it to the function")
+            return
+        rest = "".join(f", {script.code(argument)}" for argument in _without_commas(each.call.args))
+        scaler = f", scaler={each.scaler}" if each.scaler else ""
+        times = f" * {factor}" if factor else ""
+        if len(names) == 1:
+            call = f"{names[0]}.backward({{old}}{times}, weight={each.weight}{scaler}{rest})"
+        else:
+            listed = ", ".join(str(name) for name in names)
+            call = f"evenstep.backward([{listed}], {{old}}{times}, weight={each.weight}{scaler}{rest})"
+        config = script.module.config_for_parsing
+
+        def change(updated: cst.CSTNode) -> cst.CSTNode:
+            inner = updated.func.value  # type: ignore[attr-defined]
+            if isinstance(inner, cst.BinaryOperation | cst.Attribute | cst.Call | cst.Name) and not times:
+                inner = inner.with_changes(lpar=[], rpar=[])
+            return parse_template_expression(call, config, old=inner)
+
+        edits.change(each.call, change)
+
+    def _name_at(self, value: Value, node: Node) -> str | None:
+        """What a model is called at some place."""
+        script, flow = self._script, self._flow
+        function = script.function(node)
+        names: list[str] = []
+        for scope in (function, None):
+            for name, by in script.bindings.get(scope, {}).items():
+                for each in by:
+                    target = each.name if isinstance(each, cst.Param) else each
+                    if isinstance(target, cst.Name) and value in flow.of(target, "object"):
+                        if flow.of(target, "object") & self.trained == {value} or len(self.trained) == 1:
+                            return name
+                        names.append(name)
+        around: Node = script.class_of(function) or script.module if function is not None else script.module
+        for each in script.inside(around):
+            is_own = isinstance(each, cst.Attribute) and isinstance(each.value, cst.Name) and each.value.value == "self"
+            if is_own and value in flow.of(each, "object"):
+                return script.code(each)
+        for each in script.inside(function if function is not None else script.module):
+            if isinstance(each, cst.Attribute | cst.Subscript) and flow.of(each, "object") == {value}:
+                return script.code(each)
+        return names[0] if names else None
+
+    def _accumulation(self, each: Pass) -> str | None:
+        """Have gradients travel with the last pass before a step; returns what the loss was divided by, if it was."""
+        work, script = self._work, self._script
+        if len([p for p in self._loops.passes if p.loops == each.loops]) != 1 or each.kind.name == SUM:
+            return None
+        loops = [loop for loop in script.loops(each.call) if loop in each.loops]
+        if not loops or not isinstance(loops[0], cst.For) or not isinstance(loops[0].body, cst.IndentedBlock):
+            return None
+        loop = loops[0]
+        condition = self._step_condition(loop)
+        if condition is None:
+            return None
+        names = {node.value for node in script.inside(condition) if isinstance(node, cst.Name)}
+        own = {
+            name.value
+            for node in script.inside(loop.body)
+            if isinstance(node, cst.AssignTarget | cst.AugAssign)
+            for name in ([node.target] if isinstance(node.target, cst.Name) else [])
+        }
+        divisor = self._divisor(each)
+        models = work.losses.models(each.loss, self.trained) or self.trained
+        if names & own or divisor is None or len(models) != 1:
+            return None
+        name = self._name_at(next(iter(models)), each.call)
+        line = f"{name}.require_backward_grad_sync = {script.code(condition)}  # gradients travel with the last part"
+        work.edits.add(work.edits.inside, loop, line)
+        return divisor
+
+    def _step_condition(self, loop: cst.For) -> cst.BaseExpression | None:
+        script = self._script
+        for node in script.inside(loop.body):
+            is_step = (
+                isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value == "step"
+            )
+            if not is_step:
+                continue
+            assert isinstance(node, cst.Call)
+            assert isinstance(node.func, cst.Attribute)
+            if not (self._flow.is_a(node.func.value, "optimizer") or self._flow.is_a(node.func.value, "scaler")):
+                continue
+            for each in script.ancestors(node):
+                if each is loop:
+                    break
+                if isinstance(each, cst.If) and any(
+                    isinstance(inner, cst.Modulo) for inner in script.inside(each.test)
+                ):
+                    return each.test
+        return None
+
+    def _divisor(self, each: Pass) -> str | None:
+        """By what the loss of a part was divided."""
+        script = self._script
+        loss: Node = each.loss
+        if isinstance(loss, cst.BinaryOperation) and isinstance(loss.operator, cst.Divide):
+            return script.code(loss.right)
+        if not isinstance(loss, cst.Name):
+            return None
+        for value, _ in self._work.losses.reaching(loss):
+            if isinstance(value, cst.BinaryOperation) and isinstance(value.operator, cst.Divide):
+                return script.code(value.right)
+        for node in script.inside(next(iter(each.loops))):
+            divides = isinstance(node, cst.AugAssign) and isinstance(node.operator, cst.DivideAssign)
+            if not divides or script.order(node) > script.order(each.call):
+                continue
+            assert isinstance(node, cst.AugAssign)
+            if script.code(node.target) == loss.value:
+                return script.code(node.value)
+        return None
+
+
+def _without_commas(arguments: object) -> list[cst.Arg]:
+    return [each.with_changes(comma=cst.MaybeSentinel.DEFAULT) for each in arguments]  # type: ignore[attr-defined]

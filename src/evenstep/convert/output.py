@@ -1,0 +1,337 @@
+"""What one process does for all, and where each computes: printing, files, trackers, progress bars, devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import libcst as cst
+
+from evenstep.convert.edits import Change
+from evenstep.convert.source import Node, Statement
+from evenstep.convert.work import Work
+
+# Calls that write, by the end of their full name.
+_WRITING: tuple[str, ...] = (
+    "torch.save",
+    "numpy.save",
+    "numpy.savez",
+    "numpy.savetxt",
+    "json.dump",
+    "pickle.dump",
+    "yaml.dump",
+)
+_WRITING += ("save_image", "joblib.dump", "safetensors.torch.save_file", "shutil.copyfile", "shutil.copy", "os.remove")
+_WRITING += (
+    "shutil.rmtree",
+    "shutil.move",
+    "os.rename",
+    "os.replace",
+    "pyplot.savefig",
+    "pyplot.show",
+    "pprint.pprint",
+)
+_WRITING += ("pyplot.plot", "pyplot.figure", "pyplot.close", "sys.stdout.write", "imageio.imwrite", "tqdm.write")
+_WRITING_METHODS = {"to_csv", "to_json", "to_parquet", "savefig", "write_text", "write_bytes", "save_pretrained"}
+_MODES = ("'w'", '"w"', "'a'", '"a"', "'wb'", '"wb"', "'x'", '"x"', "'w+'", '"w+"')
+_DEVICE_FLAGS = {
+    f"{each}.device" for each in ("args", "opt", "opts", "options", "cfg", "config", "hparams", "FLAGS", "conf")
+}
+_NEEDS_TYPE = ("autocast", "GradScaler")
+
+
+class Output:
+    """Changes what is printed, written and shown."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._script, self._flow = work.script, work.flow
+
+    def change(self) -> None:
+        """Have rank 0 alone print, write and show."""
+        for call in self._work.calls():
+            name = self._script.qualified(call.func) or ""
+            self._change_output(call, name)
+            self._change_trackers(call, name)
+            if not self._work.is_torch:
+                self._change_device_calls(call, name)
+            else:
+                self._change_torchs_device(call)
+        if not self._work.is_torch:
+            for node in self._script.nodes:
+                self._change_devices(node)
+
+    # ------------------------------------------------------------------ output
+
+    def _change_output(self, call: cst.Call, name: str) -> None:
+        work, script, edits = self._work, self._script, self._work.edits
+        text = script.code(call.func)
+        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        if text == "print" and not script.bound("print", call):
+            named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
+            if work.is_torch or "file" in named:
+                self._guard(call)
+                return
+            edits.template(call.func, f"{work.world}.print")
+            if "flush" in named:
+                edits.change(call, _without("flush"))
+            return
+        writes = any(name == each or name.endswith(f".{each}") for each in _WRITING)
+        is_writer = isinstance(call.func, cst.Attribute) and self._flow.is_a(call.func.value, "writer")
+        if writes or is_writer or (method in _WRITING_METHODS and not name.startswith("torch.utils.data")):
+            self._guard(call)
+        if text == "open" and call.args:
+            self._open(call)
+        if any(each.keyword is not None and each.keyword.value == "download" for each in call.args):
+            work.note(call, "every rank downloads this, perhaps at the same time: have it there before", mark=True)
+        if name in ("os.makedirs", "os.mkdir") or (method == "mkdir" and not name):
+            self._make_directories(call, name)
+        if name == "torch.load":
+            self._load(call)
+
+    def _guard(self, call: cst.Call) -> None:
+        """Have the statement that is this call run on rank 0 only."""
+        work, script = self._work, self._script
+        parent = script.parent(call)
+        if isinstance(parent, cst.Expr):
+            if not self._is_under_writer(parent):
+                work.edits.guarded.add(parent)
+        elif isinstance(parent, cst.Assign) and not isinstance(parent.value, cst.Call):
+            pass
+        elif isinstance(script.statement(call), cst.SimpleStatementLine):
+            outer = next((each for each in script.ancestors(call) if isinstance(each, cst.Expr)), None)
+            if outer is not None:
+                work.edits.guarded.add(outer)
+            else:
+                work.note(call, f"every rank calls {script.code(call.func)}", mark=True)
+
+    def _is_under_writer(self, node: Node) -> bool:
+        """Whether an `if` around it asks for a writer, which rank 0 alone has."""
+        return any(isinstance(each, cst.If) and self.asks_for_writer(each) for each in self._script.ancestors(node))
+
+    def asks_for_writer(self, node: cst.If) -> bool:
+        """Whether an `if` holds where there is a writer."""
+        return any(
+            self._flow.is_a(each, "writer")
+            for each in self._script.inside(node.test)
+            if isinstance(each, cst.Name | cst.Attribute)
+        )
+
+    def _open(self, call: cst.Call) -> None:
+        """A file that is opened for writing is nothing on other ranks: whatever writes to it may stay."""
+        modes = [argument.value for argument in call.args[1:] if self._script.code(argument.value) in _MODES]
+        if modes and call.args[0].keyword is None:
+            self._work.edits.template(call.args[0].value, f'{{old}} if {self._work.target.main} else "/dev/null"')
+
+    def _make_directories(self, call: cst.Call, name: str) -> None:
+        """Several ranks may make a directory at the same time."""
+        named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
+        if name == "os.mkdir":
+            self._work.edits.change(call.func, lambda new: new.with_changes(attr=cst.Name("makedirs")))
+        if "exist_ok" not in named and isinstance(call.func, cst.Attribute):
+            self._work.edits.change(call, _with("exist_ok", "True"))
+
+    def _load(self, call: cst.Call) -> None:
+        """Rank 0 may still be writing what is read."""
+        work, script, edits = self._work, self._script, self._work.edits
+        saves = [each for each in work.calls() if script.qualified(each.func) == "torch.save"]
+        named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
+        if not work.is_torch and "map_location" not in named and len(call.args) < 2:
+            edits.change(call, _with("map_location", f"{work.world}.device"))
+        # One that follows in the text has been written by another run.
+        if any(
+            script.order(save) < script.order(call) for save in saves if script.function(save) is script.function(call)
+        ):
+            line = "dist.barrier()" if work.is_torch else f"{work.world}.barrier()"
+            edits.add(edits.before, script.statement(call), f"{line}  # rank 0 has written it")
+
+    # ------------------------------------------------------------------ trackers and bars
+
+    def _change_trackers(self, call: cst.Call, name: str) -> None:
+        work, edits = self._work, self._work.edits
+        if self._flow.is_a(call, "writer") and any(value.site is call for value in self._flow.of(call)):
+            outer = self._script.parent(call)
+            is_conditional = isinstance(outer, cst.IfExp) and outer.body is call
+            edits.template(
+                call,
+                f"({{old}} if {work.target.main} else None)"
+                if is_conditional
+                else f"{{old}} if {work.target.main} else None",
+            )
+        elif name == "wandb.init":
+            edits.change(call, self._only_on_main("mode", '"disabled"', default="None"))
+        elif name.startswith("tqdm.") and name.rsplit(".", 1)[-1] in ("tqdm", "trange", "tqdm_notebook"):
+            edits.change(call, self._disabled())
+
+    def _only_on_main(self, keyword: str, elsewhere: str, *, default: str) -> Change:
+        main = self._work.target.main
+
+        def change(updated: Any) -> Any:
+            module = self._script.module
+            for index, argument in enumerate(updated.args):
+                if argument.keyword is not None and argument.keyword.value == keyword:
+                    text = f"{module.code_for_node(argument.value)} if {main} else {elsewhere}"
+                    kept = list(updated.args)
+                    kept[index] = argument.with_changes(value=cst.parse_expression(text))
+                    return updated.with_changes(args=kept)
+            return _with(keyword, f"{default} if {main} else {elsewhere}")(updated)
+
+        return change
+
+    def _disabled(self) -> Change:
+        main = self._work.target.main
+        negated = f"not {main}" if not self._work.is_torch else "dist.get_rank() != 0"
+
+        def change(updated: Any) -> Any:
+            module = self._script.module
+            for index, argument in enumerate(updated.args):
+                if argument.keyword is not None and argument.keyword.value == "disable":
+                    kept = list(updated.args)
+                    text = f"{module.code_for_node(argument.value)} or {negated}"
+                    kept[index] = argument.with_changes(value=cst.parse_expression(text))
+                    return updated.with_changes(args=kept)
+            return _with("disable", negated)(updated)
+
+        return change
+
+    # ------------------------------------------------------------------ devices
+
+    def _change_device_calls(self, call: cst.Call, name: str) -> None:
+        work, script, edits = self._work, self._script, self._work.edits
+        device = f"{work.world}.device"
+        if name == "torch.device":
+            text = script.code(call.args[0].value) if call.args else ""
+            if (
+                "cuda" in text
+                or "device" in text
+                or "gpu" in text
+                or isinstance(call.args[0].value, cst.Name | cst.Attribute)
+            ):
+                edits.template(call, device)
+            return
+        if name == "torch.cuda.set_device":
+            edits.removed.add(script.statement(call))
+            return
+        if not isinstance(call.func, cst.Attribute):
+            return
+        method = call.func.attr.value
+        if method == "cuda" and not name:
+            config = script.module.config_for_parsing
+
+            def change(updated: Any) -> Any:
+                kept = [each for each in updated.args if each.keyword is not None]
+                first = cst.Arg(cst.parse_expression(device, config))
+                func = updated.func.with_changes(attr=cst.Name("to"))
+                return updated.with_changes(func=func, args=[first, *kept])
+
+            edits.change(call, change)
+        elif method == "to" and call.args and not name:
+            argument = call.args[0].value
+            if isinstance(argument, cst.Attribute) and script.code(argument) in _DEVICE_FLAGS:
+                edits.template(argument, device)
+
+    def _change_devices(self, node: Node) -> None:
+        work, script, edits = self._work, self._script, self._work.edits
+        if isinstance(node, cst.IfExp) and "is_available" in script.code(node.test):
+            if self._is_within(node, "torch.device"):
+                return
+            ends = {
+                script.code(each).strip("'\"") for each in script.inside(node) if isinstance(each, cst.SimpleString)
+            }
+            if "cpu" in ends and not any(isinstance(each, cst.IfExp) for each in script.ancestors(node)):
+                edits.template(node, f"{work.world}.device{'.type' if self._is_read_as_text(node) else ''}")
+        elif isinstance(node, cst.SimpleString) and script.code(node).strip("'\"").startswith("cuda"):
+            parent = script.parent(node)
+            is_argument = isinstance(parent, cst.Arg) and isinstance(script.parent(parent), cst.Call)
+            if not is_argument or self._is_within(node, "torch.device"):
+                return
+            call = script.parent(parent)  # type: ignore[arg-type]
+            assert isinstance(call, cst.Call)
+            name = script.code(call.func)
+            if name.endswith(_NEEDS_TYPE) or name.endswith("add_argument"):
+                return
+            keyword = parent.keyword.value if parent.keyword is not None else ""  # type: ignore[union-attr]
+            if keyword in ("device", "map_location") or name.endswith(".to") or name == "torch.load":
+                edits.template(node, f"{work.world}.device")
+
+    def _is_within(self, node: Node, name: str) -> bool:
+        for each in self._script.ancestors(node):
+            if isinstance(each, cst.Call) and self._script.qualified(each.func) == name:
+                return True
+            if isinstance(each, Statement):
+                return False
+        return False
+
+    def _is_read_as_text(self, node: Node) -> bool:
+        """Whether what a device is assigned to is compared, or named to autocast."""
+        script = self._script
+        assign = next((each for each in script.ancestors(node) if isinstance(each, cst.Assign)), None)
+        if assign is None or len(assign.targets) != 1:
+            return False
+        text = script.code(assign.targets[0].target)
+        for each in script.nodes:
+            if not isinstance(each, cst.Name | cst.Attribute) or script.code(each) != text:
+                continue
+            for above in list(script.ancestors(each))[:3]:
+                if isinstance(above, cst.Comparison):
+                    return True
+                if isinstance(above, cst.Call) and script.code(above.func).endswith(_NEEDS_TYPE):
+                    return True
+            parent = script.parent(each)
+            if (
+                isinstance(parent, cst.Attribute)
+                and parent.value is each
+                and parent.attr.value in ("startswith", "split")
+            ):
+                return True
+        return False
+
+    def _change_torchs_device(self, call: cst.Call) -> None:
+        """`cuda` is this rank's GPU once it was chosen; `cuda:0` is the same for all."""
+        script, edits = self._script, self._work.edits
+        if script.qualified(call.func) == "torch.cuda.set_device":
+            edits.removed.add(script.statement(call))
+            return
+        is_move = isinstance(call.func, cst.Attribute) and call.func.attr.value == "cuda"
+        if is_move and not script.qualified(call.func) and call.args and isinstance(call.args[0].value, cst.Integer):
+            edits.change(call, lambda new: new.with_changes(args=new.args[1:]))
+        for argument in call.args:
+            for node in script.inside(argument.value):
+                is_first = isinstance(node, cst.SimpleString) and node.value[1:-1] in ("cuda:0", "cuda:1")
+                if is_first and node not in edits.replaced:
+                    edits.template(node, '"cuda"')
+
+
+def _with(name: str, value: str) -> Change:
+    """Add an argument to a call."""
+
+    def change(updated: Any) -> Any:
+        equal = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))
+        added = cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
+        arguments = list(updated.args)
+        if arguments:
+            last = arguments[-1]
+            if isinstance(last.comma, cst.Comma):  # a call over several lines keeps its last comma
+                added = added.with_changes(comma=last.comma)
+                between = (
+                    arguments[-2].comma
+                    if len(arguments) > 1
+                    else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
+                )
+                arguments[-1] = last.with_changes(comma=between)
+            else:
+                arguments[-1] = last.with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return updated.with_changes(args=[*arguments, added])
+
+    return change
+
+
+def _without(name: str) -> Change:
+    """Leave an argument out of a call."""
+
+    def change(updated: Any) -> Any:
+        kept = [each for each in updated.args if each.keyword is None or each.keyword.value != name]
+        if kept:
+            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        return updated.with_changes(args=kept)
+
+    return change

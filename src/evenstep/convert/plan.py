@@ -1,0 +1,395 @@
+"""Decides everything that is changed in a script, or why nothing is."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from evenstep.convert.data import Data
+from evenstep.convert.edits import Edits, Start
+from evenstep.convert.loops import Loops
+from evenstep.convert.losses import Losses
+from evenstep.convert.models import Models
+from evenstep.convert.output import Output
+from evenstep.convert.source import Node, Script, Statement
+from evenstep.convert.targets import Target
+from evenstep.convert.targets import evenstep as evensteps_words
+from evenstep.convert.targets import torch as torchs_words
+from evenstep.convert.values import Flow, Values
+from evenstep.convert.work import Remark, Work
+
+# Who divides training over ranks already, by the names that a script imports.
+_DISTRIBUTED = {
+    "evenstep": "evenstep",
+    "accelerate": "accelerate",
+    "lightning": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "lightning_fabric": "Lightning Fabric",
+    "deepspeed": "DeepSpeed",
+    "horovod": "Horovod",
+    "ignite": "Ignite",
+    "fastai": "fastai",
+    "keras": "Keras",
+}
+_TORCHS = ("torch.distributed", "torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed")
+_PLAIN = (cst.Import, cst.ImportFrom, cst.Pass)
+
+
+def already_distributed(script: Script) -> str | None:
+    """Who divides a script's training over ranks already."""
+    for full in script.imports.values():
+        root = full.split(".")[0]
+        if root in _DISTRIBUTED:
+            return _DISTRIBUTED[root]
+        if full.startswith(_TORCHS):
+            return "torch.distributed"
+        if full == "transformers.Trainer":
+            return "the Trainer of transformers"
+    for node in script.nodes:
+        name = script.qualified(node) if isinstance(node, cst.Attribute) else None
+        if name is not None and name.startswith(_TORCHS):
+            return "torch.distributed"
+    return None
+
+
+def plan(script: Script, name: str, *, file: str) -> Work:
+    """Decide all changes.
+
+    Args:
+        script: As it is.
+        name: "evenstep" or "torch".
+        file: What the script is called.
+    """
+    flow = Flow(script)
+    taken = script.names()
+    world = next(each for each in ("world", "ranks", "evenstep_world", "world_of_ranks") if each not in taken)
+    target = evensteps_words(world) if name == "evenstep" else torchs_words()
+    launch = target.launch.replace("{script}", file)
+    work = Work(script, flow, Losses(script, flow), Edits(script, target.main), target, world, launch)
+    _validate_names(work)
+    loops = Loops(work)
+    if not loops.passes and not work.problems:
+        work.problems.append(_no_training(work))
+    models = Models(work, loops)
+    if not models.trained and not work.problems:
+        work.refuse(script.module, "it has no torch optimizer: who makes the steps isn't seen")
+    if work.problems:
+        return work
+    data = Data(work, loops)
+    data.divide()
+    models.wrap()
+    models.reach_inside()
+    models.change_backward()
+    loops.average_metrics(data.divided)
+    data.change_uses()
+    output = Output(work)
+    output.change()
+    _make_collective(work, output)
+    _keep_calls_on_all_ranks(work, models.trained)
+    if work.is_torch:
+        _vary_dropout(work)
+    if not work.problems:
+        _Joining(work).place()
+    return work
+
+
+def _validate_names(work: Work) -> None:
+    """Refuse a script that means something else by the names that are needed."""
+    for name in ("dist", "evenstep"):
+        uses = [node for node in work.script.nodes if isinstance(node, cst.Name) and node.value == name]
+        is_ours = (name == "dist") == work.is_torch
+        if is_ours and any(work.script.bound(name, node) for node in uses):
+            work.refuse(uses[0], f"the script calls something of its own {name}: give it another name")
+
+
+def _no_training(work: Work) -> Remark:
+    calls = [node for node in work.calls() if work.script.code(node.func).endswith((".fit", "train_model", "Trainer"))]
+    if calls:
+        return Remark(work.script.line(calls[0]), "no training loop: nothing here calls loss.backward()")
+    return Remark(1, "no training loop: nothing in this file calls loss.backward(); name the file that does")
+
+
+# ---------------------------------------------------------------------- calls that every rank makes
+
+
+def _make_collective(work: Work, output: Output) -> None:
+    """Have the numbers that are averaged over ranks be so on every rank, and not under a guard."""
+    script, edits = work.script, work.edits
+    for node, template in sorted(work.collectives.items(), key=lambda item: script.order(item[0])):
+        if any(each is not node and each in work.collectives for each in script.ancestors(node)):
+            continue
+        if work.is_torch:
+            work.helpers.add("sum_over_ranks")
+        guard = _outermost_guard(work, output, node)
+        if guard is None:
+            edits.template(node, template)
+            continue
+        text = template.replace("{old}", script.code(node))
+        statement = script.statement(guard)
+        known = [line for line in edits.before.get(statement, ()) if line.endswith(f" = {text}")]
+        if known:
+            name = known[0].split(" = ")[0]
+        else:
+            name = work.unused(_name_for(script, node))
+            edits.add(edits.before, statement, f"{name} = {text}")
+        edits.template(node, name)
+
+
+def _keep_calls_on_all_ranks(work: Work, trained: Values) -> None:
+    """Have the script's functions that need all ranks called on all, though rank 0 alone prints what they return."""
+    script, edits, flow = work.script, work.edits, work.flow
+    users = _Joining(work).users()
+    for guarded in sorted(edits.guarded, key=script.order):
+        found: list[cst.Call] = []
+        for node in script.inside(guarded):
+            if not isinstance(node, cst.Call) or any(script.is_inside(node, each) for each in found):
+                continue
+            callees = {value.site for value in flow.of(node.func) if value.kind in ("function", "class")}
+            is_part = isinstance(node.func, cst.Attribute) and flow.of(node.func.value) & trained
+            if callees & users or (flow.of(node.func) & trained and not is_part):
+                found.append(node)
+        for call in found:
+            is_changed = any(each in edits.replaced or each in work.collectives for each in script.inside(call))
+            if is_changed or not isinstance(guarded, cst.Expr):
+                text = f"every rank has to call {script.code(call.func)}, but rank 0 alone runs this"
+                work.refuse(call, f"{text}: give its result a name in a line before")
+                continue
+            name = work.unused("result")
+            edits.add(edits.before, script.statement(guarded), f"{name} = {script.code(call)}")
+            edits.template(call, name)
+
+
+def _outermost_guard(work: Work, output: Output, node: Node) -> Node | None:
+    found: Node | None = None
+    for each in work.script.ancestors(node):
+        if each in work.edits.guarded:
+            found = each
+        if isinstance(each, cst.If) and output.asks_for_writer(each):
+            found = each
+        if isinstance(each, cst.FunctionDef):
+            break
+    return found
+
+
+def _name_for(script: Script, node: Node) -> str:
+    first = next((each.value for each in script.inside(node) if isinstance(each, cst.Name)), "value")
+    return f"mean_{first}" if first != "self" else "mean_value"
+
+
+def _vary_dropout(work: Work) -> None:
+    """Have torch's ranks draw other masks; evenstep's do."""
+    text = work.script.module.code
+    if "ropout" not in text:
+        return
+    wraps = [
+        (statement, lines)
+        for where in (work.edits.before, work.edits.after)
+        for statement, lines in where.items()
+        if any("DistributedDataParallel" in line for line in lines)
+    ]
+    if wraps:
+        _, lines = wraps[-1]
+        lines.append("torch.manual_seed(torch.initial_seed() + dist.get_rank())  # other dropout masks on each rank")
+
+
+# ---------------------------------------------------------------------- imports, and where ranks join
+
+
+class _Joining:
+    """Puts imports, helpers and the start of the ranks where they belong."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._script = work.script
+        self._body = list(work.script.module.body)
+
+    def place(self) -> None:
+        """Add imports, helpers, and the call that joins the ranks before anything needs them."""
+        self._join()
+        self._import(self._work.target)
+
+    # ------------------------------------------------------------------ joining
+
+    def _join(self) -> None:
+        first = self._first_user()
+        if first is None:
+            text = "nothing in this file runs the training, so there is no place where ranks could be joined"
+            self._work.refuse(self._work.script.module, f"{text}: convert the script that calls it, with its functions")
+            return
+        statement = self._body[first]
+        if self._is_main_guard(statement):
+            assert isinstance(statement, cst.If)
+            is_block = isinstance(statement.body, cst.IndentedBlock)
+            self._enclose(statement.body.body[0] if is_block else statement.body, may_enclose=True)
+            return
+        if isinstance(statement, cst.FunctionDef | cst.ClassDef):
+            # Only a default or a class body can need ranks there.
+            self._enclose(statement, may_enclose=False)
+            return
+        following = self._body[first:]
+        has_definitions = any(isinstance(each, cst.FunctionDef | cst.ClassDef) for each in following)
+        has_guard = any(self._is_main_guard(each) for each in following)
+        self._enclose(statement, may_enclose=not has_definitions and not has_guard)
+
+    def _enclose(self, statement: Node, *, may_enclose: bool) -> None:
+        work = self._work
+        if work.is_torch:
+            work.helpers.add("join_ranks")
+            lines = ["join_ranks()"]
+            if not self._seeds():
+                lines.append("torch.manual_seed(0)  # all ranks make the same data and models")
+            ending = ("dist.destroy_process_group()",)
+            if may_enclose and isinstance(work.script.parent(statement), cst.IndentedBlock):
+                start = Start(work.launch, tuple(lines), ending=ending)
+            else:
+                start = Start(work.launch, tuple(lines))
+                work.edits.at_end += ending
+        else:
+            call = f"evenstep.init(seed={self._seed()})"
+            if may_enclose:
+                start = Start(work.launch, opening=f"with {call} as {work.world}:")
+            else:
+                start = Start(work.launch, (f"{work.world} = {call}",))
+        work.edits.enclosed[statement] = start
+
+    def _seed(self) -> str:
+        found = [call for call in self._seeds() if call.args and isinstance(call.args[0].value, cst.Integer)]
+        return self._script.code(found[0].args[0].value) if found else "0"
+
+    def _seeds(self) -> list[cst.Call]:
+        return [call for call in self._work.calls() if self._script.qualified(call.func) == "torch.manual_seed"]
+
+    def _is_main_guard(self, statement: Node) -> bool:
+        return isinstance(statement, cst.If) and "__name__" in self._script.code(statement.test)
+
+    def _first_user(self) -> int | None:
+        """The first statement of the module that runs something which needs the ranks."""
+        users = self.users()
+        for index, statement in enumerate(self._body):
+            if isinstance(statement, cst.FunctionDef):
+                continue
+            if isinstance(statement, cst.ClassDef):
+                continue
+            if isinstance(statement, cst.SimpleStatementLine) and all(
+                isinstance(each, _PLAIN) for each in statement.body
+            ):
+                continue
+            if self._needs_ranks(statement, users) or self._makes_random_data(statement):
+                return index
+        return None
+
+    def _makes_random_data(self, statement: Node) -> bool:
+        """Ranks have to be seeded before they draw what has to be the same on all of them."""
+        if self._work.is_torch and self._seeds():
+            return False
+        for node in self._script.inside(statement):
+            if isinstance(node, cst.Call) and self._script.function(node) is None:
+                name = self._script.qualified(node.func) or ""
+                if name.startswith(
+                    ("torch.rand", "torch.manual_seed", "numpy.random", "random.", "torch.nn.", "torch.normal")
+                ):
+                    return True
+        return False
+
+    def _touched(self) -> set[Node]:
+        found: set[Node] = set()
+        for node in self._work.edits.touched():
+            found.add(node)
+        return found
+
+    def users(self) -> set[Node]:
+        """Functions and classes of the script that need the ranks when they run, also by way of others."""
+        script, touched = self._script, self._touched()
+        users: set[Node] = set()
+        for node in touched:
+            for each in script.ancestors(node):
+                if isinstance(each, cst.FunctionDef | cst.ClassDef):
+                    users.add(each)
+        names: dict[str, Node] = {
+            node.name.value: node for node in script.nodes if isinstance(node, cst.FunctionDef | cst.ClassDef)
+        }
+        references: dict[Node, set[str]] = {
+            node: {inner.value for inner in script.inside(node) if isinstance(inner, cst.Name)}
+            for node in names.values()
+        }
+        changed = True
+        while changed:
+            changed = False
+            for node, mentioned in references.items():
+                if node not in users and any(
+                    names[name] in users for name in mentioned & names.keys() if names[name] is not node
+                ):
+                    users.add(node)
+                    changed = True
+        return users
+
+    def _needs_ranks(self, statement: Node, users: set[Node]) -> bool:
+        script, touched = self._script, self._touched()
+        by_name = {node.name.value for node in users if isinstance(node, cst.FunctionDef | cst.ClassDef)}
+        for node in script.inside(statement):
+            if node in touched:
+                return True
+            if (
+                isinstance(node, cst.Name)
+                and node.value in by_name
+                and isinstance(script.parent(node), cst.Call | cst.Arg)
+            ):
+                return True
+        return False
+
+    # ------------------------------------------------------------------ imports
+
+    def _import(self, target: Target) -> None:
+        work, script, edits = self._work, self._script, self._work.edits
+        used = work.helpers
+        lines = {"first": [], "torch": []}  # type: dict[str, list[str]]
+        for line, place in target.imports:
+            needed = {
+                "import os": "join_ranks" in used,
+                "from torch.utils.data import IterableDataset": "OfThisRank" in used,
+                "import torch": script.imports.get("torch") != "torch",
+                "from torch.utils.data.distributed import DistributedSampler": self._uses_sampler(),
+            }.get(line, True)
+            name = line.rsplit(" ", 1)[-1]
+            if needed and (name not in script.imports or name == "dist"):
+                lines[place].append(line)
+        imports = [
+            index
+            for index, statement in enumerate(self._body)
+            if isinstance(statement, cst.SimpleStatementLine)
+            and any(isinstance(each, cst.Import | cst.ImportFrom) for each in statement.body)
+            and "__future__" not in script.code(statement)
+        ]
+        torchs = [index for index in imports if " torch" in script.code(self._body[index])]
+        first = self._body[imports[0]] if imports else self._after_docstring()
+        at = self._body[torchs[0]] if torchs else first
+        for line in lines["first"]:
+            edits.add(edits.before, first, line)
+        if work.is_torch and torchs:
+            for line in lines["torch"]:
+                edits.add(edits.after, self._body[torchs[-1]], line)
+        else:
+            for line in lines["torch"]:
+                edits.add(edits.before, at, line)
+        helpers = [text for name, text in target.helpers if name in used]
+        if helpers:
+            edits.definitions[self._last_import()] = [helper.strip() for helper in helpers]
+
+    def _last_import(self) -> Statement:
+        """The last of the imports that the script begins with."""
+        last: Node = self._body[0]
+        for statement in self._body:
+            if isinstance(statement, cst.FunctionDef | cst.ClassDef) or self._is_main_guard(statement):
+                break
+            if any(isinstance(node, cst.Import | cst.ImportFrom) for node in self._script.inside(statement)):
+                last = statement
+        return last  # type: ignore[return-value]
+
+    def _after_docstring(self) -> Node:
+        for statement in self._body:
+            is_text = isinstance(statement, cst.SimpleStatementLine) and isinstance(statement.body[0], cst.Expr)
+            if not is_text and "__future__" not in self._script.code(statement):
+                return statement
+        return self._body[-1]
+
+    def _uses_sampler(self) -> bool:
+        return any("DataLoader" in self._script.code(node) for node in self._work.calls()) and self._work.is_torch

@@ -1,0 +1,92 @@
+"""What the parts of a conversion share: the script, what is known of it, the changes so far, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from evenstep.convert.edits import Edits
+from evenstep.convert.losses import Losses
+from evenstep.convert.source import Node, Script
+from evenstep.convert.targets import Target
+from evenstep.convert.values import Flow
+
+
+@dataclass(frozen=True, order=True)
+class Remark:
+    """Something that a person should know of a line of the script as it was."""
+
+    line: int
+    text: str
+
+
+@dataclass
+class Work:
+    """One conversion.
+
+    Attributes:
+        world: What the script calls evenstep's world.
+        launch: The command that starts the script on two ranks.
+        problems: Why the script can't be converted; if there are any, it is left as it is.
+        notes: What was left, or decided, and why.
+        collectives: Expressions that became a call that every rank makes.
+        helpers: Names of the target's functions that are used.
+    """
+
+    script: Script
+    flow: Flow
+    losses: Losses
+    edits: Edits
+    target: Target
+    world: str
+    launch: str
+    problems: list[Remark] = field(default_factory=list)
+    notes: list[Remark] = field(default_factory=list)
+    collectives: dict[Node, str] = field(default_factory=dict)
+    helpers: set[str] = field(default_factory=set)
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether torch's own classes are to be used."""
+        return self.target.name == "torch"
+
+    def refuse(self, node: Node, text: str) -> None:
+        """Say why the script can't be converted."""
+        remark = Remark(self.script.line(node), text)
+        if remark not in self.problems:
+            self.problems.append(remark)
+
+    def note(self, node: Node, text: str, *, mark: bool = False) -> None:
+        """Say what a person should know; `mark`: above the statement, too."""
+        remark = Remark(self.script.line(node), text)
+        if remark not in self.notes:
+            self.notes.append(remark)
+        if mark:
+            self.edits.add(self.edits.comments, self.script.statement(node), f"evenstep convert: {text}")
+
+    def average(self, node: Node, weight: str) -> None:
+        """Have an expression be its mean over ranks."""
+        if node not in self.collectives:
+            self.collectives[node] = self.target.mean.replace("{weight}", weight)
+
+    def add_up(self, node: Node) -> None:
+        """Have an expression be its sum over ranks."""
+        if node not in self.collectives:
+            self.collectives[node] = self.target.total
+
+    def calls(self) -> list[cst.Call]:
+        """All calls of the script, in order."""
+        return [node for node in self.script.nodes if isinstance(node, cst.Call)]
+
+    def unused(self, name: str) -> str:
+        """A name that the script doesn't use yet; it is taken from now on."""
+        taken = self.script.names() | self._given
+        number, found = 1, name
+        while found in taken:
+            number += 1
+            found = f"{name}_{number}"
+        self._given.add(found)
+        return found
+
+    _given: set[str] = field(default_factory=set)

@@ -1,0 +1,183 @@
+"""Calls that some ranks have made and others not, and who waits for whom. Pure."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Sequence
+
+from evenstep.doctor.evidence.scene import Scene, by_place
+from evenstep.doctor.findings import Finding
+from evenstep.doctor.run.events import Event, Place
+from evenstep.doctor.run.hangs import calls_of, first_apart
+
+_OF_RANKS = re.compile(r"rank|is_(main|master|first|zero|chief)|main_process|global_zero", re.IGNORECASE)
+# What torch's wrapper calls by itself.
+_IMPLICIT = ("gradients of the model", "forward of the model", "DistributedDataParallel", "init_process_group")
+_IN_MOST = 0.5  # of the steps: a call that belongs to the step
+
+
+def judge(scene: Scene, *, has_other_lengths: bool) -> list[Finding]:
+    """All of this group.
+
+    Args:
+        scene: The run.
+        has_other_lengths: A finding says already that ranks have different numbers of batches.
+    """
+    if scene.error is not None:
+        return _barriers(scene)  # ranks wait for one that has failed
+    found = _models_on_some(scene)
+    on_some = _calls_on_some(scene)
+    found += on_some
+    if not found and not has_other_lengths:
+        found += _apart(scene)
+    return [*found, *_barriers(scene)]
+
+
+def how_it_hangs(scene: Scene) -> str:
+    """Who waits where for whom, in words; "" if nobody does."""
+    hang = scene.evidence.hang
+    if hang is None:
+        return ""
+    waits = ", ".join(f"rank {rank} waits in {_told(scene, call)}" for rank, call in sorted(hang.waiting.items()))
+    others = ", ".join(f"rank {rank} {_doing(scene, event)}" for rank, event in sorted(hang.missing.items()))
+    return f"the run would hang: {waits}" + (f"; {others}" if others else "")
+
+
+def _told(scene: Scene, call: Event) -> str:
+    return f"{call['op']} at {scene.told(call.place)}"
+
+
+def _doing(scene: Scene, event: Event) -> str:
+    if event.kind == "enter":
+        return f"in {_told(scene, event)}"
+    if event.kind in ("end", "left"):
+        return "has ended"
+    return f"is at {scene.told(event.place)} and doesn't come"
+
+
+def _is_apart(scene: Scene) -> bool:
+    """Whether ranks have called other things: in another order, or some more often than others can make good."""
+    return scene.evidence.hang is not None or first_apart(scene.evidence.ranks) is not None or _ended_apart(scene)
+
+
+def _ended_apart(scene: Scene) -> bool:
+    """Whether all ranks came to the end of the script, with different numbers of calls."""
+    ended = all(any(each.kind == "end" and each["status"] == "0" for each in events) for events in scene.evidence.ranks)
+    left = any(each.kind == "left" for events in scene.evidence.ranks for each in events)
+    counts = {len(calls_of(events)) for events in scene.evidence.ranks}
+    return ended and not left and len(counts) > 1
+
+
+def _calls_on_some(scene: Scene) -> list[Finding]:
+    if not _is_apart(scene):
+        return []
+    hangs = how_it_hangs(scene)
+    found = []
+    places = _on_some(scene, [[c for c in calls_of(e) if c["op"] not in _IMPLICIT] for e in scene.evidence.ranks])
+    for place, (ranks, call) in places.items():
+        seen = f"{_ranks(ranks)} called {call['op']} here, {_ranks(_others(scene, ranks))} never did"
+        rule = "EV401" if is_guarded_by_rank(scene.sources.get(place[0], ()), place[1]) else "EV402"
+        found.append(scene.finding(rule, place, f"{seen}; {hangs}" if hangs else seen))
+    return found
+
+
+def is_guarded_by_rank(lines: Sequence[str], line: int) -> bool:
+    """Whether a condition on the rank decides if a line is reached: around it, or before it in its function. Pure.
+
+    Without lines it is taken as one: data decide more rarely.
+    """
+    if not 0 < line <= len(lines):
+        return True
+    indent = _indent(lines[line - 1])
+    for text in reversed(lines[: line - 1]):
+        if not text.strip():
+            continue
+        if re.match(r"\s*(if|elif|while)\b", text) and _indent(text) <= indent and _OF_RANKS.search(text):
+            return True
+        if re.match(r"\s*(async\s+)?def\b", text) and _indent(text) < indent:
+            return False
+    return False
+
+
+def _indent(text: str) -> int:
+    return len(text) - len(text.lstrip())
+
+
+def _models_on_some(scene: Scene) -> list[Finding]:
+    found = []
+    forwards = [[each for each in events if each["wrapped"]] for events in scene.evidence.of("forward")]
+    for place, (ranks, _) in _on_some(scene, forwards).items():
+        seen = f"{_ranks(ranks)} called the wrapped model here, {_ranks(_others(scene, ranks))} never did"
+        hangs = how_it_hangs(scene)
+        found.append(scene.finding("EV404", place, f"{seen}; {hangs}" if hangs else seen))
+    return found
+
+
+def _on_some(scene: Scene, ranks: list[list[Event]]) -> dict[Place, tuple[list[int], Event]]:
+    """Places where some ranks have been, and others not, though these have gone on."""
+    found: dict[Place, tuple[list[int], Event]] = {}
+    places = [by_place(events) for events in ranks]
+    for place in {place for each in places for place in each}:
+        there = [rank for rank, each in enumerate(places) if place in each]
+        first = places[there[0]][place][0]
+        others = _others(scene, there)
+        if others and all(_went_on(scene, rank, there[0], first) for rank in others):
+            found[place] = there, first
+    return found
+
+
+def _went_on(scene: Scene, rank: int, there: int, event: Event) -> bool:
+    """Whether a rank has come past the moment of another rank's event, as far as loops and passes tell."""
+    events = scene.evidence.ranks[rank]
+    if any(each.kind == "end" and each["status"] == "0" for each in events):
+        return True
+    before = list(scene.evidence.ranks[there])
+    before = before[: before.index(event)]
+    for kind in ("iterate", "forward"):
+        mine, theirs = (sum(each.kind == kind for each in each_ones) for each_ones in (events, before))
+        if mine != theirs:
+            return mine > theirs
+    return False
+
+
+def _apart(scene: Scene) -> list[Finding]:
+    """Calls that differ with no line that only some ranks have come by."""
+    hang, apart = scene.evidence.hang, first_apart(scene.evidence.ranks)
+    if apart is not None:
+        here, there, rank = apart
+        seen = f"where rank 0 called {_told(scene, here)}, rank {rank} called {_told(scene, there)}"
+        return [scene.finding("EV402", here.place, seen)]
+    if hang is None or not hang.waiting:
+        if _ended_apart(scene):
+            counts = [len(calls_of(events)) for events in scene.evidence.ranks]
+            return [scene.finding("EV402", ("", 1), f"ranks have made {counts} calls")]
+        return []
+    first = min(hang.waiting)
+    return [scene.finding("EV402", hang.waiting[first].place, how_it_hangs(scene))]
+
+
+def _barriers(scene: Scene) -> list[Finding]:
+    """Barriers in most steps, with what they have cost."""
+    found = []
+    num_steps = scene.evidence.num_steps
+    calls = [
+        each for each in (scene.evidence.of("enter")[0] if scene.evidence.ranks else []) if each["op"] == "barrier"
+    ]
+    left = {each["call"]: each.time_s for each in (scene.evidence.of("leave")[0] if scene.evidence.ranks else [])}
+    for place, events in by_place(calls).items():
+        if num_steps < 2 or len({each.step for each in events}) < max(2.0, _IN_MOST * num_steps):
+            continue
+        waits = [left[each["call"]] - each.time_s for each in events if each["call"] in left]
+        cost = f"{statistics.mean(waits) * 1000:.1f} ms of each step on rank 0" if waits else ""
+        seen = f"{len(events)} barriers in {num_steps} steps"
+        found.append(scene.finding("EV403", place, seen, cost=cost))
+    return found
+
+
+def _others(scene: Scene, ranks: list[int]) -> list[int]:
+    return [rank for rank in range(scene.world_size) if rank not in ranks]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

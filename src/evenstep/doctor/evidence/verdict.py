@@ -1,0 +1,135 @@
+"""From the evidence of a run to what it has shown: findings, what it refutes, and what it couldn't look at. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from evenstep.doctor.evidence import collectives, data, output, starting, stepping
+from evenstep.doctor.evidence.scene import Scene
+from evenstep.doctor.findings import Finding, Watched
+from evenstep.doctor.run.events import Event, Evidence
+from evenstep.doctor.run.hangs import last_progress_s
+
+_SHUFFLE = "mutually exclusive with shuffle"
+
+
+def watched(
+    evidence: Evidence,
+    *,
+    script: str,
+    directory: str,
+    wants_gpus: bool = False,
+    sources: Mapping[str, Sequence[str]] | None = None,
+) -> Watched:
+    """What a run has shown.
+
+    Args:
+        evidence: Of its ranks.
+        script: As the user named it.
+        directory: The current one, absolute.
+        wants_gpus: The script uses GPUs.
+        sources: By absolute path of the script's files, their lines.
+    """
+    evidence = replace(evidence, ranks=[_of_the_rank(events) for events in evidence.ranks])
+    scene = Scene(evidence, script, directory, sources or {})
+    if evidence.num_steps and not any(evidence.all(kind) for kind in ("init", "wrapped", "enter")):
+        return Watched(
+            notes=[
+                f"Its {scene.world_size} processes never joined: each trained alone, so it was only read. Does it need "
+                f"a launcher of its own, or a GPU?"
+            ]
+        )
+    of_data, refuted = data.judge(scene)
+    of_steps, refuted_steps = stepping.judge(scene)
+    of_start, refuted_start = starting.judge(scene, wants_gpus=wants_gpus)
+    lengths = any(each.rule == "EV109" for each in of_data)
+    of_calls = collectives.judge(scene, has_other_lengths=lengths)
+    found = [*of_data, *_shuffled(scene), *output.judge(scene), *of_calls, *of_steps, *of_start]
+    return Watched(
+        findings=found,
+        refuted=[*refuted, *refuted_steps, *refuted_start],
+        notes=_notes(scene, found, wants_gpus),
+        num_steps=evidence.num_steps,
+    )
+
+
+def _of_the_rank(events: Sequence[Event]) -> list[Event]:
+    """Without what a script did that has then started ranks of its own: it would have done that once."""
+    began = next((number for number, each in enumerate(events) if each.kind == "spawns"), 0)
+    return list(events[began:])
+
+
+def _shuffled(scene: Scene) -> list[Finding]:
+    raised = [each for each in scene.evidence.all("raised") if _SHUFFLE in str(each["message"])]
+    return [scene.finding("EV103", each.place, f"it raised {each['type']}: {each['message']}") for each in raised[:1]]
+
+
+def _notes(scene: Scene, found: list[Finding], wants_gpus: bool) -> list[str]:
+    """Why the run ended before it had shown all."""
+    evidence = scene.evidence
+    raised = scene.error
+    steps = f"after {evidence.num_steps} steps" if evidence.num_steps else "before its first step"
+    spawned = next(iter(evidence.all("spawns")), None)
+    if spawned is not None and not evidence.all("stepped") and raised is None and evidence.hang is None:
+        count = spawned["num_ranks"]
+        where = scene.told(spawned.place)
+        return [f"It starts {count} ranks of its own ({where}), which can't be watched: it was only read."]
+    if raised is not None:
+        if any(each.rule in ("EV103", "EV602") for each in found):
+            return [f"The run ended {steps}: what follows that error was only read."]
+        if wants_gpus and starting.is_for_want_of_gpus(str(raised["message"])):
+            first = str(raised["message"]).strip().splitlines()[0]
+            return [f"It needs GPUs, and this machine has none that it could use, so it was only read: {first}"]
+        return [_told_error(scene, raised, steps, evidence.said)]
+    if evidence.hang is not None:
+        text = collectives.how_it_hangs(scene)
+        return [f"{text[0].upper()}{text[1:]}. It was ended there; what follows was only read."]
+    if evidence.is_late and not evidence.num_steps:
+        return [f"No step was made in time{_last_seen(scene)}: it was ended, and only read."]
+    if evidence.is_late:
+        return [f"The run was ended {steps}, when its time was over{_last_seen(scene)}."]
+    broken = next((each for each in evidence.all("raised") if each["type"] != "KeyboardInterrupt"), None)
+    if broken is not None:
+        return [
+            f"The ranks' calls no longer fitted {steps}, and the connection between them broke at "
+            f"{scene.told(broken.place)}: what follows was only read."
+        ]
+    if not evidence.num_steps:
+        if evidence.status:
+            return [
+                f"It ended with status {evidence.status} {steps}, so it was only read. It said:\n{_tail(evidence.said)}"
+            ]
+        return [
+            "It ended without a step of a torch optimizer, so it was only read. Does it need arguments, or data? Give "
+            "them behind the script's name."
+        ]
+    return []
+
+
+def _told_error(scene: Scene, raised: Event, steps: str, said: str) -> str:
+    place = f" at {scene.told(raised.place)}" if raised.places else ""
+    if raised["type"] == "SystemExit":
+        usage = "\n" + _tail(said) if "usage:" in said else ""
+        needs = " It needs other arguments: give them behind the script's name." if usage else ""
+        return (
+            f"The script ended{place} with status {raised['message']} {steps}, so that it was only read.{needs}{usage}"
+        )
+    message = str(raised["message"]).strip().splitlines()
+    first = f": {message[0]}" if message else ""
+    return f"The script raised {raised['type']}{place} {steps}, so what follows was only read{first}"
+
+
+def _last_seen(scene: Scene) -> str:
+    events = scene.evidence.ranks[0] if scene.evidence.ranks else []
+    idle = next((each for each in reversed(events) if each.kind == "idle" and each.places), None)
+    if idle is None or last_progress_s(events) > idle.time_s:
+        return ""
+    return f" (rank 0 was at {scene.told(idle.place)})"
+
+
+def _tail(said: str) -> str:
+    """What the script itself said last."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    usage = next((i for i, line in enumerate(lines) if "usage:" in line), None)
+    return "\n".join(lines[usage : usage + 4] if usage is not None else lines[-4:])

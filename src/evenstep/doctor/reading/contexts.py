@@ -1,0 +1,320 @@
+"""Where a call runs: on which ranks, in which loops, how often. Followed through the script's own functions."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import libcst as cst
+
+from evenstep.doctor.reading.program import Call, File, Frame, Function, Loop, dotted, read_program, text_of
+from evenstep.doctor.reading.values import Thing, Values
+
+# Words of a condition that may well depend on the rank, though what it compares isn't known.
+_RANKISH = re.compile(
+    r"(?i)rank|is_?main|main_?process|is_?master|master_?process|primary|chief|global_zero|process_index|verbose|\bmaster\b"
+    r"|\bgpu\b|is_?first|world_size *==|== *world_size|should_(?:log|save|print)"
+)
+_RANK_ZERO_DECORATORS = ("rank_zero_only", "on_main_process", "main_process_only", "master_only", "rank0_only")
+_SINGLE = re.compile(r"not (?:\w+\.)*(?:is_)?(?:distributed|ddp|is_initialized\(\))|world_size *== *1|world_size *< *2")
+_LOADER_NAME = re.compile(r"(?i)(?:\w+\.)*\w*(?:loader|dataloader|_dl|batches|_iter)\w*")
+OPTIMIZER_NAME = re.compile(r"(?i)(?:\w+\.)*(?:\w*optim\w*|opt|opt_\w+|\w+_opt|\w*optimizer\w*)")
+
+
+class Script:
+    """A script that was read: its files, what its names stand for, and where its calls run."""
+
+    def __init__(self, path: Path) -> None:
+        self.files, self.notes = read_program(path)
+        self.values = Values(self.files)
+        self.calls = [call for file in self.files for call in file.calls]
+        self.loops = [loop for file in self.files for loop in file.loops]
+        self._loop_of = {id(loop.frame): loop for loop in self.loops}
+        self._partial: dict[tuple[int, bool], bool] = {}
+
+    # --- what kind of script ---
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The text of all files."""
+        return "\n".join(file.source.text for file in self.files)
+
+    def named(self, *names: str) -> list[Call]:
+        """Calls of such resolved names, or of such last parts when a name begins with a dot."""
+        full, last = {each for each in names if each[0] != "."}, {each[1:] for each in names if each[0] == "."}
+        return [call for call in self.calls if call.name in full or call.last in last]
+
+    def imports(self, package: str) -> bool:
+        """True if a file imports a package or something of it."""
+        return any(each.partition(".")[0] == package for file in self.files for each in file.imports.values())
+
+    @functools.cached_property
+    def starts_ranks(self) -> bool:
+        """True if the script starts ranks of its own, from functions."""
+        return bool(self.named(".spawn", ".Process", ".launch", ".notebook_launcher"))
+
+    @functools.cached_property
+    def uses_accelerate(self) -> bool:
+        """True if the script makes an Accelerator."""
+        return bool(self.named("accelerate.Accelerator"))
+
+    @functools.cached_property
+    def uses_fabric(self) -> bool:
+        """True if the script makes a Fabric."""
+        return any("fabric" in self.kinds_made(call) for call in self.named(".Fabric"))
+
+    @functools.cached_property
+    def uses_evenstep(self) -> bool:
+        """True if the script joins a world of ours."""
+        return bool(self.named("evenstep.init", "evenstep.DistributedDataParallel"))
+
+    @functools.cached_property
+    def uses_torch_distributed(self) -> bool:
+        """True if the script makes a process group, or wraps a model, with torch's own names."""
+        names = ("torch.nn.parallel.DistributedDataParallel", "torch.distributed.fsdp.FullyShardedDataParallel")
+        return bool(self.named("torch.distributed.init_process_group", *names, "torch.distributed.fsdp.fully_shard"))
+
+    @functools.cached_property
+    def is_distributed(self) -> bool:
+        """True if several ranks run the script."""
+        return self.uses_torch_distributed or self.uses_accelerate or self.uses_fabric or self.uses_evenstep
+
+    @functools.cached_property
+    def uses_gpus(self) -> bool:
+        """True if tensors may lie on a GPU."""
+        if self.uses_accelerate or self.uses_fabric:
+            return (
+                'device_type="cpu"' not in self.text
+                and "cpu=True" not in self.text
+                and 'accelerator="cpu"' not in self.text
+            )
+        if any(call.last == "cuda" and call.receiver is not None for call in self.calls):
+            return True
+        return bool(
+            re.search(r"""["']cuda(?::|["'])|f["']cuda:|torch\.cuda\.(?:set_device|device|current_device)""", self.text)
+        )
+
+    def kinds_made(self, call: Call) -> set[str]:
+        """The kinds of what a call returns."""
+        return self.values.kinds(call.node, call.frame)
+
+    def receiver_kinds(self, call: Call) -> set[str]:
+        """The kinds of what a method is called on."""
+        return self.values.kinds(call.receiver, call.frame) if call.receiver is not None else set()
+
+    def things(self, node: cst.CSTNode | None, frame: Frame) -> frozenset[Thing]:
+        """What an expression may stand for."""
+        return self.values.of(node, frame)
+
+    # --- on which ranks ---
+
+    def some_ranks_only(self, frame: Frame) -> bool:
+        """True if what stands in a frame surely runs on some ranks only, when there are several."""
+        return self._is_partial(frame, surely=True)
+
+    def perhaps_some_ranks_only(self, frame: Frame) -> bool:
+        """True if it may be meant for some ranks only: a condition around it looks as if."""
+        return self._is_partial(frame, surely=False)
+
+    def condition_of(self, frame: Frame) -> Frame | None:
+        """The innermost `if` around a frame that holds on some ranks only."""
+        return next((each for each in frame.outwards() if each.kind == "if" and self._splits(each)), None)
+
+    def _splits(self, frame: Frame) -> bool:
+        """True if a branch of an `if` surely runs on some ranks only."""
+        return self._on_some(frame.test, frame, frame.holds)
+
+    def _on_some(self, test: cst.CSTNode | None, frame: Frame, holds: bool) -> bool:
+        """True if `test` has the value `holds` on some ranks only, never on all."""
+        match test:
+            case cst.UnaryOperation() if isinstance(test.operator, cst.Not) and not self.values.kinds(
+                test.expression, frame
+            ) & {"rank", "local rank"}:
+                return self._on_some(test.expression, frame, not holds)
+            case cst.BooleanOperation():
+                both = [self._on_some(each, frame, holds) for each in (test.left, test.right)]
+                if isinstance(test.operator, cst.And) == holds:
+                    return any(both)
+                # `not distributed or rank == 0`: with several ranks the first is false.
+                alone = [bool(_SINGLE.search(text_of(each))) for each in (test.left, test.right)]
+                return all(is_partial or one for is_partial, one in zip(both, alone, strict=True)) and any(both)
+        kinds = self.values.kinds(test, frame)
+        if kinds & {"main", "others"}:
+            return True
+        # `if rank:` and `if not rank:`
+        return bool(kinds and kinds <= {"rank", "local rank"}) and isinstance(
+            test, cst.Name | cst.Attribute | cst.UnaryOperation
+        )
+
+    def _is_partial(self, frame: Frame, *, surely: bool) -> bool:
+        for each in frame.outwards():
+            if each.kind == "if" and (self._splits(each) or (not surely and _RANKISH.search(text_of(each.test)))):
+                return True
+        function = frame.function
+        return function is not None and self._function_is_partial(function, surely)
+
+    def _function_is_partial(self, function: Function, surely: bool) -> bool:
+        key = (id(function), surely)
+        if key not in self._partial:
+            self._partial[key] = False  # while it is being decided: recursion says nothing
+            if any(each.rpartition(".")[2] in _RANK_ZERO_DECORATORS for each in function.decorators):
+                self._partial[key] = True
+            elif function not in self.values.passed:
+                sites = self.values.called_from.get(function, [])
+                is_nested = function.frame.kind not in ("module", "class")
+                self._partial[key] = (bool(sites) and all(self._is_partial(s.frame, surely=surely) for s in sites)) or (
+                    is_nested and self._is_partial(function.frame, surely=surely)
+                )
+        return self._partial[key]
+
+    # --- in which loops ---
+
+    def loops_around(self, frame: Frame) -> list[Loop]:
+        """The loops that a frame lies in, innermost first; those of its function's callers, too."""
+        found: list[Loop] = []
+        self._collect_loops(frame, found, set())
+        return found
+
+    def _collect_loops(self, frame: Frame, found: list[Loop], seen: set[int]) -> None:
+        for each in frame.outwards():
+            loop = self._loop_of.get(id(each))
+            if loop is not None and loop not in found:
+                found.append(loop)
+        function = frame.function
+        if function is None or id(function) in seen:
+            return
+        seen.add(id(function))
+        for site in self.values.called_from.get(function, []):
+            self._collect_loops(site.frame, found, seen)
+
+    def conditions_until(self, frame: Frame, loop: Loop) -> list[Frame] | None:
+        """The `if` frames between a frame and a loop around it, on the way with the fewest; None if there is no way."""
+        ways = list(self._ways(frame, loop, ()))
+        return min(ways, key=len) if ways else None
+
+    def _ways(self, frame: Frame, loop: Loop, seen: tuple[int, ...]) -> Iterator[list[Frame]]:
+        ifs: list[Frame] = []
+        for each in frame.outwards():
+            if each is loop.frame:
+                yield ifs
+                return
+            if each.kind in ("if", "except", "lambda"):
+                ifs.append(each)
+        function = frame.function
+        if function is None or id(function) in seen or len(seen) > 6:
+            return
+        for site in self.values.called_from.get(function, []):
+            for way in self._ways(site.frame, loop, (*seen, id(function))):
+                yield ifs + way
+
+    def in_every_round(self, frame: Frame, loop: Loop) -> bool:
+        """True if a frame is reached in every round of a loop, as far as conditions go."""
+        return self.conditions_until(frame, loop) == []
+
+    @functools.cached_property
+    def step_calls(self) -> list[Call]:
+        """Calls that make an optimizer step."""
+        found = []
+        for call in self.calls:
+            if call.last != "step" or call.receiver is None:
+                continue
+            kinds = self.receiver_kinds(call)
+            if (
+                "optimizer" in kinds
+                or ("scaler" in kinds and call.node.args)
+                or (not kinds and OPTIMIZER_NAME.fullmatch(dotted(call.receiver)))
+                or (not kinds and "scaler" in dotted(call.receiver) and call.node.args)
+            ):
+                found.append(call)
+        return found
+
+    @functools.cached_property
+    def backward_calls(self) -> list[Call]:
+        """Calls that run a backward pass."""
+        return [
+            call
+            for call in self.calls
+            if call.last == "backward" and call.receiver is not None and not call.name.startswith("torch.autograd")
+        ]
+
+    @functools.cached_property
+    def step_loops(self) -> list[Loop]:
+        """The innermost loops around optimizer steps: one round is a step, or a micro-batch of one."""
+        found: list[Loop] = []
+        for call in self.step_calls:
+            around = self.loops_around(call.frame)
+            loops = [loop for loop in around if not self._is_over_objects(loop)]
+            if loops and loops[0] not in found:
+                found.append(loops[0])
+        return found
+
+    def _is_over_objects(self, loop: Loop) -> bool:
+        """True of `for optimizer in optimizers`."""
+        text = text_of(loop.iterates)
+        return "optimizers" in text or "schedulers" in text or "parameters" in text
+
+    @functools.cached_property
+    def training_loops(self) -> list[Loop]:
+        """All loops around an optimizer step, and those over data inside of them."""
+        found: list[Loop] = []
+        for call in [*self.step_calls, *self.backward_calls]:
+            for loop in self.loops_around(call.frame):
+                if loop not in found:
+                    found.append(loop)
+        return found
+
+    def loaders_of(self, loop: Loop) -> frozenset[Thing]:
+        """The loaders that a loop reads: those it iterates, or takes the next batch of."""
+        outside = loop.frame.parent or loop.frame
+        found = {each for each in self._deep(loop.iterates, outside) if each.kind in ("loader", "own loader")}
+        for call in self.calls:
+            if call.last == "next" and call.node.args and loop in self.loops_around(call.frame)[:1]:
+                found |= {each for each in self.things(call.node.args[0].value, call.frame) if each.kind == "loader"}
+        return frozenset(found)
+
+    def _deep(self, node: cst.CSTNode | None, frame: Frame) -> set[Thing]:
+        """What an iterated expression stands for, also inside `zip(...)` and the like."""
+        if node is None:
+            return set()
+        found = set(self.things(node, frame))
+        if isinstance(node, cst.Call) and not found:
+            for each in node.args:
+                found |= self._deep(each.value, frame)
+        return found
+
+    @functools.cached_property
+    def training_loaders(self) -> frozenset[Thing]:
+        """Loaders whose batches are trained on."""
+        return frozenset(each for loop in self.training_loops for each in self.loaders_of(loop))
+
+    @functools.cached_property
+    def evaluation_loops(self) -> list[Loop]:
+        """Loops over a loader in which nothing is trained."""
+        return [
+            loop
+            for loop in self.loops
+            if loop not in self.training_loops
+            and loop.iterates is not None
+            and (self.loaders_of(loop) or _LOADER_NAME.fullmatch(_iterated_name(loop.iterates)))
+        ]
+
+    def is_over_data(self, loop: Loop) -> bool:
+        """True if a loop goes through a loader."""
+        return bool(self.loaders_of(loop)) or bool(
+            loop.iterates is not None and _LOADER_NAME.fullmatch(_iterated_name(loop.iterates))
+        )
+
+    def file_of(self, call: Call) -> File:
+        """The file in which a call stands."""
+        return call.frame.file
+
+
+def _iterated_name(node: cst.CSTNode | None) -> str:
+    """The name behind `enumerate(tqdm(loader))`."""
+    while isinstance(node, cst.Call):
+        if not node.args:
+            return ""
+        node = node.args[0].value
+    return dotted(node)

@@ -1,0 +1,92 @@
+"""Converted scripts compute what they computed: on one rank and on two, and beside the script as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evenstep.convert.convert import convert
+from evenstep.testing import RankPool
+from evenstep.verify.ranks import verify_ranks
+from evenstep.verify.report import Report
+from tests.procs.verify.test_verify_ranks import OnPool
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "single"
+REFUSED = {"contrastive", "sliced_tensors"}
+CONVERTED = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in REFUSED)
+QUICK = {("gan", "evenstep"), ("class_weights", "torch")}
+# The ranks of the pool are another program's, with its arguments.
+ALONE = "import sys; sys.argv[1:] = []\n"
+# Several passes make a step, and have other weights in the script as it was: gradients and parameters are the same.
+OTHER_LOSS = {"accumulation", "gan"}
+# torch's batch norm synchronises on GPUs only.
+NOT_BY_TORCH = {"siamese": "batch norm"}
+
+
+def cases() -> list[object]:
+    return [
+        pytest.param(name, to, id=f"{name}-{to}", marks=() if (name, to) in QUICK else (pytest.mark.extended,))
+        for name in CONVERTED
+        for to in ("evenstep", "torch")
+    ]
+
+
+class BesideTheOriginal:
+    """One rank runs the script as it was, and two run the converted one."""
+
+    def __init__(self, ranks: RankPool, original: Path, converted: Path) -> None:
+        self._original, self._converted = OnPool(ranks, original), OnPool(ranks, converted)
+
+    def __call__(self, plan: Path, rehearsal: Path, num_ranks: int) -> tuple[int, str]:
+        chosen = self._original if num_ranks == 1 else self._converted
+        return chosen(plan, rehearsal, num_ranks)
+
+
+def fresh(name: str, to: str, directory: Path, monkeypatch: pytest.MonkeyPatch, *, shuffled: bool = True) -> Path:
+    """A copy of a script beside which there is its conversion, "converted.py"."""
+    monkeypatch.chdir(directory)
+    text = (SCRIPTS / f"{name}.py").read_text()
+    if not shuffled:  # each library has an order of its own
+        text = text.replace("shuffle=True", "shuffle=False").replace("sampler=RandomSampler(train_ds)", "shuffle=False")
+    script = directory / "script.py"
+    script.write_text(text)
+    found = convert(str(script), to)
+    assert not found.problems
+    (directory / "converted.py").write_bytes(ALONE.encode() + found.content)
+    script.write_text(ALONE + text)
+    return script
+
+
+def is_as_expected(report: Report, name: str, to: str) -> bool:
+    print(report.as_json())  # noqa: T201
+    if to == "torch" and name in NOT_BY_TORCH:
+        return {cause.kind for verdict in report.verdicts for cause in verdict.causes} == {NOT_BY_TORCH[name]}
+    return report.is_fine
+
+
+@pytest.mark.parametrize(("name", "to"), cases())
+def test_one_rank_and_two_compute_the_same(
+    name: str, to: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fresh(name, to, tmp_path, monkeypatch)
+    script = tmp_path / "converted.py"
+    report = verify_ranks(str(script), [], ranks=(1, 2), say=print, start=OnPool(ranks, script))
+    assert report.num_steps == 5
+    assert is_as_expected(report, name, to)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("name", "to"), cases())
+def test_two_ranks_compute_what_the_script_computed(
+    name: str, to: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    script = fresh(name, to, tmp_path, monkeypatch, shuffled=False)
+    start = BesideTheOriginal(ranks, script, tmp_path / "converted.py")
+    report = verify_ranks(str(script), [], ranks=(1, 2), say=print, start=start)
+    (verdict,) = report.verdicts
+    if name in OTHER_LOSS and verdict.difference is not None:
+        assert verdict.difference.kind == "loss"
+        assert verdict.apart < 1e-5
+    else:
+        assert is_as_expected(report, name, to)

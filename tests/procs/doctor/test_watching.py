@@ -1,0 +1,148 @@
+"""`evenstep doctor` runs a script: the mistake that is planted in it is found there, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from evenstep import world as worlds
+from evenstep.doctor.evidence.verdict import watched
+from evenstep.doctor.findings import Watched
+from evenstep.doctor.run.events import EventFile, Evidence, Plan
+from evenstep.doctor.watching import run_under_watch
+from evenstep.errors import CollectiveTimeoutError
+from evenstep.observe.patching import Patches
+from evenstep.testing import RankPool
+from tests.doctor_runs import FOUND, HANGS
+
+NUM_STEPS = 8
+
+
+def run_watched(script: str, plan: str, port: int) -> None:
+    """On each rank of the pool: what `evenstep run` does with a script under watch, in a process that is kept."""
+    from evenstep.doctor.run.probe import Probe
+
+    _forget_groups()  # of tests before this one
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    before, main, folder = dict(os.environ), sys.modules["__main__"], Path.cwd()
+    os.chdir(Path(script).parent)  # what it saves by a relative path would be seen there
+    probe = Probe(Plan.read(Path(plan)), int(os.environ["RANK"]), script)
+    try:
+        with Patches() as patches, contextlib.suppress(SystemExit, Exception):
+            probe.install(patches)
+            probe.run(script, [])
+    finally:
+        sys.modules["__main__"] = main
+        sys.path.remove(str(Path(script).parent))
+        os.environ.clear()
+        os.environ |= before
+        os.chdir(folder)
+        _forget_groups()
+
+
+def _forget_groups() -> None:
+    world = worlds.initialised()
+    if world is not None:
+        world.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def watch_on_pool(ranks: RankPool, text: str, directory: Path) -> Watched:
+    """As `run_under_watch`, in milliseconds; without an end to hangs."""
+    script = directory / "script.py"
+    script.write_text(text)
+    (directory / "run").mkdir()
+    plan = Plan(str(directory / "run"), NUM_STEPS, 2)
+    plan.write(directory / "plan.json")
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with contextlib.suppress(CollectiveTimeoutError):  # some versions of torch wait for themselves as a group ends
+        ranks.run(run_watched, 2, str(script), str(directory / "plan.json"), port, timeout_s=30.0)
+    evidence = Evidence([EventFile(plan.file_of(rank)).read() for rank in range(2)])
+    return watched(evidence, script=str(script), directory=str(directory))
+
+
+def told(text: str, seen: Watched) -> list[tuple[str, str]]:
+    """Findings as (rule, text of the line)."""
+    lines = text.splitlines()
+    return sorted({(each.rule, lines[each.line - 1].strip()) for each in seen.findings})
+
+
+def assert_same(received: list[tuple[str, str]], expected: list[tuple[str, str]]) -> None:
+    assert [rule for rule, _ in received] == [rule for rule, _ in expected], received
+    for (_, line), (_, part) in zip(received, expected, strict=True):
+        assert part in line
+
+
+QUICK = {"clean", "no_sampler"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.extended) for name in FOUND]
+)
+def test_a_mistake_is_seen(name: str, ranks: RankPool, tmp_path: Path):
+    text, expected = FOUND[name]
+    seen = watch_on_pool(ranks, text, tmp_path)
+    print(*seen.findings, *seen.notes, sep="\n")  # noqa: T201
+    assert_same(told(text, seen), expected)
+    assert bool(seen.notes) == (name == "shuffle_and_sampler")
+    assert seen.num_steps >= NUM_STEPS or seen.notes or name == "lengths"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["plan.json", "run", "script.py"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", HANGS)
+def test_a_hang_ends_with_a_finding(name: str, tmp_path: Path):
+    text, expected = HANGS[name]
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    seen = run_under_watch(str(script), num_steps=NUM_STEPS, say=print)
+    print(*seen.findings, *seen.notes, sep="\n")  # noqa: T201
+    assert_same(told(text, seen), expected)
+
+
+# Of the corpus those that run in a second or two on a CPU, with what this environment has.
+PLANTED = [
+    "argparse_not_divided",
+    "copied_generator",
+    "gan_samples",
+    "imagenet_padded_validation",
+    "language_model_accumulation",
+    "language_model_mask",
+    "language_model_stream",
+    "no_destroy",
+    "replaced_head",
+    "same_augmentation",
+    "trainer_barrier",
+    "trainer_module_prefix",
+    "tutorial_no_sampler",
+    "uneven_shards",
+]
+CLEAN = ["argparse_both_ways", "gan", "language_model_stream", "scheduler_of_local_batches", "spawn"]
+CORPUS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_run_confirms_what_is_planted(name: str, ranks: RankPool, tmp_path: Path):
+    text = (CORPUS / "planted" / f"{name}.py").read_text()
+    (planted,) = re.findall(r"# planted: (EV\d+)", text)
+    seen = watch_on_pool(ranks, text, tmp_path)
+    assert {each.rule for each in seen.findings} == {planted}, seen.findings
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_script_stays_clean_when_it_runs(name: str, ranks: RankPool, tmp_path: Path):
+    seen = watch_on_pool(ranks, (CORPUS / "clean" / f"{name}.py").read_text(), tmp_path)
+    assert seen.findings == []
+    assert seen.num_steps > 1

@@ -1,0 +1,41 @@
+# clean
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+@torch.no_grad()
+def evaluate(model, loader):
+    model.eval()
+    correct = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+    model.train()
+    return correct
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    train_set = TensorDataset(torch.randn(256, 8), torch.randint(0, 2, (256,)))
+    test_set = TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
+    sampler = DistributedSampler(train_set)
+    train_loader = DataLoader(train_set, batch_size=32, sampler=sampler)
+    test_loader = DataLoader(test_set, batch_size=32)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    ddp_model = DDP(model)
+    optimizer = torch.optim.AdamW(ddp_model.parameters())
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for x, y in train_loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp_model(x), y).backward()
+            optimizer.step()
+        if rank == 0:
+            print("correct:", evaluate(model, test_loader))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""Converting scripts in this process: what is changed, what is left, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from evenstep.cli.main import main
+from evenstep.convert.convert import Conversion, convert
+from evenstep.errors import ConfigurationError, UsageError
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))
+REFUSED = {
+    "contrastive": (21, "each sample is compared with all others of its batch"),
+    "sliced_tensors": (17, "batches don't come from a torch DataLoader"),
+}
+QUICK = {"plain_loop", "contrastive", "tqdm_bars"}  # the others with `make test-all`
+IN_PART = [
+    pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else (pytest.mark.extended,)) for path in SCRIPTS
+]
+HEAD = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+"""
+LOOP = """\
+loader = DataLoader(data, batch_size=16, shuffle=True)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    for x, y in loader:
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def converted(tmp_path: Path, text: str, to: str = "evenstep") -> Conversion:
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(text))
+    return convert(str(path), to)
+
+
+def after(tmp_path: Path, text: str, to: str = "evenstep") -> str:
+    found = converted(tmp_path, text, to)
+    assert not found.problems, found.problems
+    return found.after
+
+
+def why_not(tmp_path: Path, text: str, to: str = "evenstep") -> str:
+    found = converted(tmp_path, text, to)
+    assert found.after == found.before
+    assert len(found.problems) == 1, found.problems
+    return found.problems[0].text
+
+
+# ---------------------------------------------------------------------- the scripts of the corpus
+
+
+def test_the_corpus_is_as_large_as_it_has_to_be():
+    assert len(SCRIPTS) >= 20
+    assert len(SCRIPTS) - len(REFUSED) >= 18
+
+
+@pytest.mark.parametrize("script", IN_PART)
+@pytest.mark.parametrize("to", ["evenstep", "torch"])
+def test_converting_twice_changes_nothing(script: Path, to: str, tmp_path: Path):
+    found = convert(str(script), to)
+    if script.stem in REFUSED:
+        assert [(each.line, each.text[:40]) for each in found.problems] == [
+            (REFUSED[script.stem][0], REFUSED[script.stem][1][:40])
+        ]
+        assert found.after == found.before
+        return
+    assert not found.problems
+    compile(found.after, script.name, "exec")
+    assert not any(line != line.rstrip() for line in found.after.splitlines())
+    again = tmp_path / script.name
+    again.write_bytes(found.content)
+    second = convert(str(again), to)
+    assert second.by == ("evenstep" if to == "evenstep" else "torch.distributed")
+    assert second.after == found.after
+
+
+@pytest.mark.parametrize("script", IN_PART)
+def test_comments_stay(script: Path):
+    found = convert(str(script), "evenstep")
+    comments = [line.strip() for line in found.before.splitlines() if line.strip().startswith("#")]
+    assert all(comment in found.after for comment in comments)
+
+
+# ---------------------------------------------------------------------- what is changed
+
+
+def test_a_plain_loop_becomes_the_loop_of_the_readme(tmp_path: Path):
+    text = after(tmp_path, HEAD + LOOP)
+    assert "with evenstep.init(seed=0) as world:" in text
+    assert "    loader = evenstep.DataLoader(data, global_batch_size=16, shuffle=True)" in text
+    assert "    model = evenstep.DistributedDataParallel(model)\n    optimizer" in text
+    assert "    for epoch in loader.epochs(2):" in text
+    assert "model.backward(loss, weight=len(x))" in text
+    assert text.index("with evenstep.init") < text.index("torch.randn(64, 4)")  # all ranks make the same data
+
+
+def test_names_that_the_script_uses_are_left_to_it(tmp_path: Path):
+    text = after(tmp_path, HEAD + "world = 3\n" + LOOP)
+    assert "as ranks:" in text
+    assert "its own dist" in why_not(tmp_path, HEAD + "dist = 3\n" + LOOP, "torch")
+
+
+@pytest.mark.parametrize(
+    ("loss", "backward"),
+    [
+        ("nn.functional.mse_loss(model(x), y)", "model.backward(loss, weight=len(x))"),
+        ("nn.functional.mse_loss(model(x), y, reduction='sum')", "(loss * world.world_size).backward()"),
+        ("((model(x) - y) ** 2).mean()", "model.backward(loss, weight=len(x))"),
+        ("((model(x) - y) ** 2).sum() / x.size(0)", "model.backward(loss, weight=len(x))"),
+        ("((model(x) - y) ** 2).sum()", "(loss * world.world_size).backward()"),
+        ("nn.functional.cross_entropy(model(x), y, ignore_index=-1)", "model.backward(loss, weight=(y != -1).sum())"),
+        (
+            "nn.functional.mse_loss(model(x), y) + 1e-4 * sum(p.pow(2).sum() for p in model.parameters())",
+            "model.backward(loss, weight=len(x))",
+        ),
+    ],
+)
+def test_losses_are_weighted_by_what_they_were_averaged_over(loss: str, backward: str, tmp_path: Path):
+    text = after(tmp_path, HEAD + LOOP.replace("nn.functional.mse_loss(model(x), y)", loss))
+    assert backward in text
+
+
+def test_only_rank_0_prints_writes_and_shows(tmp_path: Path):
+    text = after(
+        tmp_path,
+        HEAD.replace("import torch\n", "import torch\nimport os, json, wandb\nfrom tqdm import tqdm\n", 1)
+        + "os.mkdir('out')\nwandb.init(project='a', mode='online')\n"
+        + LOOP.replace("in loader:", "in tqdm(loader):")
+        + "    print('loss', loss.item(), flush=True)\n"
+        + "    wandb.log({'loss': loss.item()})\n"
+        + "    with open('log.json', 'w') as file:\n        json.dump({}, file)\n"
+        + "    torch.save(model.state_dict(), 'a.pt'); steps = 1\n",
+    )
+    assert "os.makedirs('out', exist_ok=True)" in text
+    assert "wandb.init(project='a', mode='online' if world.is_main else \"disabled\")" in text
+    assert "tqdm(loader, disable=not world.is_main)" in text
+    assert "world.print('loss', world.mean(loss.item(), weight=len(x)))" in text
+    assert "wandb.log({'loss': world.mean(loss.item(), weight=len(x))})" in text  # on every rank
+    assert "with open('log.json' if world.is_main else \"/dev/null\", 'w') as file:" in text
+    assert "            torch.save(model.module.state_dict(), 'a.pt')\n        steps = 1" in text
+
+
+def test_what_all_ranks_compute_is_computed_outside_of_a_guard(tmp_path: Path):
+    """`if writer:` holds on rank 0 alone, so a mean over ranks inside of it would wait for ever."""
+    text = after(
+        tmp_path,
+        HEAD.replace(
+            "from torch import nn\n", "from torch import nn\nfrom torch.utils.tensorboard import SummaryWriter\n"
+        )
+        + "writer = SummaryWriter()\n"
+        + LOOP
+        + "        if writer:\n            if epoch: writer.add_scalar('loss', loss, epoch)\n",
+    )
+    assert "writer = SummaryWriter() if world.is_main else None" in text
+    assert "mean_loss = world.mean(loss, weight=len(x))\n            if writer:" in text
+    assert "writer.add_scalar('loss', mean_loss, epoch)" in text
+
+
+def test_sums_are_multiplied_as_a_whole(tmp_path: Path):
+    loss = "loss = nn.functional.mse_loss(model(x), y, reduction='sum')"
+    script = HEAD + LOOP.replace("loss = nn.functional.mse_loss(model(x), y)", f"{loss}\n        other = loss")
+    text = after(tmp_path, script.replace("loss.backward()", "(loss + other).backward()"))
+    assert "((loss + other) * world.world_size).backward()" in text
+
+
+def test_what_rank_0_prints_is_computed_on_all(tmp_path: Path):
+    body = textwrap.indent(LOOP, "    ")
+    text = after(tmp_path, f"{HEAD}def run():\n{body}    return 3\n\nprint('best', run())\n", "torch")
+    assert "result = run()\nif dist.get_rank() == 0:\n    print('best', result)" in text
+
+
+def test_a_step_in_a_function_of_its_own(tmp_path: Path):
+    text = after(
+        tmp_path,
+        HEAD
+        + """
+def train_step(model, batch, optimizer):
+    inputs, targets = batch
+    loss = nn.functional.mse_loss(model(inputs), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+def main():
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for batch in DataLoader(data, batch_size=16):
+        loss = train_step(net, batch, optimizer)
+
+main()
+""",
+    )
+    assert "model.backward(loss, weight=len(inputs))" in text
+    assert "net = evenstep.DistributedDataParallel(net)" in text
+
+
+def test_an_evaluation_that_keeps_predictions_sees_all_samples_on_every_rank(tmp_path: Path):
+    found = converted(
+        tmp_path,
+        HEAD
+        + LOOP
+        + """
+test_loader = DataLoader(data, batch_size=16)
+predictions = []
+with torch.no_grad():
+    for x, y in test_loader:
+        predictions.append(model(x))
+print(torch.cat(predictions).mean())
+""",
+    )
+    assert "test_loader = DataLoader(data, batch_size=16)" in found.after
+    assert "# evenstep convert: every rank evaluates all of this: predictions.append keeps" in found.after
+    assert [note.line for note in found.notes] == [16]
+
+
+def test_attributes_and_files_are_those_of_the_module(tmp_path: Path):
+    text = after(
+        tmp_path,
+        HEAD
+        + LOOP.replace("nn.Linear(4, 1)\n", "nn.Linear(4, 1)\nmodel.load_state_dict(torch.load('a.pt'))\n", 1)
+        + "print(model.in_features, sum(p.numel() for p in model.parameters()))\n",
+    )
+    assert "model.load_state_dict(torch.load('a.pt', map_location=world.device))" in text  # before it is wrapped
+    assert "world.print(model.module.in_features, sum(p.numel() for p in model.parameters()))" in text
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "utf-8-sig"])
+def test_encodings_and_line_ends_stay(newline: str, encoding: str, tmp_path: Path):
+    cookie = "" if encoding == "utf-8-sig" else f"# -*- coding: {encoding} -*-\n"
+    text = f"{cookie}{HEAD}# größer\n{LOOP}".replace("\n", newline)
+    path = tmp_path / "train.py"
+    path.write_bytes(text.encode(encoding))
+    found = convert(str(path))
+    assert found.content.decode(encoding) == found.after.lstrip("\ufeff")
+    assert "# größer" in found.after
+    assert found.after.count("\n") == found.after.count(newline)
+    compile(found.content, "train.py", "exec")
+
+
+def test_tabs_stay(tmp_path: Path):
+    text = after(tmp_path, HEAD + LOOP.replace("    ", "\t"))
+    assert "\t\t\tmodel.backward(loss, weight=len(x))" in text
+    compile(text, "train.py", "exec")
+
+
+@pytest.mark.extended
+def test_ten_thousand_lines(tmp_path: Path, fresh_seed: int):
+    draw = random.Random(fresh_seed)
+    lines = [f"def helper_{i}(a, b={draw.random()}):\n    return a + b\n\n" for i in range(3_333)]
+    text = after(tmp_path, HEAD + "".join(lines) + LOOP)
+    assert text.count("\n") > 10_000
+    assert "model.backward(loss, weight=len(x))" in text
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (("loss.backward()", "pass"), "no training loop"),
+        (("torch.optim.SGD(model.parameters(), lr=0.1)", "torch.optim.LBFGS(model.parameters())"), "LBFGS"),
+        (("batch_size=16, shuffle=True", "batch_sampler=batches"), "a batch_sampler decides"),
+        (("batch_size=16, ", ""), "a batch of one sample can't be divided"),
+        (("batch_size=16", "**options"), "its arguments are unpacked"),
+        (("model(x)", "model.score(x)"), "isn't the model's forward pass"),
+        (("loss.backward()", "loss.backward(torch.ones(1))"), "the loss has to be one number"),
+        (("torch.optim.SGD(model.parameters(), lr=0.1)", "None"), "it has no torch optimizer"),
+        (("in loader:", "in zip(data.tensors[0], data.tensors[1]):"), "which tensor holds the samples"),
+    ],
+)
+@pytest.mark.parametrize("to", ["evenstep", "torch"])
+def test_what_cannot_be_converted_is_left_with_the_reason(
+    change: tuple[str, str], reason: str, to: str, tmp_path: Path
+):
+    assert reason in why_not(tmp_path, HEAD + LOOP.replace(*change), to)
+
+
+def test_a_file_that_only_defines_functions_is_left(tmp_path: Path):
+    functions = f"def main(data):\n{textwrap.indent(LOOP, '    ')}"
+    assert "nothing in this file runs the training" in why_not(tmp_path, HEAD[: HEAD.index("data =")] + functions)
+
+
+@pytest.mark.parametrize(
+    ("line", "by"),
+    [
+        ("import evenstep", "evenstep"),
+        ("import torch.distributed as dist", "torch.distributed"),
+        ("from torch.nn.parallel import DistributedDataParallel as DDP", "torch.distributed"),
+        ("from accelerate import Accelerator", "accelerate"),
+        ("import lightning as L", "Lightning"),
+        ("from transformers import Trainer", "the Trainer of transformers"),
+    ],
+)
+def test_what_is_data_parallel_already_is_left(line: str, by: str, tmp_path: Path):
+    found = converted(tmp_path, f"{line}\n{HEAD}{LOOP}")
+    assert found.by == by
+    assert found.after == found.before
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "says"),
+    [
+        ("train.ipynb", b"{}", ConfigurationError, "is a notebook"),
+        ("train.py", b"x = = 1\n", UsageError, "line 1: this is no python"),
+        ("train.py", b"def f(:\n    pass\n", UsageError, "this is no python"),
+        ("train.py", b"print 'python 2'\n", UsageError, "this is no python"),
+        ("train.py", b"x = '\xe9'\n", UsageError, "encoding can't be read"),
+        ("train.py", b"# coding: nonsense\n", UsageError, "encoding can't be read"),
+        ("train.py", b"x = '\0'\n", UsageError, "null bytes"),
+    ],
+)
+def test_files_that_are_no_scripts(name: str, content: bytes, error: type[Exception], says: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(error, match=says):
+        convert(str(tmp_path / name))
+    assert (tmp_path / name).read_bytes() == content
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_command_shows_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + LOOP)
+    script.chmod(0o754)
+    assert main(["convert", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("--- a/train.py\n+++ b/train.py\n")
+    assert "nothing was written" in err
+    assert script.read_text() == HEAD + LOOP
+
+    assert main(["convert", "train.py", "--write"]) == 0
+    assert "evenstep run --nproc-per-node 2 train.py" in capsys.readouterr().err
+    assert script.stat().st_mode & 0o777 == 0o754
+    assert os.listdir() == ["train.py"]
+    written = script.read_text()
+    assert main(["convert", "--write", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "train.py is data-parallel already, by evenstep: nothing to do.\n")
+    assert script.read_text() == written
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["no/such.py"], ["--to", "jax", "train.py"], ["train.py", "--epochs", "1"], ["."]]
+)
+def test_a_wrong_call(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(HEAD + LOOP)
+    assert main(["convert", *arguments]) == 78
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+
+
+def test_what_is_refused_is_said_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script = tmp_path / "train.py"
+    script.write_text(HEAD + LOOP.replace("loss.backward()", "pass"))
+    assert main(["convert", "--write", str(script)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{script}:1: no training loop" in err
+    assert "was left as it is" in err
+
+
+def test_the_page_shows_what_the_command_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = (Path(__file__).parents[3] / "docs" / "convert.md").read_text()
+    before = page.partition("```python\n# train.py\n")[2].partition("```")[0]
+    diff = page.partition("```diff\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(before)
+    assert convert("train.py").diff == diff

@@ -1,0 +1,232 @@
+"""From what ranks have written to findings, without a run: hangs, samples, calls and lines."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evenstep.doctor.evidence.collectives import how_it_hangs, is_guarded_by_rank
+from evenstep.doctor.evidence.output import names_rank
+from evenstep.doctor.evidence.scene import Scene, share_of_equal
+from evenstep.doctor.evidence.stepping import _wrong_factor
+from evenstep.doctor.evidence.verdict import watched
+from evenstep.doctor.findings import Watched
+from evenstep.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
+from evenstep.doctor.run.hangs import find_hang, first_apart, open_call
+from evenstep.doctor.run.record_devices import Devices
+from evenstep.doctor.run.recorder import Recorder
+from evenstep.doctor.watching import is_distributed, run_under_watch
+from evenstep.observe.patching import Patches
+
+SCRIPT = "/home/a/train.py"
+
+
+def at(line: int) -> list[tuple[str, int]]:
+    return [(SCRIPT, line)]
+
+
+def event(kind: str, time_s: float = 0.0, *, line: int = 0, step: int = 0, **facts: Any) -> Event:
+    return Event(kind, time_s, step, at(line) if line else (), facts)
+
+
+def call(number: int, op: str = "all_reduce", time_s: float = 0.0, line: int = 10) -> Event:
+    return event("enter", time_s, line=line, op=op, call=number, group="")
+
+
+def done(number: int, time_s: float = 0.0) -> Event:
+    return event("leave", time_s, call=number)
+
+
+def judged(*ranks: Sequence[Event], hang: Hang | None = None) -> Watched:
+    return watched(Evidence(ranks, hang), script="train.py", directory="/home/a")
+
+
+def rules(seen: Watched) -> set[str]:
+    return {each.rule for each in seen.findings}
+
+
+def test_events_are_read_while_they_are_written(tmp_path: Path):
+    """A line that isn't complete is read when it is."""
+    path = tmp_path / "events"
+    file, first, second = EventFile(path), event("batch", 1.5, line=3, rows=["a"]), event("stepped", 2.0, step=1)
+    assert file.read() == []
+    path.write_text(f"{first.as_line()}\n{second.as_line()[:9]}")
+    assert [each.kind for each in file.read()] == ["batch"]
+    with path.open("a") as more:
+        more.write(f"{second.as_line()[9:]}\n")
+    received = file.read()
+    assert [(each.kind, each.time_s, each.step) for each in received] == [("batch", 1.5, 0), ("stepped", 2.0, 1)]
+    assert received[0].place == (SCRIPT, 3)
+    assert received[0]["rows"] == ["a"]
+
+
+def test_the_open_call_of_a_rank():
+    assert open_call([call(1), done(1)]) is None
+    assert open_call([call(1), call(2), done(2)])["call"] == 1
+    assert open_call([call(1), done(1), call(2)])["call"] == 2
+    assert open_call([call(1), event("end", status="gone")]) is None
+
+
+def test_a_rank_that_has_left_is_never_awaited():
+    ranks = [[call(1, time_s=1.0)], [event("end", 1.5, status="0")]]
+    assert find_hang(ranks, 3.0) is None  # it may be on its way out
+    hang = find_hang(ranks, 5.0)
+    assert hang is not None
+    assert set(hang.waiting) == {0}
+    assert set(hang.missing) == {1}
+
+
+def test_a_slow_rank_is_awaited_for_a_while():
+    ranks = [[call(1, time_s=1.0)], [event("idle", 12.0, line=7)]]
+    assert find_hang(ranks, 13.0) is None
+    hang = find_hang([[call(1, time_s=1.0)], [event("idle", t, line=7) for t in range(1, 40)]], 40.0)
+    assert hang is not None
+    assert hang.missing[1].place == (SCRIPT, 7)
+
+
+def test_ranks_in_the_same_call_are_let_alone():
+    ranks = [[call(1, time_s=1.0)], [call(1, time_s=2.0)]]
+    assert find_hang(ranks, 30.0) is None
+    assert find_hang(ranks, 100.0) is not None
+
+
+def test_ranks_in_different_calls_never_meet():
+    ranks = [[call(1), done(1), call(2, "broadcast", 1.0)], [call(1), done(1), call(2, "all_reduce", 1.0)]]
+    assert first_apart(ranks) is not None
+    hang = find_hang(ranks, 5.0)
+    assert hang is not None
+    told = how_it_hangs(Scene(Evidence(ranks, hang), "train.py", "/home/a"))
+    assert "rank 0 waits in broadcast at train.py:10; rank 1 in all_reduce at train.py:10" in told
+
+
+def test_samples_of_two_ranks(fresh_seed: int):
+    draw = random.Random(fresh_seed)
+    all_of_them = [str(i) for i in range(200)]
+    draw.shuffle(all_of_them)
+    halves = all_of_them[:100], all_of_them[100:]
+    assert share_of_equal(*halves, in_any_order=True) == 0.0
+    assert share_of_equal(all_of_them, all_of_them[::-1], in_any_order=True) == 1.0
+    assert share_of_equal(all_of_them, all_of_them[::-1], in_any_order=False) < 0.1
+    assert share_of_equal(["same"] * 50 + ["a"], ["b"] + ["same"] * 49, in_any_order=True) > 0.9  # in place
+    assert share_of_equal(["same", "b"] * 50, ["c", "same"] * 50, in_any_order=True) == 0.0  # repeats say nothing
+    assert share_of_equal([], ["a"], in_any_order=True) == 0.0
+
+
+def test_lines_that_name_their_rank():
+    for text in ("[rank 1] loss 2", "Rank: 1", "worker 1 is ready", "[1] hello", "on cuda:1", "1: loss"):
+        assert names_rank(text, 1), text
+    for text in ("epoch 1", "loss 1.5", "rank 0 of 2", "1 epoch"):
+        assert not names_rank(text, 1), text
+
+
+def backward(factor: float, *, is_mean: bool = True) -> Event:
+    return event("backward", factor=factor, is_mean=is_mean, weighted=False)
+
+
+def test_divisors():
+    """Divided by the passes of a step and by nothing else; a factor such as 0.3 is the weight of a loss."""
+    assert not _wrong_factor([backward(0.25)], 4, 2)
+    assert not _wrong_factor([backward(0.3)], 1, 2)
+    assert not _wrong_factor([backward(1.0)], 1, 2)
+    assert not _wrong_factor([backward(1.0, is_mean=False)], 4, 2)
+    assert "by nothing" in _wrong_factor([backward(1.0)], 4, 2)
+    assert "divided by 8: by 4 passes and the 2 ranks" in _wrong_factor([backward(0.125)], 4, 2)
+    assert "divided by 2" in _wrong_factor([backward(0.5)], 4, 3)
+    assert "the 2 ranks" in _wrong_factor([backward(0.5)], 1, 2)
+
+
+def test_an_error_is_told_once_and_no_call_is_blamed_for_it():
+    """Ranks wait for the one that has failed; that isn't their mistake."""
+    ranks = (
+        [call(1, line=20)],
+        [event("raised", 1.0, line=5, type="ValueError", message="no data"), event("end", 1.0, status="1")],
+    )
+    seen = judged(*ranks, hang=Hang({0: ranks[0][0]}, {1: ranks[1][1]}))
+    assert seen.findings == []
+    assert seen.notes == [
+        "The script raised ValueError at train.py:5 before its first step, so what follows was only read: no data"
+    ]
+
+
+def test_a_script_that_wants_arguments():
+    usage = "usage: train.py [-h] --data DATA\ntrain.py: error: the following arguments are required: --data"
+    ended = [event("raised", 1.0, line=5, type="SystemExit", message="2"), event("end", 1.0, status="2")]
+    seen = watched(Evidence([ended, ended], status=2, said=usage), script="train.py", directory="/home/a")
+    assert seen.notes[0].startswith("The script ended at train.py:5 with status 2 before its first step")
+    assert "give them behind the script's name" in seen.notes[0]
+    assert "--data" in seen.notes[0]
+
+
+def test_a_script_without_a_step():
+    ended = [event("start"), event("end", 1.0, status="0")]
+    assert "without a step" in judged(ended, ended).notes[0]
+    late = watched(Evidence([[event("idle", line=9)]] * 2, is_late=True), script="train.py", directory="/home/a")
+    assert late.notes == ["No step was made in time (rank 0 was at train.py:9): it was ended, and only read."]
+
+
+def test_a_guarded_call_after_which_the_others_went_on():
+    ours = [event("forward", grad=True, wrapped=True, line=3), call(1, line=20)]
+    theirs = [event("forward", grad=True, wrapped=True, line=3)] * 2 + [call(1, "gradients of the model", line=4)]
+    seen = judged(ours, theirs, hang=Hang({0: ours[1]}, {1: theirs[2]}))
+    assert [(each.rule, each.line, each.path) for each in seen.findings] == [("EV401", 20, "train.py")]
+    # The other is still before it: that is no mistake of this line.
+    assert "EV401" not in rules(judged([*ours[:1] * 2, ours[1]], theirs[:1], hang=None))
+
+
+def test_lines_where_the_host_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What torch says while it listens: played here by a warning of the same words."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    recorder = Recorder(Plan(str(tmp_path), 12, 1), 0, __file__)
+    with Patches() as patches:
+        devices = Devices(recorder, patches)
+        for recorder.num_steps in range(8):
+            devices.stepped()
+            if modes == ["warn"]:
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+    assert modes == ["warn", "default", "default"]
+    events = EventFile(Plan(str(tmp_path), 12, 1).file_of(0)).read()
+    seen = watched(Evidence([events]), script=__file__, directory="/")
+    assert [(each.rule, each.evidence) for each in seen.findings] == [
+        ("EV305", "the host waited for the device here 4 times in 4 steps")
+    ]
+
+
+def test_conditions_on_ranks():
+    lines = [
+        "def report(value):",
+        "    if not is_main_process():",
+        "        return",
+        "    dist.reduce(value, dst=0)",
+        "",
+        "def train(rank, x):",
+        "    if x.sum() > 2:",
+        "        dist.all_reduce(x)",
+        "    if rank == 0:",
+        "        print(x)",
+        "        dist.barrier()",
+    ]
+    assert [is_guarded_by_rank(lines, number) for number in (4, 8, 11)] == [True, False, True]
+
+
+def test_only_what_communicates_is_run(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(2, 1))\n")
+    assert not is_distributed(script)
+    seen = run_under_watch(str(script))
+    assert seen.num_steps == 0
+    assert "evenstep convert" in seen.notes[0]
+    script.write_text("import torch\ntorch.distributed.init_process_group()\n")
+    assert is_distributed(script)
+    (tmp_path / "engine.py").write_text("from accelerate import Accelerator\n")
+    script.write_text("import engine\n")
+    assert is_distributed(script)
+    script.write_text("def broken(:\n")
+    assert not is_distributed(script)

@@ -1,0 +1,65 @@
+"""Findings: what was read and what was seen become one list."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from evenstep.doctor.findings import Finding, Refuted, Watched, merge
+from evenstep.doctor.rules import GROUPS, RULES, FoundBy
+
+READ = Finding("EV101", "train.py", 12, 5, "DataLoader(train_set) has no sampler")
+
+
+def test_a_rules_id_and_page_follow_from_its_group():
+    assert len(RULES) == len({rule.name for rule in RULES.values()}) == 39
+    for key, rule in RULES.items():
+        assert key == rule.id
+        assert rule.page == f"docs/doctor/{rule.group}.md#{rule.id.lower()}"
+        assert rule.what.endswith(".")
+        assert rule.why.endswith(".")
+        assert rule.mend
+    assert {rule.group for rule in RULES.values()} == set(GROUPS)
+
+
+def test_a_seen_finding_confirms_the_one_that_was_read():
+    seen = replace(READ, column=1, evidence="both ranks saw 3fa1", cost="2 times", confirmed=True)
+    (merged,) = merge([READ], Watched([seen]))
+    assert merged.confirmed
+    assert merged.column == 5
+    assert merged.evidence == "DataLoader(train_set) has no sampler; both ranks saw 3fa1"
+    assert merged.cost == "2 times"
+
+
+@pytest.mark.parametrize("line", [12, 99])
+def test_the_only_finding_of_a_file_is_confirmed_from_another_line(line: int):
+    """A run sees where a loader is read, the text where it is made."""
+    (merged,) = merge([READ], Watched([replace(READ, line=line, confirmed=True)]))
+    assert merged.confirmed
+    assert merged.line == 12
+
+
+def test_what_a_run_alone_has_seen_is_added_in_order():
+    other = replace(READ, line=3, confirmed=True)
+    found = merge([READ, replace(READ, line=20)], Watched([other, replace(other, rule="EV109", line=40)]))
+    assert [(each.rule, each.line, each.confirmed) for each in found] == [
+        ("EV101", 3, True),
+        ("EV101", 12, False),
+        ("EV101", 20, False),
+        ("EV109", 40, True),
+    ]
+
+
+@pytest.mark.parametrize("refuted", [Refuted("EV101"), Refuted("EV101", "train.py"), Refuted("EV101", "train.py", 12)])
+def test_what_a_run_refutes_is_no_finding(refuted: Refuted):
+    assert merge([READ], Watched(refuted=[refuted])) == []
+
+
+@pytest.mark.parametrize("refuted", [Refuted("EV102"), Refuted("EV101", "model.py"), Refuted("EV101", "train.py", 13)])
+def test_a_refutation_concerns_its_rule_and_place_only(refuted: Refuted):
+    assert merge([READ], Watched(refuted=[refuted])) == [READ]
+
+
+def test_every_way_of_finding_has_rules():
+    assert {rule.found_by for rule in RULES.values()} == set(FoundBy)

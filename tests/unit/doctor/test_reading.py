@@ -1,0 +1,207 @@
+"""Reading: files, notebooks, encodings, broken input, imports, comments, and what names stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libcst")
+
+from evenstep.doctor.examination import examine, read
+from evenstep.errors import ConfigurationError
+
+SCRIPT = """\
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+
+dist.init_process_group("gloo")
+loader = DataLoader(make_data(), batch_size=8)
+model = DDP(torch.nn.Linear(2, 2))
+optimizer = torch.optim.Adam(model.parameters())
+for x in loader:
+    model(x).sum().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+IMPORT = "from torch.utils.data import DataLoader"
+
+
+def found(path: Path) -> list[tuple[str, int]]:
+    return [(each.rule, each.line) for each in read(path)[0]]
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"def f(:\n    pass\n", r"broken\.py:1: this is not python"),
+        (b"x = 1\nif x\n    y = 2\n", r"broken\.py:2: this is not python"),
+        (b"print 'hello'\n", r"broken\.py:1: this is not python"),
+        (b"x = '\xff\xfe'\n", r"not text in the encoding it declares"),
+        (b"# -*- coding: klingon -*-\nx = 1\n", r"not text in the encoding it declares.*unknown encoding"),
+        (b"\x7fELF\x00\x00\x00", r"no python script"),
+        (b"x = " + b"(" * 3000 + b")" * 3000, r"broken\.py:1: .*too many nested parentheses"),
+        (b"x = " + b"-" * 3000 + b"1", r"broken\.py: .*nest"),
+        (b"x = 1" + b" + 1" * 5000, r"broken\.py: .*nest"),
+        (b"x = a" + b".a" * 5000, r"broken\.py: .*nest"),
+    ],
+)
+def test_what_is_not_python_is_refused_with_its_place(tmp_path: Path, data: bytes, message: str):
+    (tmp_path / "broken.py").write_bytes(data)
+    with pytest.raises(ConfigurationError, match=message):
+        read(tmp_path / "broken.py")
+
+
+def test_a_directory_and_a_missing_file_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match="is a directory"):
+        read(tmp_path)
+    with pytest.raises(ConfigurationError, match="there is no such file"):
+        read(tmp_path / "train.py")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1", "cp1252", "shift_jis"])
+def test_other_encodings_and_line_ends_are_read(tmp_path: Path, encoding: str):
+    name = {"latin-1": "Größe", "cp1252": "Größe", "shift_jis": "大きさ"}.get(encoding, "Größe 大きさ")
+    declared = "" if encoding.startswith("utf") else f"# -*- coding: {encoding} -*-"
+    text = f"{declared}\n# {name}\n{SCRIPT}".replace("\n", "\r\n")
+    (tmp_path / "train.py").write_bytes(text.encode(encoding))
+    assert found(tmp_path / "train.py") == [("EV101", 9)]
+
+
+def test_an_empty_script_has_no_findings(tmp_path: Path):
+    for text in ("", "\n\n", "# nothing\n", '"""Nothing."""'):
+        assert read(write(tmp_path / "train.py", text))[:2] == ([], [])
+
+
+@pytest.mark.extended
+def test_ten_thousand_lines_are_read(tmp_path: Path):
+    lines = [
+        f"def function_{i}(a, b=None):\n    c = a + {i}\n    return function_{i - i % 10}(c, b=b)" for i in range(3400)
+    ]
+    path = write(tmp_path / "train.py", "\n".join(lines) + "\n" + SCRIPT)
+    assert found(path) == [("EV101", 10_207)]
+
+
+def test_a_notebook_is_read_by_cell(tmp_path: Path):
+    first, second = SCRIPT.split("model =")
+    cells = [
+        {"cell_type": "markdown", "source": ["# Training"]},
+        {
+            "cell_type": "code",
+            "source": ["%matplotlib inline\n", "!pip install something\n", "import os\n", "os.path?"],
+        },
+        {"cell_type": "code", "source": first.splitlines(keepends=True)},
+        {"cell_type": "code", "source": "%%bash\nls -l | grep x\n"},
+        {"cell_type": "code", "source": f"model ={second}"},
+    ]
+    path = write(tmp_path / "train.ipynb", json.dumps({"cells": cells, "nbformat": 4}))
+    report = examine(str(path))
+    (finding,) = report.findings
+    assert (finding.rule, finding.cell, finding.line) == ("EV101", 3, 7)
+    assert finding.place.endswith("train.ipynb, cell 3:7")
+    assert report.notes == ["A notebook is read, not run."]
+    assert report.num_steps is None
+
+
+def test_a_broken_notebook_is_refused(tmp_path: Path):
+    for text in ("{", "[]", '{"cells": [{}]}'):
+        with pytest.raises(ConfigurationError, match="no notebook"):
+            read(write(tmp_path / "train.ipynb", text))
+    cells = [{"cell_type": "code", "source": "x = 1"}, {"cell_type": "code", "source": "\nif x"}]
+    with pytest.raises(ConfigurationError, match=r"cell 2:2: this is not python"):
+        read(write(tmp_path / "train.ipynb", json.dumps({"cells": cells})))
+
+
+@pytest.mark.parametrize(
+    ("comment", "is_found"),
+    [
+        ("# evenstep: ignore[EV101]", False),
+        ("# evenstep: ignore[EV102, EV101]", False),
+        ("#evenstep:ignore", False),
+        ("# evenstep: ignore[EV102]", True),
+        ("# ignore[EV101]", True),
+    ],
+)
+def test_a_comment_in_the_line_switches_a_rule_off(tmp_path: Path, comment: str, is_found: bool):
+    text = SCRIPT.replace("batch_size=8)", f"batch_size=8)  {comment}")
+    report = examine(str(write(tmp_path / "train.py", text)), runs=False)
+    assert bool(report.findings) == is_found
+
+
+def test_modules_of_the_script_are_read_one_level_deep(tmp_path: Path):
+    """The loader is made in one module, the loop is in another, and both are tied together by the script."""
+    head, tail = SCRIPT.split("loader = ")
+    write(
+        tmp_path / "data.py",
+        "from torch.utils.data import DataLoader\n\ndef load(data):\n    return DataLoader(data)\n",
+    )
+    write(tmp_path / "deeper.py", "import nothing_at_all\nthis is not python\n")
+    write(tmp_path / "library" / "__init__.py", "from deeper import x\n")
+    loop = "import deeper\n\nclass Trainer:\n    def __init__(self, model, loader, optimizer):\n"
+    loop += "        self.model, self.loader, self.optimizer = model, loader, optimizer\n\n    def train(self):\n"
+    loop += (
+        "        for x in self.loader:\n            self.model(x).sum().backward()\n            self.optimizer.step()\n"
+    )
+    write(tmp_path / "library" / "loop.py", loop)
+    main = head + "from data import load\nfrom library.loop import Trainer\n\nloader = load(make_data())\n"
+    main += tail[tail.index("model =") : tail.index("for x")] + "Trainer(model, loader, optimizer).train()\n"
+    path = write(tmp_path / "train.py", main + "dist.destroy_process_group()\n")
+    findings, notes, _ = read(path)
+    assert [(each.rule, Path(each.path).name, each.line) for each in findings] == [("EV101", "data.py", 4)]
+    assert notes == []
+    write(tmp_path / "data.py", "def load(:\n")
+    findings, notes, _ = read(path)
+    assert findings == []
+    assert len(notes) == 1
+    assert "data.py was not read" in notes[0]
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "from torch.nn.parallel import DistributedDataParallel as DDP\nfrom torch.utils.data import DataLoader",
+        "import torch.nn as nn\nimport torch.utils.data as data\nDDP = nn.parallel.DistributedDataParallel\n"
+        "DataLoader = data.DataLoader",
+        "from torch import nn\nfrom torch.utils import data as d\n\n"
+        "class DDP(nn.parallel.DistributedDataParallel):\n    pass\n\n"
+        "def DataLoader(*a, **k):\n    return d.DataLoader(*a, **k)",
+    ],
+)
+def test_other_ways_to_import_are_understood_or_silent(tmp_path: Path, imports: str):
+    plain = "from torch.nn.parallel import DistributedDataParallel as DDP\nfrom torch.utils.data import DataLoader"
+    rules = [rule for rule, _ in found(write(tmp_path / "train.py", SCRIPT.replace(plain, imports)))]
+    assert rules in (["EV101"], [])
+
+
+@pytest.mark.parametrize(
+    ("condition", "is_found"),
+    [
+        ("dist.get_rank() == 0", True),
+        ("not dist.get_rank()", True),
+        ("int(os.environ['RANK']) == 0", True),
+        ("is_main_process()", True),
+        ("is_main_process() and x is not None", True),
+        ("rank in (-1, 0)", True),
+        ("rank == dist.get_world_size() - 1", True),
+        ("not dist.is_initialized() or rank == 0", True),
+        ("rank == 0 or x is not None", False),
+        ("x is not None", False),
+        ("dist.get_world_size() > 1", False),
+        ("rank >= 0", False),
+    ],
+)
+def test_conditions_that_hold_on_some_ranks(tmp_path: Path, condition: str, is_found: bool):
+    text = "import os\nimport torch.distributed as dist\n\ndist.init_process_group()\nrank = dist.get_rank()\n\n"
+    text += "def is_main_process():\n    return dist.get_rank() == 0\n\n"
+    text += f"if {condition}:\n    dist.barrier()\ndist.destroy_process_group()\n"
+    expected = [("EV401", 11)] if is_found else []
+    assert found(write(tmp_path / "train.py", text)) == expected

@@ -1,0 +1,123 @@
+"""Reports and the command line: text, JSON, SARIF, exit statuses, wrong calls."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("libcst")
+
+from evenstep.cli.main import main
+from evenstep.doctor.examination import chosen_rules, examine
+from evenstep.doctor.rules import RULES
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+PRINTS = SCRIPTS / "planted" / "tutorial_print.py"
+CLEAN = SCRIPTS / "clean" / "tutorial.py"
+NOTE = SCRIPTS / "planted" / "argparse_learning_rate.py"
+
+
+@pytest.mark.parametrize(("script", "status"), [(PRINTS, 1), (CLEAN, 0), (NOTE, 0)])
+def test_the_exit_status_says_whether_there_are_findings(script: Path, status: int, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", "--no-run", str(script)]) == status
+    output = capsys.readouterr().out
+    assert ("nothing found (read)" in output) == (script == CLEAN)
+    assert ("0 findings, 1 note (read)" in output) == (script == NOTE)
+
+
+def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", "--no-run", str(PRINTS)]) == 1
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"{PRINTS}:20  EV201 all ranks print or log"
+    text = " ".join(line.strip() for line in rest)
+    for part in ("runs on every rank.", "Cost: ", "if rank == 0:", "docs/doctor/output.md#ev201", "1 finding (read)."):
+        assert part in text
+    assert all(len(line) <= 100 for line in rest[1:-1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: script"),
+        (["--steps", "0", "train.py"], "argument --steps: '0' is less than 1"),
+        (["--ranks", "two", "train.py"], "argument --ranks: 'two' is no whole number"),
+        (["--nonsense", "train.py"], "--nonsense"),
+        (["--no-run", "nowhere/train.py"], "nowhere/train.py: there is no such file"),
+        (["--select", "EV999", str(CLEAN)], "--select EV999: there is no such rule. Did you mean"),
+        (["--ignore", "dota", str(CLEAN)], "Did you mean data?"),
+        (["--select", "EV", str(CLEAN)], "there is no such rule"),
+        (["--json", "nowhere/out.json", str(CLEAN)], "--json nowhere/out.json: can't be written"),
+        (["--sarif", ".", str(CLEAN)], "--sarif .: can't be written"),
+    ],
+)
+def test_a_wrong_call_ends_with_78_and_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["doctor", *arguments]) == 78
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_a_missing_libcst_is_a_wrong_call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    assert main(["doctor", "--no-run", str(CLEAN)]) == 78
+    assert "pip install 'evenstep[doctor]'" in capsys.readouterr().err
+
+
+def test_rules_are_chosen_by_id_beginning_and_group():
+    data = {key for key, rule in RULES.items() if rule.group == "data"}
+    assert chosen_rules([], []) == set(RULES)
+    assert chosen_rules(["data"], []) == chosen_rules(["EV1"], []) == data
+    assert chosen_rules(["ev1", "EV401"], ["EV102"]) == (data | {"EV401"}) - {"EV102"}
+    for options in ({"ignore": ["EV201"]}, {"select": ["data", "EV4"]}):
+        assert examine(str(PRINTS), runs=False, **options).findings == []
+
+
+def test_options_behind_the_script_are_told_of(capsys: pytest.CaptureFixture[str]):
+    main(["doctor", "--no-run", str(CLEAN), "--select", "data"])
+    assert "--select stands behind the script, so it was given to the script" in capsys.readouterr().err
+
+
+def test_json_has_every_finding(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    target = tmp_path / "doctor.json"
+    assert main(["doctor", "--no-run", "--json", str(target), str(PRINTS)]) == 1
+    result = json.loads(target.read_text())
+    assert (result["version"], result["fine"], result["steps"], result["notes"]) == (1, False, None, [])
+    (finding,) = result["findings"]
+    assert (finding["rule"], finding["path"], finding["line"], finding["column"]) == ("EV201", str(PRINTS), 20, 9)
+    assert finding["confirmed"] is False
+    assert finding["mend"] == RULES["EV201"].mend
+
+
+def test_sarif_names_each_rule_once_and_each_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    target = tmp_path / "doctor.sarif"
+    script = tmp_path / "my train.py"
+    script.write_text(PRINTS.read_text().replace("        print(", "        print(epoch)\n        print("))
+    assert main(["doctor", "--no-run", "--sarif", str(target), str(script)]) == 1
+    log = json.loads(target.read_text())
+    assert log["version"] == "2.1.0"
+    (run,) = log["runs"]
+    driver = run["tool"]["driver"]
+    assert [rule["id"] for rule in driver["rules"]] == ["EV201"]
+    assert {"id", "name", "shortDescription", "fullDescription", "help", "defaultConfiguration"} <= driver["rules"][
+        0
+    ].keys()
+    assert [result["ruleIndex"] for result in run["results"]] == [0, 0]
+    for result, line in zip(run["results"], (20, 21), strict=True):
+        assert result["level"] in ("none", "note", "warning", "error")
+        assert result["message"]["text"]
+        location = result["locations"][0]["physicalLocation"]
+        assert location["artifactLocation"]["uri"].endswith("my%20train.py")
+        assert location["region"] == {"startLine": line, "startColumn": 9}
+
+
+def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """On a terminal of 80 columns."""
+    root = SCRIPTS.parents[1]
+    monkeypatch.chdir(root)
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["doctor", "--no-run", str(PRINTS.relative_to(root))])
+    assert capsys.readouterr().out in (root / "docs" / "doctor.md").read_text()

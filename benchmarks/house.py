@@ -118,7 +118,7 @@ def count(root: Path) -> dict[str, Any]:
         if target in rooms and rules.room_of(module, source) in rooms
         if rooms.index(target) < rooms.index(rules.room_of(module, source))
     ]
-    private = [each for each in files["src"] if rules.private_torch(each.read_text())]
+    private = [each for each in files["src"] if rules.private_torch(rules.tree_of(each))]
     tests = [
         node.name
         for file in files["tests"]

@@ -105,7 +105,7 @@ def test_a_worker_is_where_it_is_and_not_where_its_rank_was_when_it_forked_it() 
     place = place_in_worker(parse_stacks(dump([("data.py", 9, "__getitem__"), loop, *fork])), source=lambda *_: "")
     assert place is not None
     assert place.site == "data.py:9 in __getitem__"
-    assert "main" not in place.stack
+    assert "train.py" not in place.stack
     queue = (f"{sysconfig.get_path('stdlib')}/multiprocessing/queues.py", 113, "get")
     assert place_in_worker(parse_stacks(dump([queue, loop, *fork]))) is None, "it has nothing to do"
     assert place_in_worker([]) is None

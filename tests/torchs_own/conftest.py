@@ -6,6 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from evenstep.testing import RankPool
+
+
+@pytest.fixture(scope="module")
+def ranks(ranks: RankPool) -> RankPool:
+    """New processes: earlier tests leave a process group in theirs, and these programs make one."""
+    ranks.close()
+    return ranks
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, and count, what has a make target of its own."""

@@ -58,5 +58,6 @@ def test_this_checkout_is_counted(house):
     counted = house.count(modules.ROOT)
     assert counted["upward_imports"] == []
     assert counted["lines"]["src"]["code"] > counted["lines"]["src"]["docstring"] > 0
-    assert counted["entries"]["launcher.elastic"] == 5
+    elastic = modules.ROOT / "src" / "evenstep" / "launcher" / "elastic"
+    assert counted["entries"]["launcher.elastic"] == len(list(elastic.glob("[!_]*.py"))) > 0
     assert len(house.rows(counted)) > 10

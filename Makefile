@@ -7,7 +7,7 @@ RUN := .venv/bin/python -m
 PYTEST := CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist lint format stress stress-checkpoint clean
+.PHONY: help install demo test test-all test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint clean
 .PHONY: bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
 .PHONY: bench-predict bench-compression bench-house
@@ -57,6 +57,10 @@ dist: install ## build the source distribution and the wheel into dist/, and che
 	$(RUN) pip install --quiet --requirement requirements/dist.txt --constraint requirements/test.txt
 	$(RUN) build --quiet .
 	$(RUN) twine check --strict dist/evenstep-*
+
+docs: install ## build the site of docs/ into build/docs, without a warning
+	$(RUN) pip install --quiet --requirement docs/requirements.txt --constraint requirements/test.txt
+	$(RUN) sphinx -q -W --keep-going -b html docs build/docs
 
 lint: install ## ruff (format and rules) and mypy --strict
 	$(RUN) ruff format --check .

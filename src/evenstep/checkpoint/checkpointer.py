@@ -40,6 +40,8 @@ _SLOW_STEP_S = 0.1
 class Checkpointer:
     """Saves a run's objects while it trains, and resumes from the newest good checkpoint.
 
+    Example::
+
         checkpoint = evenstep.Checkpointer("runs/digits", model=model, optimizer=optimizer, loader=loader)
         checkpoint.resume()
         ...

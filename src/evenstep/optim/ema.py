@@ -21,6 +21,8 @@ _NUM_STEPS = "num_steps"
 class ExponentialMovingAverage:
     """Parameters averaged over steps with exponentially falling weights: `average = decay * average + (1 - decay) * p`.
 
+    Example::
+
         average = evenstep.ExponentialMovingAverage(model, decay=0.999)
         ...
         optimizer.step()

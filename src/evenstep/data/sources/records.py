@@ -34,7 +34,7 @@ class Records(Dataset[Any]):
     [record_bytes] ("fixed").
 
     Args:
-        shards: Paths, or a pattern such as "data/*.jsonl", whose matches are taken in order of name.
+        shards: Paths, or a pattern such as ``data/*.jsonl``, whose matches are taken in order of name.
         record_bytes: Size of a record, which makes the format "fixed".
         format: "lines", "jsonl" or "fixed"; None: by record_bytes, or by the files' suffix.
         decode: Called with each sample; returns the sample to use. A `ValueError` from it means that the record is

@@ -32,6 +32,8 @@ from evenstep.transport.core.object_collectives import exchange
 class LocalSGD:
     """Ranks step on their own gradients; every `every` steps parameters become the mean over ranks.
 
+    Example::
+
         local = evenstep.LocalSGD(model, optimizer, every=8)
         for x, y in loader:
             model.backward(loss_of(model(x), y))

@@ -39,8 +39,8 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
     Args:
         module: The model; moved to the first device.
-        device_ids: Devices, one per replica: indices, names or `torch.device`s. None: all GPUs, or one replica on
-            the CPU where there are none.
+        device_ids: Devices, one per replica: indices, names or `torch.device` objects. None: all GPUs, or one replica
+            on the CPU where there are none.
         output_device: Where outputs are put together; None: the first device.
         dim: The batch dimension.
 

@@ -498,6 +498,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def microbatches(self, batch: Batch, n: int = 1) -> Iterator[Batch]:
         """Iterate over a batch in parts; communication is held back on all but the last.
 
+        Example::
+
             for x, y in model.microbatches(batch, 4):
                 model.backward(loss_of(model(x), y), weight=len(x))
             optimizer.step()

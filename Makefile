@@ -7,7 +7,7 @@ RUN := .venv/bin/python -m
 PYTEST := CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint clean
+.PHONY: help install demo test test-all test-failed test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint clean
 .PHONY: bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
 .PHONY: bench-predict bench-compression bench-house
@@ -26,6 +26,9 @@ test: lint ## lint, types, unit tests and a core of the others that touches ever
 
 test-all: install ## the tests that `make test` leaves out; some 15 minutes
 	$(PYTEST) --part rest
+
+test-failed: install ## what failed in the last run of tests, one after the other
+	CUDA_VISIBLE_DEVICES= $(RUN) pytest --last-failed --last-failed-no-failures none
 
 # An environment of its own for each pair, so that .venv stays as it is.
 TORCH ?=

@@ -670,10 +670,12 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 def compare(name: str, seed: int) -> dict[str, list[str]]:
     """Run the calls of one case on both backends: which differ, and how."""
     evenstep.init(quiet=True)
-    pair = {backend: dist.new_group(backend=backend) for backend in ("gloo", "evenstep")}
-    assert isinstance(pair["evenstep"]._shared, SharedMemoryTransport), pair["evenstep"].why_gloo
+    pair = new_pair()
     found: dict[str, list[str]] = {"more": [], "stricter": [], "different": []}
-    for label, call in CASES[name]():
+    for number, (label, call) in enumerate(CASES[name]()):
+        if name == "mistakes" and number:  # Gloo may hang in the next call after one that it has refused
+            end_pair(pair)
+            pair = new_pair()
         own_seed = zlib.crc32(f"{label} {seed}".encode())
         (expected, refused), (got, error) = [
             attempt(call, Ranks(group, backend, own_seed)) for backend, group in pair.items()
@@ -687,10 +689,22 @@ def compare(name: str, seed: int) -> dict[str, list[str]]:
             found["different"].append(f"{what}: Gloo {refused!r:.200}, evenstep {error!r:.250}")
         elif refused is None and not equal(expected, got):
             found["different"].append(f"{what}: Gloo {expected}, evenstep {got}")
+    end_pair(pair)
+    return found
+
+
+def new_pair() -> dict[str, Any]:
+    """A group of all ranks on each backend."""
+    pair = {backend: dist.new_group(backend=backend) for backend in ("gloo", "evenstep")}
+    assert isinstance(pair["evenstep"]._shared, SharedMemoryTransport), pair["evenstep"].why_gloo
+    return pair
+
+
+def end_pair(pair: dict[str, Any]) -> None:
+    """Destroy both groups."""
     dist.barrier()  # a rank that isn't in the last message may be needed to connect the others
     for group in pair.values():
         dist.destroy_process_group(group)
-    return found
 
 
 def test_every_name_has_a_case() -> None:

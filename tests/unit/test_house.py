@@ -95,6 +95,7 @@ ORDER: dict[str, list[str]] = {
         "torch_distributed",
         "torch_dynamo",
         "torch_modules",
+        "torch_profiler",
         "torch_pytree",
         "torch_tensors",
         "private_names",
@@ -203,7 +204,7 @@ ORDER: dict[str, list[str]] = {
     "replica.wrapper": ["distributed", "assembly", "model_check", "settings", "mixed_precision", "reducer"],
     "testing": ["pool", "faults", "reference", "storage", "transport"],
     "transport": ["backend", "tree_order", "factory", "internode", "shm", "process_group", "local", "core", "base"],
-    "transport.backend": ["backend", "calls", "work"],
+    "transport.backend": ["backend", "calls", "observers", "work"],
     "transport.core": [
         "object_collectives",
         "staged",

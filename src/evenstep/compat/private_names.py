@@ -185,6 +185,15 @@ NAMES = (
         "marks a function that isn't traced",
         "torch.compile traces it, and recompiles more often",
     ),
+    # torch_profiler
+    PrivateName("torch.autograd.profiler:_is_profiler_enabled", "whether a profiler runs"),
+    PrivateName("torch._C._profiler:_RecordFunctionFast", "an event of a profile, with tensors and details"),
+    PrivateName("torch._ops:OpOverload.__init__~_overloadpacket", "what CommDebugMode counts an operation as"),
+    PrivateName("torch._C:_len_torch_dispatch_stack", "whether a mode watches each operation"),
+    PrivateName("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", "the modes that do"),
+    PrivateName(
+        "torch.distributed.tensor.debug._comm_mode:CommDebugMode.__torch_dispatch__", "counts collectives", NOTHING
+    ),
     # torch_elastic
     *(
         PrivateName(f"{_AGENT}.{name}", "a method of torchelastic's agent that ours extends", _NO_RUN)

@@ -6,5 +6,6 @@ Reading order:
   transport, and follows deadlines that torch changes.
 - `calls`: `GroupCalls`, its base class, has the methods that torch calls for collectives. Each reads torch's arguments,
   launches the transport's collective, or falls back to Gloo, which is counted and compared between ranks.
+- `observers`: has those calls seen by torch's profiler and by `CommDebugMode`.
 - `work`: `GroupWork`, the handle that torch waits for, with its future; `GlooWork`, a call that Gloo carries.
 """

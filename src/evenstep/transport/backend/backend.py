@@ -217,7 +217,7 @@ class EvenstepGroup(GroupCalls):
     def _get_sequence_number_for_group(self) -> int:
         if self._shared is None and self._gloo is not None:
             return int(super()._get_sequence_number_for_group())
-        return self._num_made
+        return self.num_calls
 
     def getGroupName(self) -> str:
         """The group's name, which `group_name` is too. torch's own method takes it from Gloo or NCCL."""

@@ -23,6 +23,7 @@ from evenstep.compat.torch_distributed import outside_transforms
 from evenstep.compat.torch_dynamo import uncompiled
 from evenstep.compat.torch_tensors import has_storage
 from evenstep.errors import ConfigurationError
+from evenstep.transport.backend.observers import observed
 from evenstep.transport.backend.work import GlooWork, GroupWork, merge
 from evenstep.transport.base import Op
 from evenstep.transport.core.fallback import fallback
@@ -150,6 +151,9 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         size: Number of ranks.
         inner: A group of the same backends without this class's methods, for calls that fall back.
         has_nccl: Whether it has NCCL.
+
+    Attributes:
+        num_calls: Calls so far that shared memory has carried or compared.
     """
 
     def __init__(self, name: str, rank: int, size: int, *, inner: Any, has_nccl: bool) -> None:
@@ -161,9 +165,10 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         self._arguments = Arguments(name, rank, size, refused=weakref.WeakMethod(self._refuse))
         self._coalescing = threading.local()
         self._is_coalescing = False  # whether any thread ever has
-        self._num_made = 0  # calls that shared memory carries or compares
+        self.num_calls = 0
         self._at_gloo: set[Any] = set()  # works that may be under way there
 
+    @observed("all_reduce", "allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
         """Combine over the ranks, in place."""
         given, how = listed(tensors), op_of(opts, op)
@@ -177,6 +182,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             return self._fall_back("allreduce", given, tensors, *unless_none(opts, timeout))
         return self._made([self._shared.all_reduce(given[0], how)], given, opts, timeout=timeout)
 
+    @observed("all_reduce_coalesced", "allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         """Combine several tensors, in one work."""
         how = op_of(opts, None)
@@ -184,6 +190,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             return self._fall_back("allreduce_coalesced", tensors, tensors, *unless_none(opts))
         return self._made([self._shared.all_reduce(each, how) for each in tensors], tensors, opts)
 
+    @observed("broadcast", "broadcast_")
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None) -> Any:
         """Make equal to the root's."""
         given, src = listed(tensors), root_of(opts, root)
@@ -191,6 +198,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             return self._fall_back("broadcast", given, tensors, *unless_none(opts if root is None else root, timeout))
         return self._made([self._shared.broadcast(given[0], src)], given, opts, timeout=timeout)
 
+    @observed("reduce", "reduce_")
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, *, root: Any = None
     ) -> Any:
@@ -200,6 +208,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             return self._fall_back("reduce", given, tensors, *unless_none(opts if root is None else root, op, timeout))
         return self._made([self._shared.reduce(given[0], dst, how)], given, opts, timeout=timeout)
 
+    @observed("all_gather", "allgather_")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Put every rank's tensor into one tensor per rank."""
         given, outs = listed(inputs), inner_list(outputs)
@@ -209,12 +218,14 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         joined, copies = joined_outputs("all_gather", outs, self._arguments)
         return self._made([self._shared.all_gather(joined, given[0])], outs, opts, copies, timeout)
 
+    @observed("all_gather_single", "_allgather_base_")
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Put every rank's tensor one after the other into one."""
         if not self._carries(output, input):
             return self._fall_back(ALL_GATHER_SINGLE, [input], output, input, *unless_none(opts))
         return self._made([self._shared.all_gather(output, input)], [output], opts)
 
+    @observed("all_gather_single_coalesced", "allgather_into_tensor_coalesced_")
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several times `all_gather_single`, in one work."""
         if not self._carries(*outputs, *inputs):
@@ -223,6 +234,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         works = [self._shared.all_gather(out, each) for out, each in zip(outputs, inputs, strict=True)]
         return self._made(works, outputs, opts)
 
+    @observed("reduce_scatter", "reduce_scatter_")
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Any:
@@ -233,6 +245,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         self._arguments.check_parts("reduce_scatter", "inputs", given, outs[0])
         return self._made([self._shared.reduce_scatter(outs[0], joined_input(given), how)], outs, opts, timeout=timeout)
 
+    @observed("reduce_scatter_single", "_reduce_scatter_base_")
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """Combine tensors that hold a part per rank; each rank gets its own."""
         how = op_of(opts, None)
@@ -240,6 +253,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             return self._fall_back(REDUCE_SCATTER_SINGLE, [input], output, input, *unless_none(opts))
         return self._made([self._shared.reduce_scatter(output, input, how)], [output], opts)
 
+    @observed("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_")
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Several times `reduce_scatter_single`, in one work."""
         how = op_of(opts, None)
@@ -249,6 +263,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         works = [self._shared.reduce_scatter(out, each, how) for out, each in zip(outputs, inputs, strict=True)]
         return self._made(works, outputs, opts)
 
+    @observed("gather", "gather_")
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
     ) -> Any:
@@ -274,6 +289,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         joined = output if self.rank() == dst else None
         return self._made([self._shared.gather(joined, input, dst)], [output], opts)
 
+    @observed("scatter", "scatter_")
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: Any = None
     ) -> Any:
@@ -289,6 +305,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             tensor = joined_input(given)
         return self._made([self._shared.scatter(outs[0], tensor, src)], outs, opts, timeout=timeout)
 
+    @observed("all_to_all_single", "alltoall_base_")
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
@@ -307,6 +324,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             splits = self._elements(output, output_splits), self._elements(input, input_splits)
         return self._made([self._shared.all_to_all(output, input, *splits)], [output], opts)
 
+    @observed("all_to_all", "alltoall_")
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """Send a tensor to every rank."""
         if not self._carries(*outputs, *inputs):
@@ -317,6 +335,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         sizes = [each.numel() for each in outputs], [each.numel() for each in inputs]
         return self._made([self._shared.all_to_all(joined, joined_input(inputs), *sizes)], outputs, opts, copies)
 
+    @observed("barrier", "barrier")
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         """Done when every rank has called it."""
         device = getattr(opts, "device", None)
@@ -443,7 +462,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         if timeout is None:
             timeout = getattr(opts, "timeout", None)
         timeout_s = timeout.total_seconds() if timeout is not None and timeout > _NO_TIME else None
-        self._num_made += 1
+        self.num_calls += 1
         work = GroupWork(works, result, copies, timeout_s)
         if self._is_coalescing and (coalesced := getattr(self._coalescing, "works", None)) is not None:
             coalesced.append(work)

@@ -116,6 +116,14 @@ class GroupWork(dist.Work):
         self._is_done = False
         self._error: Exception | None = None
         self._future: Future[Any] | None = None
+        self._at_end: Callable[[], None] | None = None
+
+    def call_at_end(self, function: Callable[[], None]) -> None:
+        """Call a function when it is known to be done, or let go of; one that has failed lets go of the function."""
+        if self._is_done:
+            function()
+        else:
+            self._at_end = function
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the results may be read.
@@ -210,6 +218,9 @@ class GroupWork(dist.Work):
                     to.copy_(source)
                 self._copies = ()
         self._is_done = True
+        if self._at_end is not None:
+            self._at_end()
+            self._at_end = None
 
 
 def _value_of(future: Future[Any]) -> Any:

@@ -1,0 +1,70 @@
+"""Collectives of the backend in torch's own tools: as events of a profile, and counted by `CommDebugMode`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from evenstep.compat.torch_profiler import begin_event, count_call, is_watched
+from evenstep.transport.backend.work import GroupWork
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def observed(collective: str, operation: str) -> Callable[[_Method], _Method]:
+    """Have a method of a process group seen by whoever watches.
+
+    Its event is called "evenstep:<collective>", and lasts from its launch until it is known to be done. What it shows
+    beside has the names of torch's own groups.
+
+    Args:
+        collective: As in `torch.distributed`, such as "all_reduce".
+        operation: In `torch.ops.c10d`, such as "allreduce_".
+    """
+
+    def decorate(method: _Method) -> _Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_watched():
+                return method(self, *args, **kwargs)
+            tensors = list(_tensors_in(args))
+            count_call(operation, tensors)
+            end = begin_event(
+                f"evenstep:{collective}",
+                tensors,
+                {
+                    "Collective name": collective,
+                    "Bytes": sum(each.nbytes for each in tensors),
+                    "Process Group Name": self.getGroupName(),
+                    "Group size": self.size(),
+                    "Rank": self.rank(),
+                    "Seq": self.num_calls,
+                },
+            )
+            if end is None:
+                return method(self, *args, **kwargs)
+            try:
+                work = method(self, *args, **kwargs)
+            except BaseException:
+                end()
+                raise
+            if isinstance(work, GroupWork):
+                work.call_at_end(end)
+            else:  # it is Gloo's or NCCL's, which shows itself
+                end()
+            return work
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)

@@ -19,6 +19,7 @@ from tests.unit.launcher.test_stacks import ENGINE, TORCH, dump
 SECOND = 1_000_000_000
 BACKWARD = dump([ENGINE, (f"{TORCH}/_tensor.py", 500, "backward"), ("train.py", 30, "main")])
 BARRIER = dump([(f"{TORCH}/distributed/distributed_c10d.py", 5356, "barrier"), ("train.py", 55, "main")])
+STARTING = dump([(f"{TORCH}/distributed/distributed_c10d.py", 1700, "init_process_group"), ("train.py", 5, "main")])
 ASLEEP = dump([("data.py", 12, "fetch"), ("train.py", 20, "main")])
 COMPILING = dump([(f"{TORCH}/_inductor/codecache.py", 1, "compile"), ("train.py", 25, "main")])
 
@@ -294,3 +295,32 @@ def test_whatever_order_ranks_come_in_the_verdict_is_the_same(fresh_seed: int) -
     assert found[0] is not None
     assert [look.rank for look in found[0].missing] == [6, 7]
     assert find_held_up(looks, num_ranks=8, longer={found[0].key: math.inf}) is None
+
+
+def test_a_rank_that_went_on_and_waits_elsewhere_at_once_is_named_again() -> None:
+    """As after a slow start: the first wait ends between two looks, and the next one must not pass for it."""
+    ranks = Ranks(2, after_s=1.0, gpus=True)
+    ranks.hold({0: STARTING})  # and uses the processor, so it is looked at again and again
+    said = ranks.go(9)
+    assert said[-1] == "rank 0 waits in init_process_group, before the first step, at train.py:5 in main", said
+    for _ in range(10):
+        ranks.step()
+    ranks.hold({0: BACKWARD})
+    said = ranks.go(20)
+    assert said[0].startswith("rank 1 (pid 11) has come, after"), said
+    assert said[1].startswith("rank 1 (pid 11) is between steps of step 10; rank 0 waits"), said
+    assert said[-1] == "rank 0 waits in backward of step 10, at train.py:30 in main", said
+
+
+def test_a_stack_that_comes_late_is_shown_when_it_comes() -> None:
+    ranks = Ranks(2, after_s=1.0)
+    ranks.train(5, 0.1)
+    ranks.stacks[1] = ""
+    ranks.hold({0: BACKWARD})
+    said = ranks.go(2)
+    assert "it doesn't say where" in said[0]
+    assert not any("is here" in line for line in said)
+    ranks.stacks[1] = ASLEEP
+    (shown,) = ranks.go(20)
+    assert shown.startswith("rank 1 is here:\n")
+    assert '  File "data.py", line 12, in fetch' in shown

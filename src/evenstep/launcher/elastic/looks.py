@@ -20,6 +20,7 @@ from evenstep.processes import children, handles_signal
 
 _LONGEST_S = 0.5
 _MOST_WORKERS = 8
+_TRIES = 6  # on a busy node a worker may not run for so long that it doesn't answer
 _MOST_SENT = 64  # ranks of a node, to other nodes
 _MOST_TEXT = 3000  # characters, of a stack
 
@@ -87,12 +88,13 @@ class WorkerStacks:
     """Where the workers of a rank's loader are, one after the other: they write to their rank's file."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[int, int, Path]] = deque()
-        self._asked: tuple[int, int, StackRequest] | None = None
+        self._waiting: deque[tuple[int, int, Path, int]] = deque()  # with how often each may still be asked
+        self._asked: tuple[int, int, Path, int] | None = None
+        self._request = StackRequest({})
 
     def ask(self, rank: int, pid: int, path: Path) -> None:
         """Ask the workers that a rank has forked."""
-        self._waiting.extend((rank, child, path) for child in children(pid)[:_MOST_WORKERS])
+        self._waiting.extend((rank, child, path, _TRIES) for child in children(pid)[:_MOST_WORKERS])
 
     @property
     def is_busy(self) -> bool:
@@ -103,16 +105,19 @@ class WorkerStacks:
         """Lines on workers that are in the user's code; others wait for something to do. Never blocks."""
         lines = []
         if self._asked is not None:
-            rank, worker, request = self._asked
-            if not request.is_complete():
+            rank, worker, path, tries = self._asked
+            if not self._request.is_complete():
                 return []
             self._asked = None
-            place = place_in_worker(parse_stacks(request.stacks().get(rank, "")))
+            stacks = self._request.stacks()
+            place = place_in_worker(parse_stacks(stacks.get(rank, "")))
             if place is not None:
                 lines.append(f"a worker of rank {rank}'s loader (pid {worker}) is here:\n{place.stack}")
+            elif stacks.get(rank) == "" and tries > 1:
+                self._waiting.append((rank, worker, path, tries - 1))
         if self._waiting:
-            rank, worker, path = self._waiting.popleft()
-            self._asked = (rank, worker, StackRequest({rank: (worker, path)}))
+            self._asked = rank, worker, path, _ = self._waiting.popleft()
+            self._request = StackRequest({rank: (worker, path)})
         return lines
 
 

@@ -197,6 +197,12 @@ def describe_arrival(found: HeldUp, waited_s: float) -> str:
     return f"{names} {verb} come, after {waited_s:.0f} s: the ranks that waited go on"
 
 
+def _waits_still(before: RankLook, looks: Mapping[int, RankLook]) -> bool:
+    """Whether a rank waits where it did. One that has gone on, and waits elsewhere by now, has been reached."""
+    now = looks[before.rank]
+    return bool(now.call) and (now.step, now.site) == (before.step, before.site)
+
+
 def _differ(waiting: Sequence[RankLook]) -> bool:
     return len({(look.site, look.call, look.step) for look in waiting}) > 1
 
@@ -273,7 +279,8 @@ class HangWatch:
         self._tracks: dict[int, _Track] = {}
         self._looked_ns = 0
         self._event: HeldUp | None = None
-        self._told_of: HeldUp | None = None  # by `loading`
+        self._unshown: set[int] = set()  # ranks that were named without their stacks
+        self._workers_due: set[int] = set()  # ranks that were named, and whose loaders' workers may say more
         self._longest_s = 0.0
         self._moved_ns: int | None = None
         self._longer: dict[object, float] = {}
@@ -370,17 +377,18 @@ class HangWatch:
         if found is None or (self._event is not None and self._is_known(found)):
             return lines
         self._event, self._longest_s, self._moved_ns = found, found.waited_s, None
-        return lines + describe_held_up(found) if self._was_said(found) else lines
+        self._workers_due = {look.rank for look in found.missing if look.rank in self._tracks and not look.where}
+        if not self._was_said(found):
+            return lines
+        self._unshown = {look.rank for look in found.missing[:_MOST_STACKS] if not (look.stack or look.has_ended)}
+        return lines + describe_held_up(found)
 
     def loading(self) -> list[int]:
-        """Ranks of this node that were just named, and are loading data: their loaders' workers may say more."""
-        event, told = self._event, self._told_of
-        self._told_of = event
-        if event is None or event is told:
-            return []
-        named = [look.rank for look in event.missing if look.rank in self._tracks and not look.where]
-        places = {rank: self._tracks[rank].place for rank in named}
-        return [rank for rank, place in places.items() if place is not None and place.phase == LOADING]
+        """Ranks of this node that were named, and are loading data: their loaders' workers may say more. Each once."""
+        places = {rank: self._tracks[rank].place for rank in sorted(self._workers_due)}
+        found = [rank for rank, place in places.items() if place is not None and place.phase == LOADING]
+        self._workers_due -= set(found)
+        return found
 
     def ended_well(self) -> list[str]:
         """The line that is still to be printed when all ranks have ended as they should."""
@@ -398,17 +406,23 @@ class HangWatch:
         event = self._event
         if event is None:
             return []
-        waiting = [looks[each.rank] for each in event.waiting if each.rank in looks and looks[each.rank].call]
+        waiting = [looks[each.rank] for each in event.waiting if each.rank in looks and _waits_still(each, looks)]
         if waiting:
             self._longest_s, self._moved_ns = max(self._longest_s, *(look.waited_s for look in waiting)), None
-            return []
+            return self._show_late_stacks(looks)
         if self._moved_ns is None:
             self._moved_ns = now_ns
         if now_ns - self._moved_ns < _CONFIRM_NS:
             return []
-        self._event = None
+        self._event, self._unshown, self._workers_due = None, set(), set()
         self._longer[event.key] = 2 * self._longest_s
         return [describe_arrival(event, self._longest_s)] if self._was_said(event) else []
+
+    def _show_late_stacks(self, looks: Mapping[int, RankLook]) -> list[str]:
+        """The stacks of ranks that had not answered when they were named: on a busy node that may take a while."""
+        late = [looks[rank] for rank in sorted(self._unshown) if rank in looks and looks[rank].stack]
+        self._unshown -= {look.rank for look in late}
+        return [f"rank {look.rank} is here:\n{look.stack}" for look in late]
 
     def _was_said(self, event: HeldUp) -> bool:
         """Whether it is this watch that names the missing rank: `StopWatch` has named those that are suspended."""

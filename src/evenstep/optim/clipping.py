@@ -96,6 +96,8 @@ def clip_grad_norm_(
         scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
         if isinstance(limit, Tensor):
             scale = torch.where(torch.isposinf(limit), 1.0, scale)
+        if scale.device.type == "cpu" and scale.numpy() == 1:
+            continue  # most steps: all gradients would be read and written for nothing. A GPU would be waited for
         for same in _by_kind(group.parts + group.whole):
             torch._foreach_mul_(same, scale.to(same[0].device))
     return norms if by_group else norms[0]

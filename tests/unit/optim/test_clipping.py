@@ -1,0 +1,30 @@
+"""Clipping in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import evenstep
+
+
+@pytest.mark.parametrize("limit", [1e3, torch.tensor(1e3)], ids=["number", "tensor"])
+def test_gradients_below_the_limit_are_not_written(fresh_seed, limit):
+    torch.manual_seed(fresh_seed)
+    parameter = torch.nn.Parameter(torch.randn(7))
+    parameter.grad = torch.randn(7)
+    before, version = parameter.grad.clone(), parameter.grad._version
+    norm = evenstep.clip_grad_norm_([parameter], limit)
+    assert torch.equal(parameter.grad, before)
+    assert parameter.grad._version == version
+    torch.testing.assert_close(norm, before.double().norm())
+
+
+def test_gradients_above_the_limit_are_scaled_as_torch_does(fresh_seed):
+    torch.manual_seed(fresh_seed)
+    ours, theirs = (torch.nn.Parameter(torch.zeros(7, dtype=torch.float64)) for _ in range(2))
+    ours.grad = torch.randn(7, dtype=torch.float64) * 100
+    theirs.grad = ours.grad.clone()
+    evenstep.clip_grad_norm_([ours], 1.0)
+    torch.nn.utils.clip_grad_norm_([theirs], 1.0)
+    torch.testing.assert_close(ours.grad, theirs.grad)

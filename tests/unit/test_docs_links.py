@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,8 @@ def test_the_table_of_rooms_has_their_order() -> None:
     named = [name for cell in cells for name in re.findall(r"`(\w+)(?:/|\.py)`", cell)]
     assert sorted(named, key=ROOMS.index) == named
     assert {*named, "__main__"} == set(ROOMS)
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    figure = ROOT / "docs" / "figures" / "step.py"
+    assert figure.with_suffix(".svg").read_text() == runpy.run_path(str(figure))["draw"]()

@@ -131,11 +131,11 @@ class _WorkerInit:
             self._users(worker)
 
 
-@contextlib.contextmanager
-def working(
-    batches: TorchDataLoader[Any], requests: Iterator[Any], doing: Callable[[int, int], str]
-) -> Iterator[Iterator[Loaded]]:
+class working:
     """The batches of one iteration; workers that don't persist end with the block.
+
+    A class, because `contextlib.contextmanager` of python 3.10 leaves the exception that a block ends with in a cycle
+    with its own frame. A loop left by `break` ends with one, and persistent workers would go on after `del loader`.
 
     Args:
         batches: Made by `torch_loader`.
@@ -145,17 +145,29 @@ def working(
     Raises:
         DataError: From the iterator: a worker died, took longer than `timeout`, or raised one itself.
     """
-    sampler: Any = batches.sampler
-    sampler.coming = requests
-    with _no_collection():
-        iterator = iter(batches)
-    try:
-        replace_worker_watch(iterator, _LOOK_S)
-        yield _named(iterator, batches, doing)
-    finally:
-        if not batches.persistent_workers:
+
+    def __init__(
+        self, batches: TorchDataLoader[Any], requests: Iterator[Any], doing: Callable[[int, int], str]
+    ) -> None:
+        self._batches, self._requests, self._doing = batches, requests, doing
+        self._iterator: Iterator[Any] = iter(())
+
+    def __enter__(self) -> Iterator[Loaded]:
+        sampler: Any = self._batches.sampler
+        sampler.coming = self._requests
+        with _no_collection():
+            self._iterator = iter(self._batches)
+        try:
+            replace_worker_watch(self._iterator, _LOOK_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        return _named(self._iterator, self._batches, self._doing)
+
+    def __exit__(self, *_: object) -> None:
+        if not self._batches.persistent_workers:
             # Now, and not when the garbage collector finds time: a loop left by `break` leaves no process.
-            shut_down_workers(iterator)
+            shut_down_workers(self._iterator)
 
 
 @contextlib.contextmanager

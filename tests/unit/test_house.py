@@ -55,7 +55,8 @@ ROOMS = [
 ]
 # By package, its files and sub-packages from the roof to the ground: one imports only those further down.
 ORDER: dict[str, list[str]] = {
-    "bench": ["command", "explain", "measure", "predict"],
+    "bench": ["command", "remedies", "explain", "measure", "predict"],
+    "bench.remedies": ["table", "trials", "calibrate", "probe", "apply", "results", "changes"],
     "bench.explain": ["page", "plots", "report", "findings"],
     "bench.measure": ["runs", "probe", "scaling", "decompose", "gpu", "models", "torch_buckets", "records", "plan"],
     "bench.predict": [

@@ -24,6 +24,11 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(number(part.strip()) for part in text.split(","))
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Words with commas, as in fused,backend."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
 def add_script(parser: argparse.ArgumentParser, *, help: str, rest_help: str) -> None:
     """Add `script` and `arguments`: all that follows the script, perhaps nothing.
 

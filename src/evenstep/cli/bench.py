@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evenstep.bench.command import SUBCOMMANDS, help_lines, run_subcommand, scaling
 from evenstep.bench.measure.plan import MODES
-from evenstep.cli.arguments import at_least_1, numbers
+from evenstep.cli.arguments import at_least_1, names, numbers
 
 _DESCRIPTION = """\
 Measure how well a script scales, and say why not better. The script runs unchanged on 1, 2, 4, ... replicas, in rounds;
@@ -35,7 +35,7 @@ def build_parser() -> ArgumentParser:
     )
     parser.add_argument("--replicas", type=numbers, metavar="1,2,4", help="default: up to the number of GPUs or cores")
     parser.add_argument(
-        "--mode", choices=MODES, default="both", help="batch that grows with the replicas, or is divided"
+        "--mode", choices=MODES, help="batch that grows with the replicas, or is divided; both, and weak with --try"
     )
     parser.add_argument(
         "--batch", type=at_least_1, metavar="N", help="samples of a step on the fewest replicas; default: the script's"
@@ -49,6 +49,13 @@ def build_parser() -> ArgumentParser:
     parser.add_argument("--device", help="cpu, cuda, or cuda:0 for all; default: GPUs if there are any")
     parser.add_argument("--limit", type=at_least_1, default=900, metavar="S", help="seconds for one run; 900")
     parser.add_argument("--out", type=Path, default=Path("bench-report"), metavar="DIR", help="bench-report")
+    parser.add_argument(
+        "--try",
+        dest="try_remedies",
+        action="store_true",
+        help="run the script again with one change each (backend, optimizer, loader, ...): what it gains",
+    )
+    parser.add_argument("--only", type=names, metavar="A,B", help="with --try: these changes, whatever they promise")
     parser.add_argument("script", nargs="?", help="the training script: with evenstep, or torch's own DDP")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser

@@ -6,8 +6,10 @@ step has one cause at most, so a slow loader isn't called a slow rank as well:
 
     waiting for data          slow loader
     imbalance                 slow rank, or uneven work
-    exposed communication     enormous layer, or small batch (with what else each exchange costs)
+    exposed communication     slow exchange (over Gloo, on CPUs); enormous layer, or small batch (with what else each
+                              exchange costs)
     contention                oversubscribed threads, or contention
+    optimizer                 slow optimizer: longer than on one replica
     computing, on a GPU       host waits: `.item()` in every step
 
 On a healthy script nothing is reported. Where other programs keep cores busy a note says so, and neither uneven work
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from evenstep.bench.measure.decompose import Decomposition, Parts
 from evenstep.bench.measure.records import Facts
@@ -63,6 +65,8 @@ _COVERS = {
     "uneven work": {"imbalance"},
     "oversubscribed threads": {"contention", "exposed", "engine", "imbalance"},
     "contention": {"contention"},
+    "slow exchange": {"exposed", "engine"},
+    "slow optimizer": {"optimizer"},
     "host waits": set(),
 }
 
@@ -73,7 +77,7 @@ class Finding:
 
     Attributes:
         cause: Its name: "slow loader", "slow rank", "uneven work", "enormous layer", "small batch",
-            "oversubscribed threads", "contention", "host waits".
+            "oversubscribed threads", "contention", "slow exchange", "slow optimizer", "host waits".
         what: What was measured.
         advice: What to do, and what is to be expected of it.
         gain: Throughput then, over throughput now: at most.
@@ -100,6 +104,7 @@ class Case:
         syncs: On a GPU: lines that made the host wait, and how often in a step.
         divides_batch: Of strong scaling: what computes more slowly than alone may be the smaller batch.
         num_cores_elsewhere: Cores of the machine that other programs kept busy.
+        alone: The parts of a step on the fewest replicas, where these are more.
     """
 
     num_replicas: int
@@ -112,6 +117,7 @@ class Case:
     syncs: tuple[tuple[str, float], ...] = ()
     divides_batch: bool = False
     num_cores_elsewhere: float = 0.0
+    alone: Parts | None = None
 
     @property
     def parts(self) -> Parts:
@@ -148,10 +154,21 @@ def find(case: Case) -> list[Finding]:
         _uneven_work,
         _oversubscribed,
         _contention,
+        _slow_exchange,
+        _slow_optimizer,
         _host_waits,
     )
     found = [finding for rule in rules if (finding := rule(case)) is not None]
     return sorted(found, key=lambda finding: -finding.gain)
+
+
+def grown(case: Case) -> list[tuple[str, float]]:
+    """(part, seconds) by which parts of a step are longer than on the fewest replicas, the largest first."""
+    if case.alone is None:
+        return []
+    by = {name.name: getattr(case.parts, name.name) - getattr(case.alone, name.name) for name in fields(Parts)}
+    longer = [(name.removesuffix("_s"), seconds) for name, seconds in by.items() if seconds > 0]
+    return sorted(longer, key=lambda each: -each[1])
 
 
 def unexplained(case: Case, findings: Sequence[Finding]) -> list[str]:
@@ -314,6 +331,47 @@ def _contention(case: Case) -> Finding | None:
         f"step, although every rank has cores of its own: they share {place}",
         f"fewer replicas with more threads each, or another node for some of them: {_ms(parts.total_s)} to "
         f"{_ms(rest_s)} a step at best",
+        parts.total_s / rest_s,
+    )
+
+
+def _slow_exchange(case: Case) -> Finding | None:
+    """Of torch's wrapper over Gloo between ranks of a CPU: another backend does it in less time."""
+    parts, facts = case.parts, case.facts
+    if facts.wrapper != "torch" or facts.device != "cpu" or facts.backend != "gloo":
+        return None
+    cost_s = parts.exposed_s + parts.engine_s
+    if case.num_replicas == 1 or parts.share("exposed", "engine") < _limit(case):
+        return None
+    rest_s = parts.total_s - cost_s
+    return Finding(
+        "slow exchange",
+        f"{_ms(cost_s)} of {_ms(parts.total_s)} a step are exchanges over Gloo that no computing hides, "
+        f"{cost_s / parts.total_s:.0%}",
+        f'ranks of one node exchange faster through shared memory: `import evenstep` and init_process_group("evenstep")'
+        f", or evenstep.DistributedDataParallel: {_ms(parts.total_s)} to {_ms(rest_s)} a step at best",
+        parts.total_s / rest_s,
+    )
+
+
+def _slow_optimizer(case: Case) -> Finding | None:
+    """The optimizer's part has grown: all ranks step all parameters, over the same memory."""
+    parts, alone = case.parts, case.alone
+    if alone is None or case.num_replicas == 1:
+        return None
+    more_s = parts.optimizer_s - alone.optimizer_s
+    if more_s < _limit(case) * parts.total_s:
+        return None
+    if case.num_cores_elsewhere > MANY_ELSEWHERE and more_s < WORTH_BESIDE_OTHERS * parts.total_s:
+        return None
+    divided_s = parts.optimizer_s * (1 - 1 / case.num_replicas)
+    rest_s = parts.total_s - divided_s
+    return Finding(
+        "slow optimizer",
+        f"the optimizer's step takes {_ms(parts.optimizer_s)} against {_ms(alone.optimizer_s)} on fewer replicas, "
+        f"{parts.optimizer_s / max(alone.optimizer_s, 1e-9):.1f} times as long: every rank steps all parameters, and "
+        f"they share memory bandwidth",
+        f"divide it (evenstep.ShardedOptimizer), or fuse it (fused=True): {_ms(parts.total_s)} to {_ms(rest_s)} a step",
         parts.total_s / rest_s,
     )
 

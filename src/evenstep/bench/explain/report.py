@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.bench.explain.findings import Case, find, unexplained
+from evenstep.bench.explain.findings import Case, find, grown, unexplained
 from evenstep.bench.measure.records import backward_until_ready, buckets_in_flight, spans, steps_in_parts
 from evenstep.bench.measure.runs import Measured
 from evenstep.bench.measure.scaling import Point, Run, Spread, busy_cores, cores_elsewhere, curve, utilisation
@@ -59,6 +59,7 @@ def build_report(measured: Measured, *, version: str, began_at: str) -> dict[str
         "curves": {name: [_point(point) for point in points] for name, points in curves.items()},
         "findings": _findings(curves),
         "unexplained": _unexplained(curves),
+        "grown": _grown(main),
         "findings_at": main[-1].num_replicas,
         "timeline": timeline(main[-1].run),
         "remarks": list(measured.remarks),
@@ -69,7 +70,7 @@ def _findings(curves: Mapping[str, Sequence[Point]]) -> list[dict[str, Any]]:
     """Of each curve's last point; a cause of both curves is reported once, for weak scaling."""
     found: dict[str, dict[str, Any]] = {}
     for name, points in curves.items():
-        for finding in find(case_of(points[-1], divides_batch=name == "strong")):
+        for finding in find(case_of(points[-1], divides_batch=name == "strong", base=points[0])):
             found.setdefault(finding.cause, {"curve": name, **asdict(finding)})
     return list(found.values())
 
@@ -78,14 +79,20 @@ def _unexplained(curves: Mapping[str, Sequence[Point]]) -> list[str]:
     """Losses of each curve's last point that no finding explains, with the reason."""
     found = []
     for name, points in curves.items():
-        case = case_of(points[-1], divides_batch=name == "strong")
+        case = case_of(points[-1], divides_batch=name == "strong", base=points[0])
         where = f"{name} scaling on {counted(case.num_replicas, 'replica')}"
         found += [f"{where}: {line}" for line in unexplained(case, find(case))]
     return found
 
 
-def case_of(point: Point, *, divides_batch: bool = False) -> Case:
-    """The input of `find` for one point of a curve; `divides_batch`: of strong scaling."""
+def _grown(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The parts of a step that have grown from the fewest replicas to the most, the largest first."""
+    case = case_of(points[-1], base=points[0])
+    return [{"part": part, "seconds": seconds, "share": seconds / case.parts.total_s} for part, seconds in grown(case)]
+
+
+def case_of(point: Point, *, divides_batch: bool = False, base: Point | None = None) -> Case:
+    """The input of `find` for one point of a curve; `divides_batch`: of strong scaling; `base`: its first."""
     records = point.run.records
     return Case(
         num_replicas=point.num_replicas,
@@ -98,6 +105,7 @@ def case_of(point: Point, *, divides_batch: bool = False) -> Case:
         syncs=records[0].syncs,
         divides_batch=divides_batch,
         num_cores_elsewhere=cores_elsewhere(point.run),
+        alone=base.decomposition.parts if base is not None and base.num_replicas < point.num_replicas else None,
     )
 
 
@@ -187,7 +195,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     for name, points in report["curves"].items():
         console.print(scaling_table(CURVE_TITLES[name], points, report["command"]["num_rounds"]))
         console.print(parts_table(points))
-    for line in [*late_lines(report), *usage_lines(report)]:
+    for line in [*grown_lines(report), *late_lines(report), *usage_lines(report)]:
         console.print(line, highlight=False, markup=False)
     console.print(findings_table(report) if report["findings"] else nothing_found(report), highlight=False)
     for remark in [*report["unexplained"], *report["remarks"]]:
@@ -231,6 +239,16 @@ def parts_table(points: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def grown_lines(report: Mapping[str, Any]) -> list[str]:
+    """What has grown with the replicas, where it is worth naming."""
+    parts = [
+        f"{PART_NAMES[each['part']]} +{_ms(each['seconds'])} ({each['share']:.0%})"
+        for each in report["grown"]
+        if each["share"] >= 0.01
+    ]
+    return [f"grown on {counted(report['findings_at'], 'replica')}: {', '.join(parts)}"] if parts else []
+
+
 def late_lines(report: Mapping[str, Any]) -> list[str]:
     """The straggler of each step with a wait."""
     lines = []
@@ -270,7 +288,13 @@ def findings_table(report: Mapping[str, Any]) -> Table:
     table.add_column("what to do, and to expect")
     for finding in report["findings"]:
         gain = f"{finding['cause']}\n{finding['curve']} scaling\nup to {finding['gain']:.2f}x"
-        table.add_row(*map(Text, (gain, finding["what"], finding["advice"])))  # as they are: no markup
+        if finding.get("measured"):
+            its = finding["measured"]["gain"]
+            gain += f"\nmeasured {its['median']:.2f}x\n({its['low']:.2f} to {its['high']:.2f})"
+        advice = finding["advice"]
+        if finding.get("measured"):
+            advice += f"; measured: {finding['measured']['title']}"
+        table.add_row(*map(Text, (gain, finding["what"], advice)))  # as they are: no markup
     return table
 
 

@@ -17,6 +17,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.bench.measure.gpu import Inspection
@@ -58,6 +59,7 @@ class Probe:
         self._began: _Clock | None = None
         self._usage = Usage()
         self._is_written = False
+        self._backend = ""
 
     def install(self, patches: Patches) -> None:
         """Watch this process until the patches are undone."""
@@ -101,6 +103,8 @@ class Probe:
         else:
             self._counts = dict.fromkeys(self._counts, enough)  # steps that are looked at, and not counted
         number = len(self._steps_ns)
+        if number == 1 and dist.is_available() and dist.is_initialized():
+            self._backend = str(dist.get_backend())
         if number == 1 and not self._models.models:
             self._models.find(optimizer)
             self._rows_before = 0 if self._models.models else self._rows_before
@@ -129,6 +133,7 @@ class Probe:
             self._usage = self._began.until_now()
         models = self._models
         facts = Facts(
+            backend=self._backend,
             device="cuda" if _is_on_gpu(models.models) else "cpu",
             wrapper=models.wrapper,
             num_threads=torch.get_num_threads(),

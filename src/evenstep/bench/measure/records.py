@@ -81,6 +81,7 @@ class Facts:
     Attributes:
         device: "cpu" or "cuda".
         wrapper: The library that averages the gradients: "evenstep", "torch", or "" if none was found.
+        backend: Of the process group; "" without one.
         num_threads: Of the rank's operations on the CPU.
         num_cores: That the rank may use; all ranks of a host share them.
         num_workers: Of the loader that training reads from.
@@ -101,6 +102,7 @@ class Facts:
     num_tensors: int = 0
     largest: tuple[str, int] = ("", 0)
     bucket_bytes: tuple[int, ...] = ()
+    backend: str = ""
 
 
 @dataclass(frozen=True)

@@ -335,7 +335,8 @@ def predict(name: str, case: Case, costs: Costs, *, busy_cores: float) -> Spread
         # Loading that keeps cores busy can move to other cores only where there are some.
         room = case.facts.num_cores / max(busy_cores, 1e-9)
         gain = min(1 / max(rest, 0.02), max(1.0, room))
-        return Spread(gain, max(1.0, gain * (1 - max(slack, 0.1))), gain * (1 + max(slack, 0.1)))
+        more = gain - 1  # of which a part is lost, or more is won, with workers that beginning and copying keep busy
+        return Spread(gain, (1 + 0.75 * more) * (1 - slack), (1 + 1.25 * more) * (1 + slack))
     if name == "threads":
         gain = total_s / (total_s - parts.contention_s)
         return Spread((1 + gain) / 2, 1.0, gain * (1 + slack))

@@ -64,7 +64,7 @@ def print_trials(report: Mapping[str, Any], console: Console) -> None:
         title = CHANGES[skipped["change"]].title
         console.print(f"not tried: {title}: {skipped['reason']}", highlight=False, markup=False)
     for line in advice_lines(tried):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)  # code that is wrapped can't be copied
 
 
 def trials_table(tried: Mapping[str, Any]) -> Table:

@@ -15,6 +15,7 @@ from evenstep.optim.fuse import fuse
 from evenstep.optim.learning_rate import LinearWarmup, scale_learning_rate
 from evenstep.optim.local_sgd.local_sgd import LocalSGD
 from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
+from evenstep.parameter_servers.parameter_server import parameter_server
 from evenstep.replica.data_parallel.wrapper import DataParallel
 from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
 from evenstep.replica.wrapper.distributed import DistributedDataParallel, backward
@@ -44,6 +45,7 @@ __all__ = [
     "fuse",
     "init",
     "launch",
+    "parameter_server",
     "scale_learning_rate",
 ]
 __version__ = "0.1.0"

@@ -28,6 +28,7 @@ ROOMS = [
     "preflight",
     "launcher",
     "jobs",
+    "parameter_servers",
     "checkpoint",
     "data",
     "optim",
@@ -55,6 +56,7 @@ ROOMS = [
 ]
 # By package, its files and sub-packages from the roof to the ground: one imports only those further down.
 ORDER: dict[str, list[str]] = {
+    "parameter_servers": ["parameter_server", "remote", "connections", "shard", "preparation", "layout", "roles"],
     "bench": ["command", "remedies", "explain", "measure", "predict"],
     "bench.remedies": ["table", "trials", "calibrate", "probe", "apply", "results", "changes"],
     "bench.explain": ["page", "plots", "report", "findings"],
@@ -439,6 +441,7 @@ def test_public_names_are_pinned():
         "fuse",
         "init",
         "launch",
+        "parameter_server",
         "scale_learning_rate",
     ]
     assert all(hasattr(evenstep, name) for name in evenstep.__all__)

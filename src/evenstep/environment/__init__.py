@@ -22,6 +22,7 @@ Variables that evenstep itself sets for the ranks it starts (no user needs to se
     EVENSTEP_LAUNCHER    "run" or "launch": which of ours started this rank
     EVENSTEP_DEVICE      what `evenstep run --device` said; an argument of `evenstep.init` beats it
     EVENSTEP_INJECT      faults of `evenstep run --inject`
+    EVENSTEP_SERVERS     how many of the ranks, the last ones, are parameter servers; users of other launchers set it
     EVENSTEP_PHASE_TIMEOUTS     how long the phases may take that `evenstep run --phase-timeout` named
     EVENSTEP_STAMP_LINES set if lines of log files begin with time, rank and step
     EVENSTEP_RENDEZVOUS  name of this rendezvous of several nodes: another one after a restart
@@ -42,6 +43,7 @@ from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
 
+from evenstep import checks
 from evenstep.checks import counted
 from evenstep.environment.detect import detect, node_of_task, refuse_independent_runs
 from evenstep.environment.foreign import Surroundings
@@ -68,6 +70,7 @@ __all__ = [
     "meeting_point",
     "node_identity",
     "node_of_task",
+    "num_servers",
     "openmp_threads",
     "phase_timeouts_of_run",
     "placement_from_nodes",
@@ -75,6 +78,7 @@ __all__ = [
     "refuse_independent_runs",
     "rehearsal_file",
     "replace",
+    "rpc_variables",
     "run_variables",
     "surroundings",
     "telling_variables",
@@ -92,6 +96,7 @@ _OF_ONE_RUN = (
     "EVENSTEP_RUN_DIR",
     "EVENSTEP_LAUNCHER",
     "EVENSTEP_INJECT",
+    "EVENSTEP_SERVERS",
     "EVENSTEP_PHASE_TIMEOUTS",
     "EVENSTEP_STAMP_LINES",
     "EVENSTEP_RENDEZVOUS",
@@ -182,6 +187,7 @@ def rank_variables(
     device: str | None = None,
     announced: str | None = None,
     restart_count: int = 0,
+    servers: int = 0,
 ) -> dict[str, str]:
     """The variables of a rank that `evenstep.launch` starts on this node: what `detect` reads back. Pure."""
     variables = {
@@ -193,7 +199,9 @@ def rank_variables(
         "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
     }
-    return variables | run_variables("launch", run_directory=run_directory, device=device, announced=announced)
+    return variables | run_variables(
+        "launch", run_directory=run_directory, device=device, announced=announced, servers=servers
+    )
 
 
 def run_variables(
@@ -206,6 +214,7 @@ def run_variables(
     faults: str | None = None,
     stamps_lines: bool = False,
     timeouts: str = "",
+    servers: int = 0,
 ) -> dict[str, str]:
     """The variables that a launcher of ours ("run", "launch") sets for all its ranks. Pure."""
     variables = {"EVENSTEP_LAUNCHER": launcher, "EVENSTEP_RUN_DIR": str(run_directory)}
@@ -222,6 +231,8 @@ def run_variables(
         variables["EVENSTEP_STAMP_LINES"] = "1"
     if faults is not None:
         variables["EVENSTEP_INJECT"] = faults
+    if servers:
+        variables["EVENSTEP_SERVERS"] = str(servers)
     return variables
 
 
@@ -259,6 +270,36 @@ def announcement(
 def faults_to_inject() -> str:
     """The value of `evenstep run --inject`; "" without it."""
     return os.environ.get("EVENSTEP_INJECT", "")
+
+
+def num_servers() -> int:
+    """How many of the ranks, the last ones, are parameter servers; 0 when unset.
+
+    Raises:
+        ConfigurationError: The variable is no whole number.
+    """
+    text = os.environ.get("EVENSTEP_SERVERS", "").strip() or "0"
+    return checks.whole("EVENSTEP_SERVERS", int(text) if text.isdigit() else text, least=0)
+
+
+def rpc_variables(interface: str | None) -> dict[str, str]:
+    """What has torch's RPC, and its Gloo, listen on one interface only.
+
+    Without them torch resolves the node's name, and listens on whatever address that gives.
+
+    Args:
+        interface: Its name; None: what the user's variables say, else the one that was chosen for Gloo.
+
+    Raises:
+        ConfigurationError: None is known.
+    """
+    chosen = interface or os.environ.get("TP_SOCKET_IFNAME") or os.environ.get("GLOO_SOCKET_IFNAME")
+    if not chosen:
+        raise ConfigurationError(
+            "evenstep.parameter_server: the network interface that leads to the other nodes isn't known. Name it: "
+            "interface='eth0', or TP_SOCKET_IFNAME."
+        )
+    return {"TP_SOCKET_IFNAME": chosen, "GLOO_SOCKET_IFNAME": interface or os.environ.get("GLOO_SOCKET_IFNAME", chosen)}
 
 
 def phase_timeouts_of_run() -> str:

@@ -23,6 +23,7 @@ def launch(
     device: str | None = None,
     threads_per_rank: int | None = None,
     timeout_s: float | None = None,
+    servers: int = 0,
 ) -> Result:
     """Call `fn(*args)` on `nproc` ranks of this host, each a process of its own, and return rank 0's result.
 
@@ -41,6 +42,7 @@ def launch(
         threads_per_rank: Threads of each rank's CPU operations; None: `OMP_NUM_THREADS`, else the physical cores
             shared out.
         timeout_s: Seconds after which the ranks are stopped; None: no limit.
+        servers: Parameter servers beside the ranks, for an `fn` that uses `evenstep.parameter_server`.
 
     Raises:
         ConfigurationError: An argument is wrong, or `fn` can't be sent; nothing ran.
@@ -50,7 +52,7 @@ def launch(
             A user's mistake that isn't caught ends the process with one message and the status of `evenstep run`.
     """
     with excepthook.reporting_mistakes():
-        return _launch(fn, nproc, args, kwargs, device, threads_per_rank, timeout_s)
+        return _launch(fn, nproc, args, kwargs, device, threads_per_rank, timeout_s, servers)
 
 
 def _launch(
@@ -61,6 +63,7 @@ def _launch(
     device: str | None,
     threads_per_rank: int | None,
     timeout_s: float | None,
+    servers: int,
 ) -> Result:
     if not callable(fn):
         raise ConfigurationError(
@@ -68,6 +71,7 @@ def _launch(
         )
     who = "evenstep.launch: "
     nproc = checks.whole(f"{who}nproc", nproc, least=1)
+    servers = checks.whole(f"{who}servers", servers, least=0)
     if threads_per_rank is not None:
         threads_per_rank = checks.whole(f"{who}threads_per_rank", threads_per_rank, least=1)
     if timeout_s is not None:
@@ -83,8 +87,9 @@ def _launch(
         threads_per_rank=threads_per_rank,
         device=device,
         openmp_threads=environment.openmp_threads(),
+        servers=servers,
     )
-    group = RankGroup(plan.num_ranks, num_threads=plan.num_threads, device=device)
+    group = RankGroup(plan.num_ranks, num_threads=plan.num_threads, device=device, servers=servers)
     try:
         result: Result = group.run(fn, args, kwargs, timeout_s=timeout_s, results="first")[0]
         return result

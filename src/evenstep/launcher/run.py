@@ -98,6 +98,7 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
         threads_per_rank=args.threads_per_rank,
         device=args.device,
         openmp_threads=environment.openmp_threads(),
+        servers=args.servers,
     )
     if args.inject is not None:
         # By name: nothing of evenstep imports `testing`. A mistake in it is reported here, once.
@@ -152,6 +153,7 @@ class _Run:
             faults=args.inject,
             timeouts=str(self._timeouts),
             stamps_lines=args.log_dir is not None,
+            servers=args.servers,
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
 
     def execute(self) -> int:

@@ -112,6 +112,13 @@ def make_parser() -> ArgumentParser:
         help="cpu, cuda (a GPU for each rank), or cuda:0 (that one for all). Default: GPUs if there are any.",
     )
     ours.add_argument(
+        "--servers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Start N parameter servers beside the workers, for evenstep.parameter_server. One node. Default: 0.",
+    )
+    ours.add_argument(
         "--all-ranks", "--all_ranks", action="store_true", help="Show every rank's output on the terminal: --tee 3."
     )
     ours.add_argument(
@@ -249,6 +256,12 @@ def validated(args: Namespace) -> Namespace:
     checks.number("--name-after", args.name_after, above=0, finite=False)
     checks.number("--monitor-interval", args.monitor_interval, above=0)
     checks.whole("--max-restarts", args.max_restarts, least=0)
+    checks.whole("--servers", args.servers, least=0)
+    if args.servers and (num_nodes(args)[1] > 1 or args.check):
+        raise ConfigurationError(
+            "--servers is for the ranks of a script on one node. On several, start all ranks alike and set "
+            "EVENSTEP_SERVERS: so many of them, the last ones, are servers."
+        )
     if args.shutdown_timeout is not None:
         checks.whole("--shutdown-timeout", args.shutdown_timeout, least=0)
     if args.master_port is not None:

@@ -26,7 +26,12 @@ class Host:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How many ranks a host gets, and how many threads each of them computes with."""
+    """How many ranks a host gets, and how many threads each of them computes with.
+
+    Attributes:
+        num_ranks: With parameter servers.
+        num_threads: Of each rank's CPU operations.
+    """
 
     num_ranks: int
     num_threads: int
@@ -39,6 +44,7 @@ def plan_ranks(
     threads_per_rank: int | None = None,
     device: str | None = None,
     openmp_threads: int | None = None,
+    servers: int = 0,
 ) -> RankPlan:
     """Ranks and threads of one host. Pure.
 
@@ -49,6 +55,7 @@ def plan_ranks(
         threads_per_rank: The user's number; None: `OMP_NUM_THREADS`, else as many as fit.
         device: What `--device` says; None: GPUs if there are any.
         openmp_threads: What `OMP_NUM_THREADS` says.
+        servers: Parameter servers, beside the ranks that `nproc` counts.
 
     Raises:
         ConfigurationError: No such number of ranks, threads or GPUs.
@@ -63,8 +70,8 @@ def plan_ranks(
         # The same rule, and the same words, as every rank's own `evenstep.init`.
         choose_device(device, Placement(world_size=num_ranks, local_world_size=num_ranks), num_gpus=host.num_gpus)
     by_threads = nproc == "auto" and not _uses_gpus(host, device)
-    fitting = _auto_threads(host) if by_threads else max(1, host.num_cores // num_ranks)
-    return RankPlan(num_ranks=num_ranks, num_threads=fixed or fitting)
+    fitting = _auto_threads(host) if by_threads else max(1, host.num_cores // (num_ranks + servers))
+    return RankPlan(num_ranks=num_ranks + servers, num_threads=fixed or fitting)
 
 
 def _count_ranks(nproc: str, host: Host, *, threads_per_rank: int | None, device: str | None) -> int:

@@ -87,14 +87,22 @@ class RankGroup:
         num_threads: Threads of each rank's CPU operations.
         device: What `evenstep.init` takes as its default in the ranks; None: GPUs if there are any.
         policy: How ranks are stopped.
+        servers: How many of them, the last ones, are parameter servers.
     """
 
     def __init__(
-        self, num_ranks: int, *, num_threads: int = 1, device: str | None = None, policy: StopPolicy | None = None
+        self,
+        num_ranks: int,
+        *,
+        num_threads: int = 1,
+        device: str | None = None,
+        policy: StopPolicy | None = None,
+        servers: int = 0,
     ) -> None:
         _refuse_while_importing()
         self.num_ranks = num_ranks
         self._policy = policy or StopPolicy()
+        self._servers = servers
         self._ranks: list[_Rank] = []
         self._num_tasks = 0
         self._is_closed = False
@@ -202,7 +210,11 @@ class RankGroup:
         )
         process = context.Process(target=serve, args=(theirs, setup), name=f"evenstep rank {rank}")
         variables = environment.rank_variables(
-            rank=rank, world_size=self.num_ranks, run_directory=self._directory, device=device
+            rank=rank,
+            world_size=self.num_ranks,
+            run_directory=self._directory,
+            device=device,
+            servers=self._servers,
         )
         variables |= {
             "OMP_NUM_THREADS": str(num_threads),

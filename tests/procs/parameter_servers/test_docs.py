@@ -1,0 +1,33 @@
+"""docs/parameter-server.md is true: its program is run, by one process and by several."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command
+
+PAGE = (Path(__file__).parents[3] / "docs" / "parameter-server.md").read_text()
+PROGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_program_in_one_process(tmp_path: Path):
+    (program,) = PROGRAMS
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert re.search(r"worker 0 of 1: accuracy (0\.[6-9]\d|1\.00), staleness \[\{0: 160\}\]", done.stdout), done
+
+
+@pytest.mark.extended
+def test_the_program_with_servers(tmp_path: Path):
+    (tmp_path / "train.py").write_text(PROGRAMS[0])
+    run = Command(
+        tmp_path, ["run", "--servers", "2", "--nproc-per-node", "2", "--device", "cpu", "--all-ranks", "train.py"]
+    )
+    assert run.wait() == 0, run.stderr
+    told = re.findall(r"worker \d of 2: accuracy (\d\.\d\d)", run.stdout)
+    assert len(told) == 2, run.stdout
+    assert all(float(each) > 0.6 for each in told)

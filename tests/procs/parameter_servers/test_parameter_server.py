@@ -1,0 +1,309 @@
+"""Workers and servers as processes: the answer of one process, what they listen on, and what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import evenstep
+from evenstep.environment import current_placement
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError, PeerLostError, RankFailedError
+from evenstep.launcher.pool.ranks import RankGroup
+from tests.commands import Command
+
+FEW_STEPS = 6
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+class Model(nn.Module):
+    """With a parameter that some batches don't use, one that is frozen, and a module buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.rare = nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(7, 3)
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.register_buffer("scale", torch.rand(1) + 1)
+        self.double()
+
+    def forward(self, x: Tensor, *, rarely: bool) -> Tensor:
+        hidden = torch.tanh(self.first(x)) * self.frozen * self.scale
+        return self.second(hidden) + self.rare(hidden) if rarely else self.second(hidden)
+
+
+def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(FEW_STEPS):
+        size = 1 if step == 3 else int(torch.randint(4, 20, (), generator=generator))  # step 3: empty shares
+        x = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+        yield x, torch.randint(3, (size,), generator=generator)
+
+
+def train(seed: int, mode: str, bound: int | None, optimizer: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the state at the start, and at the end)."""
+    torch.manual_seed(seed + current_placement().rank)  # every process draws other values: the servers' count
+    with evenstep.parameter_server(Model, OPTIMIZERS[optimizer], mode=mode, max_staleness=bound) as ps:
+        start = {name: each.clone() for name, each in ps.model.state_dict().items()}
+        for step, (x, y) in enumerate(batches(seed)):
+            x, y = x[ps.worker :: ps.num_workers], y[ps.worker :: ps.num_workers]
+            if len(x):
+                rarely = step % 2 == 1 and ps.worker == 0
+                ps.backward(F.cross_entropy(ps.model(x, rarely=rarely), y), weight=len(x))
+            ps.step()
+        assert len(ps.staleness()) == ps.num_servers
+        applied = sum(ps.staleness()[0].values())
+        assert applied <= FEW_STEPS * ps.num_workers
+    return start, dict(ps.model.state_dict())
+
+
+def by_one_process(start: dict[str, Tensor], seed: int, optimizer: str, num_workers: int) -> dict[str, Tensor]:
+    model = Model()
+    model.load_state_dict(start)
+    step_of = OPTIMIZERS[optimizer]([each for each in model.parameters() if each.requires_grad])
+    for step, (x, y) in enumerate(batches(seed)):
+        total = torch.zeros((), dtype=torch.float64)
+        for i in range(len(x)):
+            rarely = step % 2 == 1 and i % num_workers == 0
+            total = total + F.cross_entropy(model(x[i : i + 1], rarely=rarely), y[i : i + 1])
+        step_of.zero_grad()
+        (total / len(x)).backward()
+        step_of.step()
+    return dict(model.state_dict())
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    for name, value in one.items():
+        torch.testing.assert_close(
+            value, other[name], rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@contextlib.contextmanager
+def group(num_workers: int, num_servers: int) -> Iterator[RankGroup]:
+    ranks = RankGroup(num_workers + num_servers, servers=num_servers, device="cpu")
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def check_synchronous(num_workers: int, num_servers: int, seed: int) -> None:
+    with group(num_workers, num_servers) as ranks:
+        for optimizer in OPTIMIZERS:  # a run after another in the same processes
+            results = ranks.run(train, (seed, "sync", None, optimizer))
+            assert results[num_workers:] == [None] * num_servers, "a server's process ends in the with statement"
+            start, end = results[0]
+            for other_start, other_end in results[1:num_workers]:
+                assert_same(start, other_start)
+                assert_same(end, other_end)
+            assert_same(end, by_one_process(start, seed, optimizer, num_workers))
+
+
+def test_synchronous_training_is_that_of_one_process(fresh_seed: int):
+    check_synchronous(2, 1, fresh_seed)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("num_workers", "num_servers"), [(1, 1), (3, 2), (2, 8)])
+def test_synchronous_training_with_any_number_of_workers_and_servers(
+    num_workers: int, num_servers: int, fresh_seed: int
+):
+    check_synchronous(num_workers, num_servers, fresh_seed)
+
+
+def uneven(mode: str, bound: int | None, path: str) -> tuple[int, list[dict[int, int]], float]:
+    """Worker 0 waits a little in each step; (steps that worker 1 was ahead at most, staleness, the parameter)."""
+    with evenstep.parameter_server(
+        lambda: nn.Linear(1, 1, bias=False).double(),
+        lambda p: torch.optim.SGD(p, lr=1.0),
+        mode=mode,
+        max_staleness=bound,
+    ) as ps:
+        before = ps.model.weight.item()
+        ahead = 0
+        for step in range(20):
+            if ps.worker == 0:
+                time.sleep(0.02)
+                Path(path).write_text(str(step))
+            else:
+                with contextlib.suppress(OSError, ValueError):
+                    ahead = max(ahead, step - int(Path(path).read_text()))
+            ps.backward(ps.model(torch.ones(1, 1, dtype=torch.float64)).sum())
+            ps.step()
+        histogram = ps.staleness()
+    return ahead, histogram, before - ps.model.weight.item()
+
+
+@pytest.mark.extended
+def test_nobody_waits_in_async_and_bounded_holds_back(tmp_path: Path):
+    """Every push is applied once, also those that come last."""
+    with group(2, 1) as ranks:
+        for mode, bound in (("async", None), ("bounded", 2), ("bounded", 0)):
+            results = ranks.run(uneven, (mode, bound, str(tmp_path / f"step-{mode}-{bound}")))
+            for _, _, change in results[:2]:
+                assert change == pytest.approx(40.0, abs=1e-9)
+            if bound is not None:
+                # Worker 0 writes its step before it has pushed: worker 1 may have ended `bound` steps more.
+                assert results[1][0] <= bound + 1
+
+
+def listening() -> list[str]:
+    """Addresses on which this process listens, as the kernel writes them."""
+    own = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            own.add(os.readlink(descriptor))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.append(fields[1].partition(":")[0])
+    return found
+
+
+def look_at_ports() -> list[str]:
+    with evenstep.parameter_server(lambda: nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1)):
+        return listening()
+
+
+@pytest.mark.extended
+def test_it_listens_on_loopback_alone():
+    with group(1, 1) as ranks:
+        assert set(ranks.run(look_at_ports)[0]) == {"0100007F"}
+    before = listening()
+    assert look_at_ports() == before, "a world of one opens no port"
+
+
+# ------------------------------------------------------------------ mistakes and faults
+
+
+def other_model() -> None:
+    width = 4 if current_placement().rank == 1 else 3
+    with evenstep.parameter_server(lambda: nn.Linear(2, width), lambda p: torch.optim.SGD(p, lr=0.1)):
+        pass
+
+
+def other_mode() -> None:
+    mode = "sync" if current_placement().rank == 1 else "async"
+    with evenstep.parameter_server(lambda: nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), mode=mode):
+        pass
+
+
+def closure_optimizer() -> None:
+    with evenstep.parameter_server(
+        lambda: nn.Linear(2, 2), lambda p: torch.optim.LBFGS([each for _, each in p]), mode="sync"
+    ):
+        pass
+
+
+def beside_a_world() -> None:
+    with evenstep.init(device="cpu"), evenstep.parameter_server(nn.Linear, torch.optim.SGD):
+        pass
+
+
+def failing_worker() -> None:
+    with evenstep.parameter_server(lambda: nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), mode="sync") as ps:
+        ps.step()
+        if ps.worker == 1:
+            raise ZeroDivisionError("of worker 1")
+        ps.step()
+
+
+def late_worker(timeout_s: float) -> None:
+    with evenstep.parameter_server(
+        lambda: nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1), mode="sync", timeout_s=timeout_s
+    ) as ps:
+        ps.step()
+        if ps.worker == 1:
+            time.sleep(4 * timeout_s)
+        ps.step()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("function", "kind", "text"),
+    [
+        (other_model, MismatchError, "did not make the same model everywhere"),
+        (other_mode, ConfigurationError, "mode='async' on rank 0, but 'sync' on rank 1"),
+        (closure_optimizer, ConfigurationError, "LBFGS evaluates the loss"),
+        (beside_a_world, evenstep.EvenstepError, "there is a world of 3 ranks"),
+        (failing_worker, ZeroDivisionError, "of worker 1"),
+    ],
+)
+def test_mistakes_end_the_run_with_their_reason(function: Any, kind: type[Exception], text: str):
+    with pytest.raises(kind, match=text):
+        evenstep.launch(function, 2, servers=1, device="cpu", timeout_s=60)
+
+
+@pytest.mark.extended
+def test_a_worker_that_others_wait_for_is_named():
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"worker 0 \(rank 0\) waited 8 s in step. Missing: worker 1 \(has"
+    ):
+        evenstep.launch(late_worker, 2, (8.0,), servers=1, device="cpu", timeout_s=120)
+
+
+def pull_from_the_dead(path: str) -> None:
+    placement = current_placement()
+    if placement.rank == 1:
+        Path(path, "pid").write_text(str(os.getpid()))
+    with evenstep.parameter_server(lambda: nn.Linear(2, 2), lambda p: torch.optim.SGD(p, lr=0.1)) as ps:
+        ps.pull()
+        os.kill(int(Path(path, "pid").read_text()), signal.SIGKILL)
+        try:
+            while True:
+                ps.pull()
+        except PeerLostError as error:
+            Path(path, "told").write_text(str(error))
+            raise
+
+
+@pytest.mark.extended
+def test_a_pull_after_the_server_has_gone(tmp_path: Path):
+    with pytest.raises(RankFailedError, match=r"rank 1 .*SIGKILL"):
+        evenstep.launch(pull_from_the_dead, 1, (str(tmp_path),), servers=1, device="cpu", timeout_s=60)
+    assert "worker 0 (rank 0) lost server 0 (rank 1) in pull" in (tmp_path / "told").read_text()
+
+
+SCRIPT = """
+import torch
+import evenstep
+
+with evenstep.parameter_server(lambda: torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1), mode="sync") as ps:
+    ps.backward(ps(torch.ones(3, 2)).sum(), weight=3)
+    ps.step()
+print(f"worker {ps.worker} of {ps.num_workers}, {ps.num_servers} servers")
+"""
+
+
+@pytest.mark.extended
+def test_roles_come_from_the_command_line(tmp_path: Path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = Command(
+        tmp_path, ["run", "--servers", "2", "--nproc-per-node", "2", "--device", "cpu", "--all-ranks", "train.py"]
+    )
+    assert run.wait() == 0, run.stderr
+    assert "worker 0 of 2, 2 servers" in run.stdout
+    assert "worker 1 of 2, 2 servers" in run.stdout
+    assert run.stdout.count("servers") == 2, "what stands behind the with statement is the workers'"
+    run = Command(tmp_path, ["run", "--nproc-per-node", "2", "--device", "cpu", "train.py"])
+    assert run.wait() == 78
+    assert "there is no server among 2 ranks" in run.stderr
+    assert "Traceback" not in run.stderr
+    run = Command(tmp_path, ["run", "--servers", "1", "--nnodes", "2", "train.py"])
+    assert run.wait() == 78
+    assert "EVENSTEP_SERVERS" in run.stderr

@@ -9,6 +9,7 @@ and python can't skip its body; so the server's process ends there, with status 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from types import TracebackType
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from evenstep import checks, environment
 from evenstep import world as worlds
 from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_store
-from evenstep.errors import EvenstepError, NonFiniteError, PeerLostError, UsageError
+from evenstep.errors import ConfigurationError, EvenstepError, NonFiniteError, PeerLostError, UsageError
 from evenstep.health import excepthook
 from evenstep.parameter_servers.connections import Connection, LocalConnection, untrained
 from evenstep.parameter_servers.layout import Division, pack, plan_division, unpack
@@ -161,7 +162,10 @@ class ParameterServer:
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 try:
                     self._load(connection.leave(""))
-                except BaseException:
+                except BaseException as late:
+                    # Servers would wait for ever for whom this worker has given up.
+                    with contextlib.suppress(EvenstepError):
+                        connection.leave(f"worker {self.worker} failed: {type(late).__name__}: {late}")
                     connection.close(gracefully=False)
                     raise
                 connection.close(gracefully=True)
@@ -252,7 +256,9 @@ class ParameterServer:
     # Beginning.
 
     def _join(self, placement: environment.Placement, roles: Roles) -> None:
-        # torch.distributed.rpc is imported only where it is used.
+        # Only where it is used. Builds of torch without RPC may lack the module.
+        if importlib.util.find_spec("torch.distributed.rpc") is None:
+            raise ConfigurationError(f"{WHO}this build of torch has no torch.distributed.rpc.")
         from evenstep.parameter_servers.remote import RpcConnection, open_rpc, serve
 
         hook = excepthook.install(placement)

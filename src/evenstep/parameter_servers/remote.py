@@ -28,7 +28,7 @@ from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
 from evenstep import environment
-from evenstep.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, EvenstepError, PeerLostError
 from evenstep.parameter_servers.roles import Roles
 from evenstep.parameter_servers.shard import Answer, Pushed, Shard
 
@@ -69,7 +69,18 @@ class RpcConnection:
     def leave(self, failure: str) -> list[Answer]:
         """See `Connection`."""
         servers = range(self._roles.num_servers)
-        return self._finish("leave", [self._start(server, _leave, self._roles.rank, failure) for server in servers])
+        before: list[Any] | None = None
+        while True:
+            calls = [self._start(server, _leave, self._roles.rank, failure) for server in servers]
+            try:
+                return self._finish("leave", calls)
+            except CollectiveTimeoutError:
+                # A slow worker may have much more left to do than the timeout of a step.
+                asked = [self._start(server, _lagging, timeout_s=_ASKS_S) for server in servers]
+                progress = self._finish("leave", asked)
+                if progress == before:
+                    raise
+                before = progress
 
     def staleness(self) -> list[dict[int, int]]:
         """See `Connection`."""
@@ -103,6 +114,9 @@ class RpcConnection:
         who = f"{self._roles.name} (rank {self._roles.rank})"
         rank = self._roles.num_workers + server
         text = (str(error).splitlines() or [type(error).__name__])[0]
+        if text.startswith("On WorkerInfo"):  # a function that it called has raised
+            told = str(error).splitlines()[1:2] or [""]
+            return EvenstepError(f"{who}: server {server} (rank {rank}) failed in {doing}: {told[0]}")
         if "timeout" not in text.lower():
             return PeerLostError(
                 f"{who} lost server {server} (rank {rank}) in {doing}: {text}. Its parameters are gone; what it says "

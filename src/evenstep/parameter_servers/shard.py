@@ -200,16 +200,9 @@ class Shard:
             return
         counting = [each for each in pushes if each.weight > 0]
         self.staleness.update(self._version - each.version for each in counting)
-        total = counting[0].gradients
-        for each in counting[1:]:
-            torch._foreach_add_(total, each.gradients)
-        if total:
-            torch._foreach_div_(total, weight)
-        gradients = unpack(self._parameters, total)
-        for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
-            parameter.grad = gradient if any(each.used[index] for each in counting) else None
         try:
             if self._optimizer is not None:
+                self._set_gradients(counting, weight)
                 self._optimizer.step()
         except Exception as error:
             self.error = error
@@ -219,3 +212,12 @@ class Shard:
             for parameter in self._parameters:
                 parameter.grad = None
         self._version += 1
+
+    def _set_gradients(self, pushes: Sequence[Pushed], weight: float) -> None:
+        total = pushes[0].gradients
+        for each in pushes[1:]:
+            torch._foreach_add_(total, each.gradients)
+        torch._foreach_div_(total, weight)
+        gradients = unpack(self._parameters, total)
+        for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
+            parameter.grad = gradient if any(each.used[index] for each in pushes) else None

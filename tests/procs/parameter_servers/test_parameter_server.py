@@ -100,9 +100,9 @@ def group(num_workers: int, num_servers: int) -> Iterator[RankGroup]:
         ranks.close()
 
 
-def check_synchronous(num_workers: int, num_servers: int, seed: int) -> None:
+def check_synchronous(num_workers: int, num_servers: int, seed: int, optimizers: list[str]) -> None:
     with group(num_workers, num_servers) as ranks:
-        for optimizer in OPTIMIZERS:  # a run after another in the same processes
+        for optimizer in optimizers:  # a run after another in the same processes
             results = ranks.run(train, (seed, "sync", None, optimizer))
             assert results[num_workers:] == [None] * num_servers, "a server's process ends in the with statement"
             start, end = results[0]
@@ -113,15 +113,15 @@ def check_synchronous(num_workers: int, num_servers: int, seed: int) -> None:
 
 
 def test_synchronous_training_is_that_of_one_process(fresh_seed: int):
-    check_synchronous(2, 1, fresh_seed)
+    check_synchronous(2, 1, fresh_seed, ["adamw"])
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("num_workers", "num_servers"), [(1, 1), (3, 2), (2, 8)])
+@pytest.mark.parametrize(("num_workers", "num_servers"), [(3, 2), (2, 7)])
 def test_synchronous_training_with_any_number_of_workers_and_servers(
     num_workers: int, num_servers: int, fresh_seed: int
 ):
-    check_synchronous(num_workers, num_servers, fresh_seed)
+    check_synchronous(num_workers, num_servers, fresh_seed, ["sgd", "adagrad"])
 
 
 def uneven(mode: str, bound: int | None, path: str) -> tuple[int, list[dict[int, int]], float]:

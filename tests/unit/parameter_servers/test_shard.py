@@ -104,3 +104,10 @@ def test_answers_are_copies():
     before = server.pull().parameters[0]
     server.push(0, pushed(1.0))
     assert before.abs().sum() == 0
+
+
+def test_a_server_without_parameters_takes_part():
+    server = Shard([], None, Mode("sync"), 2)
+    server.push(0, Pushed(2.0, 0, [], []))
+    answer: Answer = server.push(1, Pushed(3.0, 0, [], [])).wait()
+    assert answer == Answer(1, [], "")

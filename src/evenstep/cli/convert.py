@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from evenstep import console
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from evenstep.convert.convert import Conversion
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             found.write()
         except OSError as error:
-            raise UsageError(f"{args.script} can't be written: {error.strerror}. It is as it was.") from None
+            raise ConfigurationError(f"{args.script} can't be written: {error.strerror}. It is as it was.") from None
         console.say(f"{args.script} was changed. Start it with: {found.launch}")
     else:
         console.say("nothing was written: --write changes the file")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import codecs
+import contextlib
 import difflib
 import io
 import os
+import stat
 import tempfile
 import tokenize
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +26,7 @@ from evenstep.verify.ranks import verify_ranks
 from evenstep.verify.report import Report
 
 TARGETS = ("evenstep", "torch")
+_DEEPEST = 500  # levels of a tree
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class Conversion:
     Attributes:
         before, after: The text; the same where nothing was changed.
         content: `after` in the file's encoding.
+        original: The file's bytes when it was read.
         by: Who divides the training already, so that nothing is to be done.
         problems: Why it can't be converted; then nothing was changed.
         notes: What a person should know of it.
@@ -41,6 +47,7 @@ class Conversion:
     before: str
     after: str
     content: bytes
+    original: bytes
     by: str | None = None
     problems: tuple[Remark, ...] = ()
     notes: tuple[Remark, ...] = ()
@@ -55,15 +62,29 @@ class Conversion:
         return found.replace("\r\n", "\n")
 
     def write(self) -> None:
-        """Put the new text in the place of the old one, as a whole, with the file's mode."""
+        """Put the new text in the place of the old one, as a whole, with the file's mode.
+
+        Raises:
+            ConfigurationError: The file is read-only, or isn't what was converted any more. It is as it was.
+            OSError: It can't be written. It is as it was.
+        """
         path = Path(self.script).resolve()  # of a link, what it points to
+        was = path.stat()
+        if not was.st_mode & 0o222 or not os.access(path, os.W_OK):
+            raise ConfigurationError(f"{self.script} is read-only, and is as it was: chmod u+w {self.script}")
+        if path.read_bytes() != self.original:
+            raise ConfigurationError(
+                f"{self.script} has been changed since it was read, and is as it was: convert again."
+            )
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
             with open(descriptor, "wb") as file:
                 file.write(self.content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(name, path.stat().st_mode & 0o7777)
+            with contextlib.suppress(PermissionError):
+                os.chown(name, was.st_uid, was.st_gid)
+            os.chmod(name, was.st_mode & 0o7777)
             os.replace(name, path)
         except BaseException:
             os.unlink(name)
@@ -102,8 +123,7 @@ def convert(script: str, to: str = "evenstep") -> Conversion:
         to: "evenstep" or "torch".
 
     Raises:
-        ConfigurationError: There is no such script, or it can't be read as one.
-        UsageError: It isn't python that can be parsed.
+        ConfigurationError: There is no such script, or it isn't python that can be parsed.
     """
     path = Path(script)
     module, content = _parse(path)
@@ -111,24 +131,26 @@ def convert(script: str, to: str = "evenstep") -> Conversion:
     source = Script(module)
     by = already_distributed(source)
     if by is not None:
-        return Conversion(script, before, before, content, by=by)
+        return Conversion(script, before, before, content, content, by=by)
     work = plan(source, to, file=path.name)
     problems, notes = tuple(sorted(work.problems)), tuple(sorted(work.notes))
     if problems:
-        return Conversion(script, before, before, content, problems=problems, notes=notes)
+        return Conversion(script, before, before, content, content, problems=problems, notes=notes)
     after = work.edits.apply()
     _validate(after, path)
     mark = codecs.BOM_UTF8 if content.startswith(codecs.BOM_UTF8) else b""
     new = mark + after.removeprefix("\ufeff").encode(_encoding(content).removesuffix("-sig"))
-    return Conversion(script, before, after, new, notes=notes, launch=work.launch)
+    return Conversion(script, before, after, new, content, notes=notes, launch=work.launch)
 
 
 def _parse(path: Path) -> tuple[cst.Module, bytes]:
-    if path.suffix == ".ipynb":
+    if path.suffix.lower() == ".ipynb":
         raise ConfigurationError(f"{path} is a notebook: export it as a script first (jupyter nbconvert --to script).")
     if path.is_dir():
         raise ConfigurationError(f"{path} is a directory: name the script that trains.")
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigurationError(f"{path} is no regular file: name the script that trains.")
         content = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}.") from None
@@ -136,15 +158,40 @@ def _parse(path: Path) -> tuple[cst.Module, bytes]:
         content.decode(_encoding(content))
     except (SyntaxError, UnicodeDecodeError) as error:
         text = str(error).splitlines()[0]
-        raise UsageError(f"{path}: its encoding can't be read ({text}). Save it as UTF-8.") from None
+        raise ConfigurationError(f"{path}: its encoding can't be read ({text}). Save it as UTF-8.") from None
     if b"\0" in content:
-        raise UsageError(f"{path} holds null bytes: it is no text.")
+        raise ConfigurationError(f"{path} holds null bytes: it is no text.")
+    if not content.strip():
+        raise ConfigurationError(f"{path} is empty: name the script that trains.")
+    return _parse_text(content, path), content
+
+
+def _parse_text(content: bytes, path: Path) -> cst.Module:
+    # Python first: it says more of a mistake, and LibCST's parser dies of what is nested too deeply for python.
     try:
-        return cst.parse_module(content), content
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the script's own
+            tree = ast.parse(content)
+        _validate_depth(tree)
+        return cst.parse_module(content)
+    except SyntaxError as error:
+        what = f"{path}, line {error.lineno or 1}: {error.msg}"
+        raise ConfigurationError(f"{what}. This is no python that can be parsed.") from None
     except cst.ParserSyntaxError as error:
-        raise UsageError(f"{path}, line {error.raw_line}: this is no python that can be parsed.") from None
-    except RecursionError:
-        raise UsageError(f"{path}: it is nested too deeply to be read.") from None
+        line = error.raw_line
+        raise ConfigurationError(f"{path}, line {line}: this is no python that LibCST can parse.") from None
+    except (RecursionError, MemoryError):
+        raise ConfigurationError(f"{path}: it is nested too deeply to be read.") from None
+
+
+def _validate_depth(tree: ast.AST) -> None:
+    """Raise RecursionError for what would take LibCST minutes, or end python."""
+    level: list[ast.AST] = [tree]
+    for _ in range(_DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return
+    raise RecursionError
 
 
 def _encoding(content: bytes) -> str:

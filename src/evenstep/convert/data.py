@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import libcst as cst
 
 from evenstep.convert.loops import Loops
-from evenstep.convert.source import Node
+from evenstep.convert.source import Node, Script
 from evenstep.convert.values import Value, Values, arguments
 from evenstep.convert.work import Work
 
@@ -19,6 +21,10 @@ _POSITIONAL = (
     "collate_fn",
     "pin_memory",
 )
+# What has to stand in the call itself, because it is changed or refused.
+_TO_BE_SEEN = {"dataset", "sampler", "batch_sampler", "generator", "in_order", "pin_memory_device"}
+_DEPTH = 6
+_SUBSET, _WEIGHTED = "SubsetRandomSampler", "WeightedRandomSampler"
 _PERHAPS_ONE = "a batch of one sample can't be divided over ranks: give the DataLoader a batch size"
 
 
@@ -34,6 +40,7 @@ class Data:
         self._script, self._flow = work.script, work.flow
         self.training: set[Value] = {value for loop in loops.training for value in loops.loaders(loop)}
         self.divided: Values = frozenset()
+        self._renamed: set[Node] = set()  # arguments `**options` whose batch size has got its other name
 
     def divide(self) -> None:
         """Have the loaders that are trained on divided over ranks, and those of evaluations where that is exact."""
@@ -70,7 +77,7 @@ class Data:
     def _change(self, value: Value, *, is_training: bool) -> bool:
         call = value.site
         assert isinstance(call, cst.Call)
-        given = arguments(call, _POSITIONAL)
+        given = self._given(call)
         problem = self._problem(call, given)
         if problem is not None:
             if is_training:
@@ -84,10 +91,25 @@ class Data:
             self._change_evensteps(call, given)
         return True
 
+    def _given(self, call: cst.Call) -> dict[str, cst.Arg]:
+        """The arguments of a loader by name, with those that are unpacked from dictionaries."""
+        given = arguments(call, _POSITIONAL)
+        for unpacked in self._unpacked(call):
+            for name, each in (unpacked.items or {}).items():
+                given.setdefault(name, cst.Arg(each[-1].value))
+        return given
+
+    def _unpacked(self, call: cst.Call) -> list[_Unpacked]:
+        return [_Unpacked(argument, items_of(self._script, argument.value)) for argument in call.args if argument.star]
+
     def _problem(self, call: cst.Call, given: dict[str, cst.Arg]) -> str | None:
         script = self._script
-        if any(argument.star for argument in call.args):
-            return "its arguments are unpacked (**), so what they are isn't seen: write them out"
+        for unpacked in self._unpacked(call):
+            items = unpacked.items
+            if unpacked.argument.star != "**" or items is None or items.keys() & _TO_BE_SEEN:
+                return "its arguments are unpacked (**), so what they are isn't seen: write them out"
+            if items.keys() & {"batch_size", "shuffle"} and not isinstance(unpacked.argument.value, cst.Name):
+                return "its batch size is unpacked (**) from an expression: write it out"
         if "batch_sampler" in given and script.code(given["batch_sampler"].value) != "None":
             return "a batch_sampler decides which samples make a batch, for one process"
         size = given.get("batch_size")
@@ -95,39 +117,86 @@ class Data:
             return _PERHAPS_ONE
         sampler = given.get("sampler")
         if sampler is not None and script.code(sampler.value) != "None":
-            kind = self._sampler(sampler.value)
-            if kind is None or (kind != "RandomSampler" and self._work.is_torch):
-                return f"the order of its sampler ({script.code(sampler.value)}) is for one process"
+            found = self._sampler(sampler.value)
+            if found is None or (found.kind == _WEIGHTED and self._work.is_torch):
+                hint = "; evenstep has one for several" if found is not None else ""
+                return f"the order of its sampler ({script.code(sampler.value)}) is for one process{hint}"
+            if found.kind == _SUBSET and script.imports.get("torch") != "torch":
+                return f"its sampler ({script.code(sampler.value)}) becomes a torch.utils.data.Subset: import torch"
         return None
 
-    def _sampler(self, node: Node) -> str | None:
-        """The kind of a sampler that can be replaced."""
-        for value in [node, *(each.site for each in self._flow.of(node, "object"))]:
-            if isinstance(value, cst.Call):
-                name = (self._script.qualified(value.func) or "").rsplit(".", 1)[-1]
-                if name == "RandomSampler" and len(value.args) == 1:
-                    return name
+    def _sampler(self, node: Node) -> _Sampler | None:
+        """A sampler that can be replaced."""
+        held = [value for value, _ in self._work.losses.reaching(node)] if isinstance(node, cst.Name) else [node]
+        for value in held if len(held) == 1 else []:
+            if not isinstance(value, cst.Call):
+                continue
+            kind = (self._script.qualified(value.func) or "").rsplit(".", 1)[-1]
+            given = arguments(value, ("weights", "num_samples", "replacement", "generator"))
+            if kind == "RandomSampler" and len(value.args) == 1:
+                return _Sampler(kind, value)
+            if kind == _SUBSET and value.args and not value.args[0].star:
+                inline = self._script.code(value.args[0].value)
+                return _Sampler(kind, value, inline if value is node else f"{self._script.code(node)}.indices")
+            replaces = "replacement" not in given or self._script.code(given["replacement"].value) == "True"
+            if kind == _WEIGHTED and replaces and not any(argument.star for argument in value.args):
+                return _Sampler(kind, value)
         return None
+
+    def _change_sampler(self, argument: cst.Arg, dataset: cst.Arg) -> bool:
+        """Have a sampler's draws be those of all ranks; returns whether it stays, and isn't replaced by `shuffle`."""
+        found, edits = self._sampler(argument.value), self._work.edits
+        assert found is not None
+        if found.kind == _SUBSET:
+            edits.template(dataset.value, f"torch.utils.data.Subset({{old}}, {found.indices})")
+        if found.kind != _WEIGHTED:
+            return False
+        dropped = {"replacement", "generator"}
+
+        def change(updated: cst.CSTNode) -> cst.CSTNode:
+            assert isinstance(updated, cst.Call)
+            kept = [
+                each
+                for index, each in enumerate(updated.args)
+                if (each.keyword.value not in dropped if each.keyword is not None else index < 2)
+            ]
+            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            return updated.with_changes(args=kept)
+
+        if found.call not in edits.replaced:
+            edits.template(found.call.func, "evenstep.WeightedSampler")
+            edits.change(found.call, change)
+        return True
 
     def _change_evensteps(self, call: cst.Call, given: dict[str, cst.Arg]) -> None:
         work, edits = self._work, self._work.edits
         edits.template(call.func, "evenstep.DataLoader")
+        for unpacked in self._unpacked(call):
+            self._rename_in_dictionary(unpacked)
         for name, dropped in (("generator", "the loader's order follows from the seed of evenstep.init"),):
             if name in given:
                 work.note(call, f"{name}= was left out: {dropped}")
         order = {id(given[name]): name for name in given}
+        has_sampler = "sampler" in given and self._script.code(given["sampler"].value) != "None"
+        keeps_sampler = has_sampler and self._change_sampler(given["sampler"], given["dataset"])
 
         def change(updated: cst.CSTNode) -> cst.CSTNode:
             assert isinstance(updated, cst.Call)
             kept: list[cst.Arg] = []
             for argument, new in zip(call.args, updated.args, strict=True):
                 name = order.get(id(argument), "")
+                if argument.star:
+                    kept += self._unpacked_for_evenstep(argument, new)
+                    continue
                 if name in ("generator", "batch_sampler", "in_order"):
                     continue
                 if name == "batch_size":
                     new = _named(new, "global_batch_size") if argument.keyword is not None or len(kept) != 1 else new
                 elif name == "sampler":
                     if self._script.code(argument.value) == "None":
+                        continue
+                    if keeps_sampler:
+                        kept.append(_named(new, "sampler"))
                         continue
                     new = _named(new, "shuffle").with_changes(value=cst.Name("True"))
                 elif argument.keyword is None and name not in ("dataset", "shuffle"):
@@ -139,6 +208,53 @@ class Data:
 
         edits.change(call, change)
 
+    def _rename_in_dictionary(self, unpacked: _Unpacked) -> None:
+        """Give the batch size its other name in a dictionary that is made for this loader alone."""
+        script, name = self._script, unpacked.argument.value
+        places = (unpacked.items or {}).get("batch_size", [])
+        assert isinstance(name, cst.Name) or not places
+        for each in places:
+            above = script.parent(script.parent(each) or each)
+            is_its_own = isinstance(above, cst.Assign) and script.code(above.targets[0].target) == script.code(name)
+            if not is_its_own or not isinstance(each, cst.DictElement):
+                return
+        for use in script.nodes:
+            if isinstance(use, cst.Name) and use is not name and use.value == script.code(name):
+                parent = script.parent(use)
+                if not isinstance(parent, cst.AssignTarget) and script.code(parent or use) != f"{use.value}.update":
+                    return
+        for each in places:
+            assert isinstance(each, cst.DictElement)
+            quote = script.code(each.key)[-1]
+            self._work.edits.template(each.key, f"{quote}global_batch_size{quote}")
+            self._renamed.add(unpacked.argument)
+
+    def _unpacked_for_evenstep(self, argument: cst.Arg, new: cst.Arg) -> list[cst.Arg]:
+        """The batch size of a dictionary under its other name."""
+        items = items_of(self._script, argument.value) or {}
+        if "batch_size" not in items or argument in self._renamed:
+            return [new]
+        text, config = self._script.code(argument.value), self._script.module.config_for_parsing
+        size = cst.Arg(
+            cst.parse_expression(f'{text}["batch_size"]', config),
+            keyword=cst.Name("global_batch_size"),
+            equal=_EQUAL,
+            comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")),
+        )
+        rest = f'{{k: v for k, v in {text}.items() if k != "batch_size"}}'
+        return [size, new.with_changes(value=cst.parse_expression(rest, config))]
+
+    def _unpacked_for_torch(self, argument: cst.Arg, new: cst.Arg) -> cst.Arg:
+        """A rank's part of the batch size, and no order of its own: the sampler has it."""
+        items = items_of(self._script, argument.value) or {}
+        text = self._script.code(argument.value)
+        changed = [f'"batch_size": {text}["batch_size"] // dist.get_world_size()'] if "batch_size" in items else []
+        changed += ['"shuffle": False'] if "shuffle" in items else []
+        if not changed:
+            return new
+        value = cst.parse_expression(f"{{**{text}, {', '.join(changed)}}}", self._script.module.config_for_parsing)
+        return new.with_changes(value=value)
+
     def _change_torchs(self, call: cst.Call, given: dict[str, cst.Arg]) -> None:
         work, script, edits = self._work, self._script, self._work.edits
         config = script.module.config_for_parsing
@@ -146,10 +262,22 @@ class Data:
         order = {id(given[name]): name for name in given}
         is_stream = self._is_stream(dataset.value)
         shuffle = script.code(given["shuffle"].value) if "shuffle" in given else "False"
+        for unpacked in self._unpacked(call):
+            if "shuffle" in (unpacked.items or {}):
+                shuffle = f'{script.code(unpacked.argument.value)}.get("shuffle", False)'
         if "sampler" in given and script.code(given["sampler"].value) != "None":
             shuffle = "True"
         text = script.code(dataset.value)
-        if not isinstance(dataset.value, cst.Name | cst.Attribute) and not is_stream:
+        chosen = self._sampler(given["sampler"].value) if "sampler" in given else None
+        is_chosen = chosen is not None and chosen.kind == _SUBSET
+        if chosen is not None and is_chosen:
+            text = f"torch.utils.data.Subset({text}, {chosen.indices})"
+        is_inner = any(isinstance(each, cst.CompFor | cst.BaseComp | cst.Lambda) for each in script.ancestors(call))
+        is_plain = not any(isinstance(each, cst.Call) for each in script.inside(dataset.value))
+        if is_inner and not is_plain and not is_stream:
+            work.refuse(call, f"{text} is made inside of an expression: give it a name in a line before")
+        is_named = isinstance(dataset.value, cst.Name | cst.Attribute) and not is_chosen
+        if not is_named and not (is_stream or (is_inner and is_plain)):
             name = work.unused("samples")
             edits.add(edits.before, script.statement(call), f"{name} = {text}")
             edits.template(dataset.value, name)
@@ -169,6 +297,9 @@ class Data:
             has_sampler = False
             for argument, new in zip(call.args, updated.args, strict=True):
                 name = order.get(id(argument), "")
+                if argument.star:
+                    kept.append(self._unpacked_for_torch(argument, new))
+                    continue
                 if name == "batch_size":
                     value = new.value
                     if isinstance(value, cst.BinaryOperation | cst.IfExp) and not value.lpar:
@@ -208,6 +339,10 @@ class Data:
         """Change what is read of loaders that were divided, and have epochs counted."""
         work, script, edits = self._work, self._script, self._work.edits
         for node in script.nodes:
+            if isinstance(node, cst.Attribute) and node.attr.value == "sampler":
+                held, call = self._flow.of(node.value, "loader"), script.parent(script.parent(node) or node)
+                if held and held <= self.divided and isinstance(call, cst.Call) and script.code(call.func) == "len":
+                    edits.change(node, lambda new: new.with_changes(attr=cst.Name("dataset")))
             if isinstance(node, cst.Attribute) and node.attr.value == "batch_size":
                 held = self._flow.of(node.value, "loader")
                 if held and held <= self.divided:
@@ -296,6 +431,92 @@ class Data:
         if assign is None or not isinstance(assign.value, cst.Call):
             return False
         return self._script.code(assign.value.func).rsplit(".", 1)[-1] in ("iter", "tqdm", "cycle", "enumerate")
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """A sampler of torch's.
+
+    Attributes:
+        indices: Of a SubsetRandomSampler, what it draws from, as an expression.
+    """
+
+    kind: str
+    call: cst.Call
+    indices: str = ""
+
+
+@dataclass(frozen=True)
+class _Unpacked:
+    """An argument `**options`.
+
+    Attributes:
+        items: By key, where the dictionary gets it; None: not all keys are seen.
+    """
+
+    argument: cst.Arg
+    items: dict[str, list[cst.DictElement | cst.Arg | cst.Assign]] | None
+
+
+def items_of(
+    script: Script, node: Node, depth: int = 0
+) -> dict[str, list[cst.DictElement | cst.Arg | cst.Assign]] | None:
+    """The keys of a dictionary that a script writes out, and where each is given its value; None: not all are seen."""
+    if depth > _DEPTH:
+        return None
+    parts: list[Node] = []
+    found: dict[str, list[cst.DictElement | cst.Arg | cst.Assign]] = {}
+    match node:
+        case cst.Dict():
+            for element in node.elements:
+                if isinstance(element, cst.StarredDictElement):
+                    parts.append(element.value)
+                elif isinstance(element, cst.DictElement) and isinstance(element.key, cst.SimpleString):
+                    found.setdefault(str(element.key.evaluated_value), []).append(element)
+                else:
+                    return None
+        case cst.Call(func=cst.Name(value="dict")):
+            for argument in node.args:
+                if argument.keyword is not None:
+                    found.setdefault(argument.keyword.value, []).append(argument)
+                else:
+                    parts.append(argument.value)
+        case cst.IfExp():
+            parts = [node.body, node.orelse]
+        case cst.Name():
+            by = script.bound(node.value, node)
+            for each in by:
+                above = script.parent(script.parent(each) or each)
+                if not isinstance(script.parent(each), cst.AssignTarget) or not isinstance(above, cst.Assign):
+                    return None
+                parts.append(above.value)
+            if not by:
+                return None
+            for use in script.nodes:
+                if not isinstance(use, cst.Name) or use.value != node.value or script.bound(use.value, use) != by:
+                    continue
+                above = script.parent(use)
+                call = script.parent(above) if isinstance(above, cst.Attribute) and above.value is use else None
+                if isinstance(call, cst.Call) and script.code(call.func).endswith(".update"):
+                    parts += [argument.value for argument in call.args if argument.keyword is None]
+                    for argument in call.args:
+                        if argument.keyword is not None:
+                            found.setdefault(argument.keyword.value, []).append(argument)
+                elif isinstance(above, cst.Subscript) and isinstance(script.parent(above), cst.AssignTarget):
+                    index, assign = above.slice[0].slice, script.parent(script.parent(above) or above)
+                    if not isinstance(index, cst.Index) or not isinstance(index.value, cst.SimpleString):
+                        return None
+                    assert isinstance(assign, cst.Assign)
+                    found.setdefault(str(index.value.evaluated_value), []).append(assign)
+        case _:
+            return None
+    for part in parts:
+        inner = items_of(script, part, depth + 1)
+        if inner is None:
+            return None
+        for key, places in inner.items():
+            found.setdefault(key, []).extend(places)
+    return found
 
 
 _EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))

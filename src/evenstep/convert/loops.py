@@ -8,9 +8,10 @@ import libcst as cst
 
 from evenstep.convert.losses import CONSTANT, MEAN, PAIRS, SUM, UNKNOWN, Kind
 from evenstep.convert.source import Node, Statement, target_names
-from evenstep.convert.values import Value, Values
+from evenstep.convert.values import Value, Values, arguments
 from evenstep.convert.work import Work
 
+_SHAPING = {"view", "reshape", "ones", "zeros", "full", "rand", "randn", "randint", "expand", "repeat", "init_hidden"}
 _ESCAPING = {"append", "extend", "update", "add", "insert", "write", "setdefault"}
 
 
@@ -114,7 +115,13 @@ class Loops:
         self.passes.append(Pass(call, loss, scaler, kind.weight or weight, kind, loops))
 
     def _refuse_without_batch(self, call: cst.Call) -> None:
-        if not any(self._flow.is_a(each, "loader") for each in self._work.calls()):
+        elsewhere = self._made_elsewhere(call)
+        if elsewhere is not None:
+            text = (
+                f"batches come from {elsewhere}, of another file, and only this one is read and changed: make the "
+                f"DataLoader here"
+            )
+        elif not any(self._flow.is_a(each, "loader") for each in self._work.calls()):
             text = "batches don't come from a torch DataLoader: make one (of a TensorDataset, for example)"
         else:
             text = "it isn't clear which tensor holds the samples: loop over the DataLoader, and unpack its batches"
@@ -173,6 +180,23 @@ class Loops:
                 first = first or f"next(iter({name}.values()))"
         return first if is_packed else None
 
+    def _made_elsewhere(self, call: cst.Call) -> str | None:
+        """What the training loop iterates, if the script imports it or gets it from a function that it imports."""
+        script = self._script
+        for loop in script.loops(call):
+            if not isinstance(loop, cst.For) or not isinstance(loop.iter, cst.Name):
+                continue
+            for by in script.bound(loop.iter.value, loop.iter):
+                assign = next((each for each in script.ancestors(by) if isinstance(each, cst.Assign)), None)
+                if assign is None or not isinstance(assign.value, cst.Call):
+                    continue
+                name = script.qualified(assign.value.func)
+                if name is not None and not name.startswith(("torch.", "numpy.")):
+                    return f"{script.code(assign.value.func)}()"
+            if not script.bound(loop.iter.value, loop.iter) and loop.iter.value in script.imports:
+                return loop.iter.value
+        return None
+
     # ------------------------------------------------------------------ numbers that are added up
 
     def average_metrics(self, converted: Values) -> None:
@@ -215,8 +239,11 @@ class Loops:
         """Whether a number was made of others that are averaged over ranks where they were read."""
         script = self._script
         for node in script.inside(number):
-            if isinstance(node, cst.Call) and script.code(node.func).endswith((".item", "float")):
-                return True
+            if isinstance(node, cst.Call):
+                if script.code(node.func).endswith((".item", "float")):
+                    return True
+                if depth < 4 and any(self._is_averaged(each, depth + 1) for each in self._returned(node)):
+                    return True
             if isinstance(node, cst.Name) and depth < 4:
                 for value, adds in self._work.losses.reaching(node):
                     if adds and self._work.losses.kind(value).name == MEAN and script.loops(value):
@@ -225,6 +252,15 @@ class Loops:
                     if is_number and self._is_averaged(value, depth + 1):
                         return True
         return False
+
+    def _returned(self, call: cst.Call) -> list[Node]:
+        """What the script's own functions return that a call may call."""
+        return [
+            node.value
+            for function in self._flow.functions(call)
+            for node in self._script.inside(function)
+            if isinstance(node, cst.Return) and node.value is not None and self._script.function(node) is function
+        ]
 
     def _is_loss(self, node: Node) -> bool:
         return self._work.losses.kind(node).name == MEAN
@@ -317,6 +353,9 @@ class Loops:
         function = script.function(loop)
         found = self.batch_at(loop.body.body[-1]) if isinstance(loop.body, cst.IndentedBlock) else None
         own = {name.value for name in target_names(loop.target)}
+        counted = self.counts_on_size(loop)
+        if counted is not None:
+            return f"{counted} counts on whole batches"
         for node in script.inside(loop):
             if script.function(node) is not function:
                 continue
@@ -341,6 +380,24 @@ class Loops:
                         return f"{script.code(node.func)} keeps what every sample gave"
                     if self._flow.is_a(base, "writer"):
                         return f"{script.code(node.func)} writes while it runs"
+        return None
+
+    def counts_on_size(self, loop: Node) -> str | None:
+        """What makes or shapes a tensor by the batch size that a loader was given, where a rank has fewer samples."""
+        script = self._script
+        sizes = {
+            script.code(argument.value)
+            for value in self.loaders(loop)
+            if isinstance(value.site, cst.Call)
+            for name, argument in arguments(value.site, ("dataset", "batch_size")).items()
+            if name == "batch_size"
+        }
+        for node in script.inside(loop):
+            if isinstance(node, cst.Call) and script.code(node.func).rsplit(".", 1)[-1] in _SHAPING:
+                for argument in node.args:
+                    parts = [script.code(each) for each in script.inside(argument.value)]
+                    if sizes & {part for part in parts if not part.isdigit() or part == parts[0]}:
+                        return script.code(node)
         return None
 
     def _keeps_means(self, call: cst.Call) -> bool:

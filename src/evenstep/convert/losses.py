@@ -180,12 +180,23 @@ class Losses:
             if any(isinstance(by, cst.Param) for by in self.script.bindings.get(scope, {}).get(node.value, [])):
                 return self._of_parameter(node, scope, depth)
             return Kind(UNKNOWN if self.flow.is_a(node, "batch") else CONSTANT)
-        kinds = [self.kind(value, depth + 1) for value, _ in found]
+        kinds = [self._of_assigned(node.value, value, depth + 1) for value, _ in found]
         result = kinds[0]
         for each, (_, adds) in zip(kinds[1:], found[1:], strict=True):
             was_added = adds or found[0][1]
             result = combined(result, each) if was_added or each != result else result
         return result
+
+    def _of_assigned(self, name: str, value: Node, depth: int) -> Kind:
+        """What a name holds that a value was assigned to, perhaps with others: `logits, loss = model(x, y)`."""
+        assign = self.script.parent(value)
+        if isinstance(value, cst.Call) and isinstance(assign, cst.Assign):
+            target = assign.targets[0].target
+            if isinstance(target, cst.Tuple | cst.List):
+                for index, element in enumerate(target.elements):
+                    if isinstance(element.value, cst.Name) and element.value.value == name:
+                        return self._of_part(value, index, depth)
+        return self.kind(value, depth)
 
     def _of_parameter(self, node: cst.Name, scope: cst.FunctionDef | None, depth: int) -> Kind:
         if scope is None or self.flow.is_a(node, "batch"):
@@ -249,31 +260,59 @@ class Losses:
             if value.kind == "object":
                 return self._of_criterion_object(node, value.site, value.definition, depth)
             if value.kind == "function" and isinstance(value.site, cst.FunctionDef):
-                return self._of_function(value.site, depth)
+                return self._of_function(value.site, node, depth)
         if isinstance(func, cst.Name) and func.value == "sum" and node.args:  # python's, over a few terms
             return Kind(UNKNOWN)
         return Kind(UNKNOWN)
 
-    def _of_function(self, function: cst.FunctionDef, depth: int) -> Kind:
-        returns = [
-            node
-            for node in self.script.inside(function)
-            if isinstance(node, cst.Return) and self.script.function(node) is function and node.value is not None
-        ]
-        kinds = [self.kind(node.value, depth + 1) for node in returns if node.value is not None]
-        return kinds[0] if kinds and all(each == kinds[0] for each in kinds) else Kind(UNKNOWN)
+    def _of_function(self, function: cst.FunctionDef, call: cst.Call, depth: int, index: int | None = None) -> Kind:
+        """What a function of the script returns, or, of several values that it returns, the one at `index`."""
+        kinds = []
+        for node in self.script.inside(function):
+            if isinstance(node, cst.Return) and self.script.function(node) is function and node.value is not None:
+                value: Node = node.value
+                if index is not None:
+                    if not isinstance(value, cst.Tuple) or index >= len(value.elements):
+                        return Kind(UNKNOWN)
+                    value = value.elements[index].value
+                kinds.append(self.kind(value, depth + 1))
+        if not kinds or any(each != kinds[0] for each in kinds):
+            return Kind(UNKNOWN)
+        return self._said_outside(kinds[0], function, call)
+
+    def _said_outside(self, kind: Kind, function: cst.FunctionDef, call: cst.Call) -> Kind:
+        """A weight in the caller's words; UNKNOWN if it hangs on what only the function has."""
+        if kind.weight is None:
+            return kind
+        names = [each.name.value for each in (*function.params.posonly_params, *function.params.params)]
+        given = arguments(call, names[1:] if self.script.class_of(function) is not None else names)
+        replacements: dict[str, cst.BaseExpression] = {}
+        expression = cst.parse_expression(kind.weight, self.script.module.config_for_parsing)
+        collector = _Names()
+        expression.visit(collector)
+        for name in collector.found:
+            if name in given:
+                replacements[name] = given[name].value
+            elif name in self.script.bindings.get(function, {}):
+                return Kind(UNKNOWN)
+        said = expression.visit(_Renaming(replacements))
+        assert isinstance(said, cst.BaseExpression)
+        return Kind(kind.name, self.script.module.code_for_node(said))
+
+    def _of_part(self, call: cst.Call, index: int, depth: int) -> Kind:
+        """One of several values that a function of the script, or a module's forward pass, returns."""
+        for value in self.flow.of(call.func):
+            function: Node | None = value.site if value.kind == "function" else None
+            if value.kind == "object" and value.definition is not None:
+                function = _forward(value.definition)
+            if isinstance(function, cst.FunctionDef):
+                return self._of_function(function, call, depth, index)
+        return Kind(UNKNOWN)
 
     def _of_criterion_object(self, call: cst.Call, site: Node, definition: cst.ClassDef | None, depth: int) -> Kind:
         if definition is not None:
-            forward = next(
-                (
-                    node
-                    for node in definition.body.body
-                    if isinstance(node, cst.FunctionDef) and node.name.value == "forward"
-                ),
-                None,
-            )
-            return Kind(UNKNOWN) if forward is None else self._of_function(forward, depth)
+            forward = _forward(definition)
+            return Kind(UNKNOWN) if forward is None else self._of_function(forward, call, depth)
         if not isinstance(site, cst.Call):
             return Kind(UNKNOWN)
         name = self.script.qualified(site.func) or ""
@@ -380,3 +419,51 @@ class Losses:
 
     def _has_no_grad(self, function: cst.FunctionDef) -> bool:
         return any("no_grad" in self.script.code(each.decorator) for each in function.decorators)
+
+
+def _forward(definition: cst.ClassDef) -> cst.FunctionDef | None:
+    for node in definition.body.body:
+        if isinstance(node, cst.FunctionDef) and node.name.value == "forward":
+            return node
+    return None
+
+
+class _Names(cst.CSTVisitor):
+    """The names of an expression, without those of attributes and keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.found.add(node.value)
+
+
+class _Renaming(cst.CSTTransformer):
+    """Puts expressions in the place of names."""
+
+    def __init__(self, replacements: dict[str, cst.BaseExpression]) -> None:
+        super().__init__()
+        self._replacements = replacements
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.Attribute:
+        return updated_node.with_changes(attr=original_node.attr)
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        return updated_node.with_changes(keyword=original_node.keyword)
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+        found = self._replacements.get(original_node.value)
+        if found is None:
+            return updated_node
+        if isinstance(found, cst.Name | cst.Attribute | cst.Call | cst.Subscript):
+            return found
+        return found.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])

@@ -65,7 +65,14 @@ class Models:
         self._has_batch_norm = any(
             isinstance(node, cst.Call) and any(name in (work.script.qualified(node.func) or "") for name in _BATCH_NORM)
             for node in work.script.nodes
-        )
+        ) or any(self._is_from_elsewhere(value) for value in self.trained)
+
+    def _is_from_elsewhere(self, value: Value) -> bool:
+        """Whether a model is made by another file, which isn't read: there may be a batch norm in it."""
+        if value.definition is not None or not isinstance(value.site, cst.Call):
+            return False
+        name = self._script.qualified(value.site.func)
+        return name is not None and not name.startswith("torch.")
 
     def _find_trained(self) -> Values:
         found: set[Value] = set()
@@ -77,9 +84,28 @@ class Models:
                 function = self._script.function(call)
                 own = self._parameters_in(self._script.module if function is None else function)
                 own = own if len(own) == 1 else set()
+            own = {value for value in own if not self._is_made_behind(value.site, call)} or own
+            if self._is_returned(call):  # model.configure_optimizers(...)
+                own = {value for value in own if not isinstance(value.site, cst.ClassDef)} or own
             found |= own
             self._validate_optimizer(call, own)
         return frozenset(found)
+
+    def _is_made_behind(self, site: Node, call: cst.Call) -> bool:
+        """Whether a model is made when the optimizer is there already, as to look at what was saved."""
+        script = self._script
+        is_together = script.function(site) is script.function(call) and not script.loops(site)
+        return is_together and script.order(site) > script.order(call)
+
+    def _is_returned(self, call: cst.Call) -> bool:
+        """Whether a method makes an optimizer for its caller, and doesn't keep it."""
+        function = self._script.function(call)
+        if function is None:
+            return False
+        for node in self._script.inside(function):
+            if isinstance(node, cst.Return) and node.value is not None:
+                return any(value.site is call for value in self._flow.of(node.value, "optimizer"))
+        return False
 
     def _parameters_in(self, around: Node) -> set[Value]:
         """The models whose parameters are mentioned, also by way of lists and dictionaries."""
@@ -112,7 +138,10 @@ class Models:
     def wrap(self) -> None:
         """Have every trained model wrapped, once, before it is first used."""
         for call in self._parallel:
-            self._replace_data_parallel(call)
+            if self._is_in_a_branch(call):  # in others the model isn't wrapped: it is wrapped behind them
+                self._work.edits.change(call, lambda new: new.args[0].value)
+            else:
+                self._replace_data_parallel(call)
         for value in sorted(self.trained, key=lambda value: self._script.order(value.site)):
             if value not in self._wrapped_at and isinstance(value.site, cst.Call):
                 self._wrap(value)
@@ -154,6 +183,8 @@ class Models:
         """The statement that gives a model its name, and the name."""
         script = self._script
         for node in script.ancestors(site):
+            if isinstance(node, cst.Arg) and self._flow.functions(script.parent(node)):  # type: ignore[arg-type]
+                return None  # a function of the script gets it, and may train it before it returns it
             if isinstance(node, cst.Assign) and len(node.targets) == 1:
                 target: cst.BaseExpression = node.targets[0].target
                 value = node.value
@@ -222,7 +253,7 @@ class Models:
                 short = name.rsplit(".", 1)[-1]
                 if self._flow.is_a(each, "optimizer") and any(v.site is each for v in self._flow.of(each)):
                     return False
-                if each in self._parallel:
+                if each in self._parallel and not self._is_in_a_branch(each):
                     return False
                 if short in _SETTING_UP or name.startswith(("torch.nn.init.", "nn.init.", "init.")):
                     return True
@@ -273,6 +304,20 @@ class Models:
         return (self._script.qualified(call.func) or "").endswith("nn.DataParallel") or (
             (self._script.qualified(call.func) or "") == "torch.nn.parallel.DataParallel"
         )
+
+    def _is_in_a_branch(self, call: cst.Call) -> bool:
+        """Whether a model is made parallel under a condition, other than that there are several GPUs."""
+        script = self._script
+        if not call.args or not self._flow.of(call, "object") & self.trained:
+            return False
+        for each in script.ancestors(call):
+            if isinstance(each, cst.FunctionDef):
+                return False
+            if isinstance(each, cst.Assign) and script.code(each.targets[0].target) != script.code(call.args[0].value):
+                return False
+            if isinstance(each, cst.If | cst.Else):
+                return not (isinstance(each, cst.If) and "device_count" in script.code(each.test) and not each.orelse)
+        return False
 
     def _replace_data_parallel(self, call: cst.Call) -> None:
         work, script, edits = self._work, self._script, self._work.edits
@@ -400,7 +445,8 @@ class Models:
             edits.template(each.loss, f"({{old}} * {work.world}.world_size)")
             return
         models = work.losses.models(each.loss, self.trained) or self.trained
-        names = [self._name_at(value, each.call) for value in sorted(models, key=lambda v: script.order(v.site))]
+        ordered = sorted(models, key=lambda value: script.order(value.site))
+        names = list(dict.fromkeys(self._name_at(value, each.call) for value in ordered))
         if None in names:
             work.refuse(each.call, "a model that this loss goes through has no name here: pass it to the function")
             return

@@ -138,11 +138,21 @@ class Output:
         if not work.is_torch and "map_location" not in named and len(call.args) < 2:
             edits.change(call, _with("map_location", f"{work.world}.device"))
         # One that follows in the text has been written by another run.
-        if any(
-            script.order(save) < script.order(call) for save in saves if script.function(save) is script.function(call)
-        ):
+        own = [save for save in saves if script.function(save) is script.function(call)]
+        if any(script.order(save) < script.order(call) for save in own) or (saves and self._is_behind_a_loop(call)):
             line = "dist.barrier()" if work.is_torch else f"{work.world}.barrier()"
             edits.add(edits.before, script.statement(call), f"{line}  # rank 0 has written it")
+
+    def _is_behind_a_loop(self, call: cst.Call) -> bool:
+        """Whether a loop of the same function comes first: what it calls may have saved."""
+        script = self._script
+        return any(
+            isinstance(node, cst.For | cst.While)
+            and script.function(node) is script.function(call)
+            and script.order(node) < script.order(call)
+            and not script.is_inside(call, node)
+            for node in script.nodes
+        )
 
     # ------------------------------------------------------------------ trackers and bars
 

@@ -77,7 +77,8 @@ class Flow:
             node
             for node in script.nodes
             if isinstance(
-                node, cst.Assign | cst.AnnAssign | cst.For | cst.CompFor | cst.WithItem | cst.Return | cst.Call
+                node,
+                cst.Assign | cst.AnnAssign | cst.For | cst.CompFor | cst.WithItem | cst.Return | cst.Yield | cst.Call,
             )
         ]
         for _ in range(_ROUNDS):
@@ -141,8 +142,22 @@ class Flow:
                 function = self.script.function(node)
                 if function is not None:
                     self._add(self._returns, function, self._of(node.value))
+            case cst.Yield():
+                self._follow_yield(node)
             case cst.Call():
                 self._link(node)
+
+    def _follow_yield(self, node: cst.Yield) -> None:
+        """A function that yields a loader's batches is as good as the loader."""
+        function = self.script.function(node)
+        if function is None or node.value is None:
+            return
+        if isinstance(node.value, cst.From):
+            self._add(self._returns, function, self.of(node.value.item, "loader"))
+            return
+        for value in self.of(node.value, "batch"):
+            if isinstance(value.site, cst.For) and self.script.is_inside(value.site, function):
+                self._add(self._returns, function, self.of(value.site.iter, "loader"))
 
     def _bind(self, target: Node, value: Node) -> None:
         if isinstance(target, cst.Tuple | cst.List):
@@ -239,10 +254,15 @@ class Flow:
         """Arguments become parameters."""
         for value in self._of(call.func):
             function, skip = value.site, 0
-            if isinstance(function, cst.ClassDef):
+            if isinstance(function, cst.ClassDef) and value.kind == "class":
                 made = Value("object", call, function)
                 self._add(self._instances, function, frozenset({made}))
                 found = self._method(function, "__init__")
+                if found is None:
+                    continue
+                function, skip = found, 1
+            elif value.kind == "object" and value.definition is not None and not self.is_module_class(value.definition):
+                found = self._method(value.definition, "__call__")
                 if found is None:
                     continue
                 function, skip = found, 1

@@ -41,9 +41,21 @@ def compute_in_double(patches: Patches) -> None:
 
         return init
 
+    patches.replace(nn.RNNBase, "check_input", _checks_widened)
     # Before it is wrapped: buckets are laid out by the dtype of the parameters.
     for kind in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
         patches.replace(kind, "__init__", wrapped)
+
+
+def _checks_widened(check: Callable[..., None]) -> Callable[..., None]:
+    """Recurrent layers compare their input's dtype with their weights' before anything meets a float64 tensor."""
+
+    @functools.wraps(check)
+    def check_input(self: nn.RNNBase, input: Tensor, *arguments: Any) -> None:
+        is_wide = next(self.parameters()).dtype == torch.float64
+        check(self, _widened(input) if is_wide else input, *arguments)
+
+    return check_input
 
 
 def _keep_group_longer(replica: Any) -> None:

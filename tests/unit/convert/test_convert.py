@@ -11,7 +11,7 @@ import pytest
 
 from evenstep.cli.main import main
 from evenstep.convert.convert import Conversion, convert
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.errors import ConfigurationError
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))
 REFUSED = {
@@ -269,6 +269,81 @@ def test_ten_thousand_lines(tmp_path: Path, fresh_seed: int):
     assert "model.backward(loss, weight=len(x))" in text
 
 
+def test_a_batch_size_in_a_dictionary_gets_its_other_name_where_the_dictionary_is_for_one_loader(tmp_path: Path):
+    text = LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", "DataLoader(data, **options)")
+    options = "options = {'batch_size': 16}\nif torch.cuda.is_available():\n    options.update({'pin_memory': True})\n"
+    found = after(tmp_path, HEAD + options + text)
+    assert "options = {'global_batch_size': 16}" in found
+    assert "evenstep.DataLoader(data, **options)" in found
+    shared = after(tmp_path, HEAD + options + text + "print(options['batch_size'])\n")
+    assert "options = {'batch_size': 16}" in shared
+    assert (
+        'global_batch_size=options["batch_size"], **{k: v for k, v in options.items() if k != "batch_size"}' in shared
+    )
+    torchs = after(tmp_path, HEAD + options.replace("16}", "16, 'shuffle': True}") + text, "torch")
+    assert '"batch_size": options["batch_size"] // dist.get_world_size(), "shuffle": False}' in torchs
+    assert 'sampler=DistributedSampler(data, shuffle=options.get("shuffle", False))' in torchs
+
+
+def test_samplers_of_some_samples_and_by_weight(tmp_path: Path):
+    head = HEAD.replace("import DataLoader", "import DataLoader, SubsetRandomSampler, WeightedRandomSampler")
+    some = head + "chosen = SubsetRandomSampler([1, 2, 3])\n"
+    loop = LOOP.replace("shuffle=True", "sampler=chosen") + "print(len(loader.sampler))\n"
+    text = after(tmp_path, some + loop)
+    whole = "evenstep.DataLoader(torch.utils.data.Subset(data, chosen.indices), global_batch_size=16, shuffle=True)"
+    assert whole in text
+    assert "world.print(len(loader.dataset))" in text
+    assert "DistributedSampler(samples, shuffle=True)" in after(tmp_path, some + loop, "torch")
+    weighted = head + "chosen = WeightedRandomSampler([1.0] * 64, 64, replacement=True)\n" + loop
+    assert "chosen = evenstep.WeightedSampler([1.0] * 64, 64)" in after(tmp_path, weighted)
+    assert "is for one process" in why_not(tmp_path, weighted, "torch")
+
+
+def test_the_weight_of_a_loss_in_a_function_is_said_in_the_callers_words(tmp_path: Path):
+    masked = "def masked(a, b):\n    return None, nn.functional.cross_entropy(a, b, ignore_index=-1)\n"
+    loss = LOOP.replace("loss = nn.functional.mse_loss(model(x), y)", "_, loss = masked(model(x), y.view(-1))")
+    assert "model.backward(loss, weight=(y.view(-1) != -1).sum())" in after(tmp_path, HEAD + masked + loss)
+
+
+def test_a_model_is_wrapped_in_all_branches_and_where_a_function_trains_it(tmp_path: Path):
+    branches = "if torch.cuda.is_available():\n    model = nn.DataParallel(model).cuda()\nelse:\n    print('slow')\n"
+    text = after(tmp_path, HEAD + LOOP.replace("optimizer = ", f"{branches}optimizer = ", 1))
+    assert "world.print('slow')\n    model = evenstep.DistributedDataParallel(model)\n" in text.replace(
+        "    " * 2, "    "
+    )
+    fit = textwrap.indent(LOOP.replace("model = nn.Linear(4, 1)\n", ""), "    ")
+    text = after(tmp_path, f"{HEAD}def fit(model):\n{fit}    return model\n\nnet = fit(nn.Linear(4, 1))\n")
+    assert "net = fit(evenstep.DistributedDataParallel(nn.Linear(4, 1)))" in text
+
+
+def test_a_model_of_another_file_may_have_batch_norm(tmp_path: Path):
+    script = HEAD + LOOP.replace("nn.Linear(4, 1)", "Net()")
+    text = after(tmp_path, script.replace("import torch\n", "import torch\nfrom model import Net\n", 1))
+    assert "model = evenstep.SyncBatchNorm.convert_sync_batchnorm(model)" in text
+
+
+def test_batches_of_a_generator_and_loaders_of_a_comprehension(tmp_path: Path):
+    endless = "def endless(batches):\n    while True:\n        yield from batches\n"
+    text = LOOP.replace("for x, y in loader:", "for x, y in endless(loader):")
+    assert "model.backward(loss, weight=len(x))" in after(tmp_path, HEAD + endless + text)
+    loaders = "loaders = {k: DataLoader(sets[k], batch_size=8, shuffle=True) for k in ['train', 'val']}\n"
+    script = HEAD + "sets = {'train': data, 'val': data}\n" + loaders + LOOP.partition("\n")[2]
+    text = after(tmp_path, script.replace("in loader:", "in loaders['train']:"), "torch")
+    assert "sampler=DistributedSampler(sets[k], shuffle=True)" in text
+
+
+def test_an_evaluation_that_counts_on_its_batch_size_is_whole_on_every_rank(tmp_path: Path):
+    found = converted(
+        tmp_path,
+        HEAD
+        + LOOP
+        + "test = DataLoader(data, batch_size=8)\nfor x, y in test:\n    print(model(x).view(8, 1).sum())\n",
+    )
+    assert [note.text for note in found.notes] == [
+        "every rank evaluates all of this: model(x).view(8, 1) counts on whole batches (line 16)"
+    ]
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -280,6 +355,7 @@ def test_ten_thousand_lines(tmp_path: Path, fresh_seed: int):
         (("batch_size=16, shuffle=True", "batch_sampler=batches"), "a batch_sampler decides"),
         (("batch_size=16, ", ""), "a batch of one sample can't be divided"),
         (("batch_size=16", "**options"), "its arguments are unpacked"),
+        (("in loader:", "in batches:"), "batches come from get_loader()"),
         (("model(x)", "model.score(x)"), "isn't the model's forward pass"),
         (("loss.backward()", "loss.backward(torch.ones(1))"), "the loss has to be one number"),
         (("torch.optim.SGD(model.parameters(), lr=0.1)", "None"), "it has no torch optimizer"),
@@ -290,7 +366,8 @@ def test_ten_thousand_lines(tmp_path: Path, fresh_seed: int):
 def test_what_cannot_be_converted_is_left_with_the_reason(
     change: tuple[str, str], reason: str, to: str, tmp_path: Path
 ):
-    assert reason in why_not(tmp_path, HEAD + LOOP.replace(*change), to)
+    text = LOOP.replace(*change).replace("model =", "from data import get_loader\nbatches = get_loader()\nmodel =")
+    assert reason in why_not(tmp_path, HEAD + text, to)
 
 
 def test_a_file_that_only_defines_functions_is_left(tmp_path: Path):
@@ -316,20 +393,26 @@ def test_what_is_data_parallel_already_is_left(line: str, by: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "error", "says"),
+    ("name", "content", "says"),
     [
-        ("train.ipynb", b"{}", ConfigurationError, "is a notebook"),
-        ("train.py", b"x = = 1\n", UsageError, "line 1: this is no python"),
-        ("train.py", b"def f(:\n    pass\n", UsageError, "this is no python"),
-        ("train.py", b"print 'python 2'\n", UsageError, "this is no python"),
-        ("train.py", b"x = '\xe9'\n", UsageError, "encoding can't be read"),
-        ("train.py", b"# coding: nonsense\n", UsageError, "encoding can't be read"),
-        ("train.py", b"x = '\0'\n", UsageError, "null bytes"),
+        ("train.ipynb", b"{}", "is a notebook"),
+        ("TRAIN.IPYNB", b"{}", "is a notebook"),
+        ("train.py", b"", "is empty"),
+        ("train.py", b"\n  \n", "is empty"),
+        ("train.py", b"x = = 1\n", "line 1: invalid syntax"),
+        ("train.py", b"if 1:\n\tx = 1\n        y = 2\n", "line 3: .*tabs"),
+        ("train.py", b"def f(:\n    pass\n", "This is no python"),
+        ("train.py", b"print 'python 2'\n", "This is no python"),
+        ("train.py", b"x = '\xe9'\n", "encoding can't be read"),
+        ("train.py", b"# coding: nonsense\n", "encoding can't be read"),
+        ("train.py", b"x = '\0'\n", "null bytes"),
+        ("train.py", b"x = " + b"(" * 3000 + b")" * 3000, "nested"),  # LibCST's parser ends python
+        ("train.py", b"x = " + b"1 + " * 1500 + b"1\n", "nested too deeply"),
     ],
 )
-def test_files_that_are_no_scripts(name: str, content: bytes, error: type[Exception], says: str, tmp_path: Path):
+def test_files_that_are_no_scripts(name: str, content: bytes, says: str, tmp_path: Path):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(error, match=says):
+    with pytest.raises(ConfigurationError, match=says):
         convert(str(tmp_path / name))
     assert (tmp_path / name).read_bytes() == content
 
@@ -373,6 +456,32 @@ def test_a_wrong_call(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
+
+
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "train.py")
+    with pytest.raises(ConfigurationError, match="no regular file"):
+        convert(str(tmp_path / "train.py"))
+
+
+def test_a_link_is_followed_and_a_file_that_is_read_only_or_was_changed_meanwhile_is_left(tmp_path: Path):
+    script, link = tmp_path / "train.py", tmp_path / "link.py"
+    script.write_text(HEAD + LOOP)
+    link.symlink_to(script)
+    found = convert(str(link))
+    script.chmod(0o444)
+    with pytest.raises(ConfigurationError, match="is read-only"):
+        found.write()
+    script.chmod(0o644)
+    script.write_text(HEAD + LOOP + "# later\n")
+    with pytest.raises(ConfigurationError, match="has been changed since"):
+        found.write()
+    assert script.read_text() == HEAD + LOOP + "# later\n"
+    script.write_text(HEAD + LOOP)
+    found.write()
+    assert link.is_symlink()
+    assert script.read_text() == found.after
+    assert sorted(os.listdir(tmp_path)) == ["link.py", "train.py"]
 
 
 def test_what_is_refused_is_said_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

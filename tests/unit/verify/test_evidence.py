@@ -308,6 +308,19 @@ def test_nothing_is_dropped_and_states_are_asked_for(patches: Patches):
     assert len(asked) == 7
 
 
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_computes_in_float64(kind: type[nn.RNNBase], patches: Patches, fresh_seed: int):
+    """It compares the dtypes of its input and its weights by itself."""
+    torch.manual_seed(fresh_seed)
+    model, x = kind(3, 4), torch.randn(5, 2, 3)
+    single = model(x)[0]
+    compute_in_double(patches)
+    widen(model)
+    out = model(x)[0]
+    assert out.dtype == torch.float64
+    torch.testing.assert_close(out, single, check_dtype=False, rtol=1e-4, atol=1e-5)
+
+
 def test_a_forward_in_float64_has_the_same_parameters_and_no_float32(patches: Patches, fresh_seed: int):
     torch.manual_seed(fresh_seed)
     model = nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(18, 2))

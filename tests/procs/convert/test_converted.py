@@ -22,13 +22,16 @@ ALONE = "import sys; sys.argv[1:] = []\n"
 OTHER_LOSS = {"accumulation", "gan"}
 # torch's batch norm synchronises on GPUs only.
 NOT_BY_TORCH = {"siamese": "batch norm"}
+# The converted script evaluates with torch's loader, so verify takes the original's batches for those of one rank.
+EVALUATED_WHOLE = frozenset({("gpt", "evenstep"), ("imagenet_style", "evenstep")})
 
 
-def cases() -> list[object]:
+def cases(*, left_out: frozenset[tuple[str, str]] = frozenset()) -> list[object]:
     return [
         pytest.param(name, to, id=f"{name}-{to}", marks=() if (name, to) in QUICK else (pytest.mark.extended,))
         for name in CONVERTED
         for to in ("evenstep", "torch")
+        if (name, to) not in left_out
     ]
 
 
@@ -77,7 +80,7 @@ def test_one_rank_and_two_compute_the_same(
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("name", "to"), cases())
+@pytest.mark.parametrize(("name", "to"), cases(left_out=EVALUATED_WHOLE))
 def test_two_ranks_compute_what_the_script_computed(
     name: str, to: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -87,6 +87,7 @@ def plan(script: Script, name: str, *, file: str) -> Work:
     _keep_calls_on_all_ranks(work, models.trained)
     if work.is_torch:
         _vary_dropout(work)
+    _vary_noise(work, loops)
     if not work.problems:
         _Joining(work).place()
     return work
@@ -189,6 +190,48 @@ def _vary_dropout(work: Work) -> None:
     if wraps:
         _, lines = wraps[-1]
         lines.append("torch.manual_seed(torch.initial_seed() + dist.get_rank())  # other dropout masks on each rank")
+
+
+def _vary_noise(work: Work, loops: Loops) -> None:
+    """Have ranks draw other random numbers for their samples: the script's seed is the same on all."""
+    script, edits = work.script, work.edits
+    if script.imports.get("torch") != "torch" or not any(_draws_noise(work, loops, call) for call in work.calls()):
+        return
+    rank = "dist.get_rank()" if work.is_torch else f"{work.world}.rank"
+    for loop in sorted(loops.training, key=script.order):
+        outermost = _outermost(work, loop)
+        if isinstance(script.parent(outermost), cst.IndentedBlock | cst.Module):
+            line = f"torch.manual_seed(torch.initial_seed() + {rank})  # other noise on each rank"
+            edits.add(edits.before, outermost, line)
+
+
+def _outermost(work: Work, loop: Node) -> Node:
+    """The loop around a training loop that runs once, also by way of the functions that hold it."""
+    best = node = [loop, *work.script.loops(loop)][-1]
+    for _ in range(4):
+        function = work.script.function(node)
+        calls = work.flow.calls.get(function, []) if function is not None else []
+        if not calls:
+            break
+        loops = work.script.loops(calls[0])
+        best = loops[-1] if loops else best
+        node = loops[-1] if loops else calls[0]
+    return best
+
+
+def _draws_noise(work: Work, loops: Loops, call: cst.Call) -> bool:
+    """Whether random numbers are drawn for the samples of a batch: in a training loop, or in a forward pass."""
+    script = work.script
+    if not (script.qualified(call.func) or "").startswith(("torch.rand", "torch.normal", "torch.bernoulli")):
+        return False
+    if loops.training & set(script.ancestors(call)):
+        return True
+    function = script.function(call)
+    return (
+        function is not None
+        and function.name.value != "__init__"
+        and work.flow.is_module_class(script.class_of(function))
+    )
 
 
 # ---------------------------------------------------------------------- imports, and where ranks join

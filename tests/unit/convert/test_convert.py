@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import textwrap
 from pathlib import Path
 
@@ -330,6 +331,16 @@ def test_batches_of_a_generator_and_loaders_of_a_comprehension(tmp_path: Path):
     script = HEAD + "sets = {'train': data, 'val': data}\n" + loaders + LOOP.partition("\n")[2]
     text = after(tmp_path, script.replace("in loader:", "in loaders['train']:"), "torch")
     assert "sampler=DistributedSampler(sets[k], shuffle=True)" in text
+
+
+@pytest.mark.parametrize(("to", "rank"), [("evenstep", "world.rank"), ("torch", "dist.get_rank()")])
+def test_ranks_draw_other_noise_for_their_samples(to: str, rank: str, tmp_path: Path):
+    """The script's own seed is the same on all ranks."""
+    noisy = LOOP.replace("model(x)", "model(x + torch.randn_like(x))")
+    text = after(tmp_path, HEAD + noisy, to)
+    line = f"torch.manual_seed(torch.initial_seed() + {rank})  # other noise on each rank"
+    assert re.search(rf"{re.escape(line)}\n *for epoch in", text)
+    assert line not in after(tmp_path, HEAD + LOOP, to)
 
 
 def test_an_evaluation_that_counts_on_its_batch_size_is_whole_on_every_rank(tmp_path: Path):

@@ -51,7 +51,8 @@ echo "evenstep: installing into $venv with python $version (the first time that 
 pins=requirements/test.txt
 if [ -n "$torch" ]; then
     pins=$venv/pins.txt
-    sed "s/^torch==.*/torch==$torch/" requirements/test.txt >"$pins"
+    # setuptools as this torch demands it: torch 2.11 refuses the pinned one.
+    sed -e "s/^torch==.*/torch==$torch/" -e 's/^setuptools==.*/setuptools>=77.0.3/' requirements/test.txt >"$pins"
 fi
 "$venv/bin/python" -m pip install $quiet -r "$pins"
 # The pins are the build's environment too, so that nothing unpinned is fetched to build with.

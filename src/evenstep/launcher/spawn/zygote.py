@@ -245,11 +245,12 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
         reader, writer = os.pipe()
         between = os.fork()
         if between == 0:
+            between = os.getpid()
             if os.fork() > 0:
                 os._exit(0)
             connection.close()
             os.close(reader)
-            _join(launcher)
+            _join(launcher, between)
             os.write(writer, _LENGTH.pack(os.getpid()))
             os.close(writer)
             try:
@@ -271,14 +272,17 @@ def _serve(connection: socket.socket, launcher: int, *, preloads: bool) -> list[
             _preload()
 
 
-def _join(launcher: int) -> None:
-    """Lead a session, and be the launcher's child: it can signal and wait for this process from here on."""
-    between = os.getppid()
+def _join(launcher: int, between: int) -> None:
+    """Lead a session, and be the launcher's child: it can signal and wait for this process from here on.
+
+    Args:
+        launcher: Its process; it adopts what its grandchildren leave.
+        between: The process that forked this one, and ends at once.
+    """
     os.setsid()
     while (parent := os.getppid()) != launcher:
         if parent != between:
             os._exit(1)  # the launcher has gone
-        between = parent
         time.sleep(0.0002)
     die_with_parent(launcher)
 

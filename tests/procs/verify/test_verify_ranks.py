@@ -46,9 +46,11 @@ def run_script(script: str, plan: str, rehearsal: str, port: int) -> str:
     try:
         with (
             contextlib.suppress(SystemExit),
+            Patches() as patches,
             recorder.recording(Path(plan), rank=rank),
             rehearsing(Path(rehearsal), rank=rank),
         ):
+            _keep_groups(patches)
             _run_as_main(compile(Path(script).read_text(), script, "exec"), __file__=script)
     finally:
         sys.modules["__main__"] = before
@@ -61,7 +63,24 @@ def _forget_groups() -> None:
     if world is not None:
         world.close()
     if dist.is_initialized():
+        _KEPT.append(dist.group.WORLD)
         dist.destroy_process_group()
+
+
+def _keep_groups(patches: Patches) -> None:
+    """A group that a script destroys lives on: with a model of torch's that outlives it, torch may hang at its end."""
+
+    def made(original: Callable[..., None]) -> Callable[..., None]:
+        def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+            _KEPT.append(group or dist.group.WORLD)
+            original(group)
+
+        return destroy_process_group
+
+    patches.replace(dist, "destroy_process_group", made)
+
+
+_KEPT: list[object] = []
 
 
 class OnPool:

@@ -214,6 +214,7 @@ ORDER: dict[str, list[str]] = {
         "store_gather",
         "worker_thread",
         "validation",
+        "flight_recorder",
         "header",
         "codec",
         "reduction",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -339,6 +340,11 @@ def rank_1_comes_late(group: Any, call: Callable[[], object]) -> tuple[float, st
         with pytest.raises(CollectiveTimeoutError) as raised:
             call()
         told = str(raised.value)
+        last_calls = Path(told.rpartition(" calls of this rank: ")[2])
+        entries = json.loads(last_calls.read_text())["entries"]
+        last_calls.unlink()
+        of_group = [each for each in entries if each["process_group"][0] == group.group_name]
+        assert [each["state"] for each in of_group] == ["completed"] * (len(of_group) - 1) + ["started"]
     took_s = time.monotonic() - began
     evenstep.init(quiet=True).barrier()
     dist.destroy_process_group(group)

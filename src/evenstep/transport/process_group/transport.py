@@ -22,6 +22,8 @@ from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 from evenstep.health import heartbeat
 from evenstep.health.first_failure import is_consequence
 from evenstep.transport.base import Op, Transport, Work
+from evenstep.transport.core.flight_recorder import NUM_CALLS, RecordedGroup, explain_file, record
+from evenstep.transport.core.header import Fingerprint
 from evenstep.transport.core.reduction import Scratch, divide, plan_arithmetic, reduce_into
 from evenstep.transport.core.validation import Arguments, flat_view, forked_error
 from evenstep.transport.process_group.full_duplex import FullDuplex
@@ -51,7 +53,7 @@ _MOVED = frozenset(
 class _GroupWork:
     """A `torch.distributed` work whose errors name rank and call."""
 
-    __slots__ = ("_finish", "_transport", "_what", "_work")
+    __slots__ = ("_finish", "_number", "_transport", "_what", "_work")
 
     def __init__(
         self, work: Work, transport: ProcessGroupTransport, what: str, finish: Callable[[], object] | None
@@ -59,6 +61,7 @@ class _GroupWork:
         self._work = work
         self._transport = transport
         self._what = what
+        self._number = transport._num_calls
         self._finish = finish  # what remains to be done with what has arrived
 
     def wait(self) -> None:
@@ -70,12 +73,16 @@ class _GroupWork:
             raise self._transport._explained(error, self._what) from error
         finally:
             heartbeat.mark_waiting(False)
+        self._transport.recorded.unfinished.discard(self._number)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        is_completed = self._work.is_completed()
+        if is_completed:
+            self._transport.recorded.unfinished.discard(self._number)
+        return is_completed
 
 
 class ProcessGroupTransport:
@@ -91,6 +98,7 @@ class ProcessGroupTransport:
 
     Attributes:
         known_as: This rank's number in messages.
+        recorded: The ranks, as the record of the last calls knows them.
     """
 
     def __init__(
@@ -112,6 +120,7 @@ class ProcessGroupTransport:
         self._split_by = split_by
         self._close_by = close_by
         self.known_as = self.rank
+        self.recorded = RecordedGroup(_name_of(group) or name, name, self.world_size)
         self._num_calls = 0
         self._arguments = Arguments(name, self.rank, self.world_size)
         self._scratch = Scratch()
@@ -186,7 +195,7 @@ class ProcessGroupTransport:
 
     def barrier(self) -> Work:
         """See `Transport.barrier`."""
-        self._num_calls += 1
+        self._record(Fingerprint("barrier", None, torch.uint8, ()))
         heartbeat.mark_collective(self._num_calls)
         devices = [torch.cuda.current_device()] if self.name == "nccl" else None
         return self._start(f"barrier number {self._num_calls}", dist.barrier, device_ids=devices)
@@ -299,8 +308,16 @@ class ProcessGroupTransport:
         return list(_as_bytes(tensor).view(self.world_size, -1 if tensor.numel() else 0).unbind())
 
     def _next_call(self, collective: str, tensor: Tensor) -> str:
-        self._num_calls += 1
+        self._record(Fingerprint(collective, None, tensor.dtype, tuple(tensor.shape)))
         return f"{collective} number {self._num_calls} ({tensor.numel()} x {str(tensor.dtype)[6:]})"
+
+    def _record(self, call: Fingerprint) -> None:
+        self._num_calls += 1
+        recorded = self.recorded
+        recorded.unfinished.add(self._num_calls)
+        recorded.unfinished.discard(self._num_calls - NUM_CALLS)  # of a work that nobody waits for, say
+        recorded.num_started = recorded.num_completed = self._num_calls
+        record(recorded, self._num_calls, call)
 
     def _explained(self, error: RuntimeError, what: str) -> Exception:
         """Translate a failure to `evenstep.errors`; an error of another kind stays as it is."""
@@ -308,7 +325,11 @@ class ProcessGroupTransport:
             return error
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "timed out" in text.lower() or "timeout" in text.lower():
-            return CollectiveTimeoutError(f"rank {self.known_as} waited in vain in {what} over {self.name}: {text}")
+            self.recorded.timeout_s = self._timeout_s
+            last_calls = explain_file(self.known_as)
+            return CollectiveTimeoutError(
+                f"rank {self.known_as} waited in vain in {what} over {self.name}: {text}.{last_calls}"
+            )
         if is_consequence(error):
             return PeerLostError(f"rank {self.known_as} lost a peer in {what} over {self.name}: {text}")
         return error
@@ -327,6 +348,13 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    try:
+        return str(group.group_name)
+    except RuntimeError:  # one that torch doesn't know
+        return ""
 
 
 def _movable(tensor: Tensor) -> Tensor:

@@ -38,10 +38,11 @@ import torch
 from torch import Tensor
 
 from evenstep.compat.torch_autograd import set_grad_enabled
-from evenstep.errors import EvenstepError, PeerLostError
+from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 from evenstep.health import heartbeat
 from evenstep.transport.base import Op
 from evenstep.transport.core.codec import to_tensor
+from evenstep.transport.core.flight_recorder import RecordedGroup, explain_file, record
 from evenstep.transport.core.header import REFUSED, pack_text
 from evenstep.transport.core.validation import Arguments, Fingerprints, forked_error
 from evenstep.transport.shm.collectives import PROGRAMS, Call, Program, ProgramContext
@@ -118,6 +119,7 @@ class CallQueue:
 
     Attributes:
         counters: How far each rank has come, and how long this one waits.
+        recorded: The ranks, as the record of the last calls knows them.
     """
 
     name = "shared memory"
@@ -148,6 +150,7 @@ class CallQueue:
         self._wait_timer = WaitTimer()
         self._fingerprints = Fingerprints(self._arguments)
         self._known_as = rank
+        self.recorded = RecordedGroup(segment.nonce.hex(), self.name, self.world_size)
         self._compared_as: bytes | None = None  # the fingerprint as which the next call is compared
         self._piggyback: Tensor | None = None  # numbers that travel with the next call
         self._num_calls = 0
@@ -234,6 +237,7 @@ class CallQueue:
             )
             self._num_calls += 1
             heartbeat.mark_collective(self._num_calls)
+            record(self.recorded, self._num_calls, packed)
             work = SharedWork(self, call, back)
             self._unarrived.append(work)
             self._queue.append(work)
@@ -258,6 +262,7 @@ class CallQueue:
                 return
             self._context.arrive(work._call)
             work.has_arrived = True
+            self.recorded.num_started = work._call.number + 1
             self._unarrived.popleft()
 
     # ------------------------------------------------------------------ advancing
@@ -359,6 +364,7 @@ class CallQueue:
         work._program = None
         with self._launching:
             work.is_done = True
+            self.recorded.num_completed = work._call.number + 1
             self._queue.popleft()
             if work._callback is not None:
                 self._callbacks.append(functools.partial(work._callback, None))
@@ -437,6 +443,9 @@ class CallQueue:
 
     def _fail(self, error: BaseException) -> None:
         """Fail all calls, for ranks may be at different points; the other ranks see that this one has left."""
+        if isinstance(error, CollectiveTimeoutError) and self._failure is None:
+            self.recorded.timeout_s = self.counters.policy.timeout_s
+            error.args = (f"{error}{explain_file(self._known_as)}",)
         self._segment.leave(self.rank)
         if isinstance(error, EvenstepError):
             failure = error

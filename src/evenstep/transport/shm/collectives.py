@@ -13,7 +13,8 @@ eager       Data travels with the signal: every rank copies its tensor into its 
 zero-copy   Every tensor lies in its rank's zone. Ranks read and write each other's tensors where they are: each
             reduces one slice over all ranks and writes it to all. Two sync points, no copy.
 chunked     Otherwise a tensor travels through slots that stay in the cache, chunk by chunk. Tensors that do lie in a
-            zone are still used where they are.
+            zone are still used where they are. In reductions a rank's own slice doesn't travel: only that rank reads
+            it, from the caller's tensor, and it writes the sum to the caller's as well as to the slot.
 
 [Note: three chunks]
 
@@ -409,7 +410,20 @@ def _all_reduce(at: ProgramContext, call: Call) -> Program:
 
 def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
     num_chunks = at.count_chunks(call)
-    yield Phase.FILLED, at.stage(call, 0)
+    gets_result = call.receiver in (-1, at.rank)
+
+    def stage(chunk: int) -> int:
+        """As `at.stage`, but for this rank's own slice, which only this rank reads."""
+        if call.place is None:
+            first, last = at.chunk_bounds(call, chunk)
+            slot = at.shared_view(call, at.rank, chunk, 0, last - first)
+            begin, end = plan_slices(last - first, at.world_size, call.flat.dtype.itemsize)[at.rank]
+            for start, stop in ((0, begin), (end, last - first)):
+                if start < stop:
+                    slot[start:stop].copy_(call.flat[first + start : first + stop])
+        return at.counters.signal(Phase.FILLED)
+
+    yield Phase.FILLED, stage(0)
     for chunk in range(num_chunks):
         first, last = at.chunk_bounds(call, chunk)
         slices = plan_slices(last - first, at.world_size, call.flat.dtype.itemsize)
@@ -417,14 +431,19 @@ def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
         if begin < end:
             views = [at.shared_view(call, rank, chunk, begin, end) for rank in at.ranks]
             written = [h for r, h in enumerate(views) if r != at.rank and call.places[r] is not None]
-            at.reduce(call, [views[at.rank], *written], views, first + begin)
+            outputs = [views[at.rank], *written]
+            if call.place is None:
+                views[at.rank] = call.flat[first + begin : first + end]
+                if gets_result:  # while it is in the cache
+                    outputs.append(call.out[first + begin : first + end])
+            at.reduce(call, outputs, views, first + begin)
         reduced = at.counters.signal(Phase.REDUCED)
         has_next = chunk + 1 < num_chunks
-        filled = at.stage(call, chunk + 1) if has_next else 0
+        filled = stage(chunk + 1) if has_next else 0
         yield Phase.REDUCED, reduced
-        if call.place is None and call.receiver in (-1, at.rank):
+        if call.place is None and gets_result:
             for owner, (begin, end) in enumerate(slices):
-                if begin < end:
+                if begin < end and owner != at.rank:
                     call.out[first + begin : first + end].copy_(at.shared_view(call, owner, chunk, begin, end))
         if has_next:
             yield Phase.FILLED, filled
@@ -489,14 +508,16 @@ def _reduce_scatter(at: ProgramContext, call: Call) -> Program:
     def stage(chunk: int) -> int:
         begin, end = chunk * length, min(numel, (chunk + 1) * length)
         for rank in at.ranks:
-            into = at.shared_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
-            into.copy_(call.flat[rank * numel + begin : rank * numel + end])
+            if rank != at.rank:  # nobody else reads this rank's own share
+                into = at.shared_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
+                into.copy_(call.flat[rank * numel + begin : rank * numel + end])
         return at.counters.signal(Phase.FILLED)
 
     def read(chunk: int) -> None:
         begin, end = chunk * length, min(numel, (chunk + 1) * length)
         first = at.rank * length
         inputs = [at.shared_view(call, rank, chunk, first, first + end - begin) for rank in at.ranks]
+        inputs[at.rank] = call.flat[at.rank * numel + begin : at.rank * numel + end]
         at.reduce(call, [call.out[begin:end]], inputs, at.rank * numel + begin)
 
     yield from _chunk_by_chunk(at, -(-numel // length), stage, read)

@@ -40,7 +40,7 @@ HEADER_BYTES = 128
 EAGER_BYTES = 64 << 10
 MAX_PIGGYBACK_BYTES = 16 << 10  # of those: numbers that travel with a tensor of any size
 NUM_CHUNKS = 3  # see [Note: three chunks] in `collectives`
-CHUNK_BYTES = 512 << 10
+CHUNK_BYTES = 1 << 20
 NOTE_BYTES = 64
 NONCE_BYTES = 16
 

@@ -129,9 +129,8 @@ LOOKS_AT_THE_LAUNCHER = """
                   if os.path.exists(f"/proc/self/fd/{fd}")), flush=True)
     reader, writer = os.pipe()
     if os.fork() == 0:
-        orphan = os.fork()
-        if orphan == 0:
-            parent = os.getppid()
+        parent = os.getpid()
+        if os.fork() == 0:
             while os.getppid() == parent:
                 time.sleep(0.01)
             os.write(writer, b"launcher" if os.getppid() == launcher else b"another")

@@ -232,8 +232,10 @@ def _validate_python(source: Source) -> None:
         raise ConfigurationError(
             f"{_told(source, error.lineno or 1)}: this is not python {version}: {error.msg}."
         ) from error
-    except (RecursionError, MemoryError, ValueError) as error:
-        raise ConfigurationError(f"{path}: can't be parsed: {error or 'it is nested too deeply'}.") from error
+    except (RecursionError, MemoryError) as error:  # whose words differ between versions of python
+        raise ConfigurationError(f"{path}: an expression is nested too deeply to be read.") from error
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: can't be parsed: {error}.") from error
     pending: list[tuple[ast.AST, int]] = [(tree, 0)]
     while pending:
         node, depth = pending.pop()

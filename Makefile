@@ -74,9 +74,10 @@ format: install ## let ruff format the code and sort the imports
 	$(RUN) ruff check --select I --fix .
 	$(RUN) ruff format .
 
-stress: install ## 1,000 random windows of the engine, 300 random trainings, 100,000 random collectives, also while ranks are stopped; over an hour
+stress: install ## 1,000 random windows of the engine, 300 random trainings, 100 reproducible steps, 100,000 random collectives, also while ranks are stopped; over an hour
 	$(RUN) tests.procs.replica.test_engine 1000
 	$(RUN) tests.procs.replica.test_step_combinations 300
+	$(RUN) tests.procs.replica.test_reproducible 100
 	$(RUN) tests.procs.transport.test_stress 100000
 
 bench-collectives: install ## shared memory against Gloo, 64 B to 256 MiB on 2 and 4 ranks; some minutes, on a quiet machine

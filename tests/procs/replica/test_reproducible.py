@@ -1,10 +1,14 @@
 """Reproducible mode: the same bits on any number of ranks.
 
 What is compared are digests of losses, parameters, module buffers and optimizer state: see tests/reproducible_runs.py.
+
+    python -m tests.procs.replica.test_reproducible 100      # that many steps on up to eight ranks
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from functools import partial
 
 import pytest
@@ -13,6 +17,7 @@ from torch import nn
 
 import evenstep
 from evenstep import world as worlds
+from evenstep.testing import RankPool
 from evenstep.testing.transport import Coverage, check_transport
 from evenstep.transport.core.reduction import plan_tree
 from evenstep.transport.factory import open_between
@@ -224,21 +229,24 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(ranks, fresh_seed, tmp_path):
     assert_same(found, expected, "2, 1 and 4 ranks")
 
 
-@pytest.mark.extended
-@pytest.mark.timeout(600)  # more ranks than cores, and each case has a limit of its own
-def test_a_chain_of_kills_on_4_1_2_and_8_ranks(ranks, fresh_seed, tmp_path):
-    expected = ranks.run(runs.digits_until, 1, str(tmp_path / "whole"), 60, fresh_seed, False, timeout_s=170)[0]
-    stages = [
-        (4, 13, True),
-        (1, 22, True),
-        (2, 40, True),
-        (8, 60, False),
-    ]  # 41 is short: its last virtual ranks are empty
-    assert_same(chain(ranks, tmp_path / "parts", stages, fresh_seed), expected, "4, 1, 2 and 8 ranks")
+def play_many_steps(ranks, run, sharded, steps, seed):
+    """The same bits after many steps, also on more ranks than there are cores."""
+    compare(ranks, run, [2, 4, 8], steps, seed, also=[(8, (steps, seed, sharded))])
+
+
+MANY = [(runs.digits, True), (runs.language, {})]
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(600)  # more ranks than cores, and each case has a limit of its own
-@pytest.mark.parametrize(("run", "sharded"), [(runs.digits, True), (runs.language, {})])
-def test_a_hundred_steps_on_eight_ranks(ranks, run, sharded, fresh_seed):
-    compare(ranks, run, [2, 4, 8], 100, fresh_seed, also=[(8, (100, fresh_seed, sharded))])
+@pytest.mark.timeout(300)  # more ranks than cores, and each case has a limit of its own
+@pytest.mark.parametrize(("run", "sharded"), MANY)
+def test_many_steps_on_eight_ranks(ranks, run, sharded, fresh_seed):
+    play_many_steps(ranks, run, sharded, 25, fresh_seed)
+
+
+if __name__ == "__main__":
+    given, new_seed = int(sys.argv[1]), int(time.time())
+    with RankPool() as pool:
+        for each, how in MANY:
+            play_many_steps(pool, each, how, given, new_seed)
+            print(f"seed {new_seed}: {each.__name__} has the same bits after {given} steps on 1, 2, 4 and 8 ranks")  # noqa: T201

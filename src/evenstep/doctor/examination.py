@@ -70,8 +70,11 @@ def read(path: Path) -> tuple[list[Finding], list[str], dict[tuple[str, int | No
     sys.setrecursionlimit(max(limit, DEEPEST_CALLS))
     try:
         read_script = script.Script(path)
+        unreached = {(str(file.source.path), file.source.place(line)) for file, line in read_script.unreached_lines}
         for check in checks:
             for finding in check(read_script):
+                if (finding.path, (finding.line, finding.cell)) in unreached:
+                    continue
                 # One finding of a rule at a line, whichever way it was found.
                 found.setdefault((finding.rule, finding.path, finding.line, finding.cell), finding)
     except RecursionError as error:

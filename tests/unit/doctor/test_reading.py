@@ -77,6 +77,91 @@ def test_other_encodings_and_line_ends_are_read(tmp_path: Path, encoding: str):
     assert found(tmp_path / "train.py") == [("EV101", 9)]
 
 
+HELPERS = """\
+import json
+import os
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+
+RANK = int(os.environ.get("RANK", -1))
+
+
+@contextmanager
+def main_goes_first(rank):
+    if rank not in {-1, 0}:
+        dist.barrier()
+    yield
+    if rank == 0:
+        dist.barrier()
+
+
+class Log:
+    def __init__(self, folder):
+        self.writer = SummaryWriter(folder)
+
+
+class Unused:
+    def __init__(self):
+        self.writer = SummaryWriter("runs")
+
+
+def export(model):
+    torch.save(model.state_dict(), "exported.pt")
+
+
+def note(path, numbers):
+    with open(path, "w") as file:
+        json.dump(numbers, file)
+
+
+def save(model):
+    torch.save(model.state_dict(), "model.pt")
+
+
+def main():
+    save(torch.nn.Linear(2, 2))
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("added", "expected"),
+    [
+        ("", []),
+        ("log = helpers.Log('runs') if helpers.RANK in {-1, 0} else None\n", []),
+        ("log = helpers.Log('runs')\n", [("EV203", "SummaryWriter(folder)")]),
+        ("with helpers.main_goes_first(int(os.environ['RANK'])):\n    download()\n", []),
+        ("if dist.get_rank() == 0:\n    helpers.save(model.module)\n", []),
+        ("helpers.save(model.module)\n", [("EV204", "torch.save(")]),
+        ("helpers.note(pick_path(), [])\n", []),
+        ("helpers.note('numbers.json', [])\n", [("EV205", "open(path")]),
+        ("unused = helpers.Unused()\n", [("EV203", 'SummaryWriter("runs")')]),
+    ],
+)
+def test_of_an_imported_module_only_what_the_script_runs_counts(
+    tmp_path: Path, added: str, expected: list[tuple[str, str]]
+):
+    write(tmp_path / "helpers.py", HELPERS)
+    text = SCRIPT.replace("import torch\n", "import os\n\nimport helpers\nimport torch\n", 1)
+    text = text.replace("make_data(), batch_size=8", "data, sampler=(sampler := DistributedSampler(data))")
+    text = text.replace("for x in loader", "sampler.set_epoch(0)\nfor x in loader")
+    text = text.replace(IMPORT, f"{IMPORT}, DistributedSampler")
+    text = text.replace("dist.destroy", f"{added}dist.destroy")
+    received = read(write(tmp_path / "train.py", text))[0]
+    lines = {path: (tmp_path / path).read_text().splitlines() for path in ("helpers.py", "train.py")}
+    shown = [(each.rule, lines[Path(each.path).name][each.line - 1]) for each in received]
+    assert len(shown) == len(expected), shown
+    for (rule, line), (expected_rule, part) in zip(shown, expected, strict=True):
+        assert rule == expected_rule
+        assert part in line
+
+
 def test_an_empty_script_has_no_findings(tmp_path: Path):
     for text in ("", "\n\n", "# nothing\n", '"""Nothing."""'):
         assert read(write(tmp_path / "train.py", text))[:2] == ([], [])

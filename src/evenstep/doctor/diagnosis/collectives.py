@@ -70,10 +70,12 @@ def _has_group(call: Call) -> bool:
 
 
 def _on_some_ranks(script: Script, collectives: list[Call]) -> Iterator[Finding]:
-    partial = [call for call in collectives if script.some_ranks_only(call.frame)]
-    for call in partial:
+    guarded = [call for call in collectives if script.perhaps_some_ranks_only(call.frame)]
+    for call in guarded:
         # `if rank == 0: broadcast(x) else: broadcast(y)`, and barriers that let rank 0 go first: both sides call.
-        if _is_called_elsewhere(script, call, [each for each in partial if each.last == call.last]):
+        if not script.some_ranks_only(call.frame) or _is_called_elsewhere(
+            script, call, [each for each in guarded if each.last == call.last]
+        ):
             continue
         yield found("EV401", call, f"{call.text} is called {_where(script, call)}")
 
@@ -85,7 +87,7 @@ def _is_called_elsewhere(script: Script, call: Call, alike: list[Call]) -> bool:
 
 
 def _condition(script: Script, call: Call) -> tuple[str, bool]:
-    frame = script.condition_of(call.frame)
+    frame = script.condition_of(call.frame) or next((each for each in call.frame.outwards() if each.kind == "if"), None)
     return ("", True) if frame is None else (text_of(frame.test), frame.holds)
 
 

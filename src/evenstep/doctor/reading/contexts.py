@@ -33,6 +33,7 @@ class Script:
         self.loops = [loop for file in self.files for loop in file.loops]
         self._loop_of = {id(loop.frame): loop for loop in self.loops}
         self._partial: dict[tuple[int, bool], bool] = {}
+        self._reached: dict[int, bool] = {}
 
     # --- what kind of script ---
 
@@ -108,6 +109,41 @@ class Script:
         """What an expression may stand for."""
         return self.values.of(node, frame)
 
+    # --- whether it runs at all ---
+
+    def is_reached(self, frame: Frame) -> bool:
+        """False of what a module that is only imported never runs for the script, as far as calls can be followed.
+
+        All that stands in the script's own file counts as reached. In another one, what its `__main__` block runs
+        doesn't, nor a function that nothing reached calls. Methods that python or torch call come with their object.
+        """
+        if frame.file is self.files[0]:
+            return True
+        if any(each.kind == "if" and "__name__" in text_of(each.test) for each in frame.outwards()):
+            return False
+        function = frame.function
+        if function is None or function in self.values.passed:
+            return True
+        if function.cls is not None and (function.name.startswith("__") or function.name == "forward"):
+            maker = function.cls.methods.get("__init__")
+            if maker is not function:
+                return maker is None or self.is_reached(Frame("function", None, frame.file, maker))
+        if id(function) not in self._reached:
+            self._reached[id(function)] = False  # while it is being decided: a function doesn't reach itself
+            sites = self.values.called_from.get(function, [])
+            is_nested = function.frame.kind not in ("module", "class")
+            self._reached[id(function)] = any(self.is_reached(each.frame) for each in sites) or (
+                is_nested and self.is_reached(function.frame)
+            )
+        return self._reached[id(function)]
+
+    @functools.cached_property
+    def unreached_lines(self) -> frozenset[tuple[File, int]]:
+        """Lines with calls or loops of which none is reached."""
+        frames = [(each.frame, each.line) for each in (*self.calls, *self.loops)]
+        lines = {(frame.file, line) for frame, line in frames if not self.is_reached(frame)}
+        return frozenset(lines - {(frame.file, line) for frame, line in frames if self.is_reached(frame)})
+
     # --- on which ranks ---
 
     def some_ranks_only(self, frame: Frame) -> bool:
@@ -162,7 +198,7 @@ class Script:
             if any(each.rpartition(".")[2] in _RANK_ZERO_DECORATORS for each in function.decorators):
                 self._partial[key] = True
             elif function not in self.values.passed:
-                sites = self.values.called_from.get(function, [])
+                sites = [each for each in self.values.called_from.get(function, []) if self.is_reached(each.frame)]
                 is_nested = function.frame.kind not in ("module", "class")
                 self._partial[key] = (bool(sites) and all(self._is_partial(s.frame, surely=surely) for s in sites)) or (
                     is_nested and self._is_partial(function.frame, surely=surely)
@@ -305,6 +341,10 @@ class Script:
         return bool(self.loaders_of(loop)) or bool(
             loop.iterates is not None and _LOADER_NAME.fullmatch(_iterated_name(loop.iterates))
         )
+
+    def is_own(self, call: Call) -> bool:
+        """True of a call in the script itself, not in what it imports."""
+        return call.frame.file is self.files[0]
 
     def file_of(self, call: Call) -> File:
         """The file in which a call stands."""

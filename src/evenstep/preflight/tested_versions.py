@@ -38,11 +38,12 @@ class SuiteRun:
 
 RUNS = (
     SuiteRun("2.15.0", "CUDA", "3.11", "2026-11-24", "core", 4106, 0, 139),
-    SuiteRun("2.15.0", "CUDA", "3.12", "2026-11-23", "unit; world, wrapper, backend", 4237, 0, 4),
-    SuiteRun("2.15.0", "CUDA", "3.13", "2026-11-24", "unit; world, wrapper", 2654, 0, 2),
-    SuiteRun("2.14.1", "CUDA", "3.10", "2026-11-24", "core of unit; world, wrapper", 3118, 0, 2),
-    SuiteRun("2.11.0", "CUDA", "3.11", "2026-11-24", "core of compat, preflight; world, wrapper", 301, 0, 0),
-    SuiteRun("2.13.0", "CPU", "3.11", "2026-11-24", "core", 4196, 0, 139),
+    SuiteRun("2.15.0", "CUDA", "3.12", "2026-11-24", "core", 4203, 0, 138),
+    SuiteRun("2.15.0", "CUDA", "3.13", "2026-11-24", "core", 4203, 0, 138),
+    SuiteRun("2.14.1", "CUDA", "3.11", "2026-11-24", "core", 4203, 0, 138),
+    SuiteRun("2.14.1", "CUDA", "3.10", "2026-11-24", "core", 4203, 0, 138),
+    SuiteRun("2.13.0", "CPU", "3.11", "2026-11-24", "core", 4203, 0, 138),
+    SuiteRun("2.11.0", "CUDA", "3.11", "2026-11-24", "core", 4203, 0, 138),
 )
 
 

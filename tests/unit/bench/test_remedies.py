@@ -12,7 +12,16 @@ from evenstep.bench.measure.decompose import Decomposition, Parts
 from evenstep.bench.measure.records import Facts
 from evenstep.bench.measure.scaling import Spread
 from evenstep.bench.remedies.calibrate import ratios_of
-from evenstep.bench.remedies.changes import CHANGES, Candidate, Costs, Uses, plan_changes, predict, validate_names
+from evenstep.bench.remedies.changes import (
+    CHANGES,
+    Candidate,
+    Costs,
+    Uses,
+    has_hold,
+    plan_changes,
+    predict,
+    validate_names,
+)
 from evenstep.bench.remedies.results import (
     Agreement,
     Trial,
@@ -99,6 +108,30 @@ def test_a_prediction_is_what_the_remedy_takes_off_a_part() -> None:
     # Loading on cores that are all busy already gains nothing.
     assert predict("workers", case_with(data=50), COSTS, busy_cores=4.0).median == 1.0
     assert predict("workers", case_with(data=50), COSTS, busy_cores=1.0).median == pytest.approx(2.0)
+    # No more than twice as many workers as cores, here eight, are proposed: their loading is still waited for.
+    starved = case_with(compute=2, data=98)
+    assert predict("workers", starved, COSTS, busy_cores=0.1).median == pytest.approx(100 / (98 / 8))
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "unchanged", "changed"),
+    [
+        ("backend", {}, USES, replace(USES, backend="evenstep")),
+        ("wrapper", {}, USES, replace(USES, wrapper="evenstep")),
+        ("sharded", {}, USES, replace(USES, wrapper="evenstep", optimizer="")),
+        ("16-bit", {}, replace(USES, options={"hook": False}), replace(USES, options={"hook": True})),
+        ("view", {}, USES, replace(USES, options={"gradient_as_bucket_view": True})),
+        ("static-graph", {}, USES, replace(USES, options={"static_graph": True})),
+        ("fused", {}, USES, replace(USES, optimizer_options={"fused": True})),
+        ("workers", {"num_workers": 3}, replace(USES, num_workers=2), replace(USES, num_workers=3)),
+        ("pin-memory", {}, USES, replace(USES, pin_memory=True)),
+    ],
+)
+def test_a_change_that_did_not_reach_the_script_is_noticed(
+    change: str, settings: dict[str, float], unchanged: Uses, changed: Uses
+) -> None:
+    assert has_hold(change, settings, changed)
+    assert not has_hold(change, settings, unchanged)
 
 
 def test_predictions_are_ordered_whatever_the_parts(fresh_seed: int) -> None:

@@ -7,6 +7,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ def _set_loaders(patches: Patches, **options: object) -> None:
 
         @functools.wraps(original)
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            if sys._getframe(1).f_globals.get("__name__", "").startswith("evenstep."):
+            if _caller(sys._getframe(1)).startswith("evenstep."):
                 original(self, *args, **kwargs)  # the loader inside evenstep's, which has its own workers
                 return
             known = {name: value for name, value in options.items() if name in signature.parameters}
@@ -174,6 +175,17 @@ def _set_loaders(patches: Patches, **options: object) -> None:
 
     for kind in (TorchDataLoader, DataLoader):
         patches.replace(kind, "__init__", made)
+
+
+def _caller(frame: FrameType | None) -> str:
+    """The module that made an object, behind those of ours that watch."""
+    while frame is not None:
+        spec = frame.f_globals.get("__spec__")  # the watching module itself runs as `__main__`
+        name: str = frame.f_globals.get("__name__", "") if spec is None else spec.name
+        if not name.startswith(("evenstep.bench.", "evenstep.observe.")):
+            return name
+        frame = frame.f_back
+    return ""
 
 
 def _set_threads(patches: Patches, num_threads: int) -> None:

@@ -217,6 +217,32 @@ def plan_changes(case: Case, uses: Uses, costs: Costs, *, busy_cores: float, onl
     return Plan(tuple(candidates), tuple(skipped))
 
 
+def has_hold(change: str, settings: Mapping[str, float], uses: Uses) -> bool:
+    """Whether a run shows that a change was made in it; True of those that leave no trace in what a script uses.
+
+    Args:
+        change: Its name.
+        settings: What it was given.
+        uses: What the changed script used.
+    """
+    match change:
+        case "backend":
+            return uses.backend == "evenstep"
+        case "wrapper" | "sharded":
+            return uses.wrapper == "evenstep"
+        case "16-bit":
+            return bool(uses.options.get("hook"))
+        case "view" | "static-graph":
+            return bool(uses.options.get({"view": "gradient_as_bucket_view", "static-graph": "static_graph"}[change]))
+        case "fused":
+            return bool(uses.optimizer_options.get("fused"))
+        case "workers":
+            return uses.num_workers == settings["num_workers"]
+        case "pin-memory":
+            return uses.pin_memory
+    return True
+
+
 def why_not(name: str, case: Case, uses: Uses) -> str | None:
     """Why a change can't be made in a script; None if it can."""
     torchs, is_replicated = uses.wrapper == "torch", case.num_replicas > 1
@@ -331,10 +357,12 @@ def predict(name: str, case: Case, costs: Costs, *, busy_cores: float) -> Spread
     total_s = parts.total_s
     slack = min(0.5, case.spread) / 2
     if name == "workers":
-        rest = 1 - parts.share("data")
+        # Workers load at the same time, and what still lasts longer than the rest of the step is waited for.
+        loading_s = parts.data_s * max(1, case.facts.num_workers) / needed_workers(case)
+        hidden = total_s / max(total_s - parts.data_s, loading_s, 1e-9)
         # Loading that keeps cores busy can move to other cores only where there are some.
         room = case.facts.num_cores / max(busy_cores, 1e-9)
-        gain = min(1 / max(rest, 0.02), max(1.0, room))
+        gain = max(1.0, min(hidden, room))
         more = gain - 1  # of which a part is lost, or more is won, with workers that beginning and copying keep busy
         return Spread(gain, (1 + 0.75 * more) * (1 - slack), (1 + 1.25 * more) * (1 + slack))
     if name == "threads":

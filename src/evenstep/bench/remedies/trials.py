@@ -27,7 +27,7 @@ from evenstep.bench.measure.plan import Setting
 from evenstep.bench.measure.runs import Launch, Wish, run_once
 from evenstep.bench.measure.scaling import Run, utilisation
 from evenstep.bench.remedies.calibrate import read_costs
-from evenstep.bench.remedies.changes import CHANGES, Candidate, Costs, Plan, Uses, plan_changes, why_not
+from evenstep.bench.remedies.changes import CHANGES, Candidate, Costs, Plan, Uses, has_hold, plan_changes, why_not
 from evenstep.bench.remedies.probe import seen_file
 from evenstep.bench.remedies.results import Trial, best_combination, compare_losses, in_turn, merge, ranked
 from evenstep.environment import Measurement, with_measurement
@@ -218,6 +218,9 @@ def _alternate(
             say(f"round {number + 1} of {num_rounds}: {name or UNCHANGED}")
             try:
                 results[side] = runner.run(side, sides.get(side, {}))
+                missed = [each for each in side if not has_hold(each, sides[side], results[side].uses)]
+                if missed:
+                    failures[side] = f"the script didn't take the change: {', '.join(missed)}"
             except UsageError as error:
                 if not side:
                     raise

@@ -140,7 +140,7 @@ class Script:
     @functools.cached_property
     def unreached_lines(self) -> frozenset[tuple[File, int]]:
         """Lines with calls or loops of which none is reached."""
-        frames = [(each.frame, each.line) for each in (*self.calls, *self.loops)]
+        frames = [(each.frame, each.line) for each in self.calls] + [(each.frame, each.line) for each in self.loops]
         lines = {(frame.file, line) for frame, line in frames if not self.is_reached(frame)}
         return frozenset(lines - {(frame.file, line) for frame, line in frames if self.is_reached(frame)})
 

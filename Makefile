@@ -34,7 +34,7 @@ test-failed: install ## what failed in the last run of tests, one after the othe
 TORCH ?=
 PART ?= core
 TORCH_VENV = build/venv-torch-$(TORCH)-$(notdir $(PYTHON))
-test-torch: ## the tests on another torch and python: TORCH=2.15.0 PYTHON=python3.12, PART=core or rest; see docs/versions.md
+test-torch: ## the tests on another torch and python: TORCH=2.15.0 PYTHON=python3.12, PART=core or rest; see docs/reference/versions.md
 	@test -n "$(TORCH)" || { echo "make test-torch: which torch? Such as: make test-torch TORCH=2.15.0 PYTHON=python3.12" >&2; exit 1; }
 	@sh requirements/install.sh "$(PYTHON)" "$(TORCH_VENV)" "$(TORCH)"
 	CUDA_VISIBLE_DEVICES= "$(TORCH_VENV)/bin/python" -m pytest --numprocesses 2 --dist loadfile --part $(PART)

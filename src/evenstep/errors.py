@@ -14,7 +14,7 @@
 
 Programs that were written for torch catch what torch raises, which for one kind of mistake is a RuntimeError here and a
 ValueError or a TypeError there. So all of these are RuntimeErrors, and a `ConfigurationError` is a ValueError and a
-TypeError, too; docs/ddp-compatibility.md has the list.
+TypeError, too; docs/reference/ddp-compatibility.md has the list.
 
 `PeerLostError` and `CollectiveTimeoutError` are *consequences*: they show a secondary failure, not the root cause.
 A `ConfigurationError`, `UsageError`, `DataError`, `MismatchError`, `DriftError` or `CheckpointError` is explained by

@@ -78,8 +78,8 @@ def init(
         log_on_all_ranks: Let every rank log and warn where all write to one terminal (`evenstep.launch`, torchrun,
             mpiexec, srun). Else rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own,
             and all is kept.
-        reproducible: The same bits on any number of ranks: see docs/reproducible.md. Needs a seed, and training loops
-            over `model.microbatches(batch)`.
+        reproducible: The same bits on any number of ranks: see docs/explanation/reproducible.md. Needs a seed, and
+            training loops over `model.microbatches(batch)`.
         virtual_ranks: With `reproducible`: in how many parts every global batch is computed, a power of two that the
             number of ranks divides; None: 8.
         threads: With `reproducible`: CPU threads of every rank, which the bits depend on; None: 1.

@@ -46,7 +46,7 @@ class OursOnTheCpu(evenstep.DistributedDataParallel):
     """Ours, without GPUs.
 
     Its ranks go on drawing the same random numbers. Ours draw their own from the first training forward on
-    (docs/ddp-compatibility.md), and many of the programs shuffle with numbers that they take to be the same.
+    (docs/reference/ddp-compatibility.md), and many of the programs shuffle with numbers that they take to be the same.
     """
 
     def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None, **others: Any) -> None:

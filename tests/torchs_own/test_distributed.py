@@ -11,7 +11,7 @@ NOT_PLAYED = {"test_ddp_uneven_inputs": "convolutions over a million pixels, som
 
 WORKS = "expects an error, or its text, where ours works"
 PRIVATE = "calls a part of torch's reducer, which isn't set up"
-LOGGED = "reads an entry of the logging data that ours doesn't have: see docs/ddp-compatibility.md"
+LOGGED = "reads an entry of the logging data that ours doesn't have: see docs/reference/ddp-compatibility.md"
 
 # torch's class passes, ours doesn't: why.
 LISTED = {

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     if found.by is not None:
         hint = ""
         if found.by == "torch.distributed" and args.to == "evenstep":
-            hint = " Its DistributedDataParallel may be evenstep's: see docs/ddp-compatibility.md."
+            hint = " Its DistributedDataParallel may be evenstep's: see docs/reference/ddp-compatibility.md."
         console.say(f"{args.script} is data-parallel already, by {found.by}: nothing to do.{hint}")
         return 0
     if found.problems:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-GROUPS = {  # the digit after EV, and the page in docs/doctor
+GROUPS = {  # the digit after EV, and the page in docs/reference/doctor
     "data": "1",
     "output": "2",
     "devices": "3",
@@ -61,7 +61,7 @@ class Rule:
     @property
     def page(self) -> str:
         """Where the documentation describes it."""
-        return f"docs/doctor/{self.group}.md#{self.id.lower()}"
+        return f"docs/reference/doctor/{self.group}.md#{self.id.lower()}"
 
 
 _READING, _RUNNING, _BOTH = FoundBy.READING, FoundBy.RUNNING, FoundBy.BOTH

@@ -2,7 +2,7 @@
 
 Workers compute gradients and push them; servers hold the parameters, run the optimizer and answer with what has become
 of them. Nothing below knows of this room, and it uses no engine, transport or world of the rooms below: workers of an
-asynchronous run take different steps on purpose. See docs/parameter-server.md.
+asynchronous run take different steps on purpose. See docs/how-to/parameter-server.md.
 
 Reading order:
 

@@ -3,9 +3,9 @@
 [Note: what torch's RPC does]
 
 Workers call servers, and servers call nobody: a worker may end at any time without a server that waits for it. Four
-functions are called by name, on the one shard that a server has. What torch's TensorPipe does besides is told in
-docs/parameter-server.md: it listens on several ports of one interface, and neither encrypts nor authenticates; what it
-receives it unpickles.
+functions are called by name, on the one shard that a server has. docs/how-to/parameter-server.md tells what
+torch's TensorPipe does besides: it listens on several ports of one interface, and neither encrypts nor authenticates;
+what it receives it unpickles.
 
 A connection that breaks fails all calls in flight at once, and later ones too. torch's graceful shutdown waits for all
 processes, and for ever by default, so it is for runs in which all are there at the end.

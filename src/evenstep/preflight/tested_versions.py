@@ -1,4 +1,4 @@
-"""The pairs of torch and python on which evenstep's tests were run. docs/versions.md shows the same table."""
+"""The pairs of torch and python on which evenstep's tests were run. docs/reference/versions.md shows the same table."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Report:
         return not self.faults and all(verdict.is_fine for verdict in self.verdicts)
 
     def as_json(self) -> str:
-        """For programs: see docs/verify.md."""
+        """For programs: see docs/reference/verify.md."""
         runs = [
             {
                 "ranks": verdict.num_ranks,

@@ -1,10 +1,9 @@
-"""`evenstep bench` on scripts that run: those of docs/bench.md, and scripts with a planted cause."""
+"""`evenstep bench` on scripts that run: those of docs/reference/bench.md, and scripts with a planted cause."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -15,14 +14,11 @@ from typing import Any
 import pytest
 
 from evenstep.bench.explain.report import PART_NAMES
+from tests import pages
 from tests.commands import Command
 
-PAGE = (Path(__file__).parents[3] / "docs" / "bench.md").read_text()
-PROGRAMS = {
-    block.split("\n", 1)[0].removeprefix("# "): block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-}
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
-
+PROGRAMS = pages.programs("reference/bench.md")
+COMMANDS = pages.commands("reference/bench.md")
 
 DEADLINE_S = 240.0  # several runs, one after the other, on a machine that may be busy
 pytestmark = pytest.mark.timeout(DEADLINE_S + 30)

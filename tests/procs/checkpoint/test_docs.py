@@ -1,4 +1,4 @@
-"""docs/checkpoints.md is true: its programs and commands are run, in order."""
+"""docs/how-to/checkpoints.md is true: its programs and commands are run, in order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from pathlib import Path
 import pytest
 
 from evenstep.cli.main import main
+from tests import pages
 from tests.procs.docs.test_readme import environment
 
-TEXT = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
-PROGRAMS = {
-    block.split("\n", 1)[0].removeprefix("# "): block
-    for block in re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-}
-COMMANDS = [
-    line for block in re.findall(r"^```bash\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL) for line in block.splitlines()
-]
+PROGRAMS = pages.programs("how-to/checkpoints.md")
+COMMANDS = pages.commands("how-to/checkpoints.md")
 SAYS = {
     "evenstep run --nproc-per-node 2 train.py": "32 steps, loss ",
     "evenstep checkpoint list runs/first": "        32  ",

@@ -1,4 +1,4 @@
-"""docs/data.md is true: every program in it runs, on one rank and on two, and says the same."""
+"""docs/how-to/data.md is true: every program in it runs, on one rank and on two, and says the same."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "data.md").read_text()
-PROGRAMS = {
-    block.split("\n", 1)[0].removeprefix("# "): block
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-}
+from tests import pages
+
+PROGRAMS = pages.programs("how-to/data.md")
 SAYS = {
     "epochs.py": r"epoch 1: 16 steps, first samples \[\d+, \d+, \d+, \d+\]",
     "resume.py": r"stopped at epoch 1, position 48; nothing twice, nothing missing",

@@ -1,21 +1,17 @@
-"""docs/optimizers.md is true: every program in it is run, on two ranks."""
+"""docs/how-to/optimizers.md is true: every program in it is run, on two ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import re
-from pathlib import Path
 
 import pytest
 
 from evenstep import world as worlds
+from tests import pages
 
-PAGE = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text()
-PROGRAMS = {
-    block.split("\n", 1)[0].removeprefix("# "): block
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-}
+PROGRAMS = pages.programs("how-to/optimizers.md")
 SAYS = {
     "flat.py": r"18 parameters, stepped flat",
     "sharded.py": r"\d+ bytes of state here; the norm was \d+\.\d{3}",

@@ -1,4 +1,4 @@
-"""The README and docs/examples.md are true: every command in them and every program in them is run."""
+"""The README and docs/how-to/examples.md are true: every command in them and every program in them is run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-README = "\n".join((ROOT / page).read_text() for page in ("README.md", "docs/examples.md"))
+README = "\n".join((ROOT / page).read_text() for page in ("README.md", "docs/how-to/examples.md"))
 DEADLINE_S = 150.0
 
 # What is shown elsewhere, and where.

@@ -1,4 +1,4 @@
-"""docs/reproducible.md is true: its programs say the same on one rank, on two and on four."""
+"""docs/explanation/reproducible.md is true: its programs say the same on one rank, on two and on four."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ import contextlib
 import io
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 
 from evenstep import world as worlds
+from tests import pages
 
-PAGE = (Path(__file__).parents[3] / "docs" / "reproducible.md").read_text()
-PROGRAMS = {
-    block.split("\n", 1)[0].removeprefix("# "): block
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-}
+PROGRAMS = pages.programs("explanation/reproducible.md")
 SAYS = {
     "digits.py": r"last losses \[(\d\.\d+, ){3}\d\.\d+\], bits \[-?\d+(, -?\d+){3}\]",
     "resume.py": r"reproducible mode: .* because the CPU",

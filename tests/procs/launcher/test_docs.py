@@ -1,14 +1,14 @@
-"""Each command in docs/launchers.md and docs/faults.md is run here, or named with the test that runs it."""
+"""Each command of the pages on launchers and faults is run here, or named with the test that runs it."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
 import pytest
 
 from evenstep.cli.main import main
+from tests import pages
 from tests.procs.docs.test_readme import PROGRAMS, call
 
 ROOT = Path(__file__).parents[3]
@@ -34,9 +34,7 @@ ELSEWHERE = {
 
 
 def commands() -> list[str]:
-    text = "".join((ROOT / "docs" / name).read_text() for name in ("launchers.md", "faults.md"))
-    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in block.splitlines() if line.strip()]
+    return pages.commands("how-to/launchers.md", "reference/faults.md")
 
 
 def test_what_is_run_elsewhere_is_still_in_the_docs() -> None:

@@ -1,4 +1,4 @@
-"""docs/parameter-server.md is true: its program is run, by one process and by several."""
+"""docs/how-to/parameter-server.md is true: its program is run, by one process and by several."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import pages
 from tests.commands import Command
 
-PAGE = (Path(__file__).parents[3] / "docs" / "parameter-server.md").read_text()
-PROGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+PROGRAMS = pages.blocks("python", "how-to/parameter-server.md")
 
 
 def test_the_program_in_one_process(tmp_path: Path):

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from evenstep.testing import RankPool
 from evenstep.verify.double import compute_in_double
 from evenstep.verify.ranks import verify_ranks
 from evenstep.verify.report import Report
+from tests import pages
 from tests.procs.docs.test_readme import environment
 from tests.verify_scripts import CORRECT, IDENTICAL, MISTAKES, NOT_REPRODUCIBLE, REPRODUCIBLE
 
@@ -270,11 +270,9 @@ def test_wrong_use(arguments: list[str], message: str, capsys: pytest.CaptureFix
 
 @pytest.mark.extended
 def test_the_page_is_true(tmp_path: Path):
-    """docs/verify.md: its program and its command, and the JSON that it shows."""
-    page = (Path(__file__).parents[3] / "docs" / "verify.md").read_text()
-    (program,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (command,) = re.findall(r"^```bash\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (shown,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    """docs/reference/verify.md: its program and its command, and the JSON that it shows."""
+    page = "reference/verify.md"
+    (program,), (command,), (shown,) = (pages.blocks(language, page) for language in ("python", "bash", "json"))
     (tmp_path / "train.py").write_text(program)
     done = subprocess.run(
         ["bash", "-ec", command], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=170

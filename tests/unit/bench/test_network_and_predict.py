@@ -34,8 +34,7 @@ from evenstep.bench.predict.simulate import Bucket, Profile
 from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError
 from evenstep.transport.local import LocalTransport
-
-DOCS = Path(__file__).parents[3] / "docs"
+from tests import pages
 
 
 def figures(level: str, topology: Topology, network: Network) -> list[Figure]:
@@ -257,7 +256,7 @@ def test_help_of_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_commands_of_the_page_are_commands() -> None:
     """Every `evenstep` command of the page is one that its parser takes."""
-    commands = re.findall(r"^evenstep (bench|estimate) (.*)$", (DOCS / "scaling.md").read_text(), re.MULTILINE)
+    commands = re.findall(r"^evenstep (bench|estimate) (.*)$", pages.text("how-to/predict.md"), re.MULTILINE)
     seen = set()
     for command, rest in commands:
         arguments = shlex.split(rest)

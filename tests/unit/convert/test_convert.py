@@ -13,6 +13,7 @@ import pytest
 from evenstep.cli.main import main
 from evenstep.convert.convert import Conversion, convert
 from evenstep.errors import ConfigurationError
+from tests import pages
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))
 REFUSED = {
@@ -506,7 +507,7 @@ def test_what_is_refused_is_said_with_its_line(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_page_shows_what_the_command_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    page = (Path(__file__).parents[3] / "docs" / "convert.md").read_text()
+    page = pages.text("how-to/convert.md")
     before = page.partition("```python\n# train.py\n")[2].partition("```")[0]
     diff = page.partition("```diff\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,7 @@ def test_a_rules_id_and_page_follow_from_its_group():
     assert len(RULES) == len({rule.name for rule in RULES.values()}) == 39
     for key, rule in RULES.items():
         assert key == rule.id
-        assert rule.page == f"docs/doctor/{rule.group}.md#{rule.id.lower()}"
+        assert rule.page == f"docs/reference/doctor/{rule.group}.md#{rule.id.lower()}"
         assert rule.what.endswith(".")
         assert rule.why.endswith(".")
         assert rule.mend

@@ -1,4 +1,4 @@
-"""docs/doctor: a section for each rule, whose wrong example is found by its rule and whose right one isn't."""
+"""docs/reference/doctor: a section for each rule, whose wrong example is found and whose right one isn't."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ pytest.importorskip("libcst")
 
 from evenstep.doctor.examination import read
 from evenstep.doctor.rules import GROUPS, RULES, FoundBy
-
-DOCS = Path(__file__).parents[3] / "docs"
+from tests import pages
 
 
 def sections(group: str) -> dict[str, str]:
     """By rule, its section of a group's page."""
-    text = (DOCS / "doctor" / f"{group}.md").read_text()
+    text = pages.text(f"reference/doctor/{group}.md")
     parts = re.split(r"^## (EV\d+)\n", text, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def common_lines() -> str:
-    """What the examples leave out, as docs/doctor.md says."""
-    text = (DOCS / "doctor.md").read_text()
+    """What the examples leave out, as docs/reference/doctor.md says."""
+    text = pages.text("reference/doctor.md")
     section = text[text.index("## Examples") :]
     return re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]  # type: ignore[index]
 

@@ -13,6 +13,7 @@ pytest.importorskip("libcst")
 from evenstep.cli.main import main
 from evenstep.doctor.examination import chosen_rules, examine
 from evenstep.doctor.rules import RULES
+from tests import pages
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PRINTS = SCRIPTS / "planted" / "tutorial_print.py"
@@ -33,7 +34,13 @@ def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[s
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"{PRINTS}:20  EV201 all ranks print or log"
     text = " ".join(line.strip() for line in rest)
-    for part in ("runs on every rank.", "Cost: ", "if rank == 0:", "docs/doctor/output.md#ev201", "1 finding (read)."):
+    for part in (
+        "runs on every rank.",
+        "Cost: ",
+        "if rank == 0:",
+        "doctor/output.md#ev201",
+        "1 finding (read).",
+    ):
         assert part in text
     assert all(len(line) <= 100 for line in rest[1:-1])
 
@@ -120,4 +127,4 @@ def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.chdir(root)
     monkeypatch.setenv("COLUMNS", "80")
     main(["doctor", "--no-run", str(PRINTS.relative_to(root))])
-    assert capsys.readouterr().out in (root / "docs" / "doctor.md").read_text()
+    assert capsys.readouterr().out in pages.text("reference/doctor.md")

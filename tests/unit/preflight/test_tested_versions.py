@@ -1,4 +1,4 @@
-"""The pairs of torch and python on which the tests were run, as `evenstep env` and docs/versions.md have them."""
+"""The pairs of torch and python on which the tests were run: `evenstep env` and docs/reference/versions.md."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from evenstep.cli.main import main
 from evenstep.preflight.tested_versions import RUNS, SuiteRun, runs_on, untested
+from tests import pages
 
 ROOT = Path(__file__).parents[3]
 SOME = (
@@ -59,7 +60,7 @@ def test_env_shows_what_was_run_on_this_pair(capsys: pytest.CaptureFixture[str],
 
 
 def test_the_page_has_the_table_of_the_package():
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = pages.text("reference/versions.md")
     shown = [
         tuple(cell.strip() for cell in line.strip("|").split("|"))
         for line in page.splitlines()

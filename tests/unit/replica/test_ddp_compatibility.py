@@ -1,4 +1,4 @@
-"""docs/ddp-compatibility.md: complete, and no line without a test that exists."""
+"""docs/reference/ddp-compatibility.md: complete, and no line without a test that exists."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 import evenstep
+from tests import pages
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "ddp-compatibility.md").read_text()
+PAGE = pages.text("reference/ddp-compatibility.md")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in PAGE.splitlines()

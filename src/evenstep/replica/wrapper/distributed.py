@@ -1,7 +1,7 @@
 """The class that users see: a module whose replicas on all ranks take the same step.
 
 It derives from torch's class, because torch checks `isinstance` in its checkpoint, compile and pipeline code; none of
-that class's machinery is set up. docs/ddp-compatibility.md has a line for each of torch's names.
+that class's machinery is set up. docs/reference/ddp-compatibility.md has a line for each of torch's names.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     state at *backward* and not at forward; module buffers are made equal at the end of a synchronised backward pass
     (with the gradients) and not at the beginning of the next forward; an empty batch is allowed.
 
-    It derives from torch's class and has its interface : docs/ddp-compatibility.md has a line for
+    It derives from torch's class and has its interface : docs/reference/ddp-compatibility.md has a line for
     each of torch's arguments and methods.
 
     Args:
@@ -141,7 +141,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             rank and parameter, and `skipped_steps` counts; "raise": a NonFiniteError on every rank; None: as torch.
         compare_every: In so many synchronised backward passes every trained parameter is compared between ranks once,
             some in each; where one isn't the same, a DriftError on every rank. None: 64, as long as ranks are surely
-            meant to have the same (see docs/faults.md); a number: always; 0: never.
+            meant to have the same (see docs/reference/faults.md); a number: always; 0: never.
         world: The ranks that take part; None: the current world.
 
     Raises:
@@ -509,7 +509,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         exchanges statistics in every part, all ranks get equally many parts, and some of them may be empty.
 
         In reproducible mode the parts are this rank's virtual ranks, and training has no other way: see
-        docs/reproducible.md. There `loss.backward()` is averaged over virtual ranks, as over so many ranks.
+        docs/explanation/reproducible.md. There `loss.backward()` is averaged over virtual ranks, as over so many ranks.
 
         Args:
             batch: A pytree of tensors [n_samples, ...], divided along the first dimension.

@@ -23,7 +23,7 @@ class Reducer:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"{name}: torch's reducer isn't set up. What a program may call here are prepare_for_backward, "
-            f"prepare_for_forward and _rebuild_buckets; docs/ddp-compatibility.md has what stands for the rest."
+            f"prepare_for_forward and _rebuild_buckets; see docs/reference/ddp-compatibility.md for the rest."
         )
 
     def prepare_for_forward(self) -> None:

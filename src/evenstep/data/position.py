@@ -39,9 +39,9 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from evenstep.compat.torch_tensors import StorageWeakRef, weak_storage
 from evenstep.pytrees import children_of
 from evenstep.replica.batches import input_watchers
 
@@ -220,7 +220,7 @@ def _pieces(batch: Any) -> Iterator[_Piece]:
             storage, begin = tensor.untyped_storage(), tensor.data_ptr()
         except (NotImplementedError, RuntimeError):  # without memory of its own: sparse, or a subclass
             continue
-        yield _Piece(StorageWeakRef(storage), begin, begin + tensor.nbytes)  # type: ignore[no-untyped-call]
+        yield _Piece(weak_storage(storage), begin, begin + tensor.nbytes)
 
 
 def _tensors(node: Any) -> Iterator[Tensor]:

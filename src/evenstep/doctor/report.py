@@ -6,7 +6,9 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rich.console import Console
 from rich.text import Text
@@ -161,10 +163,17 @@ def _sarif_result(finding: Finding, index: int) -> dict[str, Any]:
         "locations": [
             {
                 "physicalLocation": {
-                    "artifactLocation": {"uri": finding.path.replace("\\", "/").replace(" ", "%20")},
+                    "artifactLocation": {"uri": _uri(Path(finding.path))},
                     "region": {"startLine": finding.line, "startColumn": finding.column},
                 }
             }
         ],
         "properties": {"confirmed": finding.confirmed, "mend": finding.mend or finding.about.mend},
     }
+
+
+def _uri(path: Path) -> str:
+    """Relative to the working directory, as code review tools want it, where the file lies below it."""
+    path = path.absolute()
+    here = Path.cwd()
+    return quote(path.relative_to(here).as_posix()) if path.is_relative_to(here) else path.as_uri()

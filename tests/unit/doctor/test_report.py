@@ -117,8 +117,22 @@ def test_sarif_names_each_rule_once_and_each_place(tmp_path: Path, capsys: pytes
         assert result["level"] in ("none", "note", "warning", "error")
         assert result["message"]["text"]
         location = result["locations"][0]["physicalLocation"]
-        assert location["artifactLocation"]["uri"].endswith("my%20train.py")
+        assert location["artifactLocation"]["uri"] == script.as_uri()  # it doesn't lie below the working directory
         assert location["region"] == {"startLine": line, "startColumn": 9}
+
+
+def test_sarif_names_files_below_the_working_directory_as_a_repository_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    script = tmp_path / "sub folder" / "train.py"
+    script.parent.mkdir()
+    script.write_text(PRINTS.read_text())
+    monkeypatch.chdir(tmp_path)
+    for given in (str(script), "sub folder/train.py"):
+        main(["doctor", "--no-run", "--sarif", "doctor.sarif", given])
+        (result,) = json.loads(Path("doctor.sarif").read_text())["runs"][0]["results"]
+        location = result["locations"][0]["physicalLocation"]
+        assert location["artifactLocation"]["uri"] == "sub%20folder/train.py"
 
 
 def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

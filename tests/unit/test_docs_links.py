@@ -47,6 +47,9 @@ def test_the_table_of_rooms_has_their_order() -> None:
     assert {*named, "__main__"} == set(ROOMS)
 
 
-def test_the_picture_is_what_its_script_draws() -> None:
-    figure = ROOT / "docs" / "figures" / "step.py"
-    assert figure.with_suffix(".svg").read_text() == runpy.run_path(str(figure))["draw"]()
+def test_the_pictures_are_what_their_script_draws() -> None:
+    folder = ROOT / "docs" / "figures"
+    figures = runpy.run_path(str(folder / "draw.py"))["FIGURES"]
+    assert {each.stem for each in folder.glob("*.svg")} == figures.keys()
+    for name, draw in figures.items():
+        assert (folder / f"{name}.svg").read_text() == draw(), f"run docs/figures/draw.py for {name}.svg"

@@ -36,6 +36,10 @@ RUN_BY = {
     "reference/verify.md": "tests/procs/verify/test_verify_ranks.py",
     "reference/doctor.md": "tests/unit/doctor/test_pages.py",
     **{
+        f"tutorials/{page}.md": "tests/procs/docs/test_tutorials.py"
+        for page in ("first-run", "one-to-many", "stop-and-resume", "two-machines")
+    },
+    **{
         f"reference/doctor/{group}.md": "tests/unit/doctor/test_pages.py"
         for group in ("collectives", "data", "devices", "output", "starting", "step")
     },
@@ -45,14 +49,14 @@ RUN_BY = {
 def test_the_number_of_programs() -> None:
     """Pinned: who adds one changes a number here, and who loses one notices."""
     assert len(PROGRAMS) == 8
-    assert sum(len(blocks) for blocks in BLOCKS.values()) == 115
+    assert sum(len(blocks) for blocks in BLOCKS.values()) == 120
 
 
 @pytest.mark.parametrize("name", [name for name, blocks in BLOCKS.items() if blocks])
 def test_every_program_of_a_page_is_run(name: str) -> None:
     elsewhere = [block for block in BLOCKS[name] if not block.startswith("import")]
     assert bool(elsewhere) == (name in RUN_BY), f"a program of {name} begins neither with import nor with its name"
-    if name in RUN_BY and not name.startswith("reference/doctor/"):
+    if name in RUN_BY and not name.startswith(("reference/doctor/", "tutorials/")):
         assert name in (ROOT / RUN_BY[name]).read_text(), f"{RUN_BY[name]} doesn't name {name}"
 
 

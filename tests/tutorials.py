@@ -2,9 +2,10 @@
 
     python -m tests.tutorials first-run.md      # write what the commands print now into the page
 
-A fence of python that begins with `# name.py` is a file. A fence of bash is run, line after line; lines that name a rank of
-nodes are run at the same time, as on several machines. A fence of text behind it shows what came out: each of its lines
-has to come in this order, whatever its numbers are; `...` stands for lines that are left out. Fences called `sh` aren't run here.
+A fence of python that begins with `# name.py` is a file. A fence of bash is run, line by line; lines that name a rank
+of nodes are run at the same time, as on several machines. A fence of text behind it shows what came out: each of its
+lines has to come in this order, whatever its numbers are; `...` stands for lines that are left out. Fences called `sh`
+aren't run here.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from evenstep.data.order.weighted import Weights
 from evenstep.data.position import EpochCounter, Mark, Progress
 from evenstep.data.sampler import DistributedSampler, WeightedSampler
 from evenstep.data.sources.records import Records
-from evenstep.data.sources.samples import SampleSource
+from evenstep.data.sources.samples import BatchesToTake, SampleSource
 from evenstep.data.sources.source import Source
 from evenstep.data.sources.streams import StreamSource
 from evenstep.environment import measurement
@@ -95,6 +95,8 @@ class DataLoader:
         generator: Refused.
         pin_memory_device: Empty.
         in_order: True.
+        queue: `ps.queue()` of `evenstep.parameter_server`: workers take global batches from it, each whole, whoever is
+            fastest. Not for streams, `num_workers`, `state_dict` or `gather`.
 
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
@@ -131,8 +133,11 @@ class DataLoader:
         generator: Any = None,
         pin_memory_device: str = "",
         in_order: bool = True,
+        queue: BatchesToTake | None = None,
     ) -> None:
-        self.world = evenstep.world.chosen(world, "DataLoader")
+        # Workers of parameter servers share no world: each has a loader of its own, and the queue divides.
+        self.world = evenstep.world.chosen(world if queue is None else World.alone(), "DataLoader")
+        self._queue = queue
         self.drop_last = False
         self.num_skipped = 0  # samples of this rank that could not be loaded
         self.pin_memory = self.world.device.type == "cuda" and pin_memory is not False
@@ -159,6 +164,7 @@ class DataLoader:
                 self.drop_last = bool(drop_last)
                 self.dataset = _choose_dataset(dataset, shards, on_error)
                 self.num_workers = workers.choose_workers(num_workers, self.world)
+                _validate_queue(queue, self.dataset, self.num_workers, world)
                 order = _order_of(sampler, shuffle, seed, self.world.seed)
                 self.shuffle, self.seed = order.shuffle, order.seed
                 self._source = self._choose_source(
@@ -223,6 +229,7 @@ class DataLoader:
             skip=skip,
             num_workers=self.num_workers,
             world=self.world,
+            queue=self._queue,
         )
 
     @property
@@ -290,6 +297,8 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of training, in JSON types; equal on all ranks, and valid for any number of them."""
+        if self._queue is not None:
+            raise UsageError("loader.state_dict: with queue= a position of one worker says nothing of the epoch.")
         mark = self._progress.committed
         return {
             "version": _STATE_VERSION,
@@ -402,6 +411,8 @@ class DataLoader:
             MismatchError: A rank has more or fewer rows than samples. Raised on all of them.
             UsageError: There was no iteration, or a stream divided by shards, which has no order.
         """
+        if self._queue is not None:
+            raise UsageError("loader.gather: with queue= this worker has any of the samples; evaluate without it.")
         if self._iterated is None:
             raise UsageError("loader.gather: nothing was iterated yet; call it after the loop.")
         return self._source.gather(rows, *self._iterated)
@@ -447,6 +458,27 @@ def _validate_switches(**given: Any) -> None:
     for name, value in given.items():
         if not (value is None and name in _MAY_BE_NONE):
             checks.switch(name, value, otherwise=_MAY_BE_NONE.get(name, ""))
+
+
+def _validate_queue(queue: Any, dataset: Any, num_workers: int, world: World | None) -> None:
+    """Raise for what doesn't go with a queue.
+
+    Raises:
+        ConfigurationError: It is no queue, or another argument needs to know the batches before they are taken.
+    """
+    if queue is None:
+        return
+    if not hasattr(queue, "take"):
+        raise checks.refuse("queue", queue, "ps.queue() of evenstep.parameter_server")
+    if isinstance(dataset, IterableDataset):
+        raise ConfigurationError("queue: a stream's batches have no numbers to divide them by.")
+    if num_workers:
+        raise ConfigurationError(
+            f"num_workers={num_workers} with queue=: loader workers would take batches ahead, which a slow worker then "
+            f"keeps from the others. Leave num_workers at 0."
+        )
+    if world is not None:
+        raise ConfigurationError("world and queue exclude each other: each says how batches are divided.")
 
 
 def _validate_workers(collate_fn: Any, worker_init_fn: Any, timeout: Any, prefetch_factor: Any) -> None:

@@ -10,6 +10,7 @@ Reading order:
     remote.py            RPC between workers and servers; the only file that needs torch.distributed.rpc
     connections.py       a worker's way to the servers: what it can do, and the one of a world of one
     shard.py             a server's part of the parameters: its optimizer, and what a mode lets through when
+    batch_queue.py       which worker takes which batch of an epoch
     preparation.py       what is refused before anything connects, and how processes compare what they were given
     layout.py            which server has which parameters, and tensors packed into few
     roles.py             which ranks are workers, and which are servers

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from evenstep.parameter_servers.batch_queue import Pass, Taken
 from evenstep.parameter_servers.shard import Answer, Pushed, Shard
 
 
@@ -23,6 +24,10 @@ class Connection(Protocol):
 
     def push(self, pushed: Sequence[Pushed]) -> list[Answer]:
         """Send each server its gradients, and wait until this worker may go on."""
+        ...
+
+    def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
+        """This worker's next batch, from the first server."""
         ...
 
     def leave(self, failure: str) -> list[Answer]:
@@ -58,6 +63,10 @@ class LocalConnection:
         if self._shard.error is not None:
             raise self._shard.error
         return [answer]
+
+    def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
+        """See `Connection`."""
+        return self._shard.take(0, wanted, num_batches, facts)
 
     def leave(self, failure: str) -> list[Answer]:
         """See `Connection`."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from evenstep import checks, environment
 from evenstep import world as worlds
 from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_store
-from evenstep.errors import ConfigurationError, EvenstepError, NonFiniteError, PeerLostError, UsageError
+from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, NonFiniteError, PeerLostError, UsageError
 from evenstep.health import excepthook
 from evenstep.parameter_servers.connections import Connection, LocalConnection, untrained
 from evenstep.parameter_servers.layout import Division, pack, plan_division, unpack
@@ -123,6 +125,7 @@ class ParameterServer:
         self._state = "not begun"
         self._weight = 0.0
         self._num_steps = 0
+        self._num_queues = 0
         self._restore = contextlib.ExitStack()
 
     def __repr__(self) -> str:
@@ -231,6 +234,19 @@ class ParameterServer:
         self._weight = 0.0
         self._load(connection.push(pushes))
         self._num_steps += 1
+
+    def queue(self) -> SharedBatches:
+        """Divides the batches of a `DataLoader` over workers: each once an epoch, whoever is fastest.
+
+        For `DataLoader(queue=)`, one for each loader; workers make their loaders in the same order. A batch counts as
+        done when `ps.step` has pushed its gradients. What a worker holds when it leaves goes to the others.
+
+        Raises:
+            UsageError: Not inside the `with` statement.
+        """
+        self._validate_training("queue")
+        self._num_queues += 1
+        return SharedBatches(self, self._num_queues)
 
     def pull(self) -> None:
         """Take the newest parameters, as before an evaluation.
@@ -352,6 +368,51 @@ class ParameterServer:
                 for parameter, new in zip(like, unpack(like, answer.parameters), strict=True):
                     parameter.copy_(new)
             self._versions[server] = answer.version
+
+
+class SharedBatches:
+    """One loader's batches, divided over the workers of a run; made by `ParameterServer.queue`."""
+
+    def __init__(self, ps: ParameterServer, number: int) -> None:
+        self._ps, self._number = ps, number
+        self._num_passes: Counter[int] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<SharedBatches {self._number} of {self._ps!r}>"
+
+    def take(self, epoch: int, num_batches: int, facts: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+        """This worker's batches of an epoch, each taken when it is asked for.
+
+        In "sync" a worker without a batch takes part in the others' steps until all batches are done. In the other modes
+        it goes on at once.
+
+        Args:
+            epoch: Number of the epoch.
+            num_batches: Of it.
+            facts: What decides which samples a batch has, in JSON types.
+
+        Yields:
+            (epoch, number of the batch in it). The epoch is an earlier one where a batch of a worker came back late.
+
+        Raises:
+            MismatchError: Another worker's loader has other batches.
+            PeerLostError: A server has gone, or another worker failed.
+            UsageError: Not inside the `with` statement.
+        """
+        ps, text = self._ps, json.dumps(facts, sort_keys=True)
+        wanted = (self._number, epoch, self._num_passes[epoch])
+        self._num_passes[epoch] += 1
+        while True:
+            taken = ps._validate_training("queue").take(wanted, num_batches, text)
+            if taken.failure:
+                kind = MismatchError if "another loader" in taken.failure else PeerLostError
+                raise kind(f"worker {ps.worker} (rank {ps.worker}): {taken.failure}")
+            if taken.batch >= 0:
+                yield taken.epoch, taken.batch
+            elif taken.is_over or ps._mode.name != "sync":
+                return
+            else:
+                ps.step()
 
 
 def _restore_hook(hook: Any) -> None:

@@ -2,7 +2,7 @@
 
 [Note: what torch's RPC does]
 
-Workers call servers, and servers call nobody: a worker may end at any time without a server that waits for it. Four
+Workers call servers, and servers call nobody: a worker may end at any time without a server that waits for it. Some
 functions are called by name, on the one shard that a server has. docs/how-to/parameter-server.md tells what
 torch's TensorPipe does besides: it listens on several ports of one interface, and neither encrypts nor authenticates;
 what it receives it unpickles.
@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from evenstep import environment
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, EvenstepError, PeerLostError
+from evenstep.parameter_servers.batch_queue import Pass, Taken
 from evenstep.parameter_servers.roles import Roles
 from evenstep.parameter_servers.shard import Answer, Pushed, Shard
 
@@ -65,6 +66,12 @@ class RpcConnection:
         """See `Connection`."""
         calls = [self._start(server, _push, self._roles.rank, each) for server, each in enumerate(pushed)]
         return self._finish("step", calls)
+
+    def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
+        """See `Connection`."""
+        call = self._start(0, _take, self._roles.rank, wanted, num_batches, facts)
+        taken: Taken = self._finish("taking a batch", [call])[0]
+        return taken
 
     def leave(self, failure: str) -> list[Answer]:
         """See `Connection`."""
@@ -238,6 +245,10 @@ def _pull() -> Answer:
 @async_execution  # type: ignore[untyped-decorator]
 def _push(worker: int, pushed: Pushed) -> Future[Any]:
     return _own().push(worker, pushed)
+
+
+def _take(worker: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
+    return _own().take(worker, wanted, num_batches, facts)
 
 
 @async_execution  # type: ignore[untyped-decorator]

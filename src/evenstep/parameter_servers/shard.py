@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from evenstep.parameter_servers.batch_queue import BatchQueue, Pass, Taken
 from evenstep.parameter_servers.layout import pack, unpack
 
 
@@ -94,6 +95,7 @@ class Shard:
         self._waiting: dict[int, Future[Any]] = {}  # workers that wait for an answer
         self._leaving: dict[int, Future[Any]] = {}  # workers that wait for the end
         self._failure = ""
+        self._queue = BatchQueue()  # used on the first server only
         self.staleness: Counter[int] = Counter()
         self.error: Exception | None = None  # what the optimizer has raised
         self.ended = threading.Event()  # all workers have left, or one has failed
@@ -121,6 +123,7 @@ class Shard:
                     self._pushed[worker] = pushed
                 else:
                     self._apply([pushed])
+                    self._queue.finish(worker)
             complete = self._advance()
         complete()
         return future
@@ -138,11 +141,19 @@ class Shard:
         future: Future[Any] = Future()
         with self._lock:
             self._clocks.pop(worker, None)
+            self._queue.give_back(worker)
             self._leaving[worker] = future
             self._failure = self._failure or failure
             complete = self._advance()
         complete()
         return future
+
+    def take(self, worker: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
+        """A worker's next batch: see `BatchQueue.take`."""
+        with self._lock:
+            if self._failure:
+                return Taken(wanted[1], -1, failure=self._failure)
+            return self._queue.take(worker, wanted, num_batches, facts)
 
     def lagging(self) -> list[tuple[int, int]]:
         """The workers that others wait for, each with the number of steps that it has pushed."""
@@ -170,6 +181,8 @@ class Shard:
         ):
             # In order of worker, so that the sum doesn't depend on who came first.
             self._apply([self._pushed[worker] for worker in sorted(self._pushed)])
+            for worker in self._pushed:
+                self._queue.finish(worker)
             self._pushed = {}
         ready = [worker for worker in self._waiting if self._may_go_on(worker)]
         futures = [self._waiting.pop(worker) for worker in ready]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -22,6 +23,14 @@ from evenstep.virtual_ranks import per_rank
 from evenstep.world import World
 
 
+class BatchesToTake(Protocol):
+    """Divides global batches over processes that take one after the other, each at its own speed."""
+
+    def take(self, epoch: int, num_batches: int, facts: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+        """(epoch, step) of the batches of this process."""
+        ...
+
+
 class SampleSource:
     """Numbered samples, divided over ranks by a `BatchPlan`."""
 
@@ -35,7 +44,9 @@ class SampleSource:
         skip: bool,
         num_workers: int,
         world: World,
+        queue: BatchesToTake | None = None,
     ) -> None:
+        self._queue = queue
         self.dataset, self.batch_plan, self.world = dataset, batch_plan, world
         self.global_batch_size = batch_plan.global_batch_size
         key = batch_plan.seed if sample_seed else None
@@ -76,6 +87,9 @@ class SampleSource:
         self, start: Mark, iteration: int, torch_loader: TorchDataLoader[Any] | None
     ) -> Iterator[tuple[int, Loaded]]:
         """This rank's batches, each with the position at its end."""
+        if self._queue is not None:
+            yield from self._taken(self._queue, start.epoch)
+            return
         epoch = self.batch_plan.epoch(start.epoch)
         global_batch, step = epoch.batches.global_batch, epoch.batches.step_at(start.position) or 0
         if torch_loader is None:
@@ -88,6 +102,15 @@ class SampleSource:
         with workers.working(torch_loader, wanted, partial(self._doing, epoch)) as batches:
             for number, loaded in enumerate(batches, step):
                 yield global_batch(number)[1], loaded
+
+    def _taken(self, queue: BatchesToTake, number: int) -> Iterator[tuple[int, Loaded]]:
+        """The global batches that this process takes from a queue, each whole."""
+        for of_epoch, step in queue.take(number, self.num_steps(number), self.facts()):
+            epoch = self.batch_plan.epoch(of_epoch)
+            begin, end = epoch.batches.global_batch(step)
+            samples = epoch.order.at(torch.arange(begin, end, device="cpu"))
+            wanted: Any = samples if self.fetcher.wants_tensors else samples.tolist()
+            yield end, self.fetcher[Request(of_epoch, step, wanted)]
 
     def _requests(self, epoch: Epoch, step: int, *, as_tensors: bool = False) -> Iterator[Request]:
         rank, world_size, virtual_ranks = self.world.rank, self.world.world_size, per_rank(self.world.virtual_ranks)

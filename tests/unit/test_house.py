@@ -56,7 +56,16 @@ ROOMS = [
 ]
 # By package, its files and sub-packages from the roof to the ground: one imports only those further down.
 ORDER: dict[str, list[str]] = {
-    "parameter_servers": ["parameter_server", "remote", "connections", "shard", "batch_queue", "preparation", "layout", "roles"],
+    "parameter_servers": [
+        "parameter_server",
+        "remote",
+        "connections",
+        "shard",
+        "batch_queue",
+        "preparation",
+        "layout",
+        "roles",
+    ],
     "bench": ["command", "remedies", "explain", "measure", "predict"],
     "bench.remedies": ["table", "trials", "calibrate", "probe", "apply", "results", "changes"],
     "bench.explain": ["page", "plots", "report", "findings"],

@@ -12,8 +12,8 @@ import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -383,8 +383,8 @@ class SharedBatches:
     def take(self, epoch: int, num_batches: int, facts: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
         """This worker's batches of an epoch, each taken when it is asked for.
 
-        In "sync" a worker without a batch takes part in the others' steps until all batches are done. In the other modes
-        it goes on at once.
+        In "sync" a worker without a batch takes part in the others' steps until all batches are done. In the other
+        modes it goes on at once.
 
         Args:
             epoch: Number of the epoch.

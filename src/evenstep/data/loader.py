@@ -96,7 +96,7 @@ class DataLoader:
         pin_memory_device: Empty.
         in_order: True.
         queue: `ps.queue()` of `evenstep.parameter_server`: workers take global batches from it, each whole, whoever is
-            fastest. Not for streams, `num_workers`, `state_dict` or `gather`.
+            fastest, as CPU tensors. Not for streams, `num_workers`, `state_dict` or `gather`.
 
     Raises:
         ConfigurationError: An argument is wrong. Raised on all ranks if it is wrong on one.
@@ -136,7 +136,7 @@ class DataLoader:
         queue: BatchesToTake | None = None,
     ) -> None:
         # Workers of parameter servers share no world: each has a loader of its own, and the queue divides.
-        self.world = evenstep.world.chosen(world if queue is None else World.alone(), "DataLoader")
+        self.world = evenstep.world.chosen(world if queue is None else World.alone(device="cpu"), "DataLoader")
         self._queue = queue
         self.drop_last = False
         self.num_skipped = 0  # samples of this rank that could not be loaded

@@ -124,6 +124,41 @@ def test_synchronous_training_with_any_number_of_workers_and_servers(
     check_synchronous(num_workers, num_servers, fresh_seed, ["sgd", "adagrad"])
 
 
+def from_the_queue(mode: str, bound: int | None, leaves: bool) -> list[list[int]]:
+    """Worker 0 is slow; samples by epoch whose gradients this worker has pushed."""
+    pushed: list[list[int]] = []
+    with evenstep.parameter_server(
+        lambda: nn.Linear(1, 1, bias=False).double(),
+        lambda p: torch.optim.SGD(p, lr=1.0),
+        mode=mode,
+        max_staleness=bound,
+    ) as ps:
+        loader = evenstep.DataLoader(list(range(53)), global_batch_size=4, shuffle=True, queue=ps.queue())
+        for _ in loader.epochs(3):
+            pushed.append([])
+            for batch in loader:
+                if leaves and ps.worker == 0 and len(pushed[-1]) >= 4:
+                    return pushed
+                time.sleep(0.03 if ps.worker == 0 else 0.01)
+                ps.backward(ps.model(batch.double().unsqueeze(1)).mean(), weight=len(batch))
+                ps.step()
+                pushed[-1] += batch.tolist()
+    return pushed
+
+
+@pytest.mark.extended
+def test_each_sample_comes_once_per_epoch_whoever_is_fastest():
+    with group(2, 2) as ranks:
+        for mode, bound in (("sync", None), ("async", None), ("bounded", 3)):
+            slow, fast = ranks.run(from_the_queue, (mode, bound, False))[:2]
+            for mine, others in zip(slow, fast, strict=True):
+                assert sorted(mine + others) == list(range(53)), mode
+        for mode in ("sync", "async"):
+            slow, fast = ranks.run(from_the_queue, (mode, None, True))[:2]
+            assert len(slow) == 1
+            assert sorted(sum(slow + fast, [])) == sorted(3 * list(range(53))), "what a worker held came back"
+
+
 def uneven(mode: str, bound: int | None, path: str) -> tuple[int, list[dict[int, int]], float]:
     """Worker 0 waits a little in each step; (steps that worker 1 was ahead at most, staleness, the parameter)."""
     with evenstep.parameter_server(

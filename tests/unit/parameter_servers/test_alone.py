@@ -105,6 +105,32 @@ def test_the_handle_says_what_is_wrong():
         ps.__enter__()
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_batches_from_a_queue(mode: str):
+    data = list(range(10))
+    with evenstep.parameter_server(model, sgd, mode=mode) as ps:
+        loader = evenstep.DataLoader(data, global_batch_size=4, shuffle=True, seed=3, queue=ps.queue())
+        plain = evenstep.DataLoader(data, global_batch_size=4, shuffle=True, seed=3)
+        for _ in range(2):
+            seen = []
+            for batch in loader:
+                ps.step()
+                seen.append(batch.tolist())
+            assert seen == [batch.tolist() for batch in plain]
+        for call in (loader.state_dict, lambda: loader.gather(torch.zeros(1))):
+            with pytest.raises(UsageError, match="queue="):
+                call()
+        for options, text in (
+            ({"num_workers": 2}, "num_workers=2 with queue="),
+            ({"world": evenstep.World.alone()}, "world and queue exclude each other"),
+            ({"queue": 3}, r"queue=3; ps.queue\(\)"),
+        ):
+            with pytest.raises(ConfigurationError, match=text):
+                evenstep.DataLoader(data, 4, **({"queue": ps.queue()} | options))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="inside"):
+        next(iter(loader))
+
+
 def test_sparse_gradients_are_refused():
     with evenstep.parameter_server(lambda: nn.Embedding(4, 2, sparse=True), sgd) as ps:
         ps.backward(ps.model(torch.tensor([1])).sum())

@@ -110,7 +110,7 @@ def test_batches_from_a_queue(mode: str):
     data = list(range(10))
     with evenstep.parameter_server(model, sgd, mode=mode) as ps:
         loader = evenstep.DataLoader(data, global_batch_size=4, shuffle=True, seed=3, queue=ps.queue())
-        plain = evenstep.DataLoader(data, global_batch_size=4, shuffle=True, seed=3)
+        plain = evenstep.DataLoader(data, global_batch_size=4, shuffle=True, seed=3, world=evenstep.World.alone())
         for _ in range(2):
             seen = []
             for batch in loader:

@@ -55,7 +55,7 @@ class LocalConnection:
 
     def pull(self) -> list[Answer]:
         """See `Connection`."""
-        return [self._shard.pull()]
+        return [self._shard.pull(0)]
 
     def push(self, pushed: Sequence[Pushed]) -> list[Answer]:
         """See `Connection`."""

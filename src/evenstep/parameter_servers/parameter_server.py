@@ -40,6 +40,7 @@ def parameter_server(
     *,
     mode: str = "async",
     max_staleness: int | None = None,
+    delay_compensation: float = 0.0,
     device: str | torch.device = "cpu",
     interface: str | None = None,
     timeout_s: float = worlds.DEFAULT_TIMEOUT_S,
@@ -64,6 +65,8 @@ def parameter_server(
             torch's optimizers take as it is. Runs on servers only.
         mode: "sync", "async" or "bounded".
         max_staleness: Of "bounded", in steps; 0: no worker begins a step before all have ended the one before.
+        delay_compensation: Of "async" and "bounded": lambda of Zheng et al., "Asynchronous Stochastic Gradient Descent
+            with Delay Compensation", 2017: lambda * g * g * (w_now - w_then) is added to each gradient g. 0: not.
         device: Where a worker's model is. Servers compute on the CPU.
         interface: The network interface to listen on; None: loopback on one node, else the one that leads to rank 0.
         timeout_s: How long a worker waits for others in a step, and all at the start and the end.
@@ -83,6 +86,11 @@ def parameter_server(
             raise checks.refuse(f"{WHO}max_staleness", max_staleness, f"only with mode='bounded', not {name!r}")
         else:
             bound = 0
+        compensation = checks.number(f"{WHO}delay_compensation", delay_compensation, least=0)
+        if compensation and name == "sync":
+            raise checks.refuse(
+                f"{WHO}delay_compensation", delay_compensation, "0 with mode='sync', where no gradient is late"
+            )
         try:
             chosen = torch.device(device)
         except (RuntimeError, TypeError):
@@ -90,7 +98,7 @@ def parameter_server(
         if interface is not None:
             checks.text(f"{WHO}interface", interface, wanted="the name of a network interface", otherwise="None")
         timeout_s = checks.number(f"{WHO}timeout_s", timeout_s, above=0)
-    return ParameterServer(model_fn, optimizer_fn, Mode(name, bound), chosen, interface, timeout_s)
+    return ParameterServer(model_fn, optimizer_fn, Mode(name, bound, compensation), chosen, interface, timeout_s)
 
 
 class ParameterServer:
@@ -292,6 +300,7 @@ class ParameterServer:
         facts = {
             "mode": self._mode.name,
             "max_staleness": self._mode.max_staleness,
+            "delay_compensation": self._mode.delay_compensation,
             "EVENSTEP_SERVERS": roles.num_servers,
         }
         compare(store, roles, facts, model, error)

@@ -60,7 +60,9 @@ class RpcConnection:
 
     def pull(self) -> list[Answer]:
         """See `Connection`."""
-        return self._finish("pull", [self._start(server, _pull) for server in range(self._roles.num_servers)])
+        return self._finish(
+            "pull", [self._start(server, _pull, self._roles.rank) for server in range(self._roles.num_servers)]
+        )
 
     def push(self, pushed: Sequence[Pushed]) -> list[Answer]:
         """See `Connection`."""
@@ -238,8 +240,8 @@ def _initial_tensors() -> dict[str, Tensor]:
     return {name: tensor.detach().cpu() for name, tensor in _initial.items()}
 
 
-def _pull() -> Answer:
-    return _own().pull()
+def _pull(worker: int) -> Answer:
+    return _own().pull(worker)
 
 
 @async_execution  # type: ignore[untyped-decorator]

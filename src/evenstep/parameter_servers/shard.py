@@ -66,10 +66,12 @@ class Mode:
     Attributes:
         name: "sync", "async" or "bounded".
         max_staleness: Of "bounded": how many steps a worker may be ahead of the slowest.
+        delay_compensation: See `evenstep.parameter_server`; 0: none.
     """
 
     name: str
     max_staleness: int = 0
+    delay_compensation: float = 0.0
 
 
 class Shard:
@@ -95,6 +97,7 @@ class Shard:
         self._waiting: dict[int, Future[Any]] = {}  # workers that wait for an answer
         self._leaving: dict[int, Future[Any]] = {}  # workers that wait for the end
         self._failure = ""
+        self._given: dict[int, list[Tensor]] = {}  # the parameters that a worker computes with, packed; to compensate
         self._queue = BatchQueue()  # used on the first server only
         self.staleness: Counter[int] = Counter()
         self.error: Exception | None = None  # what the optimizer has raised
@@ -103,10 +106,13 @@ class Shard:
     def __repr__(self) -> str:
         return f"<Shard {self._mode.name}, {len(self._parameters)} parameters, version {self._version}>"
 
-    def pull(self) -> Answer:
-        """The parameters as they are now."""
+    def pull(self, worker: int | None = None) -> Answer:
+        """The parameters as they are now, for a worker to compute with, or None to look at."""
         with self._lock:
-            return self._answer()
+            answer = self._answer()
+            if worker is not None:
+                self._note_given([worker], answer)
+            return answer
 
     def push(self, worker: int, pushed: Pushed) -> Future[Any]:
         """Take a worker's gradients.
@@ -122,7 +128,7 @@ class Shard:
                 if self._mode.name == "sync":
                     self._pushed[worker] = pushed
                 else:
-                    self._apply([pushed])
+                    self._apply([pushed], self._given.get(worker))
                     self._queue.finish(worker)
             complete = self._advance()
         complete()
@@ -191,6 +197,8 @@ class Shard:
             self._leaving = {}
             self.ended.set()
         answer = self._answer() if futures else None
+        if answer is not None:
+            self._note_given(ready, answer)
 
         def complete() -> None:
             for future in futures:
@@ -206,8 +214,17 @@ class Shard:
         ahead = self._clocks[worker] - min(self._clocks.values())
         return ahead <= self._mode.max_staleness
 
-    def _apply(self, pushes: Sequence[Pushed]) -> None:
-        """One step of the optimizer, on the weighted mean of some gradients."""
+    def _note_given(self, workers: Sequence[int], answer: Answer) -> None:
+        if self._mode.delay_compensation and not answer.failure:
+            self._given |= dict.fromkeys(workers, answer.parameters)
+
+    def _apply(self, pushes: Sequence[Pushed], computed_with: list[Tensor] | None = None) -> None:
+        """One step of the optimizer, on the weighted mean of some gradients.
+
+        Args:
+            pushes: Theirs.
+            computed_with: The parameters that they were computed with, packed; None: don't compensate.
+        """
         weight = sum(each.weight for each in pushes)
         if weight == 0:
             return
@@ -215,7 +232,7 @@ class Shard:
         self.staleness.update(self._version - each.version for each in counting)
         try:
             if self._optimizer is not None:
-                self._set_gradients(counting, weight)
+                self._set_gradients(counting, weight, computed_with)
                 self._optimizer.step()
         except Exception as error:
             self.error = error
@@ -226,11 +243,15 @@ class Shard:
                 parameter.grad = None
         self._version += 1
 
-    def _set_gradients(self, pushes: Sequence[Pushed], weight: float) -> None:
+    def _set_gradients(self, pushes: Sequence[Pushed], weight: float, computed_with: list[Tensor] | None) -> None:
         total = pushes[0].gradients
         for each in pushes[1:]:
             torch._foreach_add_(total, each.gradients)
         torch._foreach_div_(total, weight)
+        if computed_with is not None:
+            moved = torch._foreach_sub(pack(self._parameters, self._parameters), computed_with)
+            squares = torch._foreach_mul(total, total)
+            torch._foreach_addcmul_(total, squares, moved, value=self._mode.delay_compensation)
         gradients = unpack(self._parameters, total)
         for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
             parameter.grad = gradient if any(each.used[index] for each in pushes) else None

@@ -76,6 +76,8 @@ REFUSED: list[tuple[Callable[[], Any], Callable[..., Any], dict[str, Any], str]]
     (model, sgd, {"mode": "bounded"}, "max_staleness=None"),
     (model, sgd, {"mode": "bounded", "max_staleness": -1}, "max_staleness=-1"),
     (model, sgd, {"mode": "async", "max_staleness": 4}, "only with mode='bounded'"),
+    (model, sgd, {"delay_compensation": -1}, "delay_compensation=-1"),
+    (model, sgd, {"mode": "sync", "delay_compensation": 0.1}, "no gradient is late"),
     (model, sgd, {"device": "toaster"}, "device='toaster'"),
     (model, sgd, {"timeout_s": 0}, "timeout_s=0"),
     (3, sgd, {}, "model_fn=3"),  # type: ignore[list-item]

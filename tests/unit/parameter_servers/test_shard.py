@@ -111,3 +111,21 @@ def test_a_server_without_parameters_takes_part():
     server.push(0, Pushed(2.0, 0, [], []))
     answer: Answer = server.push(1, Pushed(3.0, 0, [], [])).wait()
     assert answer == Answer(1, [], "")
+
+
+def test_late_gradients_are_compensated(fresh_seed: int):
+    """As in the paper's formula, for workers that push in any order and pull in between; sums of several batches."""
+    draw = random.Random(fresh_seed)
+    server, parameter = shard(Mode("async", delay_compensation=0.3), 3)
+    assert server.pull().version == 0, "a look is not what a worker computes with"
+    expected = 0.0
+    then = {worker: server.pull(worker).parameters[0][0].item() for worker in range(3)}
+    for _ in range(40):
+        worker = draw.randrange(3)
+        if draw.random() < 0.2:
+            then[worker] = server.pull(worker).parameters[0][0].item()
+        gradient, weight = draw.uniform(-1, 1), draw.choice([0.5, 1.0, 4.0])
+        expected -= gradient + 0.3 * gradient * gradient * (expected - then[worker])
+        answer: Answer = server.push(worker, pushed(gradient, weight=weight)).wait()
+        then[worker] = answer.parameters[0][0].item()
+        torch.testing.assert_close(parameter.detach(), torch.full((2,), expected, dtype=torch.float64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -31,3 +32,19 @@ def test_the_program_with_servers(tmp_path: Path):
     told = re.findall(r"worker \d of 2: accuracy (\d\.\d\d)", run.stdout)
     assert len(told) == 2, run.stdout
     assert all(float(each) > 0.6 for each in told)
+
+
+@pytest.mark.extended
+def test_the_program_under_torchrun(tmp_path: Path):
+    """The last of three ranks is the server, by the variable alone."""
+    (tmp_path / "train.py").write_text(PROGRAMS[0])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"EVENSTEP_SERVERS": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"worker \d of 2: accuracy", done.stdout)) == 2, done.stdout

@@ -157,3 +157,24 @@ def test_a_rank_that_fails_ends_the_job_with_its_message(tmp_path: Path) -> None
     done = call(tmp_path, [*mpiexec("openmpi"), "-n", "2"], script)
     assert done.returncode != 0
     assert "ValueError: bad sample" in done.stderr
+
+
+SERVED = """
+    import evenstep, torch
+
+    with evenstep.parameter_server(
+        lambda: torch.nn.Linear(4, 1), lambda p: torch.optim.SGD(p, lr=0.1), mode="sync"
+    ) as ps:
+        loader = evenstep.DataLoader(torch.rand(10, 4), global_batch_size=2, queue=ps.queue())
+        for x in loader:
+            ps.backward(ps(x).square().mean(), weight=len(x))
+            ps.step()
+    print(f"worker {ps.worker} of {ps.num_workers}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_ranks_are_parameter_servers(kind: str, tmp_path: Path) -> None:
+    done = call(tmp_path, [*mpiexec(kind), "-n", "3"], SERVED, EVENSTEP_SERVERS="1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")[:-1]) == ["worker 0 of 2", "worker 1 of 2"], done

@@ -34,6 +34,7 @@ _TYPE_NAMES = {
     "complex64": "ComplexFloat",
     "complex128": "ComplexDouble",
     "complex32": "ComplexHalf",
+    "bcomplex32": "BComplex32",
     "uint8": "Byte",
     "int8": "Char",
     "int16": "Short",

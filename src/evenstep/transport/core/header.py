@@ -83,6 +83,7 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
     torch.complex32,
+    *([torch.bcomplex32] if hasattr(torch, "bcomplex32") else []),  # from torch 2.15 on
 )
 
 

@@ -127,7 +127,7 @@ def plan_arithmetic(op: Op, dtype: torch.dtype) -> Arithmetic:
         return Arithmetic(_FUNCTIONS[_BOOL_OPS.get(op, op)], dtype)
     if dtype in _HALF and op in ("sum", "mean", "product"):
         return Arithmetic(_FUNCTIONS[op], dtype, accumulator=torch.float32, divides=op == "mean")
-    if dtype is torch.complex32:
+    if dtype.is_complex and dtype.itemsize == 4:  # complex32; from torch 2.15 on bcomplex32, too
         return Arithmetic(_FUNCTIONS[op], dtype, accumulator=torch.complex64, divides=op == "mean")
     if dtype in _SIGNED:
         carrier = _SIGNED[dtype]

@@ -70,7 +70,8 @@ def test_it_has_the_form_of_torchs_own() -> None:
 
 
 def test_each_dtype_has_a_name() -> None:
-    assert set(flight_recorder._TYPE_NAMES) == {str(dtype)[6:] for dtype in DTYPES}
+    newer = {"bcomplex32"}  # from torch 2.15 on
+    assert set(flight_recorder._TYPE_NAMES) - newer == {str(dtype)[6:] for dtype in DTYPES} - newer
 
 
 def test_states_and_shapes() -> None:

@@ -23,7 +23,7 @@ from tests.pages import DOCS
 
 TUTORIALS = DOCS / "tutorials"
 _FENCE = re.compile(r"^```(python|bash|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_NUMBER = re.compile(r"[-+]?\d[\d,.:]*(?:e[-+]?\d+)?%?|\b(?:inf|nan)\b")
+_NUMBER = re.compile(r"[-+]?\d+(?:[,.:]\d+)*(?:e[-+]?\d+)?%?|\b(?:inf|nan)\b")
 _LIMIT_S = 240
 
 

@@ -7,17 +7,20 @@ import gc
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from evenstep import checks, determinism, randomness
 from evenstep import world as worlds
 from evenstep.compat.torch_distributed import abort_process_groups, default_store, keep_groups, reset_group_count
 from evenstep.console import quieten, say
+from evenstep.coordination.mesh import validate_mesh
 from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_store
 from evenstep.device import choose_device
 from evenstep.environment import (
@@ -59,6 +62,7 @@ def init(
     reproducible: bool = False,
     virtual_ranks: int | None = None,
     threads: int | None = None,
+    mesh: Mapping[str, int] | DeviceMesh | None = None,
 ) -> World:
     """Join the ranks that a launcher started, or be a world of one.
 
@@ -83,6 +87,10 @@ def init(
         virtual_ranks: With `reproducible`: in how many parts every global batch is computed, a power of two that the
             number of ranks divides; None: 8.
         threads: With `reproducible`: CPU threads of every rank, which the bits depend on; None: 1.
+        mesh: How ranks divide the work, sizes by name that multiply to the number of ranks, in any order: "replicate"
+            (all parameters on every rank), "shard" (parameters divided, FSDP2), "tensor" (layers divided), "pipeline"
+            (stages). One of them may be -1, for what is left. Ranks along "tensor" and "pipeline" get the same samples.
+            Or a torch `DeviceMesh` of all ranks with these names. None: every rank has samples of its own.
 
     Returns:
         The world, which is also the current one: what constructors take when given `world=None`.
@@ -104,6 +112,12 @@ def init(
         validate_mode(
             reproducible=reproducible, virtual_ranks=virtual_ranks, threads=threads, seed=seed, num_cores=num_cores
         )
+        sizes = validate_mesh("evenstep.init: mesh", mesh)
+        if reproducible and sizes is not None:
+            raise ConfigurationError(
+                "evenstep.init: mesh and reproducible exclude each other. A layer that is divided over ranks adds in "
+                "another order than a whole one, so the bits would depend on the mesh. Leave one of them out."
+            )
     arguments: dict[str, object] = {
         "seed": seed,
         "device": None if device is None else str(device),
@@ -112,6 +126,7 @@ def init(
         "reproducible": reproducible,
         "virtual_ranks": virtual_ranks,
         "threads": threads,
+        "mesh": sizes,
     }
     before = worlds.initialised()
     if before is not None:
@@ -139,12 +154,25 @@ def init(
     if dist.is_initialized():
         world = World.from_process_group(device=device, seed=seed, transport=transport, timeout_s=timeout_s)
     else:
-        world = _join(current_placement(), device=device, seed=seed, transport=transport, timeout_s=timeout_s)
+        world = _join(
+            current_placement(),
+            device=device,
+            seed=seed,
+            transport=transport,
+            timeout_s=timeout_s,
+            needs_group=mesh is not None,
+        )
     world._on_close.append(claim_rank())
     if not (log_on_all_ranks or world.is_main or current_placement().launcher == "evenstep run"):
         world._on_close.append(quieten())
     _check_same_arguments(world, {name: value for name, value in arguments.items() if name != "device"})
     world._init_arguments = arguments
+    if mesh is not None:
+        try:
+            world.use_mesh(mesh, what="evenstep.init: mesh")
+        except ConfigurationError:
+            world.close()
+            raise
     if seed is not None:
         randomness.seed_everything(seed)
     if reproducible:
@@ -169,6 +197,7 @@ def _join(
     seed: int | None,
     transport: str | None,
     timeout_s: float,
+    needs_group: bool = False,
 ) -> World:
     requested = device if device is not None else placement.device
     with excepthook.reporting_mistakes():
@@ -182,7 +211,11 @@ def _join(
 
     if placement.world_size == 1:
         transports = Transports(LocalTransport(), LocalTransport(), timeout_s, transport)
-        return World(placement, device=chosen, transports=transports, store=None, seed=seed, on_close=[restore_hook])
+        at_close = [restore_hook]
+        if needs_group:  # torch's meshes and what stands on them; no port is opened for a group of one
+            dist.init_process_group(backend.NAME, store=dist.HashStore(), rank=0, world_size=1)
+            at_close.insert(0, _destroy_default_group)
+        return World(placement, device=chosen, transports=transports, store=None, seed=seed, on_close=at_close)
     # Before the rendezvous: a rank that leaves it at once closes a socket to which others still connect.
     validate_transport(transport, chosen)
     shares_a_gpu = chosen.type == "cuda" and requested is not None and torch.device(requested).index is not None

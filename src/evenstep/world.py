@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -23,11 +23,13 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh
 
 from evenstep import checks, console, randomness, virtual_ranks
 from evenstep.compat.c_library import heap
 from evenstep.compat.torch_distributed import default_store
 from evenstep.coordination.main_first import main_first
+from evenstep.coordination.mesh import DATA, build_mesh, complete_mesh, group_along, validate_mesh
 from evenstep.device import choose_device, parse_device
 from evenstep.environment import Placement, claim_rank, current_placement, node_identity, placement_from_nodes
 from evenstep.errors import ConfigurationError, UsageError
@@ -73,6 +75,10 @@ class World:
         has_diverged: Whether every rank draws random numbers of its own already.
         virtual_ranks: In reproducible mode, the virtual ranks of the run; else None.
         stop_reason: Why this rank is to stop: "SIGTERM", "request_stop()"; None until then.
+        mesh: torch's mesh of the ranks, with named dimensions; None: every rank has samples of its own.
+        data_parallel: The world of the ranks that have other samples than this one and the same part of the model:
+            those along "replicate" and "shard". Without a mesh this world itself.
+        model_ranks: The world of the ranks that have parts of the same layers: all but those along "pipeline".
     """
 
     def __init__(
@@ -111,6 +117,9 @@ class World:
         self.has_diverged = False
         self.virtual_ranks: virtual_ranks.VirtualRanks | None = None
         self.stop_reason: str | None = None
+        self.mesh: DeviceMesh | None = None
+        self.data_parallel: World = self
+        self.model_ranks: World = self
         self._at_end: list[Callable[[BaseException | None], object]] = []
         if device.type == "cpu":
             heap.keep_freed_memory()
@@ -142,6 +151,7 @@ class World:
         transport: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | Mapping[str, int] | None = None,
     ) -> World:
         """Adopt a process group that a script made itself.
 
@@ -154,11 +164,15 @@ class World:
             transport: As for `evenstep.init`.
             timeout_s: As for `evenstep.init`.
             group: The group; None: the default one, with all ranks.
+            mesh: As for `evenstep.init`; only with the default group.
 
         Raises:
             UsageError: There is no process group, or this rank isn't in it.
             ConfigurationError: The transport can't be had, or another argument is wrong.
         """
+        sizes = validate_mesh("World.from_process_group: mesh", mesh)
+        if sizes is not None and group not in (None, dist.group.WORLD):
+            raise ConfigurationError("World.from_process_group: mesh and group exclude each other; it is of all ranks.")
         randomness.validate_seed("World.from_process_group", seed)
         timeout_s = checks.number("World.from_process_group: timeout_s", timeout_s, above=0, most=LONGEST_TIMEOUT_S)
         validate_group("World.from_process_group: group", group)
@@ -185,6 +199,12 @@ class World:
         adopted = group or dist.group.WORLD
         assert adopted is not None
         world._adopted_group = weakref.ref(adopted)
+        if mesh is not None:
+            try:
+                world.use_mesh(mesh, what="World.from_process_group: mesh")
+            except ConfigurationError:
+                world.close()
+                raise
         return world
 
     # ------------------------------------------------------------------ identity
@@ -196,6 +216,16 @@ class World:
         Only then are modules moved, and all random streams evenstep's to seed.
         """
         return self._init_arguments is not None
+
+    @property
+    def data_rank(self) -> int:
+        """This rank among those that have samples of their own, 0 to data_size - 1; see `mesh`."""
+        return self.data_parallel.rank
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks have samples of their own; see `mesh`."""
+        return self.data_parallel.world_size
 
     @property
     def is_main(self) -> bool:
@@ -247,6 +277,35 @@ class World:
             self._on_close.append(world.close)
         return self._of_groups[group]
 
+    def use_mesh(self, mesh: DeviceMesh | Mapping[str, int], *, what: str = "mesh") -> None:
+        """Divide the ranks along the dimensions of a mesh. Collective, once, before anything is made in this world.
+
+        Args:
+            mesh: As for `evenstep.init`.
+            what: The argument, for messages.
+
+        Raises:
+            ConfigurationError: It isn't one of these ranks. Raised on all of them.
+        """
+        sizes = validate_mesh(what, mesh)
+        assert sizes is not None
+        sizes = complete_mesh(what, sizes, self.world_size)
+        self.mesh = build_mesh(mesh, sizes, self.device.type)
+        self.data_parallel = self._along(*DATA)
+        self.model_ranks = self._along(*DATA, "tensor")
+
+    def _along(self, *names: str) -> World:
+        """The world of the ranks that differ from this one only along some dimensions of the mesh. Collective."""
+        assert self.mesh is not None
+        ranks, group = group_along(self.mesh, names)
+        if len(ranks) == self.world_size:
+            return self
+        if len(ranks) > 1:
+            return self.of_group(group)
+        alone = World.alone(device=self.device, seed=self.seed)
+        alone._init_arguments, alone._part_of, alone.telemetry = self._init_arguments, self, self.telemetry
+        return alone
+
     def __repr__(self) -> str:
         state = " closed" if self._closed else ""
         return f"<World rank {self.rank}/{self.world_size} on {self.device} over {self.transport_name}{state}>"
@@ -270,9 +329,9 @@ class World:
         if self._part_of is not None and self._part_of.has_diverged:
             return
         if self.is_initialised:
-            randomness.diverge(self.rank)
+            randomness.diverge(self.data_rank)
         elif randomness.torch_seed(self.device) == self._shared_seed:
-            randomness.diverge(self.rank, ["torch"])
+            randomness.diverge(self.data_rank, ["torch"])
 
     @property
     def draws_its_own(self) -> bool:
@@ -331,7 +390,9 @@ class World:
     def mean(self, value: float | Tensor, weight: float | Tensor = 1.0) -> float | Tensor:
         """The weighted mean over ranks: sum(`weight * value`) / sum(`weight`).
 
-        Collective: every rank calls this, in the same order, with values of one shape.
+        Collective: every rank calls this, in the same order, with values of one shape. On a mesh, ranks that share
+        samples give the same value and weight, and each sample counts as often as any other; or those that have no
+        loss, such as all stages of a pipeline but the last, give the weight 0.
 
         Args:
             value: A number, or a tensor of any shape (its mean is taken element by element). Ignored, even if it is
@@ -351,7 +412,7 @@ class World:
     def gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, one after the other along the first dimension, in order of rank.
 
-        Collective: every rank calls this, in the same order.
+        Collective: every rank calls this, in the same order. On a mesh these are the data ranks' tensors, each once.
 
         Args:
             tensor: [n, ...]; n may differ between ranks and be 0. A 0-dim tensor counts as [1].
@@ -363,6 +424,8 @@ class World:
             MismatchError: The ranks' dtypes or the shapes behind the first dimension differ. Raised on all ranks.
             ConfigurationError: No dense tensor.
         """
+        if self.data_parallel is not self:
+            return self.data_parallel.gather(tensor)
         check_rows(tensor, rank=self.rank)
         carrier = self.transport if tensor.device.type == "cuda" else self.control
         return gather_rows(carrier, self.control, tensor)
@@ -558,9 +621,9 @@ def chosen(world: World | None, what: str) -> World:
 
 
 def identity() -> tuple[int, int]:
-    """(rank, world_size), without making or adopting anything: for what only has to know its share."""
+    """(data rank, data size), without making or adopting anything: for what only has to know its share."""
     if _current is not None and not _is_stale(_current):
-        return _current.rank, _current.world_size
+        return _current.data_rank, _current.data_size
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     placement = _placement_of_one()

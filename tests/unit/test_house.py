@@ -114,7 +114,7 @@ ORDER: dict[str, list[str]] = {
         "c_library",
     ],
     "compat.c_library": ["heap", "openmp", "libc"],
-    "coordination": ["rendezvous_store", "main_first", "agreement"],
+    "coordination": ["rendezvous_store", "main_first", "agreement", "mesh"],
     "data": ["loader", "sampler", "sources", "loading", "order", "position"],
     "data.loading": ["device_prefetch", "workers", "fetch", "nested"],
     "data.order": ["batch_plan", "max_tokens", "weighted", "locality", "permutation"],

@@ -7,4 +7,5 @@ Reading order:
   deadline and a download may take longer.
 - `agreement`: argument consistency. Public constructors compare on all ranks what they were given, and all ranks raise
   the same error. `judge` is pure; the exchange is the caller's world.
+- `mesh`: along which dimensions ranks divide the work, and which of them share samples. Planning is pure.
 """

@@ -136,7 +136,8 @@ class DataLoader:
         queue: BatchesToTake | None = None,
     ) -> None:
         # Workers of parameter servers share no world: each has a loader of its own, and the queue divides.
-        self.world = evenstep.world.chosen(world if queue is None else World.alone(device="cpu"), "DataLoader")
+        everybody = evenstep.world.chosen(world if queue is None else World.alone(device="cpu"), "DataLoader")
+        self.world = everybody.data_parallel
         self._queue = queue
         self.drop_last = False
         self.num_skipped = 0  # samples of this rank that could not be loaded
@@ -192,7 +193,7 @@ class DataLoader:
             # Beyond what a resume depends on: what would make the ranks' samples, or their number, differ.
             return in_words(self._source.facts()) | {"sample_seed": bool(sample_seed), "on_error": on_error}
 
-        validate_on_all_ranks(self.world, "DataLoader", prepare, advice=_ADVICE)
+        validate_on_all_ranks(everybody, "DataLoader", prepare, advice=_ADVICE)
         if isinstance(self._source, StreamSource):
             self._source.connect()
 

@@ -95,7 +95,7 @@ def scale_learning_rate(
         optimizer.defaults["lr"] = default * factor  # of groups that are added later
     world.print(
         f"learning rate: {', '.join(dict.fromkeys(received))} ({rule} rule, times {factor:.4g}); global batch "
-        f"{global_batch_size} (base {base_batch_size}), about {global_batch_size / world.world_size:.4g} per rank, "
+        f"{global_batch_size} (base {base_batch_size}), about {global_batch_size / world.data_size:.4g} per rank, "
         f"{accumulation_steps} micro-batch{'es' if accumulation_steps > 1 else ''} each"
     )
     return factor

@@ -26,6 +26,7 @@ def capture_streams(world: World) -> dict[str, Any]:
         "cuda": list(state.torch_cuda),
         "numpy": None,
         "has_diverged": world.draws_its_own,
+        "data_rank": world.data_rank,
     }
     if state.numpy is not None:
         name, keys, position, has_gauss, cached = state.numpy
@@ -44,13 +45,16 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
     """Restore this rank's random streams.
 
     A new rank gets streams derived from rank 0's; or rank 0's own where all ranks draw the same (before they diverge,
-    in reproducible mode, and where the script has seeded them alike).
+    in reproducible mode, and where the script has seeded them alike). Ranks that share samples on a mesh get the same.
 
     Args:
         ranks: Results of `capture_streams` on each rank of the run that saved.
         world: This rank and its world.
     """
-    mine = ranks[world.rank] if world.rank < len(ranks) else ranks[0]
+    by_data_rank = {int(each.get("data_rank", rank)): each for rank, each in reversed(list(enumerate(ranks)))}
+    ranks = [by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]
+    rank = world.data_rank
+    mine = ranks[rank] if rank < len(ranks) else ranks[0]
     numpy_state = None
     if mine["numpy"] is not None:
         with contextlib.suppress(ImportError):
@@ -72,8 +76,8 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
         )
     )
     has_diverged = bool(mine["has_diverged"])
-    if world.rank >= len(ranks) and has_diverged:
-        randomness.diverge(world.rank, [name for name in randomness.STREAMS if not _is_shared(ranks, name)])
+    if rank >= len(ranks) and has_diverged:
+        randomness.diverge(rank, [name for name in randomness.STREAMS if not _is_shared(ranks, name)])
     world.draws_its_own = has_diverged
 
 

@@ -192,7 +192,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         group = group_of(process_group, device_mesh, module)
         everybody = worlds.chosen(world, "DistributedDataParallel")
         validate_thread(everybody, self)
-        world = everybody.of_group(group)
+        world = everybody.data_parallel if group is None else everybody.of_group(group)
         settings = settle(
             world,
             module,

@@ -1,0 +1,185 @@
+"""Meshes on real ranks: who shares samples, draws and means with whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import TensorDataset
+
+import evenstep
+from evenstep import world as worlds
+from evenstep.errors import ConfigurationError, MismatchError
+
+
+def alone(fn: Callable[[], Any], **arguments: Any) -> Any:
+    """Run a function in a world of its own, with a mesh, on ranks that may have another world."""
+    before = worlds.initialised()
+    if before is not None:
+        before.close()
+    with evenstep.init(quiet=True, seed=3, **arguments):
+        return fn()
+
+
+def shares():
+    world = worlds.current()
+    loader = evenstep.DataLoader(TensorDataset(torch.arange(10)), 6, shuffle=True)
+    batches = [x.tolist() for (x,) in loader]
+    sampler = list(evenstep.DistributedSampler(range(10), shuffle=False))
+    # Drawn before, drawn after the ranks have diverged.
+    shared = torch.rand(1).item()
+    model = evenstep.DistributedDataParallel(nn.Linear(2, 2))
+    model(torch.ones(1, 2))
+    gathered = world.gather(torch.full((world.data_rank + 1,), world.data_rank))
+    in_order = evenstep.DataLoader(TensorDataset(torch.arange(7)), 7)
+    rows = [x for (x,) in in_order]
+    assert in_order.gather(torch.cat(rows)).tolist() == list(range(7))
+    return {
+        "place": None if world.mesh is None else tuple(world.mesh.get_coordinate()),
+        "names": None if world.mesh is None else world.mesh.mesh_dim_names,
+        "data": (world.data_rank, world.data_size),
+        "batches": batches,
+        "sampler": sampler,
+        "shared": shared,
+        "drawn": torch.rand(1).item(),
+        "gathered": gathered.tolist(),
+        "mean": world.mean(float(world.data_rank), weight=world.data_rank + 1),
+        "weight": model.module.weight.tolist(),
+        "ranks": model.world.world_size,
+    }
+
+
+MESHES = [
+    ({"shard": 4}, [0, 1, 2, 3]),
+    ({"tensor": 4}, [0, 0, 0, 0]),
+    ({"tensor": 2, "replicate": 2}, [0, 0, 1, 1]),
+    ({"pipeline": 2, "shard": 2}, [0, 1, 0, 1]),
+    ({"replicate": 2, "shard": -1}, [0, 1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("mesh", "data_ranks"), MESHES[2:4])
+def test_ranks_that_share_samples_share_draws_and_others_dont(ranks, mesh, data_ranks):
+    check_shares(ranks, mesh, data_ranks)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("mesh", "data_ranks"), [*MESHES[:2], MESHES[4]])
+def test_so_they_do_on_other_meshes(ranks, mesh, data_ranks):
+    check_shares(ranks, mesh, data_ranks)
+
+
+def check_shares(ranks, mesh, data_ranks):
+    size = max(data_ranks) + 1
+    found = ranks.run(run_shares, 4, mesh)
+    [one] = ranks.run(run_shares, 1, None)
+    assert [each["data"] for each in found] == [(rank, size) for rank in data_ranks]
+    for key in ("batches", "sampler", "drawn"):
+        by_data_rank = {each["data"][0]: each[key] for each in found}
+        assert all(each[key] == by_data_rank[each["data"][0]] for each in found), key
+        assert len({str(value) for value in by_data_rank.values()}) == size, key
+    assert {each["shared"] for each in found} == {one["shared"]}
+    assert found[0]["drawn"] == one["drawn"]
+    firsts = [next(each for each in found if each["data"][0] == rank) for rank in range(size)]
+    for step, whole in enumerate(one["batches"]):
+        assert [sample for each in firsts for sample in each["batches"][step]] == whole
+    total = sum(rank + 1 for rank in range(size))
+    for each in found:
+        assert each["gathered"] == [rank for rank in range(size) for _ in range(rank + 1)]
+        assert each["mean"] == sum(rank * (rank + 1) for rank in range(size)) / total
+        assert each["ranks"] == size
+        assert each["weight"] == one["weight"]
+        assert each["names"] == tuple(name for name in ("pipeline", "replicate", "shard", "tensor") if name in mesh)
+    assert len({each["place"] for each in found}) == 4
+
+
+def run_shares(mesh):
+    return alone(shares, mesh=mesh)
+
+
+def in_one_process():
+    world = worlds.current()
+    assert world.mesh is not None
+    assert world.mesh.shape == (1, 1)
+    assert (world.data_rank, world.data_size, world.process_group) == (0, 1, None)
+    return world.mesh.mesh_dim_names
+
+
+def run_in_one_process():
+    names = alone(in_one_process, mesh={"shard": -1, "tensor": 1})
+    assert not dist.is_initialized()
+    return names
+
+
+def test_one_process_has_a_mesh_too(ranks):
+    assert ranks.run(run_in_one_process, 1) == [("shard", "tensor")]
+
+
+def refused(arguments, differs):
+    before = worlds.initialised()
+    if before is not None:
+        before.close()
+    if differs and dist.is_initialized() is False:
+        rank = int(evenstep.environment.current_placement().rank)
+        arguments = arguments if rank else {"mesh": {"shard": 2}}
+    try:
+        evenstep.init(quiet=True, **arguments)
+    except evenstep.EvenstepError as error:
+        assert worlds.initialised() is None
+        with evenstep.init(quiet=True) as world:
+            return type(error).__name__, str(error), world.mean(float(world.rank))
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "differs", "kind", "told"),
+    [
+        ({"mesh": {"shard": 3}}, False, ConfigurationError, "shard 3 is a mesh of 3 ranks, but there are 2 ranks"),
+        ({"mesh": {"data": 2}}, False, ConfigurationError, "the dimension='data'"),
+        ({"mesh": {"shard": 2}, "reproducible": True, "seed": 0}, False, ConfigurationError, "exclude each other"),
+        ({"mesh": {"tensor": 2}}, True, MismatchError, "mesh={'shard': 2} on rank 0, but {'tensor': 2} on rank 1"),
+    ],
+)
+def test_a_wrong_mesh_is_one_error_on_all_ranks(ranks, arguments, differs, kind, told):
+    found = ranks.run(refused, 2, arguments, differs)
+    assert {each[0] for each in found} == {kind.__name__}
+    assert len({each[1] for each in found}) == 1
+    assert told in found[0][1]
+    assert {each[2] for each in found} == {0.5}
+
+
+def adopted(backend):
+    before = worlds.initialised()
+    if before is not None:
+        before.close()
+    placement = evenstep.environment.current_placement()
+    store = evenstep.coordination.rendezvous_store.open_store(placement, 60.0)
+    dist.init_process_group(backend, store=store, rank=placement.rank, world_size=placement.world_size)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        with evenstep.World.from_process_group(mesh=mesh) as world:
+            assert world.mesh is mesh
+            found = (world.data_rank, world.data_size, world.gather(torch.tensor([world.data_rank])).tolist())
+        unnamed = init_device_mesh("cpu", (4,))
+        other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        for wrong, told in (
+            (unnamed, "without names"),
+            (other, "the dimension='dp'"),
+            (mesh["shard"], "shard 2 is a mesh of 2 ranks"),
+        ):
+            with pytest.raises(ConfigurationError, match=told):
+                evenstep.World.from_process_group(mesh=wrong)
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("backend", ["gloo", "evenstep"])
+def test_a_scripts_own_mesh_is_adopted(ranks, backend):
+    assert ranks.run(adopted, 4, backend) == [(n, 2, [0, 1]) for n in (0, 0, 1, 1)]

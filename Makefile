@@ -131,7 +131,7 @@ bench-compression: install ## compression hooks of torch's over two hosts at 1 G
 bench-predict: install ## steps of four ranks predicted from one and two, then measured (network namespaces; needs root); some minutes
 	$(RUN:-m=) benchmarks/predict.py --json build/predict.json
 
-bench-try: install ## `bench --try` on five scripts that don't scale: predicted and measured gains (network namespaces; needs root)
+bench-try: install ## `bench run --try` on five scripts that don't scale: predicted and measured gains (network namespaces; needs root)
 	$(RUN:-m=) benchmarks/remedies.py --json build/try.json
 
 AGAINST ?= HEAD~1

@@ -50,7 +50,18 @@ def try_on(kind: str, flags: Sequence[str], rate_mbit: float) -> dict[str, Any]:
                 ]
 
         args = build_parser().parse_args(
-            ["--try", "--replicas=1,2", "--threads-per-rank=1", "--device=cpu", "--out", out, *flags, str(SCRIPT), kind]
+            [
+                "run",
+                "--try",
+                "--replicas=1,2",
+                "--threads-per-rank=1",
+                "--device=cpu",
+                "--out",
+                out,
+                *flags,
+                str(SCRIPT),
+                kind,
+            ]
         )
         scaling(args, launch)
         report: dict[str, Any] = json.loads((Path(out) / "report.json").read_text())

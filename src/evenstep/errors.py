@@ -28,6 +28,8 @@ from typing import ClassVar
 
 # Exit status of a rank that has saved its checkpoint after a request to stop: nothing failed; start it again later.
 EXIT_PREEMPTED = 75
+# Exit status of a command that examines a script (bench, verify, convert) when the script itself fails.
+EXIT_SCRIPT_FAILED = 2
 
 
 class EvenstepError(RuntimeError):

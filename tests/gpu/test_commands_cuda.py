@@ -59,7 +59,7 @@ def test_the_digits(tmp_path: Path) -> None:
 def test_the_network(tmp_path: Path) -> None:
     out = tmp_path / "network.json"
     sizes = ("--min-size", "1K", "--max-size", "64K", "--repeats", 2)
-    evenstep(tmp_path, "bench", "--network", *sizes, *ON_ONE, "--json", out)
+    evenstep(tmp_path, "bench", "network", *sizes, *ON_ONE, "--json", out)
     assert json.loads(out.read_text())["transport"] == "gloo"
 
 

@@ -18,7 +18,7 @@ MEASURES = """
     from evenstep.cli.main import main
 
     flags = ["--min-size", "4K", "--max-size", "256K", "--repeats", "2", "--collectives", "all_reduce,broadcast"]
-    raise SystemExit(main(["bench", "--network", *flags, "--json", "network.json"]))
+    raise SystemExit(main(["bench", "network", *flags, "--json", "network.json"]))
 """
 
 

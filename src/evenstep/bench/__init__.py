@@ -6,7 +6,7 @@ In reading order:
     measure/   runs of a script on several numbers of replicas, what each rank records, and a step in parts
     explain/   causes with their expected gain, the report, its pictures and its page
     remedies/  the script again with one change each: --try
-    predict/   steps and memory on ranks that one doesn't have: --network, --predict, --memory, `evenstep estimate`
+    predict/   steps and memory on ranks that one doesn't have: `bench network`, `predict`, `memory`
 
 `explain` reads the results of `measure`, and `predict --predict` reads the report of `explain`.
 """

@@ -1,14 +1,13 @@
-"""`evenstep bench`: measures a script, or runs the sub-command that the first argument names."""
+"""`evenstep bench run`: measures a script on several numbers of replicas, and writes the report."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from evenstep.bench.measure.plan import default_replicas, validate_replicas
@@ -18,46 +17,6 @@ from evenstep.health.telemetry import NUM_STEPS_KEPT
 
 if TYPE_CHECKING:
     from evenstep.bench.measure.runs import Launch, Measured
-
-_SUBCOMMANDS = {
-    "--network": ("network", "latency and bandwidth of the world's transport by size, as in nccl-tests"),
-    "--predict": ("predict", "a measured step, simulated on ranks that one doesn't have"),
-    "--memory": ("memory", "what a script's model, optimizer and activations take, by way of sharding"),
-}
-SUBCOMMANDS = tuple(_SUBCOMMANDS)
-
-
-def help_lines() -> list[str]:
-    """One line for each sub-command."""
-    return [f"{flag:<14}{text}" for flag, (_, text) in _SUBCOMMANDS.items()]
-
-
-def parser_of(flag: str) -> ArgumentParser:
-    """The parser of the arguments after one of `SUBCOMMANDS`."""
-    _, text = _SUBCOMMANDS[flag]
-    # Without abbreviations: argparse would look for them among a script's own arguments, too.
-    description = text[0].upper() + text[1:] + "."
-    parser = ArgumentParser(prog=f"evenstep bench {flag}", description=description, allow_abbrev=False)
-    _module_of(flag).add_arguments(parser)
-    return parser
-
-
-def run_subcommand(arguments: Sequence[str]) -> int:
-    """Run `evenstep bench` with one of `SUBCOMMANDS` as its first argument, and return the exit status.
-
-    Args:
-        arguments: All that follows "bench".
-
-    Raises:
-        ConfigurationError: A flag or a file makes no sense.
-    """
-    flag, *rest = arguments
-    status: int = _module_of(flag).main(parser_of(flag).parse_args(rest))
-    return status
-
-
-def _module_of(flag: str) -> Any:
-    return import_module(f"evenstep.bench.predict.{_SUBCOMMANDS[flag][0]}")  # imported late: only one is needed
 
 
 def scaling(args: Namespace, launch: Launch | None = None) -> int:
@@ -80,8 +39,6 @@ def scaling(args: Namespace, launch: Launch | None = None) -> int:
     from evenstep.bench.remedies.table import print_trials
     from evenstep.launcher.options.resources import look_at_host
 
-    if args.script is None:
-        raise ConfigurationError("evenstep bench: name a script. See `evenstep bench --help`.")
     if args.warmup < 2:
         raise ConfigurationError(f"--warmup {args.warmup}: at least 2; in the first step the models are looked for.")
     if args.warmup + args.steps > NUM_STEPS_KEPT:
@@ -95,7 +52,7 @@ def scaling(args: Namespace, launch: Launch | None = None) -> int:
     host = look_at_host()
     uses_gpus = host.num_gpus > 0 and args.device != "cpu"
     places = host.num_gpus if uses_gpus else host.num_cores
-    replicas = validate_replicas(args.replicas or default_replicas(places))
+    replicas = validate_replicas(args.nproc_per_node or default_replicas(places))
     # The same for every number of replicas: else one would have the whole host, and all of them a part each.
     threads = args.threads_per_rank or max(1, host.num_cores // replicas[-1])
     try:

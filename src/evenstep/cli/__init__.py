@@ -2,9 +2,10 @@
 
 Reading order:
 
-1. `main` finds the command and calls its file, which is imported only then; it prints the user's mistakes.
-2. `run`, `env`, `jobs`, `estimate`, `checkpoint`, `verify`, `doctor`, `convert`, `bench`: each has a
-   `main(arguments)` that parses, calls the room that does the work, and returns the exit status. The flags of `run` and
-   `bench` are those rooms' own.
-3. `arguments`: types of arguments that several commands share.
+1. `main` finds the command and calls its file, which is imported only then; it prints the user's mistakes. `commands`
+   lists them.
+2. `run`, `doctor`, `verify`, `bench`, `convert`, `checkpoint`, `jobs`, `env`, `completion`: each
+   has a `build_parser()`, and a `main(arguments)` that parses, calls the room that does the work, and returns the exit
+   status.
+3. `arguments`: the parser of all of them, which reports a wrong call, and types of arguments.
 """

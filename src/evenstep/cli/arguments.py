@@ -1,8 +1,30 @@
-"""Types of arguments that several commands share."""
+"""What the commands' parsers share: how a wrong call is reported, and types of arguments."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from evenstep.errors import ConfigurationError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that reports a wrong call like every other mistake of a user: one line, exit status 78.
+
+    It leaves line breaks of descriptions as they are, and doesn't take abbreviations: argparse would look for them
+    among the script's own arguments, too.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a `ConfigurationError`."""
+        raise ConfigurationError(f"{message}. See `{self.prog} --help`.")
 
 
 def number(text: str) -> int:
@@ -32,8 +54,18 @@ def names(text: str) -> tuple[str, ...]:
 def add_script(parser: argparse.ArgumentParser, *, help: str, rest_help: str) -> None:
     """Add `script` and `arguments`: all that follows the script, perhaps nothing.
 
-    The parser must have `allow_abbrev=False`: argparse would look for abbreviations behind the script, too.
+    The parser must not take abbreviations, which `Parser` doesn't.
     """
     parser.add_argument("script", help=help)
     # Before python 3.13 argparse lists what follows as missing where nothing does.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=rest_help).required = False
+
+
+def validate_target(name: str, file: str | None) -> None:
+    """Raise a `ConfigurationError` if a file can't be written; None is none. Before runs, which take minutes."""
+    if file is None:
+        return
+    path = Path(file)
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigurationError(f"{name} {path}: can't be written. Name a file in a directory that exists.")

@@ -1,61 +1,134 @@
-"""`evenstep bench`: how well a script scales, and why not better; its sub-commands measure and predict other things."""
+"""`evenstep bench`: how well a script scales; how fast the network is; what more ranks would bring; how much memory."""
 
 from __future__ import annotations
 
-import argparse
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from evenstep.bench.command import SUBCOMMANDS, help_lines, run_subcommand, scaling
+from evenstep.bench.command import scaling
 from evenstep.bench.measure.plan import MODES
-from evenstep.cli.arguments import at_least_1, names, numbers
+from evenstep.bench.predict import memory, network, predict
+from evenstep.cli.arguments import Parser, add_script, at_least_1, names, numbers
+from evenstep.errors import ConfigurationError
+from evenstep.launcher.options.flags import add_nproc_per_node
 
 _DESCRIPTION = """\
-Measure how well a script scales, and say why not better. The script runs unchanged on 1, 2, 4, ... replicas, in rounds;
-every run ends by itself after some steps. What it saves goes elsewhere. Writes report.json, report.html and pictures.
-"""
+Measure how well training scales, and predict what you can't measure. `evenstep bench train.py` is short for
+`evenstep bench run train.py`."""
+_RUN = """\
+Measure how well a script scales, and say why not better. The script runs unchanged on 1, 2, 4, ... ranks, in several
+rounds; every run ends by itself after some steps. What the script saves goes elsewhere. Writes report.json, report.html
+and pictures. The script may use evenstep or torch's own DistributedDataParallel."""
+_NETWORK = """\
+Measure latency and bandwidth between ranks by size, as nccl-tests does. Starts ranks on this host. For several hosts,
+start it with a launcher on each: evenstep run --nnodes 2 ... -m evenstep bench network"""
+_PREDICT = """\
+Predict the time of a training step on more ranks than you have, from a measured step and a measured network."""
+_MEMORY = """\
+Compute how much memory a rank needs, and whether data parallelism is enough: for DistributedDataParallel, a sharded
+optimizer, and fully sharded training (FSDP2). `evenstep estimate` is the same command."""
+_EXAMPLES = """\
+examples:
+  evenstep bench train.py --epochs 1                        how well does it scale on this host?
+  evenstep bench run --try train.py                         which change would make it faster?
+  evenstep bench network --json network.json                how fast are all-reduces between the ranks?
+  evenstep bench predict bench-report/report.json --links network.json
+  evenstep bench memory train.py:build_model --memory 80G   which parallelism does this model need?
+
+exit status: 0 if it was measured; 2 if the script fails; 78 if the command is wrong."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the sub-command that the first argument names, else the measurement of a script; returns the exit status."""
-    if arguments and arguments[0] in SUBCOMMANDS:
-        return run_subcommand(arguments)
-    return scaling(build_parser().parse_args(arguments))
+    """Run a sub-command, `run` if the first argument names none; returns the exit status."""
+    parser = build_parser()
+    given = list(arguments) or ["--help"]
+    old_name = given[0].removeprefix("--")
+    if given[0] in ("--network", "--predict", "--memory"):
+        raise ConfigurationError(f"write `evenstep bench {old_name}`, without dashes. See `evenstep bench --help`.")
+    if given[0] not in (*_SUBCOMMANDS, "-h", "--help"):
+        given.insert(0, "run")
+    args = parser.parse_args(given)
+    status: int = _SUBCOMMANDS[args.action][0](args)
+    return status
 
 
-def build_parser() -> ArgumentParser:
-    """The parser of what follows `evenstep bench`, where that is no sub-command."""
-    parser = ArgumentParser(
-        prog="evenstep bench",
-        description=_DESCRIPTION,
-        epilog="sub-commands, each with its own --help:\n  " + "\n  ".join(help_lines()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # argparse would look for them behind the script, too
+def build_parser() -> Parser:
+    """The parser of what follows `evenstep bench`."""
+    parser = Parser(prog="evenstep bench", description=_DESCRIPTION, epilog=_EXAMPLES)
+    actions = parser.add_subparsers(title="sub-commands", dest="action", required=True, metavar="sub-command")
+    for name, (_, add_arguments, description, text) in _SUBCOMMANDS.items():
+        add_arguments(actions.add_parser(name, help=text, description=description))
+    return parser
+
+
+def _add_run_arguments(parser: ArgumentParser) -> None:
+    add_nproc_per_node(
+        parser,
+        type=numbers,
+        metavar="N,N",
+        help="numbers of ranks to compare (default: 1,2,4,... up to the number of GPUs, or of cores)",
     )
-    parser.add_argument("--replicas", type=numbers, metavar="1,2,4", help="default: up to the number of GPUs or cores")
-    parser.add_argument(
-        "--mode", choices=MODES, help="batch that grows with the replicas, or is divided; both, and weak with --try"
-    )
-    parser.add_argument(
-        "--batch", type=at_least_1, metavar="N", help="samples of a step on the fewest replicas; default: the script's"
-    )
-    parser.add_argument("--steps", type=at_least_1, default=30, metavar="N", help="counted steps of a run; 30")
-    parser.add_argument("--warmup", type=at_least_1, default=5, metavar="N", help="steps before those, at least 2; 5")
-    parser.add_argument("--repeats", type=at_least_1, default=3, metavar="N", help="rounds; 3")
-    parser.add_argument(
-        "--threads-per-rank", type=at_least_1, metavar="N", help="of every rank; default: cores by the most replicas"
-    )
-    parser.add_argument("--device", help="cpu, cuda, or cuda:0 for all; default: GPUs if there are any")
-    parser.add_argument("--limit", type=at_least_1, default=900, metavar="S", help="seconds for one run; 900")
-    parser.add_argument("--out", type=Path, default=Path("bench-report"), metavar="DIR", help="bench-report")
     parser.add_argument(
         "--try",
         dest="try_remedies",
         action="store_true",
-        help="run the script again with one change each (backend, optimizer, loader, ...): what it gains",
+        help="also run the script with one change each (backend, optimizer, loader, ...), and say what it gains",
     )
-    parser.add_argument("--only", type=names, metavar="A,B", help="with --try: these changes, whatever they promise")
-    parser.add_argument("script", nargs="?", help="the training script: with evenstep, or torch's own DDP")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return parser
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench-report"),
+        metavar="DIR",
+        help="where the report goes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=at_least_1, default=30, metavar="N", help="steps that count, of each run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        help="weak: the batch grows with the ranks; strong: it is divided (default: both; weak with --try)",
+    )
+    parser.add_argument(
+        "--batch", type=at_least_1, metavar="N", help="samples of a step on the fewest ranks (default: the script's)"
+    )
+    parser.add_argument(
+        "--warmup",
+        type=at_least_1,
+        default=5,
+        metavar="N",
+        help="steps before those that count, at least 2 (default: %(default)s)",
+    )
+    parser.add_argument("--repeats", type=at_least_1, default=3, metavar="N", help="rounds (default: %(default)s)")
+    parser.add_argument(
+        "--threads-per-rank",
+        type=at_least_1,
+        metavar="N",
+        help="threads of every rank's CPU operations (default: cores divided by the most ranks)",
+    )
+    parser.add_argument(
+        "--device", help="cpu, cuda (a GPU for each rank), or cuda:0 for all (default: GPUs if there are any)"
+    )
+    parser.add_argument(
+        "--limit",
+        type=at_least_1,
+        default=900,
+        metavar="S",
+        help="seconds that one run may take (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--only",
+        type=names,
+        metavar="A,B",
+        help="with --try: only these changes, even if they promise little (default: those that promise a gain)",
+    )
+    add_script(parser, help="the training script", rest_help="its own arguments")
+
+
+_SUBCOMMANDS = {  # carried out by, arguments, description, a few words
+    "run": (scaling, _add_run_arguments, _RUN, "how well a script scales, and why not better"),
+    "network": (network.main, network.add_arguments, _NETWORK, "latency and bandwidth between ranks, by size"),
+    "predict": (predict.main, predict.add_arguments, _PREDICT, "the time of a step on more ranks than you have"),
+    "memory": (memory.main, memory.add_arguments, _MEMORY, "how much memory a rank needs, and which parallelism"),
+}

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 
 from evenstep.checkpoint import tools
-from evenstep.cli.arguments import number
+from evenstep.cli.arguments import Parser, number
 from evenstep.errors import CheckpointError
 
 
@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         CheckpointError: A directory can't be read or written.
     """
-    args = _build_parser().parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     try:
         return _act(args)
     except BrokenPipeError:
@@ -26,12 +26,13 @@ def main(arguments: Sequence[str]) -> int:
         raise CheckpointError(f"{error.filename or args.action}: {error.strerror or error}.{remedy}") from None
 
 
-def _build_parser() -> ArgumentParser:
+def build_parser() -> Parser:
+    """The parser of what follows `evenstep checkpoint`."""
     description = "Look at checkpoints, compare them, exchange them with plain torch files."
-    parser = ArgumentParser(prog="evenstep checkpoint", description=description)
+    parser = Parser(prog="evenstep checkpoint", description=description)
     actions = parser.add_subparsers(title="actions", dest="action", required=True, metavar="action")
 
-    def action(name: str, text: str, *, step: str = "which one; the newest if left out") -> ArgumentParser:
+    def action(name: str, text: str, *, step: str = "which one (default: the newest)") -> ArgumentParser:
         added: ArgumentParser = actions.add_parser(name, help=text, description=text.capitalize() + ".")
         if step:
             added.add_argument("--step", type=number, metavar="N", help=step)
@@ -50,7 +51,7 @@ def _build_parser() -> ArgumentParser:
     compared.add_argument("first", help="directory of a run, or of one checkpoint")
     compared.add_argument("second", help="the same")
     exported.add_argument("file", help="a new file")
-    exported.add_argument("--object", metavar="NAME", help="this object's state alone; all of them if left out")
+    exported.add_argument("--object", metavar="NAME", help="only the state of this object (default: of all)")
     imported = action(
         "import", "make a checkpoint out of a file of torch.save", step="number it so; else as the file says"
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from evenstep import console
+from evenstep.cli.arguments import Parser, validate_target
 from evenstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -25,19 +28,15 @@ examples:
   evenstep convert train.py --to torch --write       plain torch, to be started with torchrun
 
 exit status: 0 if it was converted, or was data-parallel already; 1 if it can't be converted or doesn't compute the
-same; 78 for a wrong call."""
-
-
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError(f"convert: {message}. See evenstep convert --help.")
+same; 2 if --verify finds that the script itself fails; 78 if the command is wrong."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Convert a script; returns the exit status."""
     # Unlike other commands, convert may have its own options behind the script: it doesn't run it, as a rule.
-    args, rest = _build_parser().parse_known_args(arguments)
+    args, rest = build_parser().parse_known_args(arguments)
     args.arguments = [each for each in rest if each != "--"]
+    validate_target("--json", args.json)
     try:
         from evenstep.convert.convert import convert
     except ModuleNotFoundError as error:
@@ -52,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
             f"--verify only. See evenstep convert --help."
         )
     found = convert(args.script, args.to)
+    if args.json is not None:
+        Path(args.json).write_text(json.dumps(found.as_json(), indent=2) + "\n")
     for remark in (*found.problems, *found.notes):
         console.say(f"{args.script}:{remark.line}: {remark.text}")
     if found.by is not None:
@@ -77,19 +78,24 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _build_parser() -> ArgumentParser:
-    parser = _Parser(
+def build_parser() -> Parser:
+    """The parser of what follows `evenstep convert`."""
+    parser = Parser(
         prog="evenstep convert",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--to", choices=("evenstep", "torch"), default="evenstep", help="whose classes; evenstep's")
+    parser.add_argument(
+        "--to",
+        choices=("evenstep", "torch"),
+        default="evenstep",
+        help="whose classes the result uses (default: %(default)s)",
+    )
     parser.add_argument(
         "--write", action="store_true", help="change the file; with --verify only if it computes the same"
     )
     parser.add_argument("--verify", action="store_true", help="run the result on one rank and on two, and compare")
+    parser.add_argument("--json", metavar="FILE", help="write the changes, problems and notes there, for programs")
     parser.add_argument("script", help="for one process; what follows is the script's own, for --verify")
     return parser
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from evenstep import console
+from evenstep.cli.arguments import Parser
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print what this host and its software are; returns the exit status, 1 where torch lacks a name."""
-    parser = ArgumentParser(prog="evenstep env")
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument(
-        "--check-torch", action="store_true", help="which private names of torch evenstep uses, and whether it has them"
-    )
-    args = parser.parse_args(arguments)
+    args = build_parser().parse_args(arguments)
     if args.check_torch:
         from evenstep.compat.private_names import check_torch
 
@@ -37,3 +32,15 @@ def main(arguments: Sequence[str]) -> int:
     if warning is not None:
         console.say(f"evenstep: warning: {warning}")
     return 0
+
+
+def build_parser() -> Parser:
+    """The parser of what follows `evenstep env`."""
+    parser = Parser(prog="evenstep env", description="Print this host's hardware and software, for a bug report.")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument(
+        "--check-torch",
+        action="store_true",
+        help="list the private names of torch that evenstep uses; exit status 1 if this torch lacks one",
+    )
+    return parser

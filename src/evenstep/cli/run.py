@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from evenstep.launcher import run
+from evenstep.launcher.options.flags import make_parser
 from evenstep.launcher.spawn import script_runner
 
 # Imported here, before the zygote is forked, so that forked ranks have it.
@@ -22,3 +24,8 @@ def main(arguments: Sequence[str], *, may_fork: bool = False) -> int:
         BecomeRank: In forked ranks; the caller then calls `run_rank`, with nothing else on the stack.
     """
     return run.run(arguments, may_fork=may_fork)
+
+
+def build_parser() -> ArgumentParser:
+    """The parser of what follows `evenstep run`."""
+    return make_parser()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from evenstep import console
-from evenstep.cli.arguments import add_script, at_least_1, number, numbers
-from evenstep.errors import ConfigurationError, UsageError
+from evenstep.cli.arguments import Parser, add_script, number, numbers, validate_target
+from evenstep.errors import ConfigurationError
+from evenstep.launcher.options.flags import add_nproc_per_node
 from evenstep.verify.ranks import verify_ranks
 from evenstep.verify.resume import verify_resume
 
@@ -25,60 +25,58 @@ With --resume: run the script, run it again, kill it and resume it, and compare.
 _EPILOG = """\
 examples:
   evenstep verify train.py --epochs 1                  is it the same on 1, 2 and 4 ranks?
-  evenstep verify --ranks 2,8 --steps 20 train.py      compare 8 ranks with 2, for 20 steps
+  evenstep verify --nproc-per-node 2,8 train.py        compare 8 ranks with 2
   evenstep verify --resume train.py                    does it resume exactly? It needs a Checkpointer
 
-exit status: 0 if nothing is wrong, 1 if something differs, 2 if the script or the command doesn't work."""
+exit status: 0 if nothing is wrong, 1 if something differs, 2 if the script itself fails, 78 if the command
+is wrong."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the script several times and print what differs; returns the exit status."""
-    args = _build_parser().parse_args(arguments)
-    try:
-        if args.json is not None:  # before the runs, which take minutes
-            _validate_target("--json", Path(args.json))
-        return _compare_resumed(args) if args.resume else _compare_ranks(args)
-    except (ConfigurationError, UsageError) as error:
-        console.say(f"evenstep verify: {error}")
-        return 2
+    args = build_parser().parse_args(arguments)
+    validate_target("--json", args.json)
+    return _compare_resumed(args) if args.resume else _compare_ranks(args)
 
 
-def _build_parser() -> ArgumentParser:
-    parser = ArgumentParser(
+def build_parser() -> Parser:
+    """The parser of what follows `evenstep verify`."""
+    parser = Parser(
         prog="evenstep verify",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=numbers, metavar="N,N", help="numbers of ranks; 1,2,4 if left out")
-    parser.add_argument("--steps", type=number, metavar="N", help="5; with --resume to the script's end, if left out")
-    parser.add_argument("--device", metavar="DEVICE", help="as evenstep run --device")
+    add_nproc_per_node(
+        parser,
+        type=numbers,
+        metavar="N,N",
+        help="numbers of ranks to compare (default: 1,2,4); with --resume one number (default: 2)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=number,
+        metavar="N",
+        help="steps to compare (default: 5; with --resume to the end of the script)",
+    )
+    parser.add_argument("--resume", action="store_true", help="kill the script, resume it, and compare")
+    parser.add_argument(
+        "--kill-at", type=number, metavar="N", help="with --resume: in this step (default: two thirds through)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the result there, for programs")
-    parser.add_argument("--resume", action="store_true", help="kill it and resume it instead, and compare")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=at_least_1, metavar="N", help="--resume: ranks; 2")
-    parser.add_argument("--kill-at", type=number, metavar="N", help="--resume: in this step; else two thirds through")
+    parser.add_argument("--device", help="cpu, cuda, or cuda:0 for all (default: GPUs if there are any)")
     add_script(parser, help="runs unchanged, several times, and ends after --steps", rest_help="of the script")
     return parser
-
-
-def _validate_target(name: str, path: Path) -> None:
-    """Raise a `ConfigurationError` if a file can't be written."""
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigurationError(f"{name} {path}: can't be written. Name a file in a directory that exists.")
 
 
 def _compare_ranks(args: Namespace) -> int:
     from rich.console import Console
 
-    for name, value in (("--nproc-per-node", args.nproc_per_node), ("--kill-at", args.kill_at)):
-        if value is not None:
-            raise ConfigurationError(f"{name} goes with --resume; without it say --ranks 1,2,4.")
+    if args.kill_at is not None:
+        raise ConfigurationError("--kill-at goes with --resume.")
     report = verify_ranks(
         args.script,
         args.arguments,
-        ranks=args.ranks or (1, 2, 4),
+        ranks=args.nproc_per_node or (1, 2, 4),
         num_steps=5 if args.steps is None else args.steps,
         device=args.device,
         say=console.say,
@@ -90,9 +88,12 @@ def _compare_ranks(args: Namespace) -> int:
 
 
 def _compare_resumed(args: Namespace) -> int:
-    for name, value in (("--ranks", args.ranks), ("--device", args.device)):
-        if value is not None:
-            raise ConfigurationError(f"{name} doesn't go with --resume, which runs on --nproc-per-node ranks.")
+    if args.device is not None:
+        raise ConfigurationError("--device doesn't go with --resume.")
+    counts = args.nproc_per_node or (2,)
+    if len(counts) != 1 or counts[0] < 1:
+        received = ",".join(map(str, counts))
+        raise ConfigurationError(f"--nproc-per-node {received}: with --resume one number of ranks, such as 2.")
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -102,7 +103,7 @@ def _compare_resumed(args: Namespace) -> int:
     is_same = verify_resume(
         args.script,
         args.arguments,
-        num_ranks=2 if args.nproc_per_node is None else args.nproc_per_node,
+        num_ranks=counts[0],
         kill_at=args.kill_at,
         num_steps=args.steps,
         say=say,

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import libcst as cst
 
@@ -60,6 +61,15 @@ class Conversion:
         before, after = (text.splitlines(keepends=True) for text in (self.before, self.after))
         found = "".join(difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"))
         return found.replace("\r\n", "\n")
+
+    def as_json(self) -> dict[str, Any]:
+        """What `evenstep convert --json` writes."""
+        problems, notes = ([vars(each) for each in remarks] for remarks in (self.problems, self.notes))
+        return {"version": 1, "script": self.script, "data_parallel_by": self.by, "diff": self.diff} | {
+            "problems": problems,
+            "notes": notes,
+            "launch": self.launch,
+        }
 
     def write(self) -> None:
         """Put the new text in the place of the old one, as a whole, with the file's mode.

@@ -59,7 +59,7 @@ class Job:
             )
         for flag, value, least in (
             ("--nodes", self.num_nodes, 1),
-            ("--ranks-per-node", self.ranks_per_node, 0),
+            ("--nproc-per-node", self.ranks_per_node, 0),
             ("--gpus-per-node", self.gpus_per_node, 0),
             ("--cpus-per-node", self.cpus_per_node, 1),
             ("--save-seconds", self.save_s, 1),

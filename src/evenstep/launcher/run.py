@@ -32,6 +32,7 @@ from evenstep.launcher.elastic.agent import RankAgent
 from evenstep.launcher.elastic.restarts import RestartLimit
 from evenstep.launcher.failure.policy import StopPolicy, exit_status
 from evenstep.launcher.failure.report import Failure, describe_failure, status_of
+from evenstep.launcher.options import dry_run
 from evenstep.launcher.options.flags import (
     behind_the_script,
     fixed_port,
@@ -78,7 +79,7 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
         warning = f"{flag} stands behind {script} and is the script's. For evenstep run, write it before the script."
         say(f"evenstep: {warning}")
     # Before anything queries GPUs: a process that has initialised CUDA can't be forked.
-    zygote = fork_zygote(preloads=args.max_restarts > 0) if may_fork and not args.cold_start else None
+    zygote = fork_zygote(preloads=args.max_restarts > 0) if may_fork and not (args.cold_start or args.dry_run) else None
     try:
         return _run(args, arguments, zygote)
     finally:
@@ -108,6 +109,8 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     )
     choices.validate_ranks(plan.num_ranks)
     _check_port(args)
+    if args.dry_run:
+        return _print_plan(args, plan, host, fewest_nodes=fewest, num_nodes=most)
     keep_days = choose_keep_days(args.keep_logs, log_dir=args.log_dir)
     log_directory = make_log_directory(args.log_dir)
     remove_old_logs(args.log_dir, days=keep_days, keep=log_directory)
@@ -116,6 +119,22 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     with private_directory("run") as directory:
         logs = RankLogs(choices, log_directory, directory)
         return _Run(args, plan, logs, directory, num_nodes=most, announced=line, zygote=zygote).execute()
+
+
+def _print_plan(args: Namespace, plan: RankPlan, host: Host, *, fewest_nodes: int, num_nodes: int) -> int:
+    PhaseTimeouts.parse(args.phase_timeout)  # a mistake in it is found here, too
+    say(_announcement(plan, host, fewest_nodes=fewest_nodes, num_nodes=num_nodes, device=args.device))
+    variables = {**environment.inherited_settings(), "OMP_NUM_THREADS": str(plan.num_threads)}
+    lines = dry_run.describe(
+        args,
+        plan,
+        num_nodes=num_nodes,
+        device=args.device or ("cuda" if host.num_gpus else "cpu"),
+        python=sys.executable,
+        variables=variables,
+    )
+    sys.stdout.write("\n".join([*lines, "nothing was started (--dry-run)"]) + "\n")
+    return 0
 
 
 class _Run:

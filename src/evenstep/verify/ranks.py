@@ -49,10 +49,12 @@ def verify_ranks(
         UsageError: The script fails, or makes no steps.
     """
     if not Path(script).is_file():
-        raise ConfigurationError(f"{script}: no such script.")
+        raise ConfigurationError(f"{script}: no such script (looked in {Path.cwd()}).")
     if len(set(ranks)) < 2 or min(ranks) < 1:
         received = ",".join(map(str, ranks))
-        raise ConfigurationError(f"--ranks {received}: at least two numbers of ranks, from 1, as in --ranks 1,2,4.")
+        raise ConfigurationError(
+            f"--nproc-per-node {received}: at least two numbers of ranks, from 1, as in --nproc-per-node 1,2,4."
+        )
     if num_steps < 1:
         raise ConfigurationError(f"--steps {num_steps}: at least 1.")
     with private_directory("verify") as root:
@@ -105,7 +107,7 @@ class _Runs:
         if sizes is None:
             received = ", ".join(map(str, self._batch_sizes or []))
             raise ConfigurationError(
-                f"--ranks: the batches of {self.numbers[-1]} ranks, {received} on each, can't be divided over "
+                f"--nproc-per-node: the batches of {self.numbers[-1]} ranks, {received} on each, can't be divided over "
                 f"{number}. Choose numbers of ranks that divide each other."
             )
         plan = Plan(str(directory), self._num_steps, number, in_double, sizes)

@@ -41,7 +41,7 @@ def verify_resume(
         UsageError: The script fails, or makes no steps with a `Checkpointer`.
     """
     if not Path(script).is_file():
-        raise ConfigurationError(f"{script}: no such script.")
+        raise ConfigurationError(f"{script}: no such script (looked in {Path.cwd()}).")
     if num_steps is not None and num_steps < 2:
         raise ConfigurationError(f"--steps {num_steps}: at least 2, one before the kill and one after.")
     with private_directory("verify") as root:

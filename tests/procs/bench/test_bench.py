@@ -210,7 +210,7 @@ def test_a_script_that_cannot_be_measured(script: str, says: str, tmp_path: Path
     (tmp_path / "train.py").write_text(script)
     limit = "6" if "sleep" in script else "100"
     command = Command(tmp_path, ["bench", "--replicas", "1", "--limit", limit, "train.py"])
-    assert wait(command) == 1
+    assert wait(command) == 2
     assert says in command.stderr
     assert "Traceback" not in command.stderr.split("It said:")[0]
     assert command.leaves_no_process()
@@ -234,7 +234,7 @@ for step in range(60):
 def test_a_script_that_fails_is_shown_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILING)
     command = Command(tmp_path, ["bench", "train.py", "--replicas", "2"], {"COLUMNS": "80"})
-    assert wait(command) == 1, f"{command.stdout}\n{command.stderr}"
+    assert wait(command) == 2, f"{command.stdout}\n{command.stderr}"
     assert "ValueError: no such thing" in command.stderr
     assert command.leaves_no_process()
     assert not [name for name in command.left_files() if name.startswith("evenstep-")]

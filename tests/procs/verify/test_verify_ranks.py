@@ -255,16 +255,16 @@ def test_a_script_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixtu
     ("arguments", "message"),
     [
         (["no.py"], "no.py: no such script"),
-        (["--ranks", "2", __file__], "--ranks 2: at least two numbers of ranks"),
-        (["--ranks", "0,2", __file__], "--ranks 0,2"),
+        (["--ranks", "2", __file__], "--nproc-per-node 2: at least two numbers of ranks"),
+        (["--ranks", "0,2", __file__], "--nproc-per-node 0,2"),
         (["--steps", "0", __file__], "--steps 0: at least 1"),
         (["--kill-at", "3", __file__], "--kill-at goes with --resume"),
-        (["--resume", "--ranks", "1,2", __file__], "--ranks doesn't go with --resume"),
+        (["--resume", "--ranks", "1,2", __file__], "--nproc-per-node 1,2: with --resume one number"),
         (["--resume", "no.py"], "no.py: no such script"),
     ],
 )
 def test_wrong_use(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["verify", *arguments]) == 2
+    assert main(["verify", *arguments]) == 78
     assert message in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Memory of a rank: formulas against tensors that exist, `evenstep estimate`, `evenstep bench --memory`."""
+"""Memory of a rank: formulas against tensors that exist, `evenstep estimate`, `evenstep bench memory`."""
 
 from __future__ import annotations
 
@@ -247,13 +247,15 @@ def test_estimate_without_inputs(built: str, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "message", "status"),
     [
-        (["{}"], "write FILE.py:FUNCTION", 78),
+        (["no_such"], "write FILE.py:FUNCTION", 78),
+        (["{}:build", "--epochs", "1"], "takes no arguments: --epochs 1", 78),
+        (["{}:build", "--optimizer", "x"], "argument --optimizer: invalid choice: 'x'", 78),
         (["no_such.py:build"], "no_such.py: no such file", 78),
-        (["no_such_module:build"], "no_such_module can't be imported", 1),
+        (["no_such_module:build"], "no_such_module can't be imported", 2),
         (["/proc/self/status:build"], "/proc/self/status is no python file. Write FILE.py:FUNCTION.", 78),
         (["{}:nothing"], "has no function 'nothing'", 78),
         (["{}:build_nothing"], "returns int, and no torch.nn.Module", 78),
-        (["{}:fail"], "RuntimeError: no such data set", 1),
+        (["{}:fail"], "RuntimeError: no such data set", 2),
         (["{}:build", "--ranks", "0"], "--ranks 0", 78),
         (["{}:build", "--memory", "lots"], "'lots' is no size", 78),
         (["{}:build", "--batch", "0"], "--batch 0", 78),
@@ -273,7 +275,7 @@ def test_estimates_that_make_no_sense(
 def test_a_script_that_trains_when_it_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\ntorch.ones(2).sum().item()\n")
-    assert main(["estimate", f"{script}:build"]) == 1
+    assert main(["estimate", f"{script}:build"]) == 2
     assert "put what trains under `if __name__ ==" in capsys.readouterr().err
 
 
@@ -325,7 +327,7 @@ def test_memory_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """It ends after three steps; what is counted is what the same model has on "meta"."""
     (tmp_path / "train.py").write_text(SCRIPT)
     out = tmp_path / "memory.json"
-    assert main(["bench", "--memory", "--ranks", "2", "--json", str(out), str(tmp_path / "train.py")]) == 0
+    assert main(["bench", "memory", "--ranks", "2", "--json", str(out), str(tmp_path / "train.py")]) == 0
     text = capsys.readouterr().out
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10))
@@ -376,11 +378,11 @@ def test_several_optimizers_and_one_inside_another(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_memory_of_scripts_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--memory", "no_such.py"]) == 78
+    assert main(["bench", "memory", "no_such.py"]) == 78
     assert "no_such.py: no such script" in capsys.readouterr().err
     for text, message in (("1 / 0", "failed with status 1"), ("print()", "ended before its third optimizer step")):
         (tmp_path / "train.py").write_text(text)
-        assert main(["bench", "--memory", str(tmp_path / "train.py")]) == 1
+        assert main(["bench", "memory", str(tmp_path / "train.py")]) == 2
         assert message in capsys.readouterr().err
 
 

@@ -1,11 +1,10 @@
-"""`evenstep bench --network` and `--predict` as far as they need no ranks."""
+"""`evenstep bench network` and `bench predict` as far as they need no ranks."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from argparse import ArgumentParser
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from evenstep.bench.command import SUBCOMMANDS, parser_of
 from evenstep.bench.predict import network
 from evenstep.bench.predict.arguments import parse_size
 from evenstep.bench.predict.cost import Link, Network, Topology, collective_s
-from evenstep.bench.predict.memory import add_estimate_arguments
 from evenstep.bench.predict.network import (
     Figure,
     Level,
@@ -31,6 +28,7 @@ from evenstep.bench.predict.network import (
     table,
 )
 from evenstep.bench.predict.simulate import Bucket, Profile
+from evenstep.cli.commands import whole_parser
 from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError
 from evenstep.transport.local import LocalTransport
@@ -150,7 +148,7 @@ def test_sizes() -> None:
     ],
 )
 def test_flags_that_make_no_sense(capsys: pytest.CaptureFixture[str], flags: list[str], message: str) -> None:
-    assert main(["bench", "--network", *flags]) == 78
+    assert main(["bench", "network", *flags]) == 78
     assert message in capsys.readouterr().err
 
 
@@ -190,7 +188,7 @@ def profile(tmp_path: Path) -> str:
 def test_a_prediction(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "prediction.json"
     links = ["--intra-node", "3,1200", "--inter-node", "10,100"]
-    assert main(["bench", "--predict", *links, "--json", str(out), profile]) == 0
+    assert main(["bench", "predict", *links, "--json", str(out), profile]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("32 samples a rank: forward 10.0 ms, backward 20.0 ms")
     assert len([line for line in lines if line.startswith("| all-reduce |")]) == 8
@@ -201,7 +199,7 @@ def test_a_prediction(profile: str, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_prediction_says_what_it_has_been_compared_with(profile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--predict", "--intra-node", "5,200", profile]) == 0
+    assert main(["bench", "predict", "--intra-node", "5,200", profile]) == 0
     assert "Predicted, not measured. Predictions have been compared with measurements on 4 ranks of one machine" in (
         capsys.readouterr().out
     )
@@ -214,7 +212,7 @@ def test_a_prediction_from_measured_links(profile: str, tmp_path: Path, capsys: 
     within = tmp_path / "report.json"
     within.write_text(json.dumps({"profile": PROFILE.to_json()}))
     arguments = ["--links", str(links), "--inter-node", "10,100", "--ranks", "8,64", "--global-batch", "512"]
-    assert main(["bench", "--predict", *arguments, str(within)]) == 0
+    assert main(["bench", "predict", *arguments, str(within)]) == 0
     assert capsys.readouterr().out.count("| sharded |") == 2
 
 
@@ -229,7 +227,7 @@ def test_a_prediction_from_measured_links(profile: str, tmp_path: Path, capsys: 
         (["--intra-node", "5,100", "--batch", "0", "{}"], "--batch 0.0"),
         (["--intra-node", "5,100", "--batch", "8", "--global-batch", "8", "{}"], "exclude each other"),
         (["--intra-node", "5,100", "no_such.json"], "no_such.json: No such file"),
-        (["--links", "{}", "{}"], "is no report of `evenstep bench --network --json`"),
+        (["--links", "{}", "{}"], "is no report of `evenstep bench network --json`"),
         (["--intra-node", "5,100", __file__], "is no JSON"),
         (["--intra-node", "5,100", "--json", "/proc/no/such", "{}"], "--json /proc/no/such"),
     ],
@@ -237,14 +235,14 @@ def test_a_prediction_from_measured_links(profile: str, tmp_path: Path, capsys: 
 def test_predictions_that_make_no_sense(
     profile: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["bench", "--predict", *(each.format(profile) for each in arguments)]) == 78
+    assert main(["bench", "predict", *(each.format(profile) for each in arguments)]) == 78
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
 
 
 def test_help_of_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--network"], ["--predict"], ["--memory"]):
+    for arguments in (["network"], ["predict"], ["memory"]):
         with pytest.raises(SystemExit) as caught:
             main(["bench", *arguments, "--help"])
         assert caught.value.code == 0
@@ -259,13 +257,6 @@ def test_commands_of_the_page_are_commands() -> None:
     commands = re.findall(r"^evenstep (bench|estimate) (.*)$", pages.text("how-to/predict.md"), re.MULTILINE)
     seen = set()
     for command, rest in commands:
-        arguments = shlex.split(rest)
-        if command == "estimate":
-            parser = ArgumentParser()
-            add_estimate_arguments(parser)
-            seen.add(command)
-        else:
-            seen.add(flag := arguments.pop(0))
-            parser = parser_of(flag)
-        parser.parse_args(arguments)
-    assert seen == {"estimate", *SUBCOMMANDS}
+        args = whole_parser().parse_args([command, *shlex.split(rest)])
+        seen.add(args.action if command == "bench" else command)
+    assert seen == {"estimate", "network", "predict", "memory"}

@@ -243,9 +243,9 @@ def test_numbers_of_replicas() -> None:
     assert default_replicas(6) == (1, 2, 4)
     assert default_replicas(8) == (1, 2, 4, 8)
     assert validate_replicas([4, 1, 2, 2]) == (1, 2, 4)
-    with pytest.raises(ConfigurationError, match="--replicas 2,3: 3 is no multiple of 2, the fewest"):
+    with pytest.raises(ConfigurationError, match="--nproc-per-node 2,3: 3 is no multiple of 2, the fewest"):
         validate_replicas([2, 3])
-    with pytest.raises(ConfigurationError, match="--replicas 0,2: numbers of at least 1"):
+    with pytest.raises(ConfigurationError, match="--nproc-per-node 0,2: numbers of at least 1"):
         validate_replicas([0, 2])
 
 

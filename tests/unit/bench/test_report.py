@@ -272,13 +272,13 @@ def test_a_browser_shows_the_pictures(html: str, tmp_path: Path) -> None:
 
 
 def parse(*arguments: str) -> Namespace:
-    return build_parser().parse_args(arguments)
+    return build_parser().parse_args(["run", *arguments])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name a script"),
+        ([], "required: script"),
         (["no-such.py"], "no-such.py: no such script"),
         (["--warmup", "1", "x.py"], "--warmup 1: at least 2"),
         (["--steps", "999", "x.py"], "at most 1000 together"),
@@ -294,7 +294,7 @@ def test_commands_that_make_no_sense(arguments: list[str], message: str, tmp_pat
 
 def test_the_scripts_own_flags_are_its_own() -> None:
     args = parse("--replicas", "1,2", "train.py", "--steps", "7", "--out", "here")
-    assert (args.replicas, args.script, args.arguments, args.steps) == (
+    assert (args.nproc_per_node, args.script, args.arguments, args.steps) == (
         (1, 2),
         "train.py",
         ["--steps", "7", "--out", "here"],
@@ -306,7 +306,7 @@ def test_the_scripts_own_flags_are_its_own() -> None:
     "arguments", [["--replicas", "one", "x.py"], ["--batch", "0", "x.py"], ["--mode", "no", "x.py"]]
 )
 def test_flags_that_are_no_numbers(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigurationError):
         parse(*arguments)
     assert "error: argument" in capsys.readouterr().err
 

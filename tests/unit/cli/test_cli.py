@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import evenstep
 from evenstep.cli import main as cli
+from evenstep.cli.commands import whole_parser
 from evenstep.cli.main import main
 
 
@@ -101,9 +103,13 @@ def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("rnu", "evenstep: rnu is no command. Did you mean run? There are run, "),
+        ("rnu", "evenstep: rnu is no command. Did you mean evenstep run? There are run, "),
         ("train.py", "evenstep: train.py is no command. Did you mean evenstep run train.py? There are run, "),
-        ("no-such-command", "evenstep: no-such-command is no command. There are run, "),
+        ("launch", "evenstep: launch is no command. Did you mean evenstep run? There are run, "),
+        ("torchrun", "evenstep: torchrun is no command. Did you mean evenstep run? There are run, "),
+        ("predict", "evenstep: predict is no command. Did you mean evenstep bench predict? There are run, "),
+        ("slurm", "evenstep: slurm is no command. Did you mean evenstep jobs slurm? There are run, "),
+        ("xyzzy", "evenstep: xyzzy is no command. There are run, "),
     ],
 )
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str], given: str, told: str) -> None:
@@ -114,7 +120,7 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str], given: str, told
 
 
 def test_without_a_command_there_is_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 2
+    assert main([]) == 78
     text = capsys.readouterr().out
     listed = re.findall(r"^    ([a-z]+)\b", text, re.MULTILINE)
     assert listed == list(cli.COMMANDS)
@@ -169,3 +175,200 @@ def test_a_scripts_own_flags_may_look_like_abbreviations_of_ours(
     status = main([command, *flags, "no_such_script.py", "--r", "5", "--n", "6", "--re=1", "--c"])
     assert "ambiguous" not in capsys.readouterr().err
     assert status in (0, 1, 2, 78)
+
+
+# ---------------------------------------------------------------------- all commands alike
+
+TAKE_A_SCRIPT = [
+    ["run"],
+    ["run", "--dry-run"],
+    ["bench"],
+    ["bench", "run"],
+    ["bench", "memory"],
+    ["estimate"],
+    ["verify"],
+    ["verify", "--resume"],
+    ["doctor"],
+    ["convert"],
+]
+
+
+@pytest.mark.parametrize("command", TAKE_A_SCRIPT, ids=" ".join)
+def test_a_missing_script_is_78_everywhere(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "no/such.py"]) == 78
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("evenstep: no/such.py: ")
+
+
+def every_parser() -> dict[str, ArgumentParser]:
+    """By what one types, such as "evenstep bench run"."""
+    found: dict[str, ArgumentParser] = {}
+
+    def add(parser: ArgumentParser) -> None:
+        found[parser.prog] = parser
+        for action in parser._actions:
+            for each in (action.choices or {}).values() if isinstance(action.choices, dict) else ():
+                add(each)
+
+    add(whole_parser())
+    return found
+
+
+PARSERS = every_parser()
+
+
+@pytest.mark.parametrize("prog", PARSERS)
+def test_a_wrong_call_is_78_in_every_command(prog: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*prog.split()[1:], "--no-such-flag"]) == 78
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("evenstep: ")
+    assert "--help`" in err or "--help." in err
+
+
+@pytest.mark.parametrize("prog", PARSERS)
+def test_every_flag_says_its_default_in_one_way(prog: str) -> None:
+    """Where it has one, as "(default: 900)"; none is said in another way."""
+    for action in PARSERS[prog]._actions:
+        if action.help in (None, SUPPRESS) or not action.option_strings:
+            continue
+        text = action.help
+        assert not re.search(r"Default:|; default|left out|; \d+$", text), f"{prog} {action.option_strings}: {text}"
+        if action.default not in (None, SUPPRESS, False, "", 0) and action.nargs != 0:
+            assert "(default: " in text or "; with --resume" in text, f"{prog} {action.option_strings}: {text}"
+
+
+def test_the_most_used_flags_of_run_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    flags = re.findall(r"^  (?:-\w, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert flags[:5] == ["--nproc-per-node", "--device", "--all-ranks", "--log-dir", "--max-restarts"]
+    assert not [flag for flag in flags if "_" in flag]
+    assert len(flags) == len(set(flags))
+
+
+@pytest.mark.parametrize("flag", ["--nproc-per-node", "--nproc_per_node", "--ranks", "--replicas", "--ranks-per-node"])
+def test_the_number_of_ranks_has_one_name_and_the_same_others_everywhere(flag: str) -> None:
+    parser = whole_parser()
+    for before, value, after, expected in (
+        (["run"], "2", ["x.py"], "2"),
+        (["bench", "run"], "1,2", ["x.py"], (1, 2)),
+        (["bench", "network"], "2", [], 2),
+        (["verify"], "1,2", ["x.py"], (1, 2)),
+        (["doctor"], "2", ["x.py"], 2),
+        (["jobs", "slurm"], "2", ["x.py"], 2),
+    ):
+        parsed = vars(parser.parse_args([*before, flag, value, *after]))
+        assert parsed["ranks_per_node" if before[0] == "jobs" else "nproc_per_node"] == expected
+
+
+def test_a_command_of_bench_may_be_left_out() -> None:
+    from evenstep.cli import bench
+
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(bench._SUBCOMMANDS, "run", (lambda args: seen.append(args) or 7, *bench._SUBCOMMANDS["run"][1:]))
+        for given in (["train.py", "--x"], ["run", "train.py", "--x"], ["run", "--steps", "30", "train.py", "--x"]):
+            assert main(["bench", *given]) == 7
+        assert main(["bench", "run", "network"]) == 7, "a script may be called as a sub-command"
+    assert [(args.script, args.arguments) for args in seen] == 3 * [("train.py", ["--x"])] + [("network", [])]
+
+
+@pytest.mark.parametrize("old", ["--network", "--predict", "--memory"])
+def test_flags_that_became_sub_commands_say_so(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", old]) == 78
+    assert f"write `evenstep bench {old[2:]}`, without dashes" in capsys.readouterr().err
+
+
+def test_a_script_that_fails_is_2_and_a_function_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("def build():\n    raise KeyError('nothing')\n")
+    assert main(["estimate", f"{tmp_path}/model.py:build"]) == 2
+    assert main(["bench", "memory", f"{tmp_path}/model.py:build"]) == 2
+    assert "KeyError: 'nothing'" in capsys.readouterr().err
+
+
+def test_flags_of_the_other_kind_of_target_are_refused(
+    capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
+) -> None:
+    assert main(["estimate", "--optimizer", "sgd", script]) == 78
+    assert "--optimizer is for FILE.py:FUNCTION" in capsys.readouterr().err
+    assert main(["estimate", f"{script}:build", "--epochs", "1"]) == 78
+    assert "takes no arguments: --epochs 1" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- run --dry-run
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert main(["run", "--dry-run", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_dry_run_starts_and_writes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    lines = dry_run(capsys, "--nproc-per-node", "2", "--log-dir", "logs", "--device", "cpu", "train.py", "--lr", "a b")
+    assert os.listdir() == ["train.py"]
+    assert lines[0] == f"command    {sys.executable} train.py --lr 'a b'"
+    assert f"directory  {tmp_path}" in lines
+    assert "output     rank 0 to the terminal, the others to logs" in lines
+    assert [line for line in lines if line.startswith("rank ")] == [
+        f"rank {rank}     RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 on cpu" for rank in (0, 1)
+    ]
+    assert lines[-1] == "nothing was started (--dry-run)"
+
+
+def test_a_dry_run_of_one_host_of_several(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    flags = ["--nnodes", "3", "--node-rank", "2", "--master-addr", "host0", "--nproc-per-node", "2", "--device", "cpu"]
+    lines = dry_run(capsys, *flags, script)
+    assert "hosts      3, which meet at host0:29500; this is node 2" in lines
+    assert [line.split()[1] for line in lines if line.startswith("rank ")] == ["4", "5"]
+    assert all("WORLD_SIZE=6" in line for line in lines if line.startswith("rank "))
+    elastic = ["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29400", "--rdzv-id", "job"]
+    lines = dry_run(capsys, *elastic, "--nproc-per-node", "1", script)
+    assert "hosts      1:4, which meet at host0:29400; run job" in lines
+    assert any(line.startswith("rank ? ") for line in lines)
+
+
+def test_a_dry_run_of_modules_programs_and_the_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(capsys, "-m", "json.tool", "x")[0] == f"command    {sys.executable} -m json.tool x"
+    assert dry_run(capsys, "--no-python", "true")[0] == "command    true"
+    assert "evenstep.preflight.rank_check" in dry_run(capsys, "--check")[0]
+
+
+def test_a_dry_run_finds_what_a_run_would(capsys: pytest.CaptureFixture[str], script: str) -> None:
+    assert "with a phase of starting" in refused(capsys, "--dry-run", "--phase-timeout", "x=1", script)
+    assert "1 rank" in refused(capsys, "--dry-run", "--nproc-per-node", "0", script)
+
+
+# ---------------------------------------------------------------------- completion
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_every_command_and_its_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    for word in (*cli.COMMANDS, "--nproc-per-node", "--dry-run", "network", "--sarif", "unlock"):
+        assert word in text
+
+
+def test_bash_completes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "evenstep").write_text(capsys.readouterr().out)
+    ask = """
+    source evenstep
+    complete_words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_evenstep; echo "${COMPREPLY[@]}"; }
+    complete_words evenstep ch; complete_words evenstep bench run --st; complete_words evenstep run --nproc-
+    """
+    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[:2] == ["checkpoint", "--steps"], done.stderr
+    assert "--nproc-per-node" in done.stdout.splitlines()[2]
+
+
+def test_completion_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 78
+    assert "pip install 'evenstep[completion]'" in capsys.readouterr().err

@@ -50,7 +50,10 @@ def test_a_finding_says_what_where_cost_and_mend(capsys: pytest.CaptureFixture[s
     [
         ([], "the following arguments are required: script"),
         (["--steps", "0", "train.py"], "argument --steps: '0' is less than 1"),
-        (["--ranks", "two", "train.py"], "argument --ranks: 'two' is no whole number"),
+        (
+            ["--ranks", "two", "train.py"],
+            "argument --nproc_per_node/--ranks/--replicas/--ranks-per-node: 'two' is no whole number",
+        ),
         (["--nonsense", "train.py"], "--nonsense"),
         (["--no-run", "nowhere/train.py"], "nowhere/train.py: there is no such file"),
         (["--select", "EV999", str(CLEAN)], "--select EV999: there is no such rule. Did you mean"),

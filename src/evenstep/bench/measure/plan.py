@@ -52,12 +52,14 @@ def validate_replicas(replicas: Sequence[int]) -> tuple[int, ...]:
     """
     chosen = tuple(sorted(set(replicas)))
     if not chosen or chosen[0] < 1:
-        raise ConfigurationError(f"--replicas {','.join(map(str, replicas))}: numbers of at least 1, as in 1,2,4.")
+        raise ConfigurationError(
+            f"--nproc-per-node {','.join(map(str, replicas))}: numbers of at least 1, as in 1,2,4."
+        )
     odd = [number for number in chosen if number % chosen[0]]
     if odd:
         raise ConfigurationError(
-            f"--replicas {','.join(map(str, replicas))}: {odd[0]} is no multiple of {chosen[0]}, the fewest, with "
-            f"which all are compared."
+            f"--nproc-per-node {','.join(map(str, replicas))}: {odd[0]} is no multiple of {chosen[0]}, the fewest, "
+            f"with which all are compared."
         )
     return chosen
 

@@ -1,4 +1,4 @@
-"""Arguments and JSON files that the sub-commands of `evenstep bench` share with `evenstep estimate`."""
+"""Arguments and JSON files that the sub-commands of `evenstep bench` share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`evenstep estimate` and `evenstep bench --memory`: how much memory a rank needs, and whether data parallelism is
-enough.
+"""`evenstep bench memory`, also called `evenstep estimate`: how much memory a rank needs, and whether data parallelism
+is enough.
 
-`estimate` takes a function that builds the model, and runs it on torch's device "meta": no tensor has memory, so the
-model may be larger than this machine. `bench --memory` runs a script as it is, in a process of its own, for three
+It takes a function that builds the model, or a script. It calls the function on torch's device "meta": no tensor has
+memory, so the model may be larger than this machine. It runs the script as it is, in a process of its own, for three
 steps.
 """
 
@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from argparse import REMAINDER, ArgumentParser, Namespace
+from argparse import REMAINDER, SUPPRESS, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,43 +41,55 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 
-def add_estimate_arguments(parser: ArgumentParser) -> None:
-    """The flags of `evenstep estimate`."""
+def add_arguments(parser: ArgumentParser) -> None:
+    """The flags of `evenstep bench memory` and `evenstep estimate`."""
+    _add_flags(parser)
     parser.add_argument(
         "target",
-        metavar="FILE.py:FUNCTION",
-        help="or MODULE:FUNCTION; called without arguments, returns the model, or (model, inputs of a batch)",
+        metavar="SCRIPT | FILE.py:FUNCTION",
+        help="a script that trains with a torch optimizer: it runs on one rank and ends after three steps. Or a "
+        "function in FILE.py or MODULE that returns the model, or (model, inputs of a batch): nothing is allocated",
     )
-    parser.add_argument("--optimizer", choices=sorted(_OPTIMIZERS), default="adamw", help="adamw if left out")
+    parser.add_argument("arguments", nargs=REMAINDER, help="of the script").required = False
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("--ranks", default="8", metavar="N,N", help="ranks of all hosts to compute it for (default: 8)")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of parameters and inputs; as built"
+        "--nproc-per-node", "--nproc_per_node", "--replicas", dest="ranks", default=SUPPRESS, help=SUPPRESS
     )
-    _add_common_arguments(parser)
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `evenstep bench --memory`."""
-    _add_common_arguments(parser)
-    parser.add_argument("script", help="that trains with a torch optimizer, on one rank; ends after three steps")
-    parser.add_argument("arguments", nargs=REMAINDER, help="of the script")
-
-
-def _add_common_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--ranks", default="8", metavar="N,N", help="how many; 8")
-    parser.add_argument("--batch", type=int, metavar="N", help="samples of each rank; as given or measured")
     parser.add_argument(
-        "--memory", metavar="SIZE", help="of a rank's device, such as 80G; the first GPU's, else this machine's"
+        "--memory",
+        metavar="SIZE",
+        help="memory of a rank's device, such as 80G (default: the first GPU's, else this machine's)",
+    )
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="samples of each rank (default: those of the function, or of the script)"
+    )
+    parser.add_argument(
+        "--optimizer", choices=sorted(_OPTIMIZERS), help="for a function; a script has its own (default: adamw)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="for a function: of parameters and inputs (default: as built)",
     )
     add_json_argument(parser)
 
 
-def estimate(args: Namespace) -> int:
-    """Carry out `evenstep estimate`.
+def main(args: Namespace) -> int:
+    """Compute the memory of a script or of a function, print it, write the JSON.
 
     Raises:
-        ConfigurationError: A flag makes no sense, or there is no such function.
-        UsageError: The function fails, or its model can't run on "meta".
+        ConfigurationError: A flag makes no sense, or there is no such script or function.
+        UsageError: The script or the function fails, makes too few steps, or its model can't run on "meta".
     """
+    is_script = args.target.endswith(".py") or Path(args.target).is_file()
+    return _measure(args) if is_script else _estimate(args)
+
+
+def _estimate(args: Namespace) -> int:
+    _read_flags_behind(args)
     counts = parse_counts(args.ranks)
     with torch.device("meta"):
         built = _call(args.target)
@@ -91,7 +103,7 @@ def estimate(args: Namespace) -> int:
             dtype = getattr(torch, args.dtype)
             model = model.to(dtype)
             inputs = pytree.tree_map(lambda leaf: _to_dtype(leaf, dtype), inputs)
-        kind, settings = _OPTIMIZERS[args.optimizer]
+        kind, settings = _OPTIMIZERS[args.optimizer or "adamw"]
 
         def build_optimizer(parameters: Sequence[nn.Parameter]) -> Optimizer:
             return kind(parameters, foreach=False, lr=1e-3, **settings)  # type: ignore[call-arg]
@@ -104,17 +116,26 @@ def estimate(args: Namespace) -> int:
     return _tell(sizes, counts, args)
 
 
-def main(args: Namespace) -> int:
-    """Carry out `evenstep bench --memory`.
+def _read_flags_behind(args: Namespace) -> None:
+    """A script's arguments follow it; a function has none, so what follows are flags of ours."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    _add_flags(parser)
+    try:
+        _, rest = parser.parse_known_args(args.arguments, args)
+    except ArgumentError as error:
+        raise ConfigurationError(f"{error}.") from None
+    if rest:
+        raise ConfigurationError(f"{args.target} is a function, and takes no arguments: {' '.join(rest)}.")
 
-    Raises:
-        ConfigurationError: A flag makes no sense, or there is no such script.
-        UsageError: The script fails, or makes too few steps.
-    """
+
+def _measure(args: Namespace) -> int:
     counts = parse_counts(args.ranks)
-    if not Path(args.script).is_file():
-        raise ConfigurationError(f"{args.script}: no such script.")
-    received = run_script(args.script, args.arguments)
+    for name, value in (("--optimizer", args.optimizer), ("--dtype", args.dtype)):
+        if value is not None:
+            raise ConfigurationError(f"{name} is for FILE.py:FUNCTION; {args.target} is a script, which has its own.")
+    if not Path(args.target).is_file():
+        raise ConfigurationError(f"{args.target}: no such script (looked in {Path.cwd()}).")
+    received = run_script(args.target, args.arguments)
     specs = tuple(
         ParameterSpec(str(index), tuple(shape), getattr(torch, dtype), torch.device("cpu"))
         for index, (shape, dtype) in enumerate(received["parameters"])

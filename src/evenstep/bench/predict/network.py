@@ -1,4 +1,4 @@
-"""`evenstep bench --network`: latency and bandwidth of the world's transport by size, in the manner of nccl-tests.
+"""`evenstep bench network`: latency and bandwidth of the world's transport by size, in the manner of nccl-tests.
 
 Every rank times calls one after the other, from a barrier on; what counts is the slowest rank. Sizes take turns, so
 that a machine that slows down for a moment doesn't look like a slow size. *Algorithm bandwidth* is the size over the
@@ -42,6 +42,7 @@ from evenstep.environment import current_placement
 from evenstep.errors import ConfigurationError
 from evenstep.joining import init
 from evenstep.launcher.launch import launch
+from evenstep.launcher.options.flags import add_nproc_per_node
 from evenstep.observe.thresholds import POOR_FIT
 from evenstep.transport.base import Transport, Work
 from evenstep.transport.core.object_collectives import exchange
@@ -158,13 +159,13 @@ class NetworkReport:
 
 
 def levels_from_json(read: Any, *, where: str) -> dict[str, Level]:
-    """The levels of a report that `evenstep bench --network --json` wrote.
+    """The levels of a report that `evenstep bench network --json` wrote.
 
     Raises:
         ConfigurationError: It is none, or of another version.
     """
     if not isinstance(read, dict) or read.get("kind") != "network":
-        raise ConfigurationError(f"{where} is no report of `evenstep bench --network --json`.")
+        raise ConfigurationError(f"{where} is no report of `evenstep bench network --json`.")
     if read.get("version") != REPORT_VERSION:
         raise ConfigurationError(f"{where} has version {read.get('version')}; this program reads {REPORT_VERSION}.")
     try:
@@ -356,24 +357,21 @@ def plan_sizes(smallest: str, largest: str) -> tuple[int, ...]:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `evenstep bench --network`."""
-    parser.add_argument("--min-size", default="1K", metavar="SIZE", help="bytes of the smallest vector; 1K")
-    parser.add_argument("--max-size", default="64M", metavar="SIZE", help="of the largest, in steps of 4; 64M")
+    """The flags of `evenstep bench network`."""
+    add_nproc_per_node(parser, default=2, help="ranks, if no launcher has started them (default: 2)")
+    parser.add_argument("--device", help="cpu, cuda, or cuda:0 for all (default: GPUs if there are any)")
     parser.add_argument(
-        "--collectives", default=",".join(COLLECTIVES), metavar="NAMES", help="separated by commas; all four"
-    )
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="blocks of calls per size; 5")
-    add_json_argument(parser, help="write the figures there, for --predict and for programs")
-    parser.add_argument(
-        "--nproc-per-node",
-        "--nproc_per_node",
-        type=int,
-        default=2,
-        metavar="N",
-        help="ranks, if no launcher has started them; 2",
+        "--min-size", default="1K", metavar="SIZE", help="bytes of the smallest vector (default: %(default)s)"
     )
     parser.add_argument(
-        "--device", help="where these are: cpu, cuda, or cuda:0 for all; default: GPUs if there are any"
+        "--max-size", default="64M", metavar="SIZE", help="of the largest, in steps of 4 (default: %(default)s)"
+    )
+    add_json_argument(parser, help="write the figures there, for `bench predict` and for programs")
+    parser.add_argument(
+        "--collectives", default=",".join(COLLECTIVES), metavar="NAMES", help="separated by commas (default: all four)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, metavar="N", help="blocks of calls per size (default: %(default)s)"
     )
 
 

@@ -1,9 +1,9 @@
-"""`evenstep bench --predict FILE`: a measured step, simulated on ranks that one doesn't have."""
+"""`evenstep bench predict FILE`: a measured step, simulated on ranks that one doesn't have."""
 
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 
 from evenstep.bench.predict.arguments import add_json_argument, parse_counts, read_json, write_json
 from evenstep.bench.predict.cost import ALGORITHMS, Link, Network
@@ -20,24 +20,33 @@ _DEFAULT_RANKS = "8,16,32,64,128,256,512,1024"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `evenstep bench --predict`."""
-    parser.add_argument("file", help="report.json of `evenstep bench script.py`, or a profile of a step")
-    parser.add_argument("--links", metavar="FILE", help="measured by `evenstep bench --network --json FILE`")
+    """The flags of `evenstep bench predict`."""
+    parser.add_argument("--links", metavar="FILE", help="the network, measured by `evenstep bench network --json FILE`")
+    parser.add_argument("--ranks", default=_DEFAULT_RANKS, metavar="N,N", help="of all hosts (default: %(default)s)")
+    parser.add_argument("--nproc-per-node", type=int, default=8, metavar="N", help="ranks of a host (default: 8)")
+    parser.add_argument(
+        "--nproc_per_node", "--ranks-per-node", type=int, dest="nproc_per_node", default=SUPPRESS, help=SUPPRESS
+    )
+    parser.add_argument("--batch", type=float, metavar="N", help="samples of each rank (default: as in the profile)")
+    parser.add_argument(
+        "--global-batch", type=float, metavar="N", help="samples of all ranks (strong scaling); instead of --batch"
+    )
     parser.add_argument(
         "--intra-node",
         metavar="US,GBIT",
-        help="between ranks of a node: microseconds of a message, Gbit/s; beats --links",
+        help="between ranks of a host: microseconds of a message, Gbit/s (default: as in --links)",
     )
-    parser.add_argument("--inter-node", metavar="US,GBIT", help="between nodes, whose ranks share it; beats --links")
     parser.add_argument(
-        "--algorithm", choices=ALGORITHMS, help="how collectives are done; as measured with --links, else nccl"
+        "--inter-node", metavar="US,GBIT", help="between hosts, whose ranks share it (default: as in --links)"
     )
-    parser.add_argument("--ranks", default=_DEFAULT_RANKS, metavar="N,N", help=f"how many; {_DEFAULT_RANKS}")
-    parser.add_argument("--ranks-per-node", type=int, default=8, metavar="K", help="8")
-    parser.add_argument("--batch", type=float, metavar="N", help="samples of each rank; as in the profile")
-    parser.add_argument("--global-batch", type=float, metavar="N", help="samples of all ranks (strong scaling)")
-    parser.add_argument("--spread", type=float, metavar="MS", help="deviation of a rank's passes; as in the profile")
+    parser.add_argument(
+        "--algorithm", choices=ALGORITHMS, help="how collectives are done (default: as in --links, else nccl)"
+    )
+    parser.add_argument(
+        "--spread", type=float, metavar="MS", help="deviation of a rank's passes (default: as in the profile)"
+    )
     add_json_argument(parser)
+    parser.add_argument("file", help="report.json of `evenstep bench run script.py`, or a profile of a step")
 
 
 def main(args: Namespace) -> int:
@@ -59,7 +68,7 @@ def main(args: Namespace) -> int:
         profile,
         read_network(args),
         parse_counts(args.ranks),
-        ranks_per_node=args.ranks_per_node,
+        ranks_per_node=args.nproc_per_node,
         variants=VARIANTS,
         global_batch=args.global_batch,
     )
@@ -114,7 +123,7 @@ def read_network(args: Namespace) -> Network:
         return Network(intra_node or measured.intra_node, inter_node or measured.inter_node, measured.algorithm)
     known = intra_node or inter_node
     if known is None:
-        raise ConfigurationError("--predict needs a network: --links FILE, or --intra-node and --inter-node.")
+        raise ConfigurationError("bench predict needs a network: --links FILE, or --intra-node and --inter-node.")
     return Network(intra_node or known, inter_node or known, args.algorithm or "nccl")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch.distributed.argparse_util import env
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
@@ -26,34 +26,43 @@ _EPILOG = """\
 examples:
   evenstep run train.py --epochs 10                       as many ranks as this host has GPUs, or fit its cores
   evenstep run --nproc-per-node 2 --all-ranks train.py    two ranks, both on the terminal
+  evenstep run --dry-run train.py                         only print what would be started
   evenstep run --check                                    no script: is everything in order, and how fast?
   evenstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 train.py    on each host its own rank
 
-exit status: the failed rank's own; 128 + n if signal n ended it; 130 after Ctrl-C; 75 if the run was asked to stop and
-has saved a checkpoint; 71 for a rank that doesn't come, 72 for ranks that disagree, 73 for NaN, 74 for a checkpoint, 76
-for a lost host; 78 if something in the command is wrong."""
+exit status: 0 if all ranks ended well, else the status of the rank that failed first; 128 + n if signal n ended it;
+130 after Ctrl-C; 75 if the run was asked to stop and has saved a checkpoint; 71 if a rank didn't come in time, 72 if
+ranks disagree, 73 for NaN or drift, 74 for a checkpoint, 76 if a host is lost; 78 if the command is wrong."""
 
 # torchrun's words where ours differ, or are shorter. SUPPRESS: understood, but of no use here.
 _HELP = {
     "nproc_per_node": "Ranks on this host: a number, gpu, cpu, or auto: GPUs if there are any, else physical cores "
-    "divided by the threads per rank. Default: auto.",
-    "nnodes": "Hosts, or MIN:MAX of them. Default: 1.",
-    "log_dir": "Where the output of ranks other than 0 goes: DIR/<time>-<pid>/rank-1.log. Default: a temporary "
-    "directory that is removed when all went well. With a directory, every line begins with time, rank and step.",
+    "divided by the threads per rank (default: auto).",
+    "nnodes": "Hosts, or MIN:MAX of them (default: 1).",
+    "node_rank": "Which of the hosts this is, from 0 (default: 0).",
+    "master_addr": "Name or address of host 0, where the hosts meet (default: 127.0.0.1).",
+    "master_port": "Port of host 0 where the hosts meet, or the ranks of a script with torch's own "
+    "init_process_group (default: a free one on one host, else 29500).",
+    "rdzv_backend": "How the hosts meet: static (each host says its --node-rank) or c10d (default: static).",
+    "rdzv_endpoint": "HOST:PORT where they meet; the same as --master-addr and --master-port.",
+    "rdzv_id": "Name of the run, the same on all hosts, for --rdzv-backend c10d (default: none).",
+    "rdzv_conf": "More settings of the rendezvous: KEY=VALUE,...",
+    "local_addr": "Address of this host for the others (default: the one on the way to --master-addr).",
+    "numa_binding": "Bind ranks to the CPUs near their GPUs (default: not bound).",
+    "log_dir": "Where the output of ranks other than 0 goes: DIR/<time>-<pid>/rank-1.log. With a directory, every line "
+    "begins with time, rank and step (default: a temporary directory, removed when all went well).",
     "redirects": "Send rank 0's streams to a file too: 1 stdout, 2 stderr, 3 both; or 0:3 for one rank. Other ranks "
-    "always write to files.",
+    "always write to files (default: 0).",
     "tee": "Show other ranks' streams on the terminal too, each line after [rank 1]: 1 stdout, 2 stderr, 3 both; or "
-    "1:3,2:1 for some ranks.",
+    "1:3,2:1 for some ranks (default: 0).",
     "local_ranks_filter": "Show only these ranks of this host on the terminal, e.g. 1,2; the others write to files.",
-    "max_restarts": "Start all ranks again after a failure, at most so often. Default: 0.",
-    "monitor_interval": "Seconds between two looks at the ranks. Default: 0.1.",
+    "max_restarts": "Start all ranks again after a failure, at most this often (default: 0).",
+    "monitor_interval": "Seconds between two looks at the ranks (default: 0.1).",
     "standalone": "This host alone. Without --nnodes that is so anyway.",
-    "shutdown_timeout": "Seconds a rank gets to end after the first signal, before SIGKILL. Default: 5.",
-    "signals_to_handle": "Signals on which the ranks are stopped. Default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1.",
+    "shutdown_timeout": "Seconds a rank gets to end after the first signal, before SIGKILL (default: 5).",
+    "signals_to_handle": "Signals on which the ranks are stopped (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1).",
     "module": "script is the name of a module, as with python -m.",
-    "no_python": "script is a program, and not python.",
-    "master_port": "Port on which the hosts, or a script with torch's own init_process_group, meet. Default: a free "
-    "one on one host, else 29500.",
+    "no_python": "script is a program other than python.",
     "training_script": "What every rank runs.",
     "training_script_args": SUPPRESS,
     "run_path": SUPPRESS,
@@ -65,6 +74,44 @@ _HELP = {
     "duplicate_stderr_filters": SUPPRESS,
     "virtual_local_rank": SUPPRESS,
 }
+
+# Groups of the help, by `dest`. What stands in none of them comes last.
+_GROUPS = {
+    "most used": ("nproc_per_node", "device", "all_ranks", "log_dir", "max_restarts"),
+    "several hosts": (
+        "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
+        "local_addr", "standalone",
+    ),
+    "before a long run": ("dry_run", "check", "inject"),
+    "how ranks are started": ("threads_per_rank", "module", "no_python", "servers", "numa_binding", "cold_start"),
+    "output": ("tee", "redirects", "local_ranks_filter", "keep_logs"),
+    "failures": (
+        "name_after", "phase_timeout", "stopped_grace", "shutdown_timeout", "signals_to_handle", "monitor_interval",
+    ),
+}  # fmt: skip
+_METAVARS = {
+    "nproc_per_node": "N",
+    "nnodes": "N",
+    "node_rank": "N",
+    "max_restarts": "N",
+    "master_addr": "HOST",
+    "master_port": "PORT",
+    "local_addr": "HOST",
+    "rdzv_backend": "NAME",
+    "rdzv_endpoint": "HOST:PORT",
+    "rdzv_id": "NAME",
+    "rdzv_conf": "KEY=VALUE,...",
+    "log_dir": "DIR",
+    "redirects": "STREAMS",
+    "tee": "STREAMS",
+    "local_ranks_filter": "RANKS",
+    "monitor_interval": "S",
+    "shutdown_timeout": "S",
+    "signals_to_handle": "NAMES",
+    "training_script": "script",
+}
+# Other names for --nproc-per-node, which all commands take.
+RANKS_ALIASES = ("--nproc_per_node", "--ranks", "--replicas", "--ranks-per-node")
 
 _DEFAULT_SHUTDOWN_TIMEOUT_S = 5
 # Names of the rendezvous in `launcher.elastic.rendezvous`.
@@ -84,7 +131,42 @@ _LAUNCHERS_ALONE = (
     "--name-after",
     "--cold-start",
     "--keep-logs",
+    "--dry-run",
 )
+
+
+def add_nproc_per_node(
+    parser: ArgumentParser,
+    *,
+    help: str,
+    type: Callable[[str], Any] = int,
+    default: Any = None,
+    metavar: str = "N",
+    dest: str = "nproc_per_node",
+) -> None:
+    """Add `--nproc-per-node` and its other names, which the help leaves out.
+
+    Args:
+        parser: Of a command that starts ranks on this host.
+        help: What it says.
+        type: Of the value: some commands take several numbers.
+        default: If it isn't given.
+        metavar: How the help shows the value.
+        dest: Attribute of the parsed arguments.
+    """
+    parser.add_argument("--nproc-per-node", dest=dest, type=type, default=default, metavar=metavar, help=help)
+    parser.add_argument(*RANKS_ALIASES, dest=dest, type=type, default=SUPPRESS, help=SUPPRESS)
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows --nproc-per-node, and not --nproc_per_node, which is understood, too."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = [each for each in action.option_strings if "_" not in each]
+        if not shown:
+            return super()._format_action_invocation(action)
+        value = "" if action.nargs == 0 else " " + self._format_args(action, action.dest.upper())
+        return ", ".join(shown) + value
 
 
 def make_parser() -> ArgumentParser:
@@ -94,32 +176,37 @@ def make_parser() -> ArgumentParser:
     parser.usage = "evenstep run [options] script.py [arguments of the script]"
     parser.description = _DESCRIPTION
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = _HelpFormatter
     # argparse would print the usage and exit with 2: what is wrong in a command is said in one way, whoever finds it.
     parser.error = _refuse  # type: ignore[method-assign]
     ours = parser.add_argument_group("evenstep")
+    aliases = [each for each in RANKS_ALIASES if each not in parser._option_string_actions]
+    ours.add_argument(*aliases, dest="nproc_per_node", default=SUPPRESS, help=SUPPRESS)
     ours.add_argument(
         "--threads-per-rank",
         "--threads_per_rank",
         type=int,
         metavar="N",
-        help="Threads of each rank's CPU operations. Default: what OMP_NUM_THREADS says, else the physical cores "
-        "shared out, or, with auto, an eighth of them.",
+        help="Threads of each rank's CPU operations (default: OMP_NUM_THREADS if it is set, else the physical cores "
+        "divided by the ranks; with --nproc-per-node auto, an eighth of the cores).",
     )
     ours.add_argument(
         "--device",
         metavar="DEVICE",
-        help="cpu, cuda (a GPU for each rank), or cuda:0 (that one for all). Default: GPUs if there are any.",
+        help="cpu, cuda (a GPU for each rank), or cuda:0 (that one for all) (default: GPUs if there are any).",
     )
     ours.add_argument(
         "--servers",
         type=int,
         default=0,
         metavar="N",
-        help="Start N parameter servers beside the workers, for evenstep.parameter_server. One node. Default: 0.",
+        help="Start N parameter servers beside the workers, for evenstep.parameter_server; on one host (default: 0).",
     )
     ours.add_argument(
-        "--all-ranks", "--all_ranks", action="store_true", help="Show every rank's output on the terminal: --tee 3."
+        "--all-ranks",
+        "--all_ranks",
+        action="store_true",
+        help="Show every rank's output on the terminal; short for --tee 3.",
     )
     ours.add_argument(
         "--inject",
@@ -133,7 +220,7 @@ def make_parser() -> ArgumentParser:
         type=float,
         default=30.0,
         metavar="S",
-        help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71. Default: 30.",
+        help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71 (default: 30).",
     )
     ours.add_argument(
         "--name-after",
@@ -141,42 +228,49 @@ def make_parser() -> ArgumentParser:
         type=float,
         default=10.0,
         metavar="S",
-        help="When ranks have waited for so long for one that doesn't come, or for ten steps if these take longer, "
-        "print which rank it is, with its stack. Nothing is ended for that. Default: 10; inf: never.",
+        help="When ranks have waited this long for another one (or for ten steps, if these take longer), print which "
+        "rank it is, with its stack. The run goes on. inf: never (default: 10).",
     )
     ours.add_argument(
         "--phase-timeout",
         "--phase_timeout",
         default="",
         metavar="PHASE=S,...",
-        help="How long a rank may stay in a phase while others wait for it, before the run is ended with status 71: "
-        "step=600,between=600,evaluating=3600,compiling=3600,saving=3600,starting=1800.",
+        help="Seconds a rank may stay in a phase while others wait for it; then the run ends with status 71 "
+        "(default: step=600, between=600, evaluating=3600, compiling=3600, saving=3600, starting=1800).",
     )
     ours.add_argument(
         "--cold-start",
         "--cold_start",
         action="store_true",
-        help="Start every rank as a new python, and not as a copy of one that has imported torch: slower, and for "
-        "libraries that don't like to be forked.",
+        help="Start every rank as a new python, and not as a copy of one that has imported torch. Slower; for "
+        "libraries that can't be forked.",
     )
     ours.add_argument(
         "--keep-logs",
         "--keep_logs",
         type=float,
         metavar="DAYS",
-        help="At the start, remove log folders of runs that have ended, if nothing was written there for so many days. "
-        "Default: 14 in the temporary folder, where only runs that failed leave theirs; in --log-dir all are kept.",
+        help="At the start, remove log folders of earlier runs in which nothing was written for this many days "
+        "(default: 14 in the temporary folder; in --log-dir all are kept).",
     )
     ours.add_argument(
         "--check",
         action="store_true",
-        help="Run no script: add up, take a step, and measure latency and bandwidth of every pair of ranks.",
+        help="Run no script: do the ranks add up correctly and take a step? Measures latency and bandwidth of every "
+        "pair of ranks.",
+    )
+    ours.add_argument(
+        "--dry-run",
+        "--dry_run",
+        action="store_true",
+        help="Start nothing: print which ranks would run which command, where, and with which variables.",
     )
     for action in parser._actions:
-        action.help = _HELP.get(action.dest, action.help)
-        if action.dest == "training_script":
-            action.metavar = "script"
-        elif action.dest == "training_script_args":
+        if action.help != SUPPRESS:
+            action.help = _HELP.get(action.dest, action.help)
+        action.metavar = _METAVARS.get(action.dest, action.metavar)
+        if action.dest == "training_script_args":
             # Before python 3.13 argparse asks for it too, by a name that the help doesn't know.
             action.required = False
     if not is_set("PET_NPROC_PER_NODE"):
@@ -185,7 +279,20 @@ def make_parser() -> ArgumentParser:
         parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     if not (is_set("PET_SHUTDOWN_TIMEOUT") or is_set("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
         parser.set_defaults(shutdown_timeout=_DEFAULT_SHUTDOWN_TIMEOUT_S)
+    _arrange(parser)
     return parser
+
+
+def _arrange(parser: ArgumentParser) -> None:
+    """Put the flags into the groups of `_GROUPS`, in the order given there; the help shows them so."""
+    _, options, ours = parser._action_groups
+    rest = [*options._group_actions, *ours._group_actions]
+    parser._action_groups[1:] = []
+    for title, dests in _GROUPS.items():
+        chosen = [action for dest in dests for action in rest if action.dest == dest]
+        parser.add_argument_group(title)._group_actions.extend(chosen)
+        rest = [action for action in rest if action not in chosen]
+    parser.add_argument_group("others")._group_actions.extend(rest)
 
 
 def _torchruns_parser() -> ArgumentParser:

@@ -1,0 +1,86 @@
+"""The list of commands, what a name that is none of them may mean, and the parser of all of them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+
+import evenstep
+from evenstep.cli.arguments import Parser
+from evenstep.errors import ConfigurationError
+
+COMMANDS = {  # each is a module beside this one, imported when it is called
+    "run": "start a training script on several ranks",
+    "doctor": "find the usual mistakes of data-parallel training in a script",
+    "verify": "check that a script takes the same steps on any number of ranks, and after a resume",
+    "bench": "measure how well a script scales, and why not better",
+    "convert": "make a training script for one process data-parallel",
+    "checkpoint": "list, check and compare checkpoints; exchange them with plain torch files",
+    "estimate": "how much memory a rank needs, and which parallelism (the same as bench memory)",
+    "jobs": "write a job script for Slurm, PBS or Kubernetes",
+    "env": "print this host's hardware and software, for a bug report",
+    "completion": "print a script that completes commands and flags in your shell",
+}
+SHORT = {"estimate": ("bench", "memory")}  # what a command is short for
+_MEANT = {  # what other launchers and tools call it
+    **dict.fromkeys(("launch", "torchrun", "start", "exec", "train", "mpiexec", "mpirun", "srun"), "run"),
+    **dict.fromkeys(("benchmark", "profile", "measure", "scale"), "bench"),
+    **dict.fromkeys(("network", "predict", "memory"), "bench {}"),
+    **dict.fromkeys(("estimate-memory", "mem"), "estimate"),
+    **dict.fromkeys(("check", "lint", "diagnose"), "doctor"),
+    **dict.fromkeys(("test", "compare"), "verify"),
+    **dict.fromkeys(("info", "report", "version"), "env"),
+    **dict.fromkeys(("slurm", "pbs", "kubernetes", "submit"), "jobs {}"),
+    **dict.fromkeys(("migrate", "to-ddp"), "convert"),
+}
+
+_EPILOG = """\
+`evenstep COMMAND --help` shows the flags of a command.
+
+exit status of every command: 0 if all is well; 1 if something was found: mistakes, differences; 2 if the script that is
+examined fails; 78 if the command is wrong. `run` and `checkpoint` have more: see their --help."""
+
+
+def validate_command(name: str) -> None:
+    """Refuse what is no command.
+
+    Raises:
+        ConfigurationError: With the command that was meant, perhaps.
+    """
+    if name.startswith("-") or name in COMMANDS:
+        return
+    close = difflib.get_close_matches(name, (*COMMANDS, *_MEANT), n=1)
+    meant = [_MEANT.get(each, each).format(each) for each in close]
+    guess = f" Did you mean evenstep {meant[0]}?" if meant else ""
+    if name.endswith(".py"):
+        guess = f" Did you mean evenstep run {name}?"
+    raise ConfigurationError(f"{name} is no command.{guess} There are {', '.join(COMMANDS)}: see evenstep --help.")
+
+
+def list_parser() -> Parser:
+    """Lists the commands; each parses its own arguments."""
+    parser = Parser(prog="evenstep", description=evenstep.__doc__, epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"evenstep {evenstep.__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="command")
+    for name, text in COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def whole_parser() -> Parser:
+    """The parser of all commands with their flags: for completion and for the documentation."""
+    parser = list_parser()
+    commands = _sub_parsers(parser)
+    for name in COMMANDS:
+        module, *path = SHORT.get(name, (name,))
+        found = importlib.import_module(f"evenstep.cli.{module}").build_parser()
+        for each in path:
+            found = _sub_parsers(found)[each]
+        commands[name] = found
+    return parser
+
+
+def _sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (found,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return found.choices

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import evenstep
+
+sys.path.insert(0, str(Path(__file__).parent / "extensions"))
 
 project = "evenstep"
 author = "the evenstep authors"
 release = version = evenstep.__version__
 
 extensions = [
+    "command_help",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",

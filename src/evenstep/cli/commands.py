@@ -81,6 +81,14 @@ def whole_parser() -> Parser:
     return parser
 
 
+def find_parser(*path: str) -> argparse.ArgumentParser:
+    """The parser of a command or sub-command, such as "bench", "run"; of all of them without a name."""
+    found: argparse.ArgumentParser = whole_parser()
+    for name in path:
+        found = _sub_parsers(found)[name]
+    return found
+
+
 def _sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     (found,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     return found.choices

@@ -17,6 +17,8 @@ import evenstep
 from evenstep.cli import main as cli
 from evenstep.cli.commands import whole_parser
 from evenstep.cli.main import main
+from evenstep.errors import EXIT_PREEMPTED, EXIT_SCRIPT_FAILED, EvenstepError
+from tests import pages
 
 
 @pytest.fixture
@@ -372,3 +374,22 @@ def test_completion_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 78
     assert "pip install 'evenstep[completion]'" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- pages
+
+
+def test_the_page_of_the_command_line_has_every_command() -> None:
+    text = pages.text("reference/command-line.md")
+    shown = {f"evenstep {each}".strip() for each in re.findall(r"^```\{command-help\} ?(.*)$", text, re.MULTILINE)}
+    assert shown == set(PARSERS)
+
+
+def test_the_page_of_exit_statuses_has_every_status() -> None:
+    def codes(error: type[EvenstepError]) -> set[int]:
+        return {error.exit_code}.union(*(codes(each) for each in error.__subclasses__()))
+
+    of_commands, of_run = pages.text("reference/exit-statuses.md").split("## `evenstep run`")
+    listed = {int(each) for each in re.findall(r"^\| (\d+) \|", of_run, re.MULTILINE)}
+    assert codes(EvenstepError) - {1} | {0, EXIT_PREEMPTED, 130} == listed
+    assert {0, 1, EXIT_SCRIPT_FAILED, 74, 78, 130} == {int(n) for n in re.findall(r"^\| (\d+) \|", of_commands, re.M)}

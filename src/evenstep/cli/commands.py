@@ -22,7 +22,7 @@ COMMANDS = {  # each is a module beside this one, imported when it is called
     "env": "print this host's hardware and software, for a bug report",
     "completion": "print a script that completes commands and flags in your shell",
 }
-SHORT = {"estimate": ("bench", "memory")}  # what a command is short for
+SHORT = {"estimate": ["bench", "memory"]}  # what a command is short for
 _MEANT = {  # what other launchers and tools call it
     **dict.fromkeys(("launch", "torchrun", "start", "exec", "train", "mpiexec", "mpirun", "srun"), "run"),
     **dict.fromkeys(("benchmark", "profile", "measure", "scale"), "bench"),

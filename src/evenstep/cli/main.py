@@ -58,7 +58,8 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
         if arguments[0] not in COMMANDS:
             parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
             parser.error(f"{arguments[0]}: a command comes first")
-        name, *rest = [*SHORT.get(arguments[0], (arguments[0],)), *arguments[1:]]
+        words = [*SHORT.get(arguments[0], [arguments[0]]), *arguments[1:]]
+        name, *rest = words
         command = importlib.import_module(f"evenstep.cli.{name}")
         status: int = command.main(rest, **({"may_fork": owns_process} if name == "run" else {}))
         return status

@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loader": ("workers",),
     "network": ("16-bit",),
 }
+STEPS = {"wide": 40, "thin": 300, "gpt": 40, "loader": 40, "network": 40}
 
 
 def try_on(kind: str, flags: Sequence[str], rate_mbit: float) -> dict[str, Any]:
@@ -96,14 +97,14 @@ def main() -> None:
     parser.add_argument("--scripts", nargs="+", choices=CHOICES, default=list(CHOICES))
     parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of the slow network")
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    parser.add_argument("--steps", type=int, default=30, help="counted steps of a run")
+    parser.add_argument("--steps", type=int, help="counted steps of a run; as many as take a second or more")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
     machine = describe_machine()
     print(machine)
-    flags = ["--repeats", str(arguments.repeats), "--steps", str(arguments.steps)]
     reports: dict[str, dict[str, Any]] = {}
     for kind in arguments.scripts:
+        flags = ["--repeats", str(arguments.repeats), "--steps", str(arguments.steps or STEPS[kind])]
         reports[kind] = try_on(kind, flags, arguments.rate_mbit)
         if arguments.json is not None:  # after each: the whole takes long
             arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -278,6 +278,12 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
         ),
         [("EV505", "F.cross_entropy(")],
     ),
+    "whole_labels": (
+        _changed(("F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y, ignore_index=IGNORED)")).replace(
+            "def main():\n", "IGNORED = -100\n\n\ndef main():\n"
+        ),
+        [],
+    ),
     "few_rows": (_changed((_LOADER, _LOADER.replace("16", "4"))), [("EV507", "model(x), y")]),
     "unused": (_changed(("DDP(net)", "DDP(net, find_unused_parameters=True)")), [("EV508", "DDP(net,")]),
     "rates": (
@@ -294,6 +300,21 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [("EV601", "init_process_group(")],
     ),
     "no_destroy": (_changed(("    dist.destroy_process_group()\n", "")), [("EV604", "init_process_group(")]),
+    "spawned_file": (
+        _changed(
+            (
+                _SPAWNED[0][0],
+                "def main(rank, size, meeting):\n"
+                "    dist.init_process_group('gloo', init_method=f'file://{meeting}', rank=rank, world_size=size)\n",
+            ),
+            (
+                _SPAWNED[1][0],
+                '\n\nif __name__ == "__main__":\n    import tempfile\n    meeting = tempfile.mktemp()\n'
+                "    torch.multiprocessing.spawn(main, args=(2, meeting), nprocs=2)\n",
+            ),
+        ),
+        [],
+    ),
     "spawned": (_changed(*_SPAWNED), [("EV601", "init_process_group(")]),
 }
 # These would hang.

@@ -11,7 +11,7 @@ from evenstep.bench.explain.findings import Case, find, grown
 from evenstep.bench.measure.decompose import Decomposition, Parts
 from evenstep.bench.measure.records import Facts
 from evenstep.bench.measure.scaling import Spread
-from evenstep.bench.remedies.calibrate import ratios_of
+from evenstep.bench.remedies.calibrate import ratios_of, repeats_of
 from evenstep.bench.remedies.changes import (
     CHANGES,
     Candidate,
@@ -72,6 +72,27 @@ def test_the_largest_part_decides_what_comes_first() -> None:
     far = replace(USES, backend="evenstep", num_nodes=2, optimizer="")
     assert plan_changes(case_with(exposed=90), far, same, busy_cores=2.0).candidates[0].change == "16-bit"
     assert plan_changes(case_with(), USES, COSTS, busy_cores=2.0).candidates == ()
+
+
+def test_noise_promises_nothing() -> None:
+    """Rounds that differ widen a prediction; what could gain nothing is not tried because of that."""
+    noisy = replace(case_with(exposed=40, data=0.1), spread=0.4)
+    plan = plan_changes(noisy, USES, COSTS, busy_cores=2.0)
+    assert "nothing to expect" in dict(plan.skipped)["workers"]
+    assert plan.candidates[0].predicted.low < predict("sharded", case_with(exposed=40), COSTS, busy_cores=2.0).low
+    assert any(
+        each.change == "workers"
+        for each in plan_changes(noisy, USES, COSTS, busy_cores=2.0, only=["workers"]).candidates
+    )
+
+
+def test_short_work_is_timed_in_blocks(fresh_seed: int) -> None:
+    draw = random.Random(fresh_seed)
+    for seconds in [10 ** draw.uniform(-7, 1) for _ in range(50)]:
+        repeats = repeats_of(seconds)
+        assert 1 <= repeats <= 200
+        assert repeats in (1, 200) or 0.01 < repeats * seconds < 0.06
+    assert repeats_of(0.0) == 200
 
 
 def test_what_does_not_fit_a_script_is_skipped_with_its_reason() -> None:

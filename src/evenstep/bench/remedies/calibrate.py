@@ -25,6 +25,8 @@ from evenstep.bench.measure.scaling import Spread
 _ROUNDS = 11
 _MOST_BYTES = 1 << 30  # of all gradients: more would take too much memory beside the script's own figures
 _SECONDS = 20.0
+_BLOCK_S = 0.03
+_MOST_REPEATS = 200
 _OPTIONS = ("lr", "momentum", "dampening", "nesterov", "weight_decay", "amsgrad", "eps")
 
 
@@ -42,22 +44,38 @@ def read_costs(found: Mapping[str, Mapping[str, list[float]]]) -> dict[str, dict
     return {change: {what: Spread.of(each) for what, each in ratios.items()} for change, ratios in found.items()}
 
 
+def repeats_of(seconds: float) -> int:
+    """How often something is done between two looks at the clock, if once takes so long. Pure."""
+    return max(1, min(_MOST_REPEATS, round(_BLOCK_S / max(seconds, 1e-9))))
+
+
 def _in_turn(sides: Mapping[str, Callable[[], object]], group: Any) -> dict[str, list[float]]:
+    """Seconds of each side by round, measured in blocks."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    repeats = dict.fromkeys(sides, 1)
     began = time.perf_counter()
-    for number in range(_ROUNDS + 1):
+    for number in range(_ROUNDS + 2):
         for name in list(sides) if number % 2 else list(sides)[::-1]:
+            # Ranks leave a barrier one after the other, by as much as a small exchange takes: so blocks are timed.
             dist.barrier(group)
             started = time.perf_counter()
-            sides[name]()
-            if number > 0:  # the first one warms up
-                seconds[name].append(time.perf_counter() - started)
-        # Agreed: all ranks stop after the same round.
-        spent = torch.tensor(time.perf_counter() - began, device="cpu")
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX, group=group)
-        if number >= 3 and float(spent) > _SECONDS:
+            for _ in range(repeats[name]):
+                sides[name]()
+            once_s = (time.perf_counter() - started) / repeats[name]
+            if number > 1:  # the first one warms up, the second one says how long a side takes
+                seconds[name].append(once_s)
+            elif number == 1:
+                repeats[name] = repeats_of(_agreed(once_s, group))
+        if number >= 4 and _agreed(time.perf_counter() - began, group) > _SECONDS:
             break
     return seconds
+
+
+def _agreed(seconds: float, group: Any) -> float:
+    """The longest time of all ranks, so that all do the same. Collective."""
+    longest = torch.tensor(seconds, device="cpu", dtype=torch.float64)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=group)
+    return float(longest)
 
 
 def measure_exchange(bucket_bytes: list[int], changes: list[str]) -> dict[str, dict[str, list[float]]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from evenstep.bench.explain.findings import Case
 from evenstep.bench.measure.scaling import Spread
@@ -208,7 +208,9 @@ def plan_changes(case: Case, uses: Uses, costs: Costs, *, busy_cores: float, onl
             continue
         settings = _settings(name, case, uses)
         predicted = predict(name, case, costs, busy_cores=busy_cores)
-        if only is None and predicted.median < WORTH_TRYING and predicted.high < 1 + WORTH:
+        # What rounds differ by promises nothing.
+        promised = predict(name, replace(case, spread=0.0), costs, busy_cores=busy_cores)
+        if only is None and promised.median < WORTH_TRYING and promised.high < 1 + WORTH:
             skipped.append((name, f"nothing to expect: {predicted.median:.2f}x"))
             continue
         words = {**settings, "optimizer": uses.optimizer}

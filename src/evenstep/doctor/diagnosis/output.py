@@ -48,9 +48,7 @@ def check(script: Script) -> Iterator[Finding]:
 
 
 def _printing(script: Script) -> Iterator[Finding]:
-    if re.search(
-        r"builtins\b.*print|__builtin__\.print|def print\(|setup_for_distributed|print = |sys\.stdout = ", script.text
-    ):
+    if _prints_otherwise(script):
         return
     logs = _logs_on_all_ranks(script)
     for call in script.calls:
@@ -64,6 +62,23 @@ def _printing(script: Script) -> Iterator[Finding]:
             continue
         if in_training_or_evaluation(script, call):
             yield found("EV201", call, f"{call.text} runs on every rank")
+
+
+def _prints_otherwise(script: Script) -> bool:
+    """True if `print` isn't python's: replaced in a function that somebody calls, or at the top level."""
+    if script.named(".setup_for_distributed") or re.search(
+        r"^def print\(|^from .* import .*\bprint\b", script.text, re.M
+    ):
+        return True
+    replaced = [
+        each.frame.function
+        for file in script.files
+        for each in file.assignments
+        if dotted(each.target) in ("print", "builtins.print", "__builtin__.print", "__builtins__.print", "sys.stdout")
+    ]
+    return any(
+        each is None or each in script.values.passed or bool(script.values.called_from.get(each)) for each in replaced
+    )
 
 
 def _logs_on_all_ranks(script: Script) -> bool:
@@ -123,6 +138,16 @@ def _saves(script: Script) -> list[Call]:
         for call in script.named(*_SAVERS)
         if call.frame.function is None or call.frame.function.name != "state_dict"
     ]
+
+
+def _with_what(script: Script, saves: list[Call]) -> Iterator[Call]:
+    """The calls that say what is saved: instead of `torch.save(*args)` in a helper those of the helper."""
+    for save in saves:
+        function = save.frame.function
+        if function is not None and any(each.star == "*" for each in save.node.args):
+            yield from script.values.called_from.get(function, [])
+        else:
+            yield save
 
 
 def _path_speaks_of_ranks(script: Script, node: cst.CSTNode | None, call: Call) -> bool:
@@ -203,7 +228,7 @@ def _wrapped_state(script: Script) -> Iterator[Finding]:
     if re.search(r"consume_prefix_in_state_dict|[\"']module\.[\"']", script.text):
         return
     seen: set[Call] = set()
-    for save in _saves(script):
+    for save in _with_what(script, _saves(script)):
         for state in _states(script.things(save.argument("obj", 0), save.frame)):
             site = state.site
             if site is None or site in seen or not state.inner:
@@ -240,7 +265,8 @@ def _incomplete_state(script: Script) -> Iterator[Finding]:
         call for call in script.calls if "scheduler" in script.kinds_made(call) and call.name.rpartition(".")[0]
     ]
     scalers = [call for call in script.calls if call.last == "GradScaler"]
-    for save in script.named("torch.save"):
+    told: set[int] = set()  # one state may be saved in two places
+    for save in _with_what(script, script.named("torch.save")):
         state = save.argument("obj", 0)
         dictionaries = [each for each, _ in origins(script, state, save.frame, depth=2) if isinstance(each, cst.Dict)]
         text = " ".join(text_of(each) for each in dictionaries)
@@ -261,5 +287,6 @@ def _incomplete_state(script: Script) -> Iterator[Finding]:
             missing.append("the gradient scaler")
         if not re.search(r"(?i)epoch|step|iter|position|progress", text):
             missing.append("the epoch or step")
-        if missing:
+        if missing and not told & {id(each) for each in dictionaries}:
+            told |= {id(each) for each in dictionaries}
             yield found("EV207", save, f"the checkpoint has the optimizer, and lacks {' and '.join(missing)}")

@@ -19,7 +19,7 @@ from evenstep.doctor.diagnosis.asking import (
 )
 from evenstep.doctor.findings import Finding
 from evenstep.doctor.reading.contexts import Script
-from evenstep.doctor.reading.program import Assignment, Call, Class, Loop, dotted, shortened, text_of
+from evenstep.doctor.reading.program import Assignment, Call, Class, Frame, Loop, dotted, shortened, text_of
 
 # Up to this global batch Goyal et al., "Accurate, Large Minibatch SGD" (2017), leave the learning rate as it is.
 REFERENCE_BATCH = 256
@@ -52,7 +52,7 @@ def _accumulating(script: Script) -> Iterator[tuple[Loop, Call, str]]:
             continue
         loop = around[0]
         conditions = script.conditions_until(step.frame, loop) or []
-        counts = [count for frame in conditions if frame.holds and (count := _modulus(frame.test))]
+        counts = [count for each in conditions if (count := _every(script, each.test, each, each.holds))]
         for backward in script.backward_calls:
             inner = script.loops_around(backward.frame)
             if counts and inner and inner[0] is loop and script.in_every_round(backward.frame, loop):
@@ -63,12 +63,23 @@ def _accumulating(script: Script) -> Iterator[tuple[Loop, Call, str]]:
                     yield inner[0], backward, count
 
 
-def _modulus(test: cst.CSTNode | None) -> str:
-    """The `n` of `(i + 1) % n == 0`."""
-    for each in walk(test):
-        left = each.left if isinstance(each, cst.Comparison) else None
-        if isinstance(left, cst.BinaryOperation) and isinstance(left.operator, cst.Modulo):
-            return text_of(left.right)
+def _every(script: Script, test: cst.CSTNode | None, frame: Frame, holds: bool, depth: int = 2) -> str:
+    """The `n` of a condition that has the value `holds` in every n-th round: of `(i + 1) % n == 0`, or its name."""
+    match test:
+        case cst.UnaryOperation() if isinstance(test.operator, cst.Not):
+            return _every(script, test.expression, frame, not holds, depth)
+        case cst.BooleanOperation():
+            return _every(script, test.left, frame, holds, depth) or _every(script, test.right, frame, holds, depth)
+        case cst.BinaryOperation() if isinstance(test.operator, cst.Modulo) and not holds:
+            return text_of(test.right)
+        case cst.Comparison(left=cst.BinaryOperation() as left) if isinstance(left.operator, cst.Modulo):
+            is_equal = isinstance(test.comparisons[0].operator, cst.Equal)
+            is_other = isinstance(test.comparisons[0].operator, cst.NotEqual)
+            return text_of(left.right) if (is_equal and holds) or (is_other and not holds) else ""
+        case cst.Name() | cst.Attribute() if depth:
+            values = [each for each in assignments_to(script, dotted(test), frame) if each.operator == "="]
+            if len(values) == 1:  # one that is set in several places may mean anything
+                return _every(script, values[0].value, values[0].frame, holds, depth - 1)
     return ""
 
 
@@ -293,8 +304,24 @@ def _in_training(script: Script, call: Call) -> bool:
     return any(loop in script.training_loops for loop in script.loops_around(call.frame))
 
 
+def _is_filled_in(script: Script, ignored: str) -> bool:
+    """True if targets may have the ignored value: a name, or a number that the script itself puts among them."""
+    if not re.fullmatch(r"-? *\d+", ignored):
+        return True
+    number = re.escape(ignored)
+    fills = rf"(?:fill_?|full|full_like|where|pad|tensor)\([^#\n]*{number}\b|padding_value *= *{number}\b"
+    return bool(re.search(rf"{fills}|\] *= *{number}\b|\[ *{number} *\]|[Cc]ollat", script.text))
+
+
 def _tokens(script: Script) -> Iterator[Finding]:
-    counts = [call for call in script.calls if call.last in ("all_reduce", "reduce") and call.node.args]
+    evaluations = {loop.frame.function for loop in script.evaluation_loops} - {None}
+    counts = [
+        call
+        for call in script.calls
+        if call.last in ("all_reduce", "reduce")
+        and call.node.args
+        and (call.frame.function not in evaluations or set(script.loops_around(call.frame)) & set(script.step_loops))
+    ]
     if any(
         re.search(r"(?i)tok|count|num|mask|valid|denom|total|weight", text_of(call.positional(0))) for call in counts
     ):
@@ -305,7 +332,7 @@ def _tokens(script: Script) -> Iterator[Finding]:
     for call in script.named("torch.nn.functional.cross_entropy", "torch.nn.CrossEntropyLoss", "torch.nn.NLLLoss"):
         ignored = call.argument("ignore_index")
         reduction = text_of(call.argument("reduction")).strip("\"'")
-        if ignored is None or reduction in ("sum", "none"):
+        if ignored is None or reduction in ("sum", "none") or not _is_filled_in(script, text_of(ignored)):
             continue
         function = call.frame.function
         is_known = function is not None and bool(script.values.called_from.get(function))

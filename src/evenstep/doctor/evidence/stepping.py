@@ -9,6 +9,7 @@ from evenstep.doctor.findings import Finding, Refuted
 from evenstep.doctor.run.events import Event, Place
 
 _FEW_ROWS = 8  # of a batch on one rank, under which its statistics are noise
+_MANY_LOSSES = 8  # of a rank, among which one with padding would be
 _CLOSE = 1e-3  # relative difference of two divisors that are taken as equal
 
 
@@ -16,7 +17,7 @@ def judge(scene: Scene) -> tuple[list[Finding], list[Refuted]]:
     """All of this group."""
     unused, refuted = _unused(scene)
     found = [*_passes(scene), *_clipping(scene), *_replaced(scene), *_tokens(scene), *_norms(scene), *unused]
-    return [*found, *_rates(scene)], refuted
+    return [*found, *_rates(scene)], [*refuted, *_whole_means(scene)]
 
 
 def _passes(scene: Scene) -> list[Finding]:
@@ -105,6 +106,16 @@ def _divided_sums(scene: Scene) -> list[Finding]:
             seen = f"in {len(numbers)} steps ranks divided their sums by other numbers: {ours:g} and {theirs:g} in one"
             found.append(scene.finding("EV505", place, seen))
     return found
+
+
+def _whole_means(scene: Scene) -> list[Refuted]:
+    """Nothing is left out of means over labels if none was in any step, on any rank."""
+    ranks = [[each for each in events if each["reduction"] == "mean"] for events in scene.evidence.of("loss")]
+    backward = scene.evidence.all("backward")
+    is_whole = all(
+        len(events) >= _MANY_LOSSES and all(each["valid"] == each["labels"] for each in events) for events in ranks
+    )
+    return [Refuted("EV505")] if len(ranks) > 1 and is_whole and all(each["is_mean"] for each in backward) else []
 
 
 def _means_of_labels(scene: Scene) -> list[Finding]:

@@ -311,14 +311,19 @@ class Script:
         return frozenset(found)
 
     def _deep(self, node: cst.CSTNode | None, frame: Frame) -> set[Thing]:
-        """What an iterated expression stands for, also inside `zip(...)` and the like."""
+        """What an iterated expression stands for, also inside `zip(...)` and the like.
+
+        Of `log.every(loader)` the loader that it is given here: what it yields is that of all its callers.
+        """
         if node is None:
             return set()
-        found = set(self.things(node, frame))
-        if isinstance(node, cst.Call) and not found:
+        given = set()
+        if isinstance(node, cst.Call):
             for each in node.args:
-                found |= self._deep(each.value, frame)
-        return found
+                given |= self._deep(each.value, frame)
+        if any(each.kind in ("loader", "own loader") for each in given):
+            return given
+        return set(self.things(node, frame)) or given
 
     @functools.cached_property
     def training_loaders(self) -> frozenset[Thing]:
@@ -327,12 +332,13 @@ class Script:
 
     @functools.cached_property
     def evaluation_loops(self) -> list[Loop]:
-        """Loops over a loader in which nothing is trained."""
+        """Loops over a loader in which nothing is trained. A generator that passes batches on isn't one."""
         return [
             loop
             for loop in self.loops
             if loop not in self.training_loops
             and loop.iterates is not None
+            and not (loop.frame.function is not None and loop.frame.function.yields)
             and (self.loaders_of(loop) or _LOADER_NAME.fullmatch(_iterated_name(loop.iterates)))
         ]
 

@@ -50,6 +50,7 @@ class Collectives:
         self._group_made = group_made
         self._is_inside = False
         self._launched = meeting_point()
+        self._has_spawned = False
 
     def install(self, patches: Patches) -> None:
         """Watch until the patches are undone."""
@@ -91,10 +92,11 @@ class Collectives:
                 return
             by_script = bool(self._recorder.own_file(sys._getframe(1).f_code.co_filename))
             port = self._fixed_port(init_method)
-            if port is not None:
-                # Under a launcher with a store of its own the script would wait for one at its own port.
+            if port is not None or (self._has_spawned and (init_method or kwargs.get("store") is not None)):
+                # Under a launcher with a store of its own the script would wait for one at its own port. And a file or
+                # a store that it has made before it started its ranks is another one in each process here.
                 init_method = None
-                kwargs = {name: value for name, value in kwargs.items() if name not in ("rank", "world_size")}
+                kwargs = {name: value for name, value in kwargs.items() if name not in ("rank", "world_size", "store")}
                 export(self._launched)
             facts = {"backend": None if backend is None else str(backend), "port": port, "by_script": by_script}
             self._recorder.note("init", **facts)
@@ -160,6 +162,7 @@ class Collectives:
         @functools.wraps(original)
         def spawn(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **named: Any) -> None:
             self._recorder.note("spawns", num_ranks=nprocs)
+            self._has_spawned = True
             if nprocs != self._recorder.plan.world_size:
                 raise SystemExit(0)
             fn(self._recorder.rank, *args)

@@ -57,6 +57,7 @@ _LOADER = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
 _GROUPS_FAIL = "no process group can be made"
 _NO_RUN = "evenstep run can't start ranks"
 _NO_RESTART = "evenstep run can't restart ranks"
+_NO_SERVERS = "evenstep.parameter_server can't connect"
 
 NAMES = (
     # torch_autograd
@@ -134,6 +135,10 @@ NAMES = (
         "an ImportError with device_mesh and tensor parallelism",
     ),
     # torch_distributed
+    *(
+        PrivateName(f"torch.distributed.rpc:{name}", "lets processes join and leave one by one", _NO_SERVERS)
+        for name in ("api._get_current_rpc_agent", "TensorPipeAgent._update_group_membership")
+    ),
     PrivateName(f"{_C10D}:_get_default_store", "the store of the default group"),
     PrivateName(f"{_C10D}:_abort_process_group", "ends all groups without waiting"),
     PrivateName(
@@ -217,6 +222,9 @@ NAMES = (
         "ranks are new pythons, and start in seconds",
     ),
     PrivateName(f"{_ELASTIC}.multiprocessing.subprocess_handler:SubprocessHandler._popen", "starts a process", _NO_RUN),
+    PrivateName(
+        f"{_ELASTIC}.multiprocessing.api:SubprocessContext.__init__~_numa_options", "binds a rank to cores", NOTHING
+    ),
     PrivateName(
         f"{_ELASTIC}.multiprocessing.api:_terminate_process_handler",
         "how torchelastic stops a run on a signal",

@@ -301,13 +301,18 @@ class DataLoader:
         if self._queue is not None:
             raise UsageError("loader.state_dict: with queue= a position of one worker says nothing of the epoch.")
         mark = self._progress.committed
-        return {
+        state = {
             "version": _STATE_VERSION,
             "epoch": mark.epoch,
             "position": mark.position,
             "first_epoch": self._epochs.base,
             "data": self._source.facts(),
         }
+        done = {epoch: steps for epoch, steps in self._source.done.items() if epoch >= mark.epoch}
+        if done:
+            first = self._source.step_at(mark)
+            state["batches"] = {"first": first, "done": {str(epoch): sorted(each) for epoch, each in done.items()}}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; every rank calls this with the same state.
@@ -317,8 +322,14 @@ class DataLoader:
                 named, and nothing is changed.
         """
         mark, base = _read_state(state, self._source.facts())
+        # Of workers of parameter servers, who take batches in any order: where the epoch goes on, and what behind that
+        # is done.
+        batches = state.get("batches") or {"first": None, "done": {}}
+        if batches["first"] is not None:
+            mark = Mark(mark.epoch, self._source.position_of(mark.epoch, int(batches["first"])))
         if not self._source.begins_at(mark):
             raise ConfigurationError(f"DataLoader.load_state_dict: no step begins at position {mark.position}.")
+        self._source.done = {int(epoch): frozenset(steps) for epoch, steps in batches["done"].items()}
         self._epochs.resume(mark, base)
         self._progress.jump(mark)
 

@@ -30,7 +30,7 @@ from evenstep.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic import rendezvous
 from evenstep.launcher.elastic.agent import RankAgent
 from evenstep.launcher.elastic.restarts import RestartLimit
-from evenstep.launcher.failure.policy import StopPolicy, exit_status
+from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, exit_status
 from evenstep.launcher.failure.report import Failure, describe_failure, status_of
 from evenstep.launcher.options import dry_run
 from evenstep.launcher.options.flags import (
@@ -236,6 +236,7 @@ class _Run:
             on_preempted=self._on_preempted,
             limit=self._limit,
             name_after_s=self._args.name_after,
+            losses=LossPolicy(self._num_ranks - self._args.servers, self._args.servers, self._args.max_restarts),
         )
         with torch_elastic.processes_started_by(None if self._zygote is None else self._zygote.start_command):
             torch_elastic.launch(agent, config, command, command_args)

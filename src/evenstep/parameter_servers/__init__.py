@@ -7,11 +7,12 @@ asynchronous run take different steps on purpose. See docs/how-to/parameter-serv
 Reading order:
 
     parameter_server.py  `evenstep.parameter_server` and the worker's handle: backward, step, pull
-    remote.py            RPC between workers and servers; the only file that needs torch.distributed.rpc
-    connections.py       a worker's way to the servers: what it can do, and the one of a world of one
-    shard.py             a server's part of the parameters: its optimizer, and what a mode lets through when
-    batch_queue.py       which worker takes which batch of an epoch
+    worker/              a worker's way to the servers
+    recipe.py            what the script gave to make models and optimizers from
+    server/              what servers hold, how they decide, and how they come back
+    remote.py            RPC between processes; the only file that needs torch.distributed.rpc
     preparation.py       what is refused before anything connects, and how processes compare what they were given
     layout.py            which server has which parameters, and tensors packed into few
     roles.py             which ranks are workers, and which are servers
+    staleness.py         how late gradients were, drawn
 """

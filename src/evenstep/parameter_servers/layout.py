@@ -32,12 +32,15 @@ def plan_division(sizes: Sequence[int], num_servers: int) -> Division:
     return [sorted(each) for each in division]
 
 
-def pack(like: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> list[Tensor]:
+def pack(
+    like: Sequence[Tensor], tensors: Sequence[Tensor | None], transfer_dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Copies of the tensors in one flat CPU tensor for each dtype, in order of its first occurrence.
 
     Args:
         like: Shapes and dtypes; for None zeros are packed.
         tensors: As many.
+        transfer_dtype: What larger floating-point elements are rounded to; None: they stay as they are.
 
     Returns:
         [numel of that dtype] each.
@@ -47,11 +50,16 @@ def pack(like: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> list[Tenso
         piece = torch.zeros_like(model) if tensor is None else tensor
         by_dtype.setdefault(model.dtype, []).append(piece.detach().reshape(-1))
     # `cat` of one tensor copies, too: what is packed must not change while it is sent.
-    return [torch.cat(pieces).cpu() for pieces in by_dtype.values()]
+    return [_rounded(torch.cat(pieces), transfer_dtype).cpu() for pieces in by_dtype.values()]
+
+
+def _rounded(flat: Tensor, dtype: torch.dtype | None) -> Tensor:
+    is_larger = dtype is not None and flat.is_floating_point() and flat.element_size() > dtype.itemsize
+    return flat.to(dtype) if is_larger else flat
 
 
 def unpack(like: Sequence[Tensor], packed: Sequence[Tensor]) -> list[Tensor]:
-    """What was packed, as views of `packed` in the shapes of `like`."""
+    """What was packed, as views of `packed` in the shapes of `like`; in the dtypes of `packed`."""
     dtypes = list(dict.fromkeys(each.dtype for each in like))
     offsets = dict.fromkeys(dtypes, 0)
     views = []
@@ -61,3 +69,14 @@ def unpack(like: Sequence[Tensor], packed: Sequence[Tensor]) -> list[Tensor]:
         views.append(flat[offset : offset + model.numel()].view(model.shape))
         offsets[model.dtype] = offset + model.numel()
     return views
+
+
+def transferred(packed: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of what has travelled, in the dtypes of `like`.
+
+    Args:
+        packed: As `pack` has packed tensors like `like`.
+        like: Shapes and dtypes.
+    """
+    dtypes = dict.fromkeys(each.dtype for each in like)
+    return [flat.to(dtype, copy=True) for flat, dtype in zip(packed, dtypes, strict=True)]

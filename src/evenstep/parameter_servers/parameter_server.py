@@ -11,27 +11,36 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Store
 
 from evenstep import checks, environment
 from evenstep import world as worlds
+from evenstep.console import say
 from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_store
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, NonFiniteError, PeerLostError, UsageError
 from evenstep.health import excepthook
-from evenstep.parameter_servers.connections import Connection, LocalConnection, untrained
-from evenstep.parameter_servers.layout import Division, pack, plan_division, unpack
-from evenstep.parameter_servers.preparation import WHO, compare, make_optimizer, validate_model
+from evenstep.parameter_servers.layout import pack, unpack
+from evenstep.parameter_servers.preparation import WHO, compare
+from evenstep.parameter_servers.recipe import Made, Recipe
 from evenstep.parameter_servers.roles import Roles, assign_roles
-from evenstep.parameter_servers.shard import Answer, Mode, Pushed, Shard
+from evenstep.parameter_servers.server.batch_queue import BatchQueue
+from evenstep.parameter_servers.server.checkpoints import CheckpointOptions, Checkpoints
+from evenstep.parameter_servers.server.coordinator import TOGETHER, Mode
+from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
+from evenstep.parameter_servers.worker.connections import Connection, EraEnded, LocalConnection, untrained
 
-MODES = ("sync", "async", "bounded")
+MODES = ("sync", "backup", "async", "bounded")
+_TRANSFER_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def parameter_server(
@@ -40,7 +49,16 @@ def parameter_server(
     *,
     mode: str = "async",
     max_staleness: int | None = None,
+    backup_workers: int | None = None,
     delay_compensation: float = 0.0,
+    scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
+    max_norm: float | None = None,
+    transfer_dtype: torch.dtype | None = None,
+    overlap: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every_steps: int | None = None,
+    every_minutes: float | None = 10.0,
+    keep: int = 3,
     device: str | torch.device = "cpu",
     interface: str | None = None,
     timeout_s: float = worlds.DEFAULT_TIMEOUT_S,
@@ -54,6 +72,9 @@ def parameter_server(
     Modes:
 
     - "sync": a step waits for all workers and applies the weighted mean of their gradients, as one process would.
+    - "backup": synchronous training with backup workers (Chen et al., "Revisiting Distributed Synchronous SGD", 2016):
+      the same, but a step doesn't wait for the slowest `backup_workers`. What they push then is dropped, and their
+      batches go back to the queue.
     - "async": Downpour SGD (Dean et al., "Large Scale Distributed Deep Networks", 2012): each push is applied when it
       comes, and nobody waits. A gradient may be of older parameters than those that it changes.
     - "bounded": stale synchronous parallel (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
@@ -63,13 +84,30 @@ def parameter_server(
         model_fn: Makes the model, the same on all workers and servers but for its values: those of the servers count.
         optimizer_fn: Makes a server's optimizer from its share of the parameters, a list of (name, parameter), which
             torch's optimizers take as it is. Runs on servers only.
-        mode: "sync", "async" or "bounded".
+        mode: "sync", "backup", "async" or "bounded".
         max_staleness: Of "bounded", in steps; 0: no worker begins a step before all have ended the one before.
+        backup_workers: Of "backup": at least 1, and fewer than there are workers.
         delay_compensation: Of "async" and "bounded": lambda of Zheng et al., "Asynchronous Stochastic Gradient Descent
             with Delay Compensation", 2017: lambda * g * g * (w_now - w_then) is added to each gradient g. 0: not.
+        scheduler_fn: Makes a learning-rate schedule from a server's optimizer. It steps after every update: once for
+            all workers in "sync" and "backup", once for each push in the other modes.
+        max_norm: Clip the gradient of each update to this norm, over the parameters of all servers: the mean over
+            workers in "sync" and "backup", each push by itself in the other modes, before delay compensation.
+        transfer_dtype: torch.bfloat16 or torch.float16: gradients and parameters travel in 16 bits. Servers add and
+            keep them in the parameters' own dtype; workers compute with rounded ones. None: nothing is rounded.
+        overlap: Of "async" and "bounded": `ps.step` doesn't wait for its push. What comes back is taken in the next
+            step, so a worker computes with parameters that lack its own last push.
+        checkpoint: A directory for checkpoints, which are those of `Checkpointer`, with a model, an optimizer, a loader
+            and, with `scheduler_fn`, a scheduler. The run begins with the newest that is there. A server that is lost
+            and started again goes on from it, and so do all others. Server 0 holds a whole model and optimizer for it.
+            None: no checkpoints.
+        every_steps: Save after so many updates; None: not by their number.
+        every_minutes: Save after so many minutes; None: not by time. The last state is always saved.
+        keep: Number of newest checkpoints to keep.
         device: Where a worker's model is. Servers compute on the CPU.
         interface: The network interface to listen on; None: loopback on one node, else the one that leads to rank 0.
-        timeout_s: How long a worker waits for others in a step, and all at the start and the end.
+        timeout_s: How long a worker waits for others in a step, all at the start and the end, and for a server that is
+            started again.
 
     Raises:
         ConfigurationError: An argument is wrong, there is no server or no worker, or model or optimizer can't be
@@ -79,26 +117,65 @@ def parameter_server(
     with excepthook.reporting_mistakes():
         checks.function(f"{WHO}model_fn", model_fn)
         checks.function(f"{WHO}optimizer_fn", optimizer_fn)
-        name = checks.choice(f"{WHO}mode", mode, MODES)
-        if name == "bounded":
-            bound = checks.whole(f"{WHO}max_staleness", max_staleness, least=0)
-        elif max_staleness is not None:
-            raise checks.refuse(f"{WHO}max_staleness", max_staleness, f"only with mode='bounded', not {name!r}")
-        else:
-            bound = 0
-        compensation = checks.number(f"{WHO}delay_compensation", delay_compensation, least=0)
-        if compensation and name == "sync":
-            raise checks.refuse(
-                f"{WHO}delay_compensation", delay_compensation, "0 with mode='sync', where no gradient is late"
-            )
+        if scheduler_fn is not None:
+            checks.function(f"{WHO}scheduler_fn", scheduler_fn, otherwise="None")
+        chosen_mode = _choose_mode(mode, max_staleness, backup_workers, delay_compensation, max_norm, overlap)
+        if transfer_dtype is not None and transfer_dtype not in _TRANSFER_DTYPES:
+            raise checks.refuse(f"{WHO}transfer_dtype", transfer_dtype, "torch.bfloat16, torch.float16 or None")
+        options = None
+        if checkpoint is not None:
+            if not isinstance(checkpoint, str | os.PathLike) or not os.fspath(checkpoint):
+                raise checks.refuse(f"{WHO}checkpoint", checkpoint, "the path of a directory, or None")
+            if every_steps is not None:
+                checks.whole(f"{WHO}every_steps", every_steps, least=1, otherwise="None")
+            if every_minutes is not None:
+                checks.number(f"{WHO}every_minutes", every_minutes, above=0, otherwise="None")
+            checks.whole(f"{WHO}keep", keep, least=1)
+            options = CheckpointOptions(str(os.fspath(checkpoint)), every_steps, every_minutes, keep)
+        elif every_steps is not None:
+            raise checks.refuse(f"{WHO}every_steps", every_steps, "only with checkpoint=, the directory to save in")
         try:
             chosen = torch.device(device)
         except (RuntimeError, TypeError):
             raise checks.refuse(f"{WHO}device", device, "a device, as 'cpu' or 'cuda:0'") from None
         if interface is not None:
-            checks.text(f"{WHO}interface", interface, wanted="the name of a network interface", otherwise="None")
-        timeout_s = checks.number(f"{WHO}timeout_s", timeout_s, above=0)
-    return ParameterServer(model_fn, optimizer_fn, Mode(name, bound, compensation), chosen, interface, timeout_s)
+            checks.text(f"{WHO}interface", interface, otherwise="None")
+        timeout_s = checks.number(f"{WHO}timeout_s", timeout_s, above=0, most=worlds.LONGEST_TIMEOUT_S)
+        recipe = Recipe(model_fn, optimizer_fn, scheduler_fn, chosen, transfer_dtype)
+        return ParameterServer(recipe, chosen_mode, options, interface, timeout_s)
+
+
+def _choose_mode(
+    mode: Any, max_staleness: Any, backup_workers: Any, delay_compensation: Any, max_norm: Any, overlap: Any
+) -> Mode:
+    """Raise for options that the mode doesn't have.
+
+    Raises:
+        ConfigurationError: See above.
+    """
+    name = checks.choice(f"{WHO}mode", mode, MODES)
+    bound = backups = 0
+    if name == "bounded":
+        bound = checks.whole(f"{WHO}max_staleness", max_staleness, least=0)
+    elif max_staleness is not None:
+        raise checks.refuse(f"{WHO}max_staleness", max_staleness, f"only with mode='bounded', not {name!r}")
+    if name == "backup":
+        backups = checks.whole(f"{WHO}backup_workers", backup_workers, least=1)
+    elif backup_workers is not None:
+        raise checks.refuse(f"{WHO}backup_workers", backup_workers, f"only with mode='backup', not {name!r}")
+    compensation = checks.number(f"{WHO}delay_compensation", delay_compensation, least=0)
+    if compensation and name in TOGETHER:
+        raise checks.refuse(
+            f"{WHO}delay_compensation", delay_compensation, f"0 with mode={name!r}, where no gradient is late"
+        )
+    if max_norm is not None:
+        max_norm = checks.number(f"{WHO}max_norm", max_norm, above=0, otherwise="None")
+    if checks.switch(f"{WHO}overlap", overlap):
+        if name in TOGETHER:
+            raise checks.refuse(f"{WHO}overlap", overlap, f"False with mode={name!r}, where a step waits for others")
+        if name == "bounded" and bound < 1:
+            raise checks.refuse(f"{WHO}overlap", overlap, "False with max_staleness=0: no worker may go ahead")
+    return Mode(name, bound, backups, compensation, max_norm, bool(overlap))
 
 
 class ParameterServer:
@@ -112,24 +189,23 @@ class ParameterServer:
         num_servers: How many; 0 in a world of one.
     """
 
+    CALLS = ("buffers",)  # by the first server, while it saves
+
     model: nn.Module
     worker: int
     num_workers: int
     num_servers: int
 
     def __init__(
-        self,
-        model_fn: Callable[[], nn.Module],
-        optimizer_fn: Callable[..., Any],
-        mode: Mode,
-        device: torch.device,
-        interface: str | None,
-        timeout_s: float,
+        self, recipe: Recipe, mode: Mode, options: CheckpointOptions | None, interface: str | None, timeout_s: float
     ) -> None:
-        self._model_fn, self._optimizer_fn = model_fn, optimizer_fn
-        self._mode, self._device = mode, device
+        self._recipe, self._mode, self._options = recipe, mode, options
         self._interface, self._timeout_s = interface, timeout_s
         self._connection: Connection | None = None
+        self._checkpoints: Checkpoints | None = None  # in a world of one
+        self._made: Made | None = None
+        self._versions: list[int] = []
+        self._finish_push: Callable[[], list[Answer]] | None = None  # with overlap: of the last step
         self._state = "not begun"
         self._weight = 0.0
         self._num_steps = 0
@@ -154,12 +230,16 @@ class ParameterServer:
                 )
             placement = environment.current_placement()
             roles = assign_roles(placement, environment.num_servers())
+            if self._mode.backup_workers >= max(2, roles.num_workers):
+                raise checks.refuse(
+                    f"{WHO}backup_workers",
+                    self._mode.backup_workers,
+                    f"fewer than the {checks.counted(roles.num_workers, 'worker')}, one of whom a step has to wait for",
+                )
             self._state = "beginning"
             self.worker, self.num_workers, self.num_servers = roles.rank, roles.num_workers, roles.num_servers
             if roles.is_alone:
-                shard, _ = self._build(roles)
-                assert shard is not None
-                self._connection = LocalConnection(shard, {})
+                self._begin_alone(roles)
             else:
                 self._join(placement, roles)
             self._state = "training"
@@ -172,17 +252,17 @@ class ParameterServer:
         try:
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 try:
-                    self._load(connection.leave(""))
+                    self._leave(connection)
                 except BaseException as late:
                     # Servers would wait for ever for whom this worker has given up.
-                    with contextlib.suppress(EvenstepError):
+                    with contextlib.suppress(EvenstepError, EraEnded):
                         connection.leave(f"worker {self.worker} failed: {type(late).__name__}: {late}")
                     connection.close(gracefully=False)
                     raise
                 connection.close(gracefully=True)
             else:
                 # The first error counts, whatever else goes wrong now.
-                with contextlib.suppress(EvenstepError):
+                with contextlib.suppress(EvenstepError, EraEnded):
                     connection.leave(f"worker {self.worker} failed: {type(error).__name__}: {error}")
                 connection.close(gracefully=False)
         finally:
@@ -196,8 +276,8 @@ class ParameterServer:
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add `weight` times the gradient of `loss` to those of this step.
 
-        A step's gradient is the mean by weight: over all backward passes of all workers in "sync", and over this
-        worker's in the other modes. With `weight=len(x)` and a mean loss that is the mean over samples.
+        A step's gradient is the mean by weight: over all backward passes of all workers in "sync" and "backup", and
+        over this worker's in the other modes. With `weight=len(x)` and a mean loss that is the mean over samples.
 
         Args:
             loss: A scalar.
@@ -229,19 +309,27 @@ class ParameterServer:
             CollectiveTimeoutError: The others have not come in time; the text names them.
         """
         connection = self._validate_training("step")
+        made = self._validate_made()
         pushes = []
-        for indices, version in zip(self._division, self._versions, strict=True):
-            like = [self._trained[index] for index in indices]
+        for indices, version in zip(made.division, self._versions, strict=True):
+            like = [made.trained[index] for index in indices]
             gradients = [parameter.grad for parameter in like]
             self._validate_gradients(indices, gradients)
-            pushes.append(
-                Pushed(self._weight, version, [each is not None for each in gradients], pack(like, gradients))
-            )
-        for parameter in self._trained:
-            parameter.grad = None
-        self._weight = 0.0
-        self._load(connection.push(pushes))
+            packed = pack(like, gradients, self._recipe.transfer_dtype)
+            pushes.append(Pushed(self._weight, version, [each is not None for each in gradients], packed))
+        self._release_gradients()
+        try:
+            if self._mode.overlaps:
+                # What the last push has brought, and not what this one will.
+                self._finish()
+                self._finish_push = connection.start(pushes)
+            else:
+                self._load(connection.start(pushes)())
+        except EraEnded:
+            self._begin_again(connection)
         self._num_steps += 1
+        if self._checkpoints is not None:
+            self._save_alone(connection, self._checkpoints)
 
     def queue(self) -> SharedBatches:
         """Divides the batches of a `DataLoader` over workers: each once an epoch, whoever is fastest.
@@ -263,88 +351,186 @@ class ParameterServer:
             UsageError: Not inside the `with` statement.
             PeerLostError: A server has gone, or a worker has failed.
         """
-        self._load(self._validate_training("pull").pull())
+        connection = self._validate_training("pull")
+        try:
+            self._finish()
+            self._load(connection.start(None)())
+        except EraEnded:
+            self._begin_again(connection)
 
-    def staleness(self) -> list[dict[int, int]]:
-        """For each server how many gradients were applied how stale: {updates in between: gradients}.
+    def staleness(self, *, by_worker: bool = False) -> Any:
+        """How many gradients were applied how stale: {updates in between: gradients}.
 
-        The number counts the updates of that server's parameters between those that a gradient was computed with and
-        those that it has changed.
+        The number counts the updates between the parameters that a gradient was computed with and those that it has
+        changed. What was pushed before the last checkpoint that the run has gone back to isn't counted.
+
+        Args:
+            by_worker: {worker: such a histogram} instead.
 
         Raises:
             UsageError: Not inside the `with` statement.
             PeerLostError: A server has gone.
         """
-        return self._validate_training("staleness").staleness()
+        connection = self._validate_training("staleness")
+        try:
+            self._finish()
+            found = connection.staleness()
+        except EraEnded:
+            self._begin_again(connection)
+            found = connection.staleness()
+        if by_worker:
+            return found
+        total: Counter[int] = Counter()
+        for counts in found.values():
+            total.update(counts)
+        return dict(sorted(total.items()))
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of this worker's module buffers, by name."""
+        return {name: each.detach().cpu().clone() for name, each in self.model.named_buffers()}
 
     # Beginning.
+
+    def _begin_alone(self, roles: Roles) -> None:
+        made = self._made = self._recipe.make(roles)
+        self._versions = [0]
+        shard, queue, version = self._recipe.make_shard(made, 0, self._mode), BatchQueue(), 0
+        made.to(self._recipe.device)
+        self.model = made.model
+        if self._options is not None:
+            self._checkpoints = self._recipe.make_checkpoints(self._options, roles)
+            self._restore.callback(self._checkpoints.close)
+            found = self._checkpoints.restore()
+            if found is not None:
+                version = found.version
+                shard.load(found.shares[0])
+                queue.load_state(found.queue)
+                self._take_untrained(self._checkpoints.untrained())
+        self._connection = LocalConnection(shard, self._mode, queue, version)
+        self._load(self._connection.start(None)())
 
     def _join(self, placement: environment.Placement, roles: Roles) -> None:
         # Only where it is used. Builds of torch without RPC may lack the module.
         if importlib.util.find_spec("torch.distributed.rpc") is None:
             raise ConfigurationError(f"{WHO}this build of torch has no torch.distributed.rpc.")
-        from evenstep.parameter_servers.remote import RpcConnection, open_rpc, serve
+        from evenstep.parameter_servers.remote import Endpoint
+        from evenstep.parameter_servers.worker.rpc_connection import RpcConnection, RunHasEnded
 
         hook = excepthook.install(placement)
         self._restore.callback(_restore_hook, hook)
         self._restore.callback(environment.claim_rank())
         choose_gloo_interface(placement)
         store = open_store(placement, self._timeout_s)
-        model: nn.Module | None = None
-        shard: Shard | None = None
         error: Exception | None = None
+        shard: Shard | None = None
         try:
-            shard, model = self._build(roles)
+            self._made = self._recipe.make(roles)
+            if roles.is_server:
+                shard = self._recipe.make_shard(self._made, roles.rank - roles.num_workers, self._mode)
         except Exception as raised:
             error = raised
         facts = {
-            "mode": self._mode.name,
-            "max_staleness": self._mode.max_staleness,
-            "delay_compensation": self._mode.delay_compensation,
+            **asdict(self._mode),
+            "transfer_dtype": str(self._recipe.transfer_dtype),
+            "checkpoint": None if self._options is None else self._options.directory,
             "EVENSTEP_SERVERS": roles.num_servers,
         }
-        compare(store, roles, facts, model, error)
-        assert model is not None
-        open_rpc(
-            store,
+        compare(store, roles, facts, None if self._made is None else self._made.model, error)
+        made = self._validate_made()
+        if shard is not None:
+            self._serve(store, roles, shard)
+        self._versions = [0] * roles.num_servers
+        made.to(self._recipe.device)
+        self.model = made.model
+        endpoint = Endpoint(store, roles.name, self, interface=self._interface, timeout_s=self._timeout_s)
+        try:
+            connection = RpcConnection(roles, store, endpoint, self._timeout_s, recovers=self._options is not None)
+        except BaseException as problem:
+            endpoint.close()
+            if isinstance(problem, RunHasEnded):
+                say(f"evenstep: parameter servers: the run had ended before worker {self.worker} came")
+                self._restore.close()
+                raise SystemExit(0) from None
+            raise
+        self._connection = connection
+        self._begin_again(connection)
+
+    def _serve(self, store: Store, roles: Roles, shard: Shard) -> None:
+        """Be a server: [Note: a server's process ends]."""
+        from evenstep.parameter_servers.server.serving import Server
+
+        made, recipe, mode = self._validate_made(), self._recipe, self._mode
+        number = roles.rank - roles.num_workers
+        checkpoints = None
+        if self._options is not None and number == 0:
+            checkpoints = recipe.make_checkpoints(self._options, roles)
+        first = [shard]
+        server = Server(
             roles,
+            store,
+            mode,
+            lambda: first.pop() if first else recipe.make_shard(recipe.make(roles), number, mode),
+            {name: tensor.detach().clone() for name, tensor in untrained(made.model).items()},
+            checkpoints=checkpoints,
+            has_checkpoints=self._options is not None,
             interface=self._interface,
             timeout_s=self._timeout_s,
-            shard=shard,
-            initial=untrained(model) if roles.is_server else {},
         )
-        if shard is not None:
-            del model, self.model, self._trained  # of which a server needs only its share
-            serve(roles, shard, self._timeout_s)
-            self._restore.close()
-            raise SystemExit(0)  # [Note: a server's process ends]
-        self._connection = RpcConnection(roles, self._timeout_s)
-        mine = untrained(model)
-        with torch.no_grad():
-            for name, tensor in self._connection.initial().items():
-                mine[name].copy_(tensor)
-        self._load(self._connection.pull())
+        self._made = None
+        del made, shard  # a server needs only its share
+        server.serve()
+        self._restore.close()
+        raise SystemExit(0)
 
-    def _build(self, roles: Roles) -> tuple[Shard | None, nn.Module]:
-        """This process's model, and its shard if it has one."""
-        model = validate_model(self._model_fn())
-        self._names = [name for name, each in model.named_parameters() if each.requires_grad]
-        self._trained = [each for each in model.parameters() if each.requires_grad]
-        sizes = [each.numel() * each.element_size() for each in self._trained]
-        self._division: Division = plan_division(sizes, max(1, roles.num_servers))
-        self._versions = [0] * len(self._division)
-        shard = None
-        if roles.is_alone or roles.is_server:
-            own = self._division[0 if roles.is_alone else roles.rank - roles.num_workers]
-            # Copies: those of a world of one must change in a step only, as others do.
-            named = [(self._names[i], nn.Parameter(self._trained[i].detach().cpu().clone())) for i in own]
-            optimizer = make_optimizer(self._optimizer_fn, named) if named else None
-            shard = Shard([each for _, each in named], optimizer, self._mode, roles.num_workers)
-        if not roles.is_server:
-            model.to(self._device)
-            self._trained = [each for each in model.parameters() if each.requires_grad]
-        self.model = model
-        return shard, model
+    def _begin_again(self, connection: Connection) -> None:
+        """Take everything as the servers have it, at the beginning or after one of them came back."""
+        self._finish_push = None
+        while True:
+            self._release_gradients()
+            try:
+                self._take_untrained(connection.initial())
+                self._load(connection.start(None)())
+            except EraEnded:
+                continue
+            return
+
+    def _take_untrained(self, tensors: Mapping[str, Tensor]) -> None:
+        mine = untrained(self.model)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                mine[name].copy_(tensor)
+
+    def _leave(self, connection: Connection) -> None:
+        while True:
+            try:
+                self._finish()
+                if self._checkpoints is not None:
+                    self._save_alone(connection, self._checkpoints, is_last=True)
+                self._load(connection.leave(""))
+            except EraEnded:
+                self._begin_again(connection)
+                if connection.has_open():
+                    raise PeerLostError(
+                        f"worker {self.worker} (rank {self.worker}) had ended its loop when the servers went back to a "
+                        f"checkpoint, after which batches are left to be trained on. Start the same command again: it "
+                        f"goes on from there."
+                    ) from None
+                continue
+            return
+
+    def _save_alone(self, connection: Connection, checkpoints: Checkpoints, *, is_last: bool = False) -> None:
+        assert isinstance(connection, LocalConnection)
+        stops = checkpoints.stop_reason is not None
+        if is_last or stops or checkpoints.is_due(self._versions[0]):
+            share, queue = connection.save()
+            checkpoints.save([share], queue, self.buffers())
+        if stops:
+            checkpoints.stop()
+
+    def _release_gradients(self) -> None:
+        for parameter in self._validate_made().trained:
+            parameter.grad = None
+        self._weight = 0.0
 
     # Training.
 
@@ -356,23 +542,35 @@ class ParameterServer:
             )
         return self._connection
 
+    def _validate_made(self) -> Made:
+        assert self._made is not None
+        return self._made
+
     def _validate_gradients(self, indices: list[int], gradients: list[Tensor | None]) -> None:
+        names = self._validate_made().names
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is None:
                 continue
-            where = f"worker {self.worker}, step {self._num_steps}: the gradient of {self._names[index]!r}"
+            where = f"worker {self.worker}, step {self._num_steps}: the gradient of {names[index]!r}"
             if gradient.layout != torch.strided:
                 raise UsageError(f"{where} is sparse, which can't be pushed. Use sparse=False in the embedding.")
             if not bool(torch.isfinite(gradient).all()):
                 raise NonFiniteError(f"{where} is infinite or not a number; nothing was sent. Look at the loss.")
 
+    def _finish(self) -> None:
+        """With overlap: take what the last push has brought."""
+        finish, self._finish_push = self._finish_push, None
+        if finish is not None:
+            self._load(finish())
+
     def _load(self, answers: list[Answer]) -> None:
-        for server, (indices, answer) in enumerate(zip(self._division, answers, strict=True)):
+        made = self._validate_made()
+        for server, (indices, answer) in enumerate(zip(made.division, answers, strict=True)):
             if answer.failure:
                 raise PeerLostError(
                     f"worker {self.worker} (rank {self.worker}): server {server} ends: {answer.failure}"
                 )
-            like = [self._trained[index] for index in indices]
+            like = [made.trained[index] for index in indices]
             with torch.no_grad():
                 for parameter, new in zip(like, unpack(like, answer.parameters), strict=True):
                     parameter.copy_(new)
@@ -392,8 +590,8 @@ class SharedBatches:
     def take(self, epoch: int, num_batches: int, facts: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
         """This worker's batches of an epoch, each taken when it is asked for.
 
-        In "sync" a worker without a batch takes part in the others' steps until all batches are done. In the other
-        modes it goes on at once.
+        In "sync" and "backup" a worker without a batch takes part in the others' steps until all batches are done. In
+        the other modes it goes on at once.
 
         Args:
             epoch: Number of the epoch.
@@ -412,13 +610,18 @@ class SharedBatches:
         wanted = (self._number, epoch, self._num_passes[epoch])
         self._num_passes[epoch] += 1
         while True:
-            taken = ps._validate_training("queue").take(wanted, num_batches, text)
+            connection = ps._validate_training("queue")
+            try:
+                taken = connection.take(wanted, num_batches, text)
+            except EraEnded:
+                ps._begin_again(connection)
+                continue
             if taken.failure:
                 kind = MismatchError if "another loader" in taken.failure else PeerLostError
                 raise kind(f"worker {ps.worker} (rank {ps.worker}): {taken.failure}")
             if taken.batch >= 0:
                 yield taken.epoch, taken.batch
-            elif taken.is_over or ps._mode.name != "sync":
+            elif taken.is_over or ps._mode.name not in TOGETHER:
                 return
             else:
                 ps.step()

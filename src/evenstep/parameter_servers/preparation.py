@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import Store
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, OtherRankFailedError
 from evenstep.parameter_servers.roles import Roles
@@ -80,6 +81,30 @@ def make_optimizer(optimizer_fn: Callable[..., Any], parameters: Sequence[tuple[
             f"argument: lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         )
     return optimizer
+
+
+def make_scheduler(scheduler_fn: Callable[..., Any] | None, optimizer: Optimizer) -> LRScheduler | None:
+    """A server's learning-rate schedule; None: there is none.
+
+    Raises:
+        ConfigurationError: It is none, of another optimizer, or needs more than the number of updates.
+    """
+    if scheduler_fn is None:
+        return None
+    scheduler = scheduler_fn(optimizer)
+    if not isinstance(scheduler, LRScheduler):
+        raise ConfigurationError(
+            f"{WHO}scheduler_fn returned a {type(scheduler).__name__}; return a schedule of the optimizer that it is "
+            f"given, as in lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)."
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise ConfigurationError(
+            f"{WHO}ReduceLROnPlateau needs a metric at each step, which servers don't have. Use a schedule of the "
+            f"number of updates."
+        )
+    if scheduler.optimizer is not optimizer:
+        raise ConfigurationError(f"{WHO}scheduler_fn returned a schedule of another optimizer than it was given.")
+    return scheduler
 
 
 def compare(

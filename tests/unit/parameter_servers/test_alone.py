@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import evenstep
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+from evenstep.parameter_servers.server.batch_queue import BatchQueue
+from evenstep.parameter_servers.server.checkpoints import loader_state, queue_state
+from evenstep.parameter_servers.staleness import plot
 
 
 def model() -> nn.Module:
@@ -41,7 +47,8 @@ def test_one_process_trains_as_without(mode: str, bound: int | None, fresh_seed:
                 ps.backward(F.cross_entropy(ps.model(x[part]), y[part]), weight=len(x[part]))
             ps.backward(torch.tensor(float("nan"), requires_grad=True), weight=0)
             ps.step()
-        assert ps.staleness() == [{0: 5}]
+        assert ps.staleness() == {0: 5}
+        assert ps.staleness(by_worker=True) == {0: {0: 5}}
     for a, b in zip(plain.parameters(), ps.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
@@ -76,6 +83,19 @@ REFUSED: list[tuple[Callable[[], Any], Callable[..., Any], dict[str, Any], str]]
     (model, sgd, {"mode": "bounded"}, "max_staleness=None"),
     (model, sgd, {"mode": "bounded", "max_staleness": -1}, "max_staleness=-1"),
     (model, sgd, {"mode": "async", "max_staleness": 4}, "only with mode='bounded'"),
+    (model, sgd, {"mode": "backup"}, "backup_workers=None"),
+    (model, sgd, {"mode": "backup", "backup_workers": 0}, "backup_workers=0"),
+    (model, sgd, {"mode": "backup", "backup_workers": 2}, "fewer than the 1 worker"),
+    (model, sgd, {"mode": "sync", "backup_workers": 1}, "only with mode='backup'"),
+    (model, sgd, {"mode": "sync", "overlap": True}, "where a step waits for others"),
+    (model, sgd, {"mode": "bounded", "max_staleness": 0, "overlap": True}, "no worker may go ahead"),
+    (model, sgd, {"max_norm": 0}, "max_norm=0"),
+    (model, sgd, {"transfer_dtype": torch.int8}, "torch.bfloat16, torch.float16 or None"),
+    (model, sgd, {"scheduler_fn": lambda optimizer: None}, "return a schedule of the optimizer"),
+    (model, sgd, {"scheduler_fn": torch.optim.lr_scheduler.ReduceLROnPlateau}, "needs a metric"),
+    (model, sgd, {"every_steps": 3}, "only with checkpoint="),
+    (model, sgd, {"checkpoint": ""}, "the path of a directory"),
+    (model, sgd, {"checkpoint": "somewhere", "every_steps": 0}, "every_steps=0"),
     (model, sgd, {"delay_compensation": -1}, "delay_compensation=-1"),
     (model, sgd, {"mode": "sync", "delay_compensation": 0.1}, "no gradient is late"),
     (model, sgd, {"device": "toaster"}, "device='toaster'"),
@@ -138,3 +158,125 @@ def test_sparse_gradients_are_refused():
         ps.backward(ps.model(torch.tensor([1])).sum())
         with pytest.raises(UsageError, match="'weight' is sparse"):
             ps.step()
+
+
+def test_staleness_is_drawn(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    for number, staleness in enumerate(({}, {0: 3, 4: 1}, {0: {0: 2}, 1: {1: 5, 2: 1}})):
+        assert plot(staleness, tmp_path / f"{number}.svg", title="late").read_text().count("<svg") == 1
+    with pytest.raises(ConfigurationError, match=r"what ps.staleness\(\) returns"):
+        plot([1, 2], tmp_path / "no.svg")  # type: ignore[arg-type]
+
+
+def train_from_queue(folder: Path, num_epochs: int, *, leaves_at: int = -1) -> tuple[dict[str, Tensor], list[int]]:
+    """(the parameters, the samples that were pushed); momentum and schedule make the order of steps matter."""
+    torch.manual_seed(1)
+    seen: list[int] = []
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        evenstep.parameter_server(
+            model, sgd, mode="sync", scheduler_fn=schedule, checkpoint=folder, every_steps=2
+        ) as ps,
+    ):
+        loader = evenstep.DataLoader(list(range(10)), global_batch_size=3, shuffle=True, seed=3, queue=ps.queue())
+        for _ in loader.epochs(num_epochs):
+            for batch in loader:
+                if len(seen) >= leaves_at >= 0:
+                    raise KeyboardInterrupt
+                ps.backward(loss_of(ps.model, batch), weight=len(batch))
+                ps.step()
+                seen += batch.tolist()
+    return {name: each.detach().clone() for name, each in ps.model.state_dict().items()}, seen
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def loss_of(trained: nn.Module, batch: Tensor) -> Tensor:
+    x = torch.stack([torch.linspace(0, 1, 4, dtype=torch.float64) * (1 + each) for each in batch.tolist()])
+    return F.cross_entropy(trained(x), batch % 3)
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path):
+    """Interrupted in the middle of an epoch: the same parameters, every sample once."""
+    expected, all_samples = train_from_queue(tmp_path / "through", 3)
+    _, before = train_from_queue(tmp_path / "parts", 3, leaves_at=12)
+    assert len(before) == 13
+    found, after = train_from_queue(tmp_path / "parts", 3)
+    assert all_samples == (before + after if len(before + after) == 30 else before[:-3] + after)
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
+
+
+def plain_run(folder: Path, num_epochs: int) -> tuple[dict[str, Tensor], list[int]]:
+    """A script without servers, whose checkpoints have the same objects."""
+    torch.manual_seed(1)
+    world = evenstep.World.alone(device="cpu")
+    trained = model()
+    optimizer = sgd(list(trained.named_parameters()))
+    loader = evenstep.DataLoader(list(range(10)), global_batch_size=3, shuffle=True, seed=3, world=world)
+    seen: list[int] = []
+    with evenstep.Checkpointer(
+        folder,
+        every_steps=2,
+        world=world,
+        model=trained,
+        optimizer=optimizer,
+        loader=loader,
+        scheduler=schedule(optimizer),
+    ) as checkpoint:
+        rate = checkpoint.objects["scheduler"]
+        checkpoint.resume()
+        for _ in loader.epochs(num_epochs):
+            for batch in loader:
+                loss_of(trained, batch).backward()
+                optimizer.step()
+                rate.step()
+                optimizer.zero_grad()
+                seen += batch.tolist()
+                checkpoint.step()
+    return {name: each.detach().clone() for name, each in trained.state_dict().items()}, seen
+
+
+@pytest.mark.parametrize("first", ["servers", "plain"])
+def test_a_plain_run_goes_on_from_servers_and_the_reverse(first: str, tmp_path: Path):
+    expected, samples = plain_run(tmp_path / "through", 3)
+    if first == "servers":
+        _, before = train_from_queue(tmp_path / "parts", 2)
+        found, after = plain_run(tmp_path / "parts", 3)
+    else:
+        _, before = plain_run(tmp_path / "parts", 2)
+        found, after = train_from_queue(tmp_path / "parts", 3)
+    assert before + after == samples
+    for name, value in expected.items():
+        torch.testing.assert_close(value, found[name], rtol=0, atol=1e-12)
+
+
+def test_batches_that_were_done_out_of_order_are_left_out():
+    """As a checkpoint of several workers has them, by a loader without a queue; its own state goes on saying so."""
+    data, world = list(range(25)), evenstep.World.alone(device="cpu")
+    loader = evenstep.DataLoader(data, global_batch_size=3, shuffle=True, seed=3, world=world)
+    epochs = [[batch.tolist() for batch in loader] for _ in range(3)]
+    queue = BatchQueue()
+    facts = json.dumps(loader._source.facts(), sort_keys=True)
+    for number in range(14):  # 9 batches of epoch 0, 5 of epoch 1
+        queue.take((number, 1), (1, number // 9, 0), 9, facts)
+        if number not in (4, 11):
+            queue.finish((number, 1))
+    state = json.loads(json.dumps(loader_state(queue.state())))
+    for stop in (0, 1):
+        fresh = evenstep.DataLoader(data, global_batch_size=3, shuffle=True, seed=3, world=world)
+        fresh.load_state_dict(state)
+        if stop:  # in between
+            next(iter(fresh.epochs(1)))
+            fresh.load_state_dict(json.loads(json.dumps(fresh.state_dict())))
+        found = [[batch.tolist() for batch in fresh] for _ in fresh.epochs(3)]
+        assert found == [[epochs[0][4]], [epochs[1][2], *epochs[1][5:]], epochs[2]]
+    again = BatchQueue()
+    again.load_state(queue_state(state))
+    assert [again.take((0, n), (1, 1, 0), 9, facts)[:2] for n in range(6)] == [
+        (0, 4),
+        (1, 2),
+        *((1, n) for n in range(5, 9)),
+    ]

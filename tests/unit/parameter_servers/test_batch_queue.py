@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 
-from evenstep.parameter_servers.batch_queue import BatchQueue
+from evenstep.parameter_servers.server.batch_queue import BatchQueue
 
 
 def test_every_batch_is_finished_once_in_any_order(fresh_seed: int):
@@ -23,25 +24,64 @@ def test_every_batch_is_finished_once_in_any_order(fresh_seed: int):
             new = max(epochs) + 1
             epochs[new], held[new] = 0, []
         elif action < 0.5:
-            queue.finish(worker)
+            queue.finish((worker, 0))
             finished += held[worker]
             held[worker] = []
         else:
-            taken = queue.take(worker, (1, epochs[worker], 0), 7, "")
+            taken = queue.take((worker, 0), (1, epochs[worker], 0), 7, "")
             if taken.batch >= 0:
                 held[worker].append((taken.epoch, taken.batch))
             elif epochs[worker] < 2:  # goes on, as in "async"
                 assert taken.is_over == (sum(epoch == taken.epoch for epoch, _ in finished) == 7)
                 epochs[worker] += 1
     for worker in held:
-        queue.finish(worker)
+        queue.finish((worker, 0))
         finished += held[worker]
     assert sorted(finished) == [(epoch, batch) for epoch in range(3) for batch in range(7)]
-    assert queue.take(99, (1, 2, 0), 7, "").is_over
+    assert queue.take((99, 0), (1, 2, 0), 7, "").is_over
 
 
 def test_another_loader_is_named():
     queue = BatchQueue()
-    assert queue.take(0, (1, 0, 0), 7, "shuffled").batch == 0
-    assert "worker 1 has another loader" in queue.take(1, (1, 0, 0), 7, "sorted").failure
-    assert queue.take(1, (2, 0, 0), 5, "sorted").batch == 0, "another loader of the script has its own"
+    assert queue.take((0, 0), (1, 0, 0), 7, "shuffled").batch == 0
+    assert "worker 1 has another loader" in queue.take((1, 0), (1, 0, 0), 7, "sorted", 1).failure
+    assert queue.take((1, 0), (2, 0, 0), 5, "sorted").batch == 0, "another loader of the script has its own"
+
+
+def test_a_state_has_what_is_finished_and_no_more(fresh_seed: int):
+    """Taken at any moment, and given to another queue: each batch is finished once."""
+    draw = random.Random(fresh_seed)
+    queue, finished, held, number = BatchQueue(), [], {}, 0
+    for _ in range(30):
+        for _ in range(draw.randrange(25)):
+            if held and draw.random() < 0.5:
+                key = draw.choice(list(held))
+                if draw.random() < 0.2:
+                    queue.give_back(key[0], key)
+                    del held[key]
+                else:
+                    queue.finish(key)
+                    finished.append(held.pop(key))
+                continue
+            number += 1
+            key = (draw.randrange(3), number)
+            epoch = next((each for each in range(3) if sum(e == each for e, _ in [*finished, *held.values()]) < 11), 2)
+            taken = queue.take(key, (1, epoch, 0), 11, '{"seed": 3}')
+            if taken.batch >= 0:
+                held[key] = (taken.epoch, taken.batch)
+        state = json.loads(json.dumps(queue.state()))
+        queue = BatchQueue()
+        queue.load_state(state)
+        held = {}
+        assert queue.state() == state
+    while True:
+        number += 1
+        taken = queue.take((9, number), (1, 2, 0), 11, '{"seed": 3}')
+        if taken.batch < 0:
+            break
+        queue.finish((9, number))
+        finished.append((taken.epoch, taken.batch))
+    assert len(finished) == len(set(finished))
+    begun = {epoch for epoch, _ in finished}
+    assert sorted(finished) == [(epoch, batch) for epoch in sorted(begun) for batch in range(11)]
+    assert not queue.has_open

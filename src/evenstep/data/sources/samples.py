@@ -47,6 +47,7 @@ class SampleSource:
         queue: BatchesToTake | None = None,
     ) -> None:
         self._queue = queue
+        self.done: dict[int, frozenset[int]] = {}
         self.dataset, self.batch_plan, self.world = dataset, batch_plan, world
         self.global_batch_size = batch_plan.global_batch_size
         key = batch_plan.seed if sample_seed else None
@@ -66,6 +67,15 @@ class SampleSource:
     def begins_at(self, mark: Mark) -> bool:
         """Whether a step begins there."""
         return self.batch_plan.epoch(mark.epoch).batches.step_at(mark.position) is not None
+
+    def step_at(self, mark: Mark) -> int:
+        """See `Source.step_at`."""
+        return self.batch_plan.epoch(mark.epoch).batches.step_at(mark.position) or 0
+
+    def position_of(self, epoch: int, step: int) -> int:
+        """See `Source.position_of`."""
+        batches = self.batch_plan.epoch(epoch).batches
+        return batches.global_batch(step)[0] if step < batches.num_batches else batches.global_batch(step - 1)[1]
 
     def validate(self) -> None:
         """Raise if the data have changed since the loader was made.
@@ -99,8 +109,10 @@ class SampleSource:
             return
         # Lists for workers: each tensor would travel through its own shared memory.
         wanted = reading_ahead(self.dataset, epoch, self._requests(epoch, step))
+        done = self.done.get(epoch.number, frozenset())
+        steps = (number for number in range(step, epoch.batches.num_batches) if number not in done)
         with workers.working(torch_loader, wanted, partial(self._doing, epoch)) as batches:
-            for number, loaded in enumerate(batches, step):
+            for number, loaded in zip(steps, batches, strict=True):
                 yield global_batch(number)[1], loaded
 
     def _taken(self, queue: BatchesToTake, number: int) -> Iterator[tuple[int, Loaded]]:
@@ -114,9 +126,11 @@ class SampleSource:
 
     def _requests(self, epoch: Epoch, step: int, *, as_tensors: bool = False) -> Iterator[Request]:
         rank, world_size, virtual_ranks = self.world.rank, self.world.world_size, per_rank(self.world.virtual_ranks)
-        return requests(
+        wanted = requests(
             epoch, step, rank=rank, world_size=world_size, virtual_ranks=virtual_ranks, as_tensors=as_tensors
         )
+        done = self.done.get(epoch.number)
+        return wanted if not done else (request for request in wanted if request.step not in done)
 
     def _doing(self, epoch: Epoch, step: int, number: int) -> str:
         """The sample that a worker was loading, as far as its notes show."""

@@ -27,6 +27,8 @@ class Source(Protocol):
     """The data of a loader. `fetcher` loads one batch; `batches` are all of an iteration."""
 
     fetcher: Any
+    done: dict[int, frozenset[int]]
+    """By epoch the steps that a resumed run leaves out: parameter servers' workers were done with them."""
 
     @property
     def global_batch_size(self) -> int | None:
@@ -40,6 +42,12 @@ class Source(Protocol):
 
     def begins_at(self, mark: Mark) -> bool:
         """Whether a step begins there."""
+
+    def step_at(self, mark: Mark) -> int:
+        """The step that begins there."""
+
+    def position_of(self, epoch: int, step: int) -> int:
+        """Where a step begins; for the step behind the last, where that ends."""
 
     def validate(self) -> None:
         """Raise if the data have changed since the loader was made."""

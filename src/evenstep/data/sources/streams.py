@@ -77,6 +77,7 @@ class StreamSource:
         num_workers: int,
         world: World,
     ) -> None:
+        self.done: dict[int, frozenset[int]] = {}
         self.dataset, self.world = dataset, world
         self.seed = seed
         self.global_batch_size: int = global_batch_size
@@ -147,6 +148,14 @@ class StreamSource:
     def begins_at(self, mark: Mark) -> bool:
         """True: only the stream itself could know otherwise."""
         return True
+
+    def step_at(self, mark: Mark) -> int:
+        """See `Source.step_at`; a stream's steps have no numbers."""
+        return 0
+
+    def position_of(self, epoch: int, step: int) -> int:
+        """See `Source.position_of`."""
+        return 0
 
     def validate(self) -> None:
         """Does nothing: a stream can't be checked."""

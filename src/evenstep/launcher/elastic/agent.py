@@ -21,7 +21,7 @@ from evenstep.launcher.elastic.heartbeat import OtherNodes
 from evenstep.launcher.elastic.rendezvous import open_store
 from evenstep.launcher.elastic.restarts import RestartLimit, compare_standings, forget_attempt
 from evenstep.launcher.elastic.supervisor import WatchedRanks, read_pages
-from evenstep.launcher.failure.policy import StopPolicy
+from evenstep.launcher.failure.policy import LossPolicy, StopPolicy
 from evenstep.launcher.failure.report import Failure, describe_ranks
 
 _SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
@@ -48,6 +48,7 @@ class RankAgent(ElasticAgent):
         on_preempted: Callable[[], None],
         limit: RestartLimit,
         name_after_s: float,
+        losses: LossPolicy,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -58,6 +59,7 @@ class RankAgent(ElasticAgent):
         self._on_preempted = on_preempted
         self._limit = limit
         self._name_after_s = name_after_s
+        self._losses = losses
         self._last_attempt: int | None = None
         self._stopped_for_new_node = False
 
@@ -142,6 +144,7 @@ class RankAgent(ElasticAgent):
             on_preempted=self._on_preempted,
             num_ranks=worker_group.workers[0].world_size,
             name_after_s=self._name_after_s,
+            losses=self._losses,
         )
         return pids
 

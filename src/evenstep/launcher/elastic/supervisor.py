@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from evenstep.compat.torch_elastic import start_again
 from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves_file
@@ -31,7 +32,7 @@ from evenstep.launcher.failure.detection import (
     observe,
 )
 from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, HangWatch, Seen
-from evenstep.launcher.failure.policy import StopPolicy, is_evident
+from evenstep.launcher.failure.policy import Loss, LossPolicy, StopPolicy, describe_exit, is_evident
 from evenstep.launcher.failure.report import Failure, RemoteFailure, judge, state_of, status_of, summary_of
 from evenstep.launcher.spawn.child import Child
 from evenstep.launcher.spawn.script_runner import ready_file, stack_file
@@ -60,6 +61,7 @@ class WatchedRanks:
         may_restart: Ranks of this run are started again if they fail.
         num_ranks: Of all nodes; None: of this one.
         name_after_s: See `HangWatch`.
+        losses: Which ranks the run can lose.
 
     Attributes:
         should_admit_node: Another node has announced a new one that waits: see `stop_for_new_node`.
@@ -80,7 +82,11 @@ class WatchedRanks:
         may_restart: bool = False,
         num_ranks: int | None = None,
         name_after_s: float = DEFAULT_AFTER_S,
+        losses: LossPolicy | None = None,
     ) -> None:
+        self._losses = losses or LossPolicy()
+        self._lost: set[int] = set()  # local ranks without which the others go on
+        self._num_restarts = 0  # of single ranks
         self._context = context
         self._ranks = ranks
         self._attempt = attempt
@@ -93,7 +99,8 @@ class WatchedRanks:
         self._first_preempted: float | None = None
         self.should_admit_node = False
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
-        self._watch = StopWatch(grace_s=policy.stopped_grace_s)
+        follows = "it is killed" if self._losses.num_servers else "all ranks are stopped"
+        self._watch = StopWatch(grace_s=policy.stopped_grace_s, follows=follows)
         self._timeout_watch = TimeoutWatch(timeouts)
         self._hang_watch = HangWatch(
             after_s=name_after_s,
@@ -113,16 +120,18 @@ class WatchedRanks:
             started.proc = Child.of(handler.proc) if isinstance(handler.proc, subprocess.Popen) else handler.proc
             self._processes[local_rank] = started.proc
         self._ends = Ends(process.pid for process in self._processes.values())
+        self._pids = {local_rank: process.pid for local_rank, process in self._processes.items()}
 
     # ------------------------------------------------------------------ what torchelastic calls
 
     def pids(self) -> dict[int, int]:
-        """Process of each local rank."""
-        return {local_rank: process.pid for local_rank, process in self._processes.items()}
+        """Process of each local rank, as torchelastic has started it."""
+        return self._pids
 
     def wait(self, timeout: float = -1, period: float = 1) -> RunProcsResult | None:
         """One look: None while all run; a result once all have succeeded or one has failed and all have ended."""
-        codes = [process.poll() for process in self._processes.values()]
+        self._take_losses()
+        codes = [process.poll() for local_rank, process in self._processes.items() if local_rank not in self._lost]
         if any(code not in (None, 0, EXIT_PREEMPTED) for code in codes) or self._has_reported():
             return self._end_failed_attempt()
         if EXIT_PREEMPTED in codes and self._first_preempted is None:
@@ -133,6 +142,9 @@ class WatchedRanks:
             # They agree on a step before they leave, so the others follow within moments.
             is_late = time.monotonic() - (self._first_preempted or math.inf) > self._policy.terminate_s
             hang, remote_failure = self._look(), self._others.look() if self._others is not None else None
+            if hang is not None and hang.is_suspended and self._losses.can_lose(hang.rank, -signal.SIGKILL):
+                self._processes[self._ranks.index(hang.rank)].signal_group(signal.SIGKILL)
+                hang = None  # what follows is decided as of any other that was killed
             if is_late or hang or remote_failure:
                 return self._end_failed_attempt(hang, remote_failure)
             self._ends.wait(self._policy.look_every_s)
@@ -145,7 +157,7 @@ class WatchedRanks:
             return self._yield_to_new_node()
         self._close_context()
         self._tell_preempted()
-        return RunProcsResult(return_values=dict.fromkeys(range(len(codes))))
+        return RunProcsResult(return_values=dict.fromkeys(self._processes))
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the ranks that are left; `timeout` is torchelastic's, the policy's counts."""
@@ -171,6 +183,42 @@ class WatchedRanks:
         """The result of `wait` after which the agent calls `stop_for_new_node` and goes on."""
         self.should_admit_node = True
         return RunProcsResult()
+
+    # ------------------------------------------------------------------ ranks that the run can lose
+
+    def _take_losses(self) -> None:
+        """Start ranks again that were killed, or go on without them, as `LossPolicy` says."""
+        if not self._losses.num_servers or self._stopped:
+            return
+        for local_rank, process in list(self._processes.items()):
+            code, rank = process.poll(), self._ranks[local_rank]
+            if code is None or local_rank in self._lost or not self._losses.can_lose(rank, code):
+                continue
+            others = [
+                other.poll()
+                for each, other in self._processes.items()
+                if each not in self._lost and each != local_rank and self._ranks[each] < self._losses.num_workers
+            ]
+            loss = self._losses.judge(
+                rank,
+                num_restarts=self._num_restarts,
+                num_workers_left=sum(other in (None, 0) for other in others),
+                has_checkpoints=self._saves(),
+            )
+            if loss is Loss.END_RUN:
+                continue
+            process.signal_group(signal.SIGKILL)  # what it had started
+            who = f"{self._losses.name_of(rank)} (rank {rank}, pid {process.pid}) {describe_exit(code)}"
+            if loss is Loss.GO_ON:
+                self._lost.add(local_rank)
+                say(f"evenstep: {who}; {loss.value}")
+                continue
+            process.release()
+            self._num_restarts += 1
+            started = start_again(self._context, local_rank)
+            self._processes[local_rank] = Child.of(started) if isinstance(started, subprocess.Popen) else started
+            self._ends.add(self._processes[local_rank].pid)
+            say(f"evenstep: {who}; {loss.value} ({self._num_restarts} of {self._losses.max_restarts})")
 
     # ------------------------------------------------------------------ how it ends
 
@@ -403,7 +451,7 @@ class WatchedRanks:
         exits = []
         for local_rank, process in self._processes.items():
             code, rank = process.poll(), self._ranks[local_rank]
-            if code is None:
+            if code is None or local_rank in self._lost:
                 continue
             was_stopped = local_rank in self._stopped
             if (was_stopped or code == 0) and rank in reports:

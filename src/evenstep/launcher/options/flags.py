@@ -56,7 +56,8 @@ _HELP = {
     "tee": "Show other ranks' streams on the terminal too, each line after [rank 1]: 1 stdout, 2 stderr, 3 both; or "
     "1:3,2:1 for some ranks (default: 0).",
     "local_ranks_filter": "Show only these ranks of this host on the terminal, e.g. 1,2; the others write to files.",
-    "max_restarts": "Start all ranks again after a failure, at most this often (default: 0).",
+    "max_restarts": "Start all ranks again after a failure, at most this often; with --servers, single ranks that were "
+    "killed (default: 0).",
     "monitor_interval": "Seconds between two looks at the ranks (default: 0.1).",
     "standalone": "This host alone. Without --nnodes that is so anyway.",
     "shutdown_timeout": "Seconds a rank gets to end after the first signal, before SIGKILL (default: 5).",
@@ -200,7 +201,8 @@ def make_parser() -> ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="Start N parameter servers beside the workers, for evenstep.parameter_server; on one host (default: 0).",
+        help="Start N parameter servers beside the workers, for evenstep.parameter_server; on one host. A worker that is "
+        "killed then doesn't end the run (default: 0).",
     )
     ours.add_argument(
         "--all-ranks",

@@ -1,0 +1,170 @@
+"""Which worker takes which batch of an epoch: each once, whoever is fastest. Pure.
+
+[Note: a batch's way]
+
+A batch is *open* until a worker takes it, *held* until the gradients of its samples are applied, and then *finished*.
+What a worker holds when it ends, or whose push is dropped, is open again. Other workers may have gone on to a later
+epoch by then: they take it there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Pass = tuple[int, int, int]  # number of the loader, epoch, and which iteration of that epoch
+Key = tuple[int, int]  # (member, number of its call)
+
+
+class Taken(NamedTuple):
+    """What a worker is given.
+
+    Attributes:
+        epoch: Of the batch; one before the worker's own where a batch came back.
+        batch: Its number in the epoch; -1: there is none now.
+        is_over: All batches of the worker's own pass are finished.
+        failure: Why there is none; "" unless the workers' loaders differ.
+    """
+
+    epoch: int
+    batch: int
+    is_over: bool = False
+    failure: str = ""
+
+
+@dataclass
+class _State:
+    facts: str
+    num_batches: int
+    next: int = 0  # the first that was never given out
+    returned: deque[int] = field(default_factory=deque)
+    ahead: set[int] = field(default_factory=set)  # finished, from `next` on: in a run before this one
+    num_finished: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_finished == self.num_batches
+
+
+class BatchQueue:
+    """The batches of all passes over all loaders. Not for several threads at once."""
+
+    def __init__(self) -> None:
+        self._passes: dict[Pass, _State] = {}
+        self._held: dict[Key, list[tuple[Pass, int]]] = {}
+        self._first_epochs: dict[int, int] = {}  # by loader: earlier ones were finished before this run
+
+    def __repr__(self) -> str:
+        held = sum(map(len, self._held.values()))
+        return f"<BatchQueue {len(self._passes)} passes, {held} batches held>"
+
+    def take(self, key: Key, wanted: Pass, num_batches: int, facts: str, worker: int | None = None) -> Taken:
+        """The next batch for a worker: one that an earlier pass over this loader lacks, else the next of its own pass.
+
+        Args:
+            key: The push with which its gradients will come.
+            wanted: The worker's pass.
+            num_batches: Of the epoch.
+            facts: What decides which samples a batch has; equal on all workers.
+            worker: Who takes it, for messages.
+        """
+        loader, epoch, _ = wanted
+        if epoch < self._first_epochs.get(loader, 0):
+            return Taken(epoch, -1, is_over=True)
+        state = self._passes.setdefault(wanted, _State(facts, num_batches))
+        if not state.facts:
+            state.facts, state.num_batches = facts, num_batches
+        if (state.facts, state.num_batches) != (facts, num_batches):
+            return Taken(
+                epoch,
+                -1,
+                failure=(
+                    f"worker {worker} has another loader than the worker that began epoch {epoch}: {num_batches} "
+                    f"batches of {facts}, and there {state.num_batches} of {state.facts}"
+                ),
+            )
+        for each in sorted(self._passes):
+            if each[0] == loader:
+                batch = self._next_of(self._passes[each], may_begin=each[1] < epoch or each == wanted)
+                if batch is not None:
+                    self._held.setdefault(key, []).append((each, batch))
+                    return Taken(each[1], batch)
+        return Taken(epoch, -1, is_over=state.is_finished)
+
+    def finish(self, key: Key) -> None:
+        """The gradients of all that was taken for a push are applied."""
+        for each, _ in self._held.pop(key, ()):
+            self._passes[each].num_finished += 1
+
+    def give_back(self, member: int, key: Key | None = None) -> None:
+        """Others take what a member holds, or what it holds for one push."""
+        for held in [each for each in self._held if each == key or (key is None and each[0] == member)]:
+            for each, batch in self._held.pop(held):
+                self._passes[each].returned.append(batch)
+
+    @property
+    def has_open(self) -> bool:
+        """Whether batches of a pass that was begun wait for a worker."""
+        return any(
+            state.returned or (0 < state.next < state.num_batches and not state.is_finished)
+            for state in self._passes.values()
+        )
+
+    # ------------------------------------------------------------------ what checkpoints hold
+
+    def state(self) -> dict[str, Any]:
+        """What is finished, in JSON types; what is held counts as open."""
+        held: dict[Pass, set[int]] = {}
+        for each in self._held.values():
+            for at, batch in each:
+                held.setdefault(at, set()).add(batch)
+        passes = []
+        for at, state in sorted(self._passes.items()):
+            missing = held.get(at, set()) | set(state.returned)
+            first = min(missing, default=_next_open(state))
+            ahead = sorted((set(range(first, state.next)) - missing) | state.ahead)
+            passes.append(
+                {
+                    "pass": list(at),
+                    "facts": json.loads(state.facts) if state.facts else None,
+                    "num_batches": state.num_batches,
+                    "first": first,
+                    "ahead": ahead,
+                }
+            )
+        return {"passes": passes, "first_epochs": {str(key): value for key, value in self._first_epochs.items()}}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Begin where `state` was taken."""
+        self._passes, self._held = {}, {}
+        self._first_epochs = {int(key): int(value) for key, value in state["first_epochs"].items()}
+        for each in state["passes"]:
+            loader, epoch, iteration = each["pass"]
+            facts = "" if each["facts"] is None else json.dumps(each["facts"], sort_keys=True)
+            first, ahead = int(each["first"]), set(each["ahead"])
+            self._passes[loader, epoch, iteration] = _State(
+                facts, int(each["num_batches"]), next=first, ahead=ahead, num_finished=first + len(ahead)
+            )
+
+    def _next_of(self, state: _State, *, may_begin: bool) -> int | None:
+        if state.returned:
+            return state.returned.popleft()
+        if not may_begin:
+            return None
+        batch = _next_open(state)
+        if batch >= state.num_batches:
+            return None
+        while state.next <= batch:
+            state.ahead.discard(state.next)
+            state.next += 1
+        return batch
+
+
+def _next_open(state: _State) -> int:
+    batch = state.next
+    while batch in state.ahead:
+        batch += 1
+    return batch

@@ -1,0 +1,316 @@
+"""A server's part of the parameters, and its optimizer: executes what the coordinator decides.
+
+No RPC here: answers are futures, which a connection sends when they are complete.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from evenstep.parameter_servers.layout import pack, transferred, unpack
+from evenstep.parameter_servers.server.batch_queue import Key
+from evenstep.parameter_servers.server.coordinator import Decision, Facts, Mode
+
+
+class Pushed(NamedTuple):
+    """What a worker sends at the end of a step.
+
+    Attributes:
+        weight: Sum of its weights; 0: it had no samples.
+        version: Number of updates that its parameters had seen.
+        used: Which parameters have a gradient.
+        gradients: Sums of weight times gradient, packed.
+    """
+
+    weight: float
+    version: int
+    used: list[bool]
+    gradients: list[Tensor]
+
+
+class Answer(NamedTuple):
+    """What a server answers.
+
+    Attributes:
+        version: Number of updates that the parameters have seen.
+        parameters: Packed.
+        failure: Why there are none; "" if there are.
+        is_outdated: The caller belongs to an era that has ended, before a server came back; it has to join again.
+    """
+
+    version: int
+    parameters: list[Tensor]
+    failure: str = ""
+    is_outdated: bool = False
+
+
+OUTDATED = Answer(0, [], is_outdated=True)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The state of a server's part, as checkpoints hold it.
+
+    Attributes:
+        parameters: By name.
+        state: The optimizer's of each parameter, by name.
+        groups: Options of the optimizer's group that each parameter is in, by name.
+        scheduler: Of the schedule; None: there is none.
+        version: Number of updates.
+    """
+
+    parameters: Mapping[str, Tensor]
+    state: Mapping[str, Mapping[str, Any]]
+    groups: Mapping[str, Mapping[str, Any]]
+    scheduler: Mapping[str, Any] | None
+    version: int
+
+
+@dataclass
+class Outcome:
+    """What comes of a decision.
+
+    Attributes:
+        complete: Answers workers; to be called without a lock, as it sends.
+        square: Squared norm of a mean that was asked for.
+        error: What the optimizer has raised.
+        has_ended: The run is over.
+    """
+
+    complete: list[Callable[[], None]] = field(default_factory=list)
+    squares: list[float] = field(default_factory=list)
+    error: Exception | None = None
+    has_ended: bool = False
+
+
+class Shard:
+    """The parameters of one server. Methods may be called from several threads.
+
+    Args:
+        parameters: By name: CPU tensors that nobody else changes.
+        optimizer: Of these parameters; None where there are none.
+        mode: When gradients are applied.
+        scheduler: Sets the optimizer's rate after each update; None: it stays.
+        transfer_dtype: What floating-point tensors travel in; None: in their own dtype.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizer: Optimizer | None,
+        mode: Mode,
+        *,
+        scheduler: LRScheduler | None = None,
+        transfer_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._mode, self._transfer_dtype = mode, transfer_dtype
+        self._lock = threading.Lock()
+        self._pushed: dict[Key, Pushed] = {}
+        self._sum: tuple[Sequence[Key], list[Tensor]] | None = None  # of pushes that were measured
+        self._waiting: dict[Key, Future[Any]] = {}
+        self._released: dict[Key, bool] = {}  # before their call has come here
+        self._given: dict[int, dict[int, list[Tensor]]] = {}  # to compensate: what a member computes with, by version
+        self._decisions: dict[int, Decision] = {}  # that came before an earlier one
+        self._next = 1
+        self._failure = ""
+        self._is_outdated = False
+        self.version = 0
+        self.snapshots: list[Share] = []
+
+    def __repr__(self) -> str:
+        return f"<Shard {self._mode.name}, {len(self._parameters)} parameters, version {self.version}>"
+
+    def call(self, key: Key, pushed: Pushed | None) -> tuple[Future[Any], Facts | None]:
+        """Keep a worker's call until it is released, and what it pushes until that is applied.
+
+        Returns:
+            The `Answer`, and what the coordinator has to know of the push.
+        """
+        future: Future[Any] = Future()
+        facts = None
+        with self._lock:
+            if self._is_outdated:
+                future.set_result(OUTDATED)
+                return future, None
+            if pushed is not None:
+                self._pushed[key] = pushed
+                square = _square(pushed.gradients) if self._mode.max_norm is not None else 0.0
+                facts = Facts(pushed.weight, pushed.version, square)
+            if self._released.pop(key, False) or self._failure:
+                future.set_result(self._answer(key[0]))
+            else:
+                self._waiting[key] = future
+        return future, facts
+
+    def execute(self, decision: Decision) -> Outcome:
+        """Do what was decided, if all that was decided before is done."""
+        outcome = Outcome()
+        with self._lock:
+            self._decisions[decision.number] = decision
+            while not self._is_outdated and (ready := self._decisions.pop(self._next, None)) is not None:
+                self._next += 1
+                try:
+                    self._execute(ready, outcome)
+                except Exception as error:
+                    outcome.error = error
+                    self._failure = self._failure or failure_of(error)
+                    break
+        return outcome
+
+    def end_era(self) -> None:
+        """Answer whoever waits that this part is outdated: another takes its place."""
+        with self._lock:
+            self._is_outdated = True
+            waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            future.set_result(OUTDATED)
+
+    def take_snapshot(self) -> Share | None:
+        """The oldest copy that a decision asked for and nobody has taken yet."""
+        with self._lock:
+            return self.snapshots.pop(0) if self.snapshots else None
+
+    def load(self, share: Share) -> None:
+        """Begin with a state that was saved."""
+        with self._lock, torch.no_grad():
+            for name, parameter in zip(self._names, self._parameters, strict=True):
+                parameter.copy_(share.parameters[name])
+            if self._optimizer is not None:
+                by_id = {id(each): name for name, each in zip(self._names, self._parameters, strict=True)}
+                for group in self._optimizer.param_groups:
+                    for parameter in group["params"]:
+                        name = by_id[id(parameter)]
+                        if share.state.get(name):
+                            self._optimizer.state[parameter] = {
+                                key: value.clone() if isinstance(value, Tensor) else value
+                                for key, value in share.state[name].items()
+                            }
+                        group.update(share.groups.get(name, {}))
+                if self._scheduler is not None and share.scheduler is not None:
+                    self._scheduler.load_state_dict(dict(share.scheduler))
+            self.version = share.version
+
+    # Under the lock.
+
+    def _execute(self, decision: Decision, outcome: Outcome) -> None:
+        self._failure = self._failure or decision.failure
+        if decision.measured:
+            total = self._add_up(decision.measured)
+            self._sum = (decision.measured, total)
+            outcome.squares.append(_square(total))
+        if decision.applied:
+            self._apply(decision.applied, decision.factor)
+        for key in (*decision.applied, *decision.dropped):
+            self._pushed.pop(key, None)
+        for member in decision.gone:
+            self._given.pop(member, None)
+            for key in [key for key in self._pushed if key[0] == member]:
+                del self._pushed[key]
+        if decision.saves:
+            self.snapshots.append(self._copy())
+        if decision.released:
+            packed = self._packed()
+            for key in decision.released:
+                future = self._waiting.pop(key, None)
+                if future is None:
+                    self._released[key] = True
+                    continue
+                answer = self._answer(key[0], packed)
+                outcome.complete.append(lambda future=future, answer=answer: future.set_result(answer))  # type: ignore[misc]
+        outcome.has_ended = outcome.has_ended or decision.has_ended
+
+    def _packed(self) -> list[Tensor]:
+        return [] if self._failure else pack(self._parameters, self._parameters, self._transfer_dtype)
+
+    def _answer(self, member: int, packed: list[Tensor] | None = None) -> Answer:
+        packed = self._packed() if packed is None else packed
+        if self._mode.delay_compensation and not self._failure:
+            self._given.setdefault(member, {})[self.version] = packed
+        return Answer(self.version, packed, self._failure)
+
+    def _add_up(self, keys: Sequence[Key]) -> list[Tensor]:
+        """The mean by weight of what was pushed, in the dtypes of the parameters."""
+        pushes = [self._pushed[key] for key in keys]
+        weighted = [each for each in pushes if each.weight > 0]
+        if not self._parameters:
+            return []
+        total = transferred(weighted[0].gradients, self._parameters)
+        for each in weighted[1:]:
+            torch._foreach_add_(total, transferred(each.gradients, self._parameters))
+        torch._foreach_div_(total, sum(each.weight for each in weighted))
+        return total
+
+    def _apply(self, keys: Sequence[Key], factor: float) -> None:
+        """One step of the optimizer, on the weighted mean of some gradients."""
+        if self._sum is not None and set(keys) <= set(self._sum[0]):
+            total = self._sum[1]
+        else:
+            total = self._add_up(keys)
+        self._sum = None
+        pushes = [self._pushed[key] for key in keys]
+        if factor != 1.0 and total:
+            torch._foreach_mul_(total, factor)
+        if self._mode.delay_compensation and total:
+            self._compensate(keys[0][0], pushes[0].version, total)
+        try:
+            if self._optimizer is not None:
+                gradients = unpack(self._parameters, total)
+                for index, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
+                    parameter.grad = gradient if any(each.used[index] for each in pushes) else None
+                self._optimizer.step()
+                if self._scheduler is not None:
+                    self._scheduler.step()
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+        self.version += 1
+
+    def _compensate(self, member: int, version: int, total: list[Tensor]) -> None:
+        given = self._given.get(member, {})
+        then = given.get(version)
+        for older in [each for each in given if each < version]:
+            del given[older]
+        if then is None:
+            return
+        moved = torch._foreach_sub(pack(self._parameters, self._parameters), transferred(then, self._parameters))
+        squares = torch._foreach_mul(total, total)
+        torch._foreach_addcmul_(total, squares, moved, value=self._mode.delay_compensation)
+
+    def _copy(self) -> Share:
+        parameters = {name: each.detach().clone() for name, each in zip(self._names, self._parameters, strict=True)}
+        state: dict[str, Mapping[str, Any]] = {}
+        groups: dict[str, Mapping[str, Any]] = {}
+        if self._optimizer is not None:
+            by_id = {id(each): name for name, each in zip(self._names, self._parameters, strict=True)}
+            for group in self._optimizer.param_groups:
+                options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+                for parameter in group["params"]:
+                    name = by_id[id(parameter)]
+                    groups[name] = options
+                    state[name] = {
+                        key: value.clone() if isinstance(value, Tensor) else value
+                        for key, value in self._optimizer.state.get(parameter, {}).items()
+                    }
+        scheduler = None if self._scheduler is None else self._scheduler.state_dict()
+        return Share(parameters, state, groups, scheduler, self.version)
+
+
+def failure_of(error: Exception) -> str:
+    """Why a run can't go on after an optimizer has raised."""
+    return f"its optimizer failed: {type(error).__name__}: {error}"
+
+
+def _square(gradients: Sequence[Tensor]) -> float:
+    return float(sum(each.double().square().sum() for each in gradients))

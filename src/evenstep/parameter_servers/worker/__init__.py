@@ -1,0 +1,7 @@
+"""A worker's way to the servers.
+
+Reading order:
+
+    rpc_connection.py  over RPC, also to servers that have come back
+    connections.py     what a connection can do, and the one of a world of one
+"""

@@ -1,0 +1,124 @@
+"""A worker's way to the servers: what it can do, and the one of a world of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from evenstep.parameter_servers.server.batch_queue import BatchQueue, Pass, Taken
+from evenstep.parameter_servers.server.coordinator import Coordinator, Decision, Mode
+from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
+
+
+class EraEnded(Exception):
+    """A server was lost and came back, and this worker has joined again: what it held goes to whoever takes it."""
+
+
+class Connection(Protocol):
+    """A worker's way to all servers. Every method but `initial`, `staleness` and `close` raises `EraEnded`."""
+
+    def initial(self) -> dict[str, Tensor]:
+        """Tensors of the model that aren't trained, by name, as they are on the first server."""
+        ...
+
+    def start(self, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
+        """Send each server its gradients, or ask for the parameters alone.
+
+        Returns:
+            What waits until this worker may go on, with the parameters of every server.
+        """
+        ...
+
+    def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
+        """This worker's next batch, from the first server. Its gradients come with the next push."""
+        ...
+
+    def has_open(self) -> bool:
+        """Whether batches wait for a worker."""
+        ...
+
+    def leave(self, failure: str) -> list[Answer]:
+        """Tell the servers that this worker has ended; waits until all have, unless with a failure."""
+        ...
+
+    def staleness(self) -> dict[int, dict[int, int]]:
+        """Each worker's histogram."""
+        ...
+
+    def close(self, *, gracefully: bool) -> None:
+        """End it; gracefully is collective."""
+        ...
+
+
+class LocalConnection:
+    """Worker and server in one process: no port, no thread."""
+
+    def __init__(self, shard: Shard, mode: Mode, queue: BatchQueue, version: int = 0) -> None:
+        self._shard, self._queue = shard, queue
+        self._coordinator = Coordinator(mode, 1, [0], queue, version=version)
+        self._error: Exception | None = None
+        self._number = 0
+        self._member, decisions = self._coordinator.join(0)
+        self._execute(decisions)
+
+    def initial(self) -> dict[str, Tensor]:
+        """See `Connection`."""
+        return {}
+
+    def start(self, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
+        """See `Connection`."""
+        self._number += 1
+        key = (self._member, self._number)
+        future, facts = self._shard.call(key, None if pushed is None else pushed[0])
+        self._execute(self._coordinator.pull(key) if facts is None else self._coordinator.push(key, facts))
+        if self._error is not None:
+            raise self._error
+        return lambda: [future.wait()]
+
+    def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
+        """See `Connection`."""
+        return self._queue.take((self._member, self._number + 1), wanted, num_batches, facts, 0)
+
+    def has_open(self) -> bool:
+        """See `Connection`."""
+        return self._queue.has_open
+
+    def leave(self, failure: str) -> list[Answer]:
+        """See `Connection`."""
+        self._number += 1
+        key = (self._member, self._number)
+        future, _ = self._shard.call(key, None)
+        self._execute(self._coordinator.leave(key, failure))
+        return [future.wait()]
+
+    def staleness(self) -> dict[int, dict[int, int]]:
+        """See `Connection`."""
+        return {worker: dict(counts) for worker, counts in self._coordinator.staleness.items()}
+
+    def save(self) -> tuple[Any, dict[str, Any]]:
+        """(The shard's state, the queue's)."""
+        self._execute([self._coordinator.save()])
+        return self._shard.take_snapshot(), self._queue.state()
+
+    def close(self, *, gracefully: bool) -> None:
+        """See `Connection`."""
+
+    def _execute(self, decisions: list[Decision]) -> None:
+        todo = list(decisions)
+        while todo:
+            outcome = self._shard.execute(todo.pop(0))
+            for complete in outcome.complete:
+                complete()
+            for square in outcome.squares:
+                todo += self._coordinator.measured(square)
+            if outcome.error is not None:
+                self._error = outcome.error
+                return
+
+
+def untrained(model: nn.Module) -> dict[str, Tensor]:
+    """Frozen parameters and module buffers, by name."""
+    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+    return frozen | dict(model.named_buffers())

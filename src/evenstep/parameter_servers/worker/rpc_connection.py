@@ -1,0 +1,197 @@
+"""A worker's way to the servers over RPC, also to servers that have come back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import Store
+from torch.futures import Future
+
+from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
+from evenstep.parameter_servers.remote import Endpoint, Peer
+from evenstep.parameter_servers.roles import Roles
+from evenstep.parameter_servers.server.batch_queue import Pass, Taken
+from evenstep.parameter_servers.server.serving import ENDED, ERAS
+from evenstep.parameter_servers.server.shard import Answer, Pushed
+from evenstep.parameter_servers.worker.connections import EraEnded
+
+_ASKS_S = 10.0  # for a short question after a deadline has passed
+_POLL_S = 0.05
+
+
+class RunHasEnded(Exception):
+    """The other workers were done before this one began."""
+
+
+class RpcConnection:
+    """This worker's calls of all servers: see `Connection`.
+
+    Args:
+        roles: This process's, and how many others there are.
+        store: Of this run.
+        endpoint: This process's.
+        timeout_s: How long a call may take, and how long to wait for servers.
+        recovers: Servers that are lost come back.
+
+    Raises:
+        RunHasEnded: See there.
+        PeerLostError: There are no servers any more.
+    """
+
+    def __init__(self, roles: Roles, store: Store, endpoint: Endpoint, timeout_s: float, *, recovers: bool) -> None:
+        self._roles, self._store, self._endpoint = roles, store, endpoint
+        self._timeout_s, self._recovers = timeout_s, recovers
+        self._servers: list[Peer] = []
+        self._era = self._member = self._number = 0
+        self._join()
+
+    def initial(self) -> dict[str, Tensor]:
+        """See `Connection`."""
+        found: dict[str, Tensor] = self._wait("the first pull", 0, self._call(0, "initial"))
+        return found
+
+    def start(self, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
+        """See `Connection`."""
+        self._number += 1
+        era, key = self._era, (self._member, self._number)
+        parts: Sequence[Pushed | None] = [None] * len(self._servers) if pushed is None else pushed
+        calls = [self._call(server, "ask", era, key, part, later=True) for server, part in enumerate(parts)]
+        return lambda: self._finish("pull" if pushed is None else "step", era, calls)
+
+    def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
+        """See `Connection`."""
+        key = (self._member, self._number + 1)
+        call = self._call(0, "take", self._era, key, self._roles.rank, wanted, num_batches, facts)
+        taken: Taken | None = self._wait("taking a batch", 0, call)
+        if taken is None:
+            self._join()
+            raise EraEnded
+        return taken
+
+    def has_open(self) -> bool:
+        """See `Connection`."""
+        return bool(self._wait("leave", 0, self._call(0, "has_open")))
+
+    def leave(self, failure: str) -> list[Answer]:
+        """See `Connection`."""
+        before: list[Any] | None = None
+        self._number += 1
+        era, key = self._era, (self._member, self._number)
+        while True:
+            calls = [self._call(server, "leave", era, key, failure, later=True) for server in range(len(self._servers))]
+            try:
+                return self._finish("leave", era, calls)
+            except CollectiveTimeoutError:
+                # A slow worker may have much more left to do than the timeout of a step.
+                progress = self._wait("leave", 0, self._call(0, "lagging", timeout_s=_ASKS_S))
+                if progress == before:
+                    raise
+                before = progress
+
+    def staleness(self) -> dict[int, dict[int, int]]:
+        """See `Connection`."""
+        found: dict[int, dict[int, int]] = self._wait("staleness", 0, self._call(0, "staleness"))
+        return found
+
+    def close(self, *, gracefully: bool) -> None:
+        """See `Connection`."""
+        roles: list[str] = []
+        if gracefully:
+            with contextlib.suppress(RuntimeError):
+                roles = json.loads(self._store.get(ENDED))
+        self._endpoint.close(roles=roles)
+
+    # ------------------------------------------------------------------ eras
+
+    def _join(self) -> None:
+        """Join the present era, or the next if a server is missing.
+
+        Raises:
+            RunHasEnded: There will be none.
+            PeerLostError: None began in time.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            if self._store.check([ENDED]):
+                raise RunHasEnded
+            era = self._store.add(ERAS, 0)
+            if era and self._store.check([f"era-{era}"]):
+                self._servers = [Peer(*each) for each in json.loads(self._store.get(f"era-{era}"))]
+                me = self._endpoint.me
+                call = self._call(0, "join", self._roles.rank, me.name, me.address, timeout_s=self._timeout_s)
+                try:
+                    joined, self._member, failure = call.wait()
+                except RuntimeError as error:
+                    if not self._recovers:
+                        raise self._explain("the beginning", 0, error) from None
+                else:
+                    if failure:
+                        raise PeerLostError(f"{self._who}: {self._name_of(0)} ends: {failure}")
+                    if joined == era:
+                        self._era, self._number = era, 0
+                        return
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"{self._who} waited {self._timeout_s:g} s for the servers to begin. Look at what they say: each "
+                    f"has to run and to come to `with evenstep.parameter_server`."
+                )
+            time.sleep(_POLL_S)
+
+    # ------------------------------------------------------------------ calls
+
+    def _call(
+        self, server: int, method: str, *arguments: object, later: bool = False, timeout_s: float | None = None
+    ) -> Future[Any]:
+        return self._endpoint.call(self._servers[server], method, *arguments, later=later, timeout_s=timeout_s)
+
+    def _finish(self, doing: str, era: int, calls: Sequence[Future[Any]]) -> list[Answer]:
+        if era != self._era:
+            raise EraEnded
+        answers: list[Answer] = [self._wait(doing, server, call) for server, call in enumerate(calls)]
+        if any(answer.is_outdated for answer in answers):
+            self._join()
+            raise EraEnded
+        return answers
+
+    def _wait(self, doing: str, server: int, call: Future[Any]) -> Any:
+        try:
+            return call.wait()
+        except RuntimeError as error:
+            known = self._explain(doing, server, error)
+            if not (self._recovers and isinstance(known, PeerLostError)):
+                raise known from None
+        self._join()
+        raise EraEnded
+
+    def _explain(self, doing: str, server: int, error: RuntimeError) -> Exception:
+        who, name = self._who, self._name_of(server)
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        if text.startswith("On WorkerInfo"):  # a function that it called has raised
+            told = str(error).splitlines()[1:2] or [""]
+            return EvenstepError(f"{who}: {name} failed in {doing}: {told[0]}")
+        if "timeout" not in text.lower():
+            return PeerLostError(
+                f"{who} lost {name} in {doing}: {text}. Its parameters are gone; what it says itself, or its launcher, "
+                f"tells why."
+            )
+        missing = ""
+        try:
+            lagging = self._call(0, "lagging", timeout_s=_ASKS_S).wait()
+            missing = ", ".join(f"worker {worker} (has pushed {done} steps)" for worker, done in lagging)
+        except RuntimeError:
+            missing = f"{self._name_of(0)} itself"
+        return CollectiveTimeoutError(
+            f"{who} waited {self._timeout_s:g} s in {doing}. Missing: {missing or 'unknown'}."
+        )
+
+    @property
+    def _who(self) -> str:
+        return f"{self._roles.name} (rank {self._roles.rank})"
+
+    def _name_of(self, server: int) -> str:
+        return f"server {server} (rank {self._roles.num_workers + server})"

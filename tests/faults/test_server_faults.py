@@ -1,0 +1,90 @@
+"""Parameter servers whose processes are killed and stopped: each sample is applied once, and others go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command
+from tests.faults.server_kills import processes_in, run_with_kills, write_script
+
+pytestmark = pytest.mark.extended
+
+
+def start(directory: Path, *flags: str, workers: int = 3) -> Command:
+    arguments = ["run", "--servers", "2", "--nproc-per-node", str(workers), "--device", "cpu", "--all-ranks", *flags]
+    return Command(directory, [*arguments, "train.py"])
+
+
+def has_saved(directory: Path) -> bool:
+    return any(directory.glob("counts/step-*"))
+
+
+def counts(command: Command) -> list[str]:
+    return re.findall(r"worker (\d): counts \[([^]]*)\], equal on both servers: True", command.stdout)
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_a_worker_that_is_killed_costs_nothing_but_time(mode: str, tmp_path: Path):
+    """The others take its batches and go on."""
+    write_script(tmp_path, samples=60, epochs=4, batches_s=0.02, every=20, mode=mode)
+    command = start(tmp_path)
+    command.wait_until(lambda: has_saved(tmp_path))
+    os.kill(processes_in(tmp_path)[1], signal.SIGKILL)
+    assert command.wait() == 0, command.stderr
+    assert counts(command) == [("0", "4.0"), ("2", "4.0")] or counts(command) == [("2", "4.0"), ("0", "4.0")]
+    assert re.search(
+        r"worker 1 \(rank 1, pid \d+\) was killed by SIGKILL.*; the others go on without it", command.stderr
+    )
+    assert "worker 1 was lost; its batches go to the others" in command.stdout + command.stderr
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_server_that_is_killed_comes_back(server: int, tmp_path: Path):
+    """All go back to the newest checkpoint, and every sample is applied once all the same."""
+    write_script(tmp_path, samples=60, epochs=6, batches_s=0.02, every=10, mode="async")
+    command = start(tmp_path, "--max-restarts", "2")
+    command.wait_until(lambda: has_saved(tmp_path))
+    os.kill(processes_in(tmp_path)[3 + server], signal.SIGKILL)
+    assert command.wait() == 0, command.stderr
+    assert sorted(counts(command)) == [(str(worker), "6.0") for worker in range(3)], command.stdout + command.stderr
+    assert f"server {server} (rank {3 + server}, pid" in command.stderr
+    assert "it is started again (1 of 2)" in command.stderr
+    assert "all go on from the checkpoint of step" in command.stdout + command.stderr
+
+
+def test_random_kills(tmp_path: Path, fresh_seed: int):
+    write_script(tmp_path, samples=60, epochs=25, batches_s=0.02, every=15, mode="async")
+    command, killed = run_with_kills(tmp_path, kills=5, seed=fresh_seed, pause_s=(0.3, 1.5))
+    assert command.wait() == 0, (killed, command.stderr)
+    assert {each for _, each in counts(command)} == {"25.0"}, (killed, command.stdout)
+
+
+def test_without_checkpoints_a_dead_server_ends_the_run(tmp_path: Path):
+    write_script(tmp_path, samples=60, epochs=200, batches_s=0.02, every=10, mode="async")
+    script = tmp_path / "train.py"
+    script.write_text(re.sub(r'    checkpoint="counts",\n    every_steps=\d+,\n', "", script.read_text()))
+    command = start(tmp_path, "--max-restarts", "0")
+    command.wait_until(lambda: len(processes_in(tmp_path)) == 5)
+    time.sleep(2)
+    os.kill(processes_in(tmp_path)[4], signal.SIGKILL)
+    assert command.wait() == 128 + signal.SIGKILL, command.stderr
+    assert re.search(r"rank 4 .*SIGKILL", command.stderr)
+    assert command.leaves_no_process()
+
+
+def test_a_stopped_worker_delays_nobody_in_async_and_is_named(tmp_path: Path):
+    """It is killed in the end; its batch is the others'."""
+    write_script(tmp_path, samples=60, epochs=4, batches_s=0.02, every=20, mode="async")
+    command = start(tmp_path, "--stopped-grace", "4")
+    command.wait_until(lambda: has_saved(tmp_path))
+    os.kill(processes_in(tmp_path)[1], signal.SIGSTOP)
+    assert command.wait() == 0, command.stderr
+    assert {worker for worker, _ in counts(command)} == {"0", "2"}
+    assert {each for _, each in counts(command)} == {"4.0"}
+    assert re.search(r"rank 1 \(pid \d+\) is stopped \(state T\).*it is killed after 4 s", command.stderr)

@@ -7,10 +7,10 @@ RUN := .venv/bin/python -m
 PYTEST := CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-failed test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint clean
+.PHONY: help install demo test test-all test-failed test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint stress-parameter-servers clean
 .PHONY: bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
-.PHONY: bench-predict bench-compression bench-try bench-house
+.PHONY: bench-predict bench-compression bench-try bench-house bench-parameter-servers
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -107,6 +107,12 @@ bench-checkpoint: install ## saving and loading 500 MB, beside torch.save, torch
 stress-checkpoint: install ## 200 kills of all ranks at random instants, 1,000 flipped bits, 100 truncations; some minutes
 	$(RUN) tests.faults.kill_loop --kills 200
 	EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flipped or truncated" tests/unit/checkpoint/test_checkpointer.py
+
+stress-parameter-servers: install ## 50 kills of random workers and servers of a training, every sample counted; some minutes
+	$(RUN) tests.faults.server_kills --kills 50
+
+bench-parameter-servers: install ## parameter servers on unequal and equal workers, RPC, accuracy; five minutes, on a quiet machine
+	$(RUN:-m=) benchmarks/parameter_servers.py --json build/parameter-servers.json
 
 bench-faults: install ## faults at every phase, rank and transport, 200 cascades, torch's DDP beside; 40 minutes
 	$(RUN:-m=) benchmarks/faults.py --recoveries 20 --cascades 200 --ddp-cascades 10 --json build/faults.json

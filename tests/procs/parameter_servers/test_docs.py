@@ -48,3 +48,10 @@ def test_the_program_under_torchrun(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"worker \d of 2: accuracy", done.stdout)) == 2, done.stdout
+
+
+def test_the_training_that_diverges():
+    (program,) = pages.blocks("python", "explanation/parameter-servers.md")
+    (output,) = pages.blocks("output", "explanation/parameter-servers.md")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90)
+    assert done.stdout == output, done

@@ -29,6 +29,13 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+MAX_NORM = 0.3  # some steps' gradients are larger, and some smaller
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+
 class Model(nn.Module):
     """With a parameter that some batches don't use, one that is frozen, and a module buffer."""
 
@@ -55,7 +62,9 @@ def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
 def train(seed: int, mode: str, bound: int | None, optimizer: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(the state at the start, and at the end)."""
     torch.manual_seed(seed + current_placement().rank)  # every process draws other values: the servers' count
-    with evenstep.parameter_server(Model, OPTIMIZERS[optimizer], mode=mode, max_staleness=bound) as ps:
+    with evenstep.parameter_server(
+        Model, OPTIMIZERS[optimizer], mode=mode, max_staleness=bound, max_norm=MAX_NORM, scheduler_fn=schedule
+    ) as ps:
         start = {name: each.clone() for name, each in ps.model.state_dict().items()}
         for step, (x, y) in enumerate(batches(seed)):
             x, y = x[ps.worker :: ps.num_workers], y[ps.worker :: ps.num_workers]
@@ -71,7 +80,9 @@ def train(seed: int, mode: str, bound: int | None, optimizer: str) -> tuple[dict
 def by_one_process(start: dict[str, Tensor], seed: int, optimizer: str, num_workers: int) -> dict[str, Tensor]:
     model = Model()
     model.load_state_dict(start)
-    step_of = OPTIMIZERS[optimizer]([each for each in model.parameters() if each.requires_grad])
+    trained = [each for each in model.parameters() if each.requires_grad]
+    step_of = OPTIMIZERS[optimizer](trained)
+    rate = schedule(step_of)
     for step, (x, y) in enumerate(batches(seed)):
         total = torch.zeros((), dtype=torch.float64)
         for i in range(len(x)):
@@ -79,7 +90,9 @@ def by_one_process(start: dict[str, Tensor], seed: int, optimizer: str, num_work
             total = total + F.cross_entropy(model(x[i : i + 1], rarely=rarely), y[i : i + 1])
         step_of.zero_grad()
         (total / len(x)).backward()
+        torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
         step_of.step()
+        rate.step()
     return dict(model.state_dict())
 
 
@@ -126,11 +139,13 @@ def test_synchronous_training_with_any_number_of_workers_and_servers(
 def from_the_queue(mode: str, bound: int | None, leaves: bool) -> list[list[int]]:
     """Worker 0 is slow; samples by epoch whose gradients this worker has pushed."""
     pushed: list[list[int]] = []
+    options: dict[str, Any] = {"mode": mode, "max_staleness": bound}
+    if mode == "backup":
+        options["backup_workers"] = 1
+    if mode == "overlap":
+        options = {"mode": "async", "overlap": True, "transfer_dtype": torch.bfloat16}
     with evenstep.parameter_server(
-        lambda: nn.Linear(1, 1, bias=False).double(),
-        lambda p: torch.optim.SGD(p, lr=1.0),
-        mode=mode,
-        max_staleness=bound,
+        lambda: nn.Linear(1, 1, bias=False).double(), lambda p: torch.optim.SGD(p, lr=1.0), **options
     ) as ps:
         loader = evenstep.DataLoader(list(range(53)), global_batch_size=4, shuffle=True, queue=ps.queue())
         for _ in loader.epochs(3):
@@ -148,8 +163,11 @@ def from_the_queue(mode: str, bound: int | None, leaves: bool) -> list[list[int]
 @pytest.mark.extended
 def test_each_sample_comes_once_per_epoch_whoever_is_fastest():
     with group(2, 2) as ranks:
-        for mode, bound in (("sync", None), ("async", None), ("bounded", 3)):
+        for mode, bound in (("sync", None), ("async", None), ("bounded", 3), ("backup", None), ("overlap", None)):
             slow, fast = ranks.run(from_the_queue, (mode, bound, False))[:2]
+            if mode == "backup":  # what was pushed may have been dropped, and its batch taken again
+                assert set(range(53)) == set(slow[0] + fast[0])
+                continue
             for mine, others in zip(slow, fast, strict=True):
                 assert sorted(mine + others) == list(range(53)), mode
         for mode in ("sync", "async"):

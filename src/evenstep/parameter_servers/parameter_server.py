@@ -430,7 +430,8 @@ class ParameterServer:
         except Exception as raised:
             error = raised
         facts = {
-            **asdict(self._mode),
+            "mode": self._mode.name,
+            **{name: value for name, value in asdict(self._mode).items() if name != "name"},
             "transfer_dtype": str(self._recipe.transfer_dtype),
             "checkpoint": None if self._options is None else self._options.directory,
             "EVENSTEP_SERVERS": roles.num_servers,

@@ -201,8 +201,8 @@ def make_parser() -> ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="Start N parameter servers beside the workers, for evenstep.parameter_server; on one host. A worker that is "
-        "killed then doesn't end the run (default: 0).",
+        help="Start N parameter servers beside the workers, for evenstep.parameter_server; on one host. A worker that "
+        "is killed then doesn't end the run (default: 0).",
     )
     ours.add_argument(
         "--all-ranks",

@@ -15,6 +15,7 @@ from evenstep.optim.fuse import fuse
 from evenstep.optim.learning_rate import LinearWarmup, scale_learning_rate
 from evenstep.optim.local_sgd.local_sgd import LocalSGD
 from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
+from evenstep.parameter_servers.embeddings.remote_embedding import RemoteEmbedding
 from evenstep.parameter_servers.parameter_server import parameter_server
 from evenstep.replica.data_parallel.wrapper import DataParallel
 from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
@@ -34,6 +35,7 @@ __all__ = [
     "LocalSGD",
     "Logger",
     "Records",
+    "RemoteEmbedding",
     "ShardedOptimizer",
     "SyncBatchNorm",
     "TokenDataset",

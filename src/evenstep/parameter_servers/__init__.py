@@ -12,6 +12,7 @@ Reading order:
     server/              what servers hold, how they decide, and how they come back
     remote.py            RPC between processes; the only file that needs torch.distributed.rpc
     preparation.py       what is refused before anything connects, and how processes compare what they were given
+    embeddings/          tables of embeddings, divided over servers by row
     layout.py            which server has which parameters, and tensors packed into few
     roles.py             which ranks are workers, and which are servers
     staleness.py         how late gradients were, drawn

@@ -50,10 +50,11 @@ def pack(
         piece = torch.zeros_like(model) if tensor is None else tensor
         by_dtype.setdefault(model.dtype, []).append(piece.detach().reshape(-1))
     # `cat` of one tensor copies, too: what is packed must not change while it is sent.
-    return [_rounded(torch.cat(pieces), transfer_dtype).cpu() for pieces in by_dtype.values()]
+    return [rounded(torch.cat(pieces), transfer_dtype).cpu() for pieces in by_dtype.values()]
 
 
-def _rounded(flat: Tensor, dtype: torch.dtype | None) -> Tensor:
+def rounded(flat: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A tensor in a dtype for the way, if that is the smaller one."""
     is_larger = dtype is not None and flat.is_floating_point() and flat.element_size() > dtype.itemsize
     return flat.to(dtype) if is_larger else flat
 

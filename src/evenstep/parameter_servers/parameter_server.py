@@ -14,7 +14,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,7 @@ from evenstep.console import say
 from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_store
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, NonFiniteError, PeerLostError, UsageError
 from evenstep.health import excepthook
+from evenstep.parameter_servers.embeddings.rows import Rows
 from evenstep.parameter_servers.layout import pack, unpack
 from evenstep.parameter_servers.preparation import WHO, compare
 from evenstep.parameter_servers.recipe import Made, Recipe
@@ -207,6 +208,7 @@ class ParameterServer:
         self._versions: list[int] = []
         self._finish_push: Callable[[], list[Answer]] | None = None  # with overlap: of the last step
         self._state = "not begun"
+        self._is_outdated = False  # a lookup has found that its era has ended
         self._weight = 0.0
         self._num_steps = 0
         self._num_queues = 0
@@ -242,6 +244,8 @@ class ParameterServer:
                 self._begin_alone(roles)
             else:
                 self._join(placement, roles)
+            made = self._validate_made()
+            made.tables.attach(f"{roles.name} (rank {roles.rank})", len(made.division), self._look_up)
             self._state = "training"
         return self
 
@@ -267,6 +271,7 @@ class ParameterServer:
                 connection.close(gracefully=False)
         finally:
             self._state = "ended"
+            self._validate_made().tables.detach()
             self._restore.close()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -310,13 +315,18 @@ class ParameterServer:
         """
         connection = self._validate_training("step")
         made = self._validate_made()
+        if self._is_outdated:
+            self._begin_again(connection)
+            return
         pushes = []
-        for indices, version in zip(made.division, self._versions, strict=True):
+        rows, ahead = made.tables.gradients(len(made.division), self._recipe.transfer_dtype), made.tables.wanted_ahead()
+        for server, (indices, version) in enumerate(zip(made.division, self._versions, strict=True)):
             like = [made.trained[index] for index in indices]
             gradients = [parameter.grad for parameter in like]
             self._validate_gradients(indices, gradients)
             packed = pack(like, gradients, self._recipe.transfer_dtype)
-            pushes.append(Pushed(self._weight, version, [each is not None for each in gradients], packed))
+            used = [each is not None for each in gradients]
+            pushes.append(Pushed(self._weight, version, used, packed, rows[server], ahead))
         self._release_gradients()
         try:
             if self._mode.overlaps:
@@ -324,7 +334,7 @@ class ParameterServer:
                 self._finish()
                 self._finish_push = connection.start(pushes)
             else:
-                self._load(connection.start(pushes)())
+                self._begin_step(connection.start(pushes)())
         except EraEnded:
             self._begin_again(connection)
         self._num_steps += 1
@@ -352,6 +362,9 @@ class ParameterServer:
             PeerLostError: A server has gone, or a worker has failed.
         """
         connection = self._validate_training("pull")
+        if self._is_outdated:
+            self._begin_again(connection)
+            return
         try:
             self._finish()
             self._load(connection.start(None)())
@@ -432,6 +445,7 @@ class ParameterServer:
         facts = {
             "mode": self._mode.name,
             **{name: value for name, value in asdict(self._mode).items() if name != "name"},
+            **({} if self._made is None else self._made.tables.describe()),
             "transfer_dtype": str(self._recipe.transfer_dtype),
             "checkpoint": None if self._options is None else self._options.directory,
             "EVENSTEP_SERVERS": roles.num_servers,
@@ -487,7 +501,9 @@ class ParameterServer:
         """Take everything as the servers have it, at the beginning or after one of them came back."""
         self._finish_push = None
         while True:
+            self._is_outdated = False
             self._release_gradients()
+            self._validate_made().tables.forget_ahead()
             try:
                 self._take_untrained(connection.initial())
                 self._load(connection.start(None)())
@@ -531,6 +547,7 @@ class ParameterServer:
     def _release_gradients(self) -> None:
         for parameter in self._validate_made().trained:
             parameter.grad = None
+        self._validate_made().tables.release_gradients()
         self._weight = 0.0
 
     # Training.
@@ -562,7 +579,28 @@ class ParameterServer:
         """With overlap: take what the last push has brought."""
         finish, self._finish_push = self._finish_push, None
         if finish is not None:
-            self._load(finish())
+            self._begin_step(finish())
+
+    def _begin_step(self, answers: list[Answer]) -> None:
+        self._load(answers)
+        self._validate_made().tables.begin_step([each.changed for each in answers])
+
+    def _look_up(self, table: str, ids: Sequence[Tensor], ahead: int) -> Callable[[], list[Rows]]:
+        """See `StartLookup`. Where a server was lost and came back, the forward pass goes on with its rows as they are
+        now, and what comes of it isn't pushed."""
+        connection = self._validate_training("model")
+        finish = connection.look_up(table, ids, ahead)
+
+        def wait() -> list[Rows]:
+            nonlocal finish
+            while True:
+                try:
+                    return finish()
+                except EraEnded:
+                    self._is_outdated = True
+                    finish = connection.look_up(table, ids, 0)
+
+        return wait
 
     def _load(self, answers: list[Answer]) -> None:
         made = self._validate_made()
@@ -612,6 +650,8 @@ class SharedBatches:
         self._num_passes[epoch] += 1
         while True:
             connection = ps._validate_training("queue")
+            if ps._is_outdated:
+                ps._begin_again(connection)
             try:
                 taken = connection.take(wanted, num_batches, text)
             except EraEnded:

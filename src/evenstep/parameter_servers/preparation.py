@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, OtherRankFailedError
+from evenstep.parameter_servers.embeddings.worker_tables import find_tables
 from evenstep.parameter_servers.roles import Roles
 from evenstep.replica.normalization.sync_batchnorm import SyncBatchNorm
 from evenstep.replica.wrapper.model_check import check_same_model, describe
@@ -47,7 +48,7 @@ def validate_model(model: Any) -> nn.Module:
             raise ConfigurationError(
                 f"{WHO}parameter {name!r} has no shape yet (a lazy module). Run the model once inside model_fn."
             )
-    if not trained:
+    if not trained and not any(find_tables(model)):
         raise ConfigurationError(f"{WHO}the model has no parameter that requires a gradient.")
     return model
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from evenstep.parameter_servers.embeddings.worker_tables import WorkerTables
 from evenstep.parameter_servers.layout import Division, plan_division
 from evenstep.parameter_servers.preparation import make_optimizer, make_scheduler, validate_model
 from evenstep.parameter_servers.roles import Roles
@@ -38,7 +39,8 @@ class Recipe:
         model = validate_model(self.model_fn())
         trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         sizes = [each.numel() * each.element_size() for each in trained.values()]
-        return Made(model, list(trained), list(trained.values()), plan_division(sizes, max(1, roles.num_servers)))
+        division = plan_division(sizes, max(1, roles.num_servers))
+        return Made(model, list(trained), list(trained.values()), division, WorkerTables(model))
 
     def make_shard(self, made: Made, server: int, mode: Mode) -> Shard:
         """A server's part of a model, with its optimizer.
@@ -56,12 +58,21 @@ class Recipe:
         if named:
             optimizer = make_optimizer(self.optimizer_fn, list(named.items()))
             scheduler = make_scheduler(self.scheduler_fn, optimizer)
-        return Shard(named, optimizer, mode, scheduler=scheduler, transfer_dtype=self.transfer_dtype)
+        tables = made.tables.build(server, len(made.division))
+        return Shard(named, optimizer, mode, scheduler=scheduler, transfer_dtype=self.transfer_dtype, tables=tables)
 
     def make_checkpoints(self, options: CheckpointOptions, roles: Roles) -> Checkpoints:
         """The checkpoints of a run, with a model of their own."""
         made = self.make(roles)
-        return Checkpoints(options, made.model, made.names, made.division, self.optimizer_fn, self.scheduler_fn)
+        return Checkpoints(
+            options,
+            made.model,
+            made.names,
+            made.division,
+            self.optimizer_fn,
+            self.scheduler_fn,
+            has_tables=made.tables.there_are,
+        )
 
 
 @dataclass
@@ -73,12 +84,14 @@ class Made:
         names: Of the parameters that are trained.
         trained: These parameters.
         division: For each server the indices of its parameters.
+        tables: Those of embeddings.
     """
 
     model: nn.Module
     names: list[str]
     trained: list[Tensor]
     division: Division
+    tables: WorkerTables
 
     def to(self, device: torch.device) -> None:
         """Move the model."""

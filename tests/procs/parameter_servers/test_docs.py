@@ -1,4 +1,4 @@
-"""docs/how-to/parameter-server.md is true: its program is run, by one process and by several."""
+"""docs/how-to/parameter-server.md and remote-embeddings.md are true: their programs are run."""
 
 from __future__ import annotations
 
@@ -55,3 +55,25 @@ def test_the_training_that_diverges():
     (output,) = pages.blocks("output", "explanation/parameter-servers.md")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90)
     assert done.stdout == output, done
+
+
+(RECOMMEND,) = pages.blocks("python", "how-to/remote-embeddings.md")
+
+
+def test_the_program_with_tables_in_one_process(tmp_path: Path):
+    done = subprocess.run([sys.executable, "-c", RECOMMEND], cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    found = re.search(r"worker 0: loss (\d\.\d+), the first user's row \[", done.stdout)
+    assert found, done
+    assert float(found[1]) < 0.4, "ln 2 without learning"
+
+
+@pytest.mark.extended
+def test_the_program_with_tables_on_servers(tmp_path: Path):
+    (tmp_path / "recommend.py").write_text(RECOMMEND)
+    run = Command(
+        tmp_path, ["run", "--servers", "2", "--nproc-per-node", "2", "--device", "cpu", "--all-ranks", "recommend.py"]
+    )
+    assert run.wait() == 0, run.stderr
+    told = re.findall(r"worker \d: loss (\d\.\d+)", run.stdout)
+    assert len(told) == 2, run.stdout
+    assert all(float(each) < 0.4 for each in told)

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.errors import EXIT_PREEMPTED
+from evenstep.parameter_servers.embeddings.tables import join_states, select_state
 from evenstep.parameter_servers.layout import Division
 from evenstep.parameter_servers.server.shard import Share
 from evenstep.world import World
@@ -121,6 +122,25 @@ def queue_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"passes": passes, "first_epochs": {str(FIRST_LOADER): epoch}}
 
 
+class TableRows:
+    """The trained rows of all servers' tables of embeddings, as a state that is saved.
+
+    Attributes:
+        state: See `Table.state_dict`, by table.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, dict[str, Tensor]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is saved."""
+        return self.state
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take what was saved."""
+        self.state = {name: dict(table) for name, table in state.items()}
+
+
 class Checkpoints:
     """Saves and restores the state of all servers. For the main thread of the first one.
 
@@ -131,6 +151,7 @@ class Checkpoints:
         division: Which server has which of them.
         optimizer_fn: The user's.
         scheduler_fn: The user's; None: there is none.
+        has_tables: The model has tables of embeddings.
     """
 
     def __init__(
@@ -141,14 +162,23 @@ class Checkpoints:
         division: Division,
         optimizer_fn: Callable[..., Optimizer],
         scheduler_fn: Callable[[Optimizer], LRScheduler] | None,
+        *,
+        has_tables: bool = False,
     ) -> None:
         self._options, self._model, self._names, self._division = options, model, names, division
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._optimizer = optimizer_fn(list(self._parameters.items()))
+        # torch has no optimizer without parameters; a model of tables alone needs none.
+        trained = list(self._parameters.items())
+        self._optimizer = optimizer_fn(trained) if trained else torch.optim.SGD([torch.empty(0, device="cpu")], lr=0.0)
         self._scheduler = None if scheduler_fn is None else scheduler_fn(self._optimizer)
         self._loader = QueueState()
+        self._tables = TableRows()
         self._world = World.alone(device="cpu")
-        objects: dict[str, Any] = {"model": model, "optimizer": self._optimizer, "loader": self._loader}
+        objects: dict[str, Any] = {"model": model, "loader": self._loader}
+        if trained:
+            objects["optimizer"] = self._optimizer
+        if has_tables:
+            objects["tables"] = self._tables
         if self._scheduler is not None:
             objects["scheduler"] = self._scheduler
         self._checkpointer = Checkpointer(
@@ -199,7 +229,7 @@ class Checkpoints:
             for parameter in group["params"]
         }
         shares = []
-        for indices in self._division:
+        for server, indices in enumerate(self._division):
             names = [self._names[index] for index in indices]
             shares.append(
                 Share(
@@ -208,6 +238,7 @@ class Checkpoints:
                     {name: groups[id(self._parameters[name])] for name in names},
                     None if self._scheduler is None else self._scheduler.state_dict(),
                     version,
+                    select_state(self._tables.state, server, len(self._division)),
                 )
             )
         return Restored(shares, self._loader.queue, version)
@@ -235,7 +266,7 @@ class Checkpoints:
         states = {name: state for share in shares for name, state in share.state.items()}
         options = {name: group for share in shares for name, group in share.groups.items()}
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for group in self._optimizer.param_groups:
+        for group in self._optimizer.param_groups if names else ():
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 group.update(options[name])
@@ -245,6 +276,7 @@ class Checkpoints:
         if self._scheduler is not None and scheduler is not None:
             self._scheduler.load_state_dict(dict(scheduler))
         self._loader.queue = dict(queue)
+        self._tables.state = join_states([share.tables for share in shares])
         version = max(share.version for share in shares)
         self._checkpointer.num_steps = version
         if version:

@@ -26,12 +26,21 @@ from torch.futures import Future
 
 from evenstep.console import say
 from evenstep.errors import PeerLostError
+from evenstep.parameter_servers.embeddings.rows import Rows
 from evenstep.parameter_servers.remote import Endpoint, Peer
 from evenstep.parameter_servers.roles import Roles
 from evenstep.parameter_servers.server.batch_queue import BatchQueue, Key, Pass, Taken
 from evenstep.parameter_servers.server.checkpoints import Checkpoints
 from evenstep.parameter_servers.server.coordinator import Coordinator, Decision, Facts, Mode
-from evenstep.parameter_servers.server.shard import OUTDATED, Answer, Pushed, Shard, Share, failure_of
+from evenstep.parameter_servers.server.shard import (
+    OUTDATED,
+    OUTDATED_ROWS,
+    Answer,
+    Pushed,
+    Shard,
+    Share,
+    failure_of,
+)
 
 ENDED = "ended"
 ERAS = "eras"
@@ -60,6 +69,7 @@ class Server:
         "join",
         "begin",
         "take",
+        "look_up",
         "notice",
         "measured",
         "execute",
@@ -403,6 +413,22 @@ class Server:
         elif facts is not None and self._first is not None:
             self._endpoint.call(self._first, "notice", era, key, facts)
         return future
+
+    def look_up(self, era: int, member: int, table: str, ids: Tensor, ahead: int) -> Rows:
+        """Rows of a table of embeddings: see `Tables.look_up`."""
+        shard = self._shard
+        if era != self._era:
+            return OUTDATED_ROWS
+        try:
+            return shard.look_up(member, table, ids, ahead)
+        except Exception as error:
+            failure = f"a lookup in table {table!r} failed: {type(error).__name__}: {error}"
+            self._error = error
+            if self._leads:
+                self._happen(lambda coordinator: coordinator.fail(failure))
+            elif self._first is not None:
+                self._endpoint.call(self._first, "failed", era, failure)
+            return Rows(OUTDATED_ROWS.values, failure)
 
     def leave(self, era: int, key: Key, failure: str) -> Future[Any]:
         """A worker has ended: the last `Answer`, when all have."""

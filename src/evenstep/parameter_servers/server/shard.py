@@ -16,7 +16,9 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from evenstep.parameter_servers.layout import pack, transferred, unpack
+from evenstep.parameter_servers.embeddings.rows import ChangedRows, RowGradients, Rows
+from evenstep.parameter_servers.embeddings.tables import Tables, TablesState
+from evenstep.parameter_servers.layout import pack, rounded, transferred, unpack
 from evenstep.parameter_servers.server.batch_queue import Key
 from evenstep.parameter_servers.server.coordinator import Decision, Facts, Mode
 
@@ -29,12 +31,16 @@ class Pushed(NamedTuple):
         version: Number of updates that its parameters had seen.
         used: Which parameters have a gradient.
         gradients: Sums of weight times gradient, packed.
+        rows: The same of rows of embeddings, by table; None: there are none.
+        wanted_ahead: (table, number) of lookups for the next step.
     """
 
     weight: float
     version: int
     used: list[bool]
     gradients: list[Tensor]
+    rows: dict[str, RowGradients] | None = None
+    wanted_ahead: Sequence[tuple[str, int]] = ()
 
 
 class Answer(NamedTuple):
@@ -45,15 +51,30 @@ class Answer(NamedTuple):
         parameters: Packed.
         failure: Why there are none; "" if there are.
         is_outdated: The caller belongs to an era that has ended, before a server came back; it has to join again.
+        changed: Rows of embeddings that changed since this worker looked them up for the step that begins.
     """
 
     version: int
     parameters: list[Tensor]
     failure: str = ""
     is_outdated: bool = False
+    changed: Sequence[ChangedRows] = ()
+
+
+class Mean(NamedTuple):
+    """The mean by weight of some pushes.
+
+    Attributes:
+        parameters: Packed.
+        rows: By table.
+    """
+
+    parameters: list[Tensor]
+    rows: dict[str, RowGradients]
 
 
 OUTDATED = Answer(0, [], is_outdated=True)
+OUTDATED_ROWS = Rows(torch.empty(0, device="cpu"), is_outdated=True)
 
 
 @dataclass(frozen=True)
@@ -66,6 +87,7 @@ class Share:
         groups: Options of the optimizer's group that each parameter is in, by name.
         scheduler: Of the schedule; None: there is none.
         version: Number of updates.
+        tables: Trained rows of embeddings.
     """
 
     parameters: Mapping[str, Tensor]
@@ -73,6 +95,7 @@ class Share:
     groups: Mapping[str, Mapping[str, Any]]
     scheduler: Mapping[str, Any] | None
     version: int
+    tables: TablesState = field(default_factory=dict)
 
 
 @dataclass
@@ -101,6 +124,7 @@ class Shard:
         mode: When gradients are applied.
         scheduler: Sets the optimizer's rate after each update; None: it stays.
         transfer_dtype: What floating-point tensors travel in; None: in their own dtype.
+        tables: Its shares of tables of embeddings; None: there are none.
     """
 
     def __init__(
@@ -111,6 +135,7 @@ class Shard:
         *,
         scheduler: LRScheduler | None = None,
         transfer_dtype: torch.dtype | None = None,
+        tables: Tables | None = None,
     ) -> None:
         self._names = list(parameters)
         self._parameters = list(parameters.values())
@@ -118,7 +143,9 @@ class Shard:
         self._mode, self._transfer_dtype = mode, transfer_dtype
         self._lock = threading.Lock()
         self._pushed: dict[Key, Pushed] = {}
-        self._sum: tuple[Sequence[Key], list[Tensor]] | None = None  # of pushes that were measured
+        self._tables = Tables() if tables is None else tables
+        self._wanted_ahead: dict[Key, Sequence[tuple[str, int]]] = {}  # see Pushed
+        self._mean: tuple[Sequence[Key], Mean] | None = None  # of pushes that were measured
         self._waiting: dict[Key, Future[Any]] = {}
         self._released: dict[Key, bool] = {}  # before their call has come here
         self._given: dict[int, dict[int, list[Tensor]]] = {}  # to compensate: what a member computes with, by version
@@ -146,13 +173,29 @@ class Shard:
                 return future, None
             if pushed is not None:
                 self._pushed[key] = pushed
-                square = _square(pushed.gradients) if self._mode.max_norm is not None else 0.0
+                self._wanted_ahead[key] = pushed.wanted_ahead
+                square = 0.0
+                if self._mode.max_norm is not None:
+                    square = _square(Mean(pushed.gradients, pushed.rows or {}))
                 facts = Facts(pushed.weight, pushed.version, square)
             if self._released.pop(key, False) or self._failure:
-                future.set_result(self._answer(key[0]))
+                future.set_result(self._answer(key))
             else:
                 self._waiting[key] = future
         return future, facts
+
+    def look_up(self, member: int, table: str, ids: Tensor, ahead: int) -> Rows:
+        """Rows of a table: see `Tables.look_up`.
+
+        Raises:
+            Exception: What the user's `init_fn` has raised.
+        """
+        with self._lock:
+            if self._is_outdated:
+                return OUTDATED_ROWS
+            if self._failure:
+                return Rows(OUTDATED_ROWS.values, self._failure)
+            return Rows(rounded(self._tables.look_up(member, table, ids, ahead), self._transfer_dtype))
 
     def execute(self, decision: Decision) -> Outcome:
         """Do what was decided, if all that was decided before is done."""
@@ -200,6 +243,8 @@ class Shard:
                         group.update(share.groups.get(name, {}))
                 if self._scheduler is not None and share.scheduler is not None:
                     self._scheduler.load_state_dict(dict(share.scheduler))
+            if share.tables:
+                self._tables.load_state_dicts([share.tables])
             self.version = share.version
 
     # Under the lock.
@@ -207,15 +252,16 @@ class Shard:
     def _execute(self, decision: Decision, outcome: Outcome) -> None:
         self._failure = self._failure or decision.failure
         if decision.measured:
-            total = self._add_up(decision.measured)
-            self._sum = (decision.measured, total)
-            outcome.squares.append(_square(total))
+            mean = self._add_up(decision.measured)
+            self._mean = (decision.measured, mean)
+            outcome.squares.append(_square(mean))
         if decision.applied:
             self._apply(decision.applied, decision.factor)
         for key in (*decision.applied, *decision.dropped):
             self._pushed.pop(key, None)
         for member in decision.gone:
             self._given.pop(member, None)
+            self._tables.forget(member)
             for key in [key for key in self._pushed if key[0] == member]:
                 del self._pushed[key]
         if decision.saves:
@@ -227,38 +273,45 @@ class Shard:
                 if future is None:
                     self._released[key] = True
                     continue
-                answer = self._answer(key[0], packed)
+                answer = self._answer(key, packed)
                 outcome.complete.append(lambda future=future, answer=answer: future.set_result(answer))  # type: ignore[misc]
         outcome.has_ended = outcome.has_ended or decision.has_ended
 
     def _packed(self) -> list[Tensor]:
         return [] if self._failure else pack(self._parameters, self._parameters, self._transfer_dtype)
 
-    def _answer(self, member: int, packed: list[Tensor] | None = None) -> Answer:
+    def _answer(self, key: Key, packed: list[Tensor] | None = None) -> Answer:
         packed = self._packed() if packed is None else packed
         if self._mode.delay_compensation and not self._failure:
-            self._given.setdefault(member, {})[self.version] = packed
-        return Answer(self.version, packed, self._failure)
+            self._given.setdefault(key[0], {})[self.version] = packed
+        changed: list[ChangedRows] = []
+        wanted = self._wanted_ahead.pop(key, None)  # None: it was no push
+        if wanted is not None and not self._failure:
+            for each in self._tables.changed(key[0], wanted):
+                changed.append(each._replace(values=rounded(each.values, self._transfer_dtype)))
+        return Answer(self.version, packed, self._failure, changed=changed)
 
-    def _add_up(self, keys: Sequence[Key]) -> list[Tensor]:
+    def _add_up(self, keys: Sequence[Key]) -> Mean:
         """The mean by weight of what was pushed, in the dtypes of the parameters."""
         pushes = [self._pushed[key] for key in keys]
         weighted = [each for each in pushes if each.weight > 0]
+        weight = sum(each.weight for each in weighted)
+        rows = self._tables.add_up([each.rows or {} for each in weighted], weight)
         if not self._parameters:
-            return []
+            return Mean([], rows)
         total = transferred(weighted[0].gradients, self._parameters)
         for each in weighted[1:]:
             torch._foreach_add_(total, transferred(each.gradients, self._parameters))
-        torch._foreach_div_(total, sum(each.weight for each in weighted))
-        return total
+        torch._foreach_div_(total, weight)
+        return Mean(total, rows)
 
     def _apply(self, keys: Sequence[Key], factor: float) -> None:
         """One step of the optimizer, on the weighted mean of some gradients."""
-        if self._sum is not None and set(keys) <= set(self._sum[0]):
-            total = self._sum[1]
+        if self._mean is not None and set(keys) <= set(self._mean[0]):
+            total, rows = self._mean[1]
         else:
-            total = self._add_up(keys)
-        self._sum = None
+            total, rows = self._add_up(keys)
+        self._mean = None
         pushes = [self._pushed[key] for key in keys]
         if factor != 1.0 and total:
             torch._foreach_mul_(total, factor)
@@ -275,6 +328,7 @@ class Shard:
         finally:
             for parameter in self._parameters:
                 parameter.grad = None
+        self._tables.apply(rows, factor)
         self.version += 1
 
     def _compensate(self, member: int, version: int, total: list[Tensor]) -> None:
@@ -304,7 +358,7 @@ class Shard:
                         for key, value in self._optimizer.state.get(parameter, {}).items()
                     }
         scheduler = None if self._scheduler is None else self._scheduler.state_dict()
-        return Share(parameters, state, groups, scheduler, self.version)
+        return Share(parameters, state, groups, scheduler, self.version, self._tables.state_dict())
 
 
 def failure_of(error: Exception) -> str:
@@ -312,5 +366,6 @@ def failure_of(error: Exception) -> str:
     return f"its optimizer failed: {type(error).__name__}: {error}"
 
 
-def _square(gradients: Sequence[Tensor]) -> float:
-    return float(sum(each.double().square().sum() for each in gradients))
+def _square(mean: Mean) -> float:
+    tensors = [*mean.parameters, *(each.values for each in mean.rows.values())]
+    return float(sum(each.double().square().sum() for each in tensors))

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from evenstep.parameter_servers.embeddings.rows import Rows
 from evenstep.parameter_servers.server.batch_queue import BatchQueue, Pass, Taken
 from evenstep.parameter_servers.server.coordinator import Coordinator, Decision, Mode
 from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
@@ -29,6 +30,10 @@ class Connection(Protocol):
         Returns:
             What waits until this worker may go on, with the parameters of every server.
         """
+        ...
+
+    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int) -> Callable[[], list[Rows]]:
+        """Ask servers for rows of a table: see `StartLookup`."""
         ...
 
     def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
@@ -76,6 +81,11 @@ class LocalConnection:
         if self._error is not None:
             raise self._error
         return lambda: [future.wait()]
+
+    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int) -> Callable[[], list[Rows]]:
+        """See `Connection`."""
+        rows = self._shard.look_up(self._member, table, ids[0], ahead)
+        return lambda: [rows]
 
     def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
         """See `Connection`."""

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import Store
 from torch.futures import Future
 
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
+from evenstep.parameter_servers.embeddings.rows import Rows
 from evenstep.parameter_servers.remote import Endpoint, Peer
 from evenstep.parameter_servers.roles import Roles
 from evenstep.parameter_servers.server.batch_queue import Pass, Taken
@@ -62,6 +64,15 @@ class RpcConnection:
         parts: Sequence[Pushed | None] = [None] * len(self._servers) if pushed is None else pushed
         calls = [self._call(server, "ask", era, key, part, later=True) for server, part in enumerate(parts)]
         return lambda: self._finish("pull" if pushed is None else "step", era, calls)
+
+    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int) -> Callable[[], list[Rows]]:
+        """See `Connection`. Servers without ids aren't asked."""
+        era = self._era
+        calls = [
+            self._call(server, "look_up", era, self._member, table, each, ahead) if len(each) else _nothing()
+            for server, each in enumerate(ids)
+        ]
+        return lambda: self._finish("a lookup", era, calls)
 
     def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
         """See `Connection`."""
@@ -149,10 +160,10 @@ class RpcConnection:
     ) -> Future[Any]:
         return self._endpoint.call(self._servers[server], method, *arguments, later=later, timeout_s=timeout_s)
 
-    def _finish(self, doing: str, era: int, calls: Sequence[Future[Any]]) -> list[Answer]:
+    def _finish(self, doing: str, era: int, calls: Sequence[Future[Any]]) -> list[Any]:
         if era != self._era:
             raise EraEnded
-        answers: list[Answer] = [self._wait(doing, server, call) for server, call in enumerate(calls)]
+        answers = [self._wait(doing, server, call) for server, call in enumerate(calls)]
         if any(answer.is_outdated for answer in answers):
             self._join()
             raise EraEnded
@@ -195,3 +206,9 @@ class RpcConnection:
 
     def _name_of(self, server: int) -> str:
         return f"server {server} (rank {self._roles.num_workers + server})"
+
+
+def _nothing() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(Rows(torch.empty(0, device="cpu")))
+    return future

@@ -1,0 +1,15 @@
+"""Tables of embeddings, divided over servers by row.
+
+A worker asks for the rows of its batch and pushes their gradients with its step, so that rows and parameters change
+together. It never holds a table.
+
+Reading order:
+
+    remote_embedding.py  `evenstep.RemoteEmbedding`: the module in a worker's model
+    worker_tables.py     all tables of a model
+    tables.py            a server's tables: what is looked up, applied, and changed since it was looked up ahead
+    table.py             a server's share of one table
+    row_optimizers.py    SGD, Adagrad and row-wise Adam of single rows
+    initial_rows.py      what a row is before it is trained, from its number alone
+    rows.py              what travels, and which server has which rows
+"""

@@ -1,0 +1,419 @@
+"""`evenstep.RemoteEmbedding`: a table of embeddings of which this process has the rows of its batch only.
+
+[Note: a row's way]
+
+    worker    unique ids ── lookup ── rows, a leaf of the graph ── forward, backward ── gradients of rows ── ps.step
+    server                  rows                                                       add, divide, optimizer
+
+A lookup makes a leaf tensor of the batch's different rows, from which the output is gathered. When autograd has added
+up the leaf's gradient, a hook takes it away and keeps it with the ids until the step. So nothing is kept of a forward
+pass that isn't followed by a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evenstep import checks
+from evenstep.errors import ConfigurationError, NonFiniteError, PeerLostError, UsageError
+from evenstep.parameter_servers.embeddings.row_optimizers import ROW_OPTIMIZERS, RowOptimizer, default_eps
+from evenstep.parameter_servers.embeddings.rows import ChangedRows, RowGradients, Rows, add_up, split_by_server
+from evenstep.parameter_servers.embeddings.table import Table, TableSpec
+from evenstep.randomness import LARGEST_SEED
+
+_WHO = "evenstep.RemoteEmbedding: "
+_POOLINGS = ("sum", "mean", "max")
+_DTYPES = (torch.float32, torch.float64)
+
+
+class StartLookup(Protocol):
+    """Sends a lookup to all servers."""
+
+    def __call__(self, table: str, ids: Sequence[Tensor], ahead: int) -> Callable[[], list[Rows]]:
+        """Send it.
+
+        Args:
+            table: Name.
+            ids: For each server its ids.
+            ahead: See `Tables.look_up`.
+
+        Returns:
+            What waits for the answers, one for each server.
+        """
+        ...
+
+
+@dataclass
+class _Attachment:
+    """A table's way to its servers. Copies of the module share it; a pickled module loses it."""
+
+    name: str
+    who: str
+    num_servers: int
+    start: StartLookup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Attachment:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass
+class _Lookup:
+    """Rows that are on their way, or have come."""
+
+    ids: Tensor  # [n], int64, ascending, each once
+    positions: list[Tensor]  # for each server those of its ids
+    finish: Callable[[], list[Rows]]
+    number: int = 0
+    has_begun: bool = False  # the step that it was for
+    changed: list[tuple[int, ChangedRows]] = field(default_factory=list)  # (server, its rows)
+
+
+class RemoteEmbedding(nn.Module):
+    """An embedding table on the servers of `evenstep.parameter_server`; a worker sees the rows of its batch only.
+
+    A part of the model that `model_fn` makes, used as `torch.nn.Embedding` or, with `pooling`, `torch.nn.EmbeddingBag`.
+    It has no parameters on workers: `ps.step` pushes the gradients of the rows that were used, and the servers' own
+    optimizer of the table changes those rows, in the same step as the parameters of the model. Rows of all tables are
+    divided over the servers: row i is on server i modulo their number.
+
+    Its rows begin as a function of `seed`, the table's name and their number, whatever the number of servers. Memory
+    is taken on servers as rows are trained.
+
+    Args:
+        num_embeddings: Rows.
+        embedding_dim: Columns.
+        padding_idx: A row of zeros, which is never trained; of bags it is left out. None: no such row.
+        pooling: None: a row for each id. "sum", "mean", "max": one row for each bag of ids.
+        optimizer: "sgd", "adagrad" (Duchi et al., 2011), "rowwise_adagrad" (one accumulator for a row) or
+            "rowwise_adam" (Adam with one second moment for a row, as FBGEMM's). A row that isn't in a step is left
+            alone, with its state.
+        lr: Rate. `module.lr` may be set between steps; on all workers in "sync".
+        betas: Of "rowwise_adam".
+        eps: Added to the denominator; None: torch's, 1e-10 or, of Adam, 1e-8.
+        init_std: Rows begin as draws from a normal distribution of this standard deviation.
+        init_fn: Makes the first rows instead: ids [n] to rows [n, embedding_dim], always the same for an id. Runs on
+            servers.
+        seed: Of the first rows.
+        name: Of the table; None: that of the module in the model.
+
+    Attributes:
+        lr: See above.
+
+    Raises:
+        ConfigurationError: An argument is wrong.
+    """
+
+    like: Tensor  # [0]: its dtype and device are those of the rows, so that `.double()` and `.to()` do as with others
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        pooling: str | None = None,
+        optimizer: str = "adagrad",
+        lr: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float | None = None,
+        init_std: float = 1.0,
+        init_fn: Callable[[Tensor], Tensor] | None = None,
+        seed: int = 0,
+        name: str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings = checks.whole(f"{_WHO}num_embeddings", num_embeddings, least=1)
+        self.embedding_dim = checks.whole(f"{_WHO}embedding_dim", embedding_dim, least=1)
+        self.padding_idx: int | None = None
+        if padding_idx is not None:
+            lowest, highest = -self.num_embeddings, self.num_embeddings - 1
+            given = checks.whole(f"{_WHO}padding_idx", padding_idx, least=lowest, most=highest, otherwise="None")
+            self.padding_idx = given % self.num_embeddings
+        if pooling is not None:
+            checks.choice(f"{_WHO}pooling", pooling, _POOLINGS, otherwise="None")
+        self.pooling = pooling
+        checks.choice(f"{_WHO}optimizer", optimizer, ROW_OPTIMIZERS)
+        self.lr = checks.number(f"{_WHO}lr", lr, least=0)
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise checks.refuse(f"{_WHO}betas", betas, "two numbers, at least 0 and less than 1")
+        first, second = (checks.number(f"{_WHO}betas", each, least=0, below=1) for each in betas)
+        eps = default_eps(optimizer) if eps is None else checks.number(f"{_WHO}eps", eps, least=0, otherwise="None")
+        self._optimizer = RowOptimizer(optimizer, (first, second), eps)
+        self._std = checks.number(f"{_WHO}init_std", init_std, least=0)
+        if init_fn is not None:
+            checks.function(f"{_WHO}init_fn", init_fn, otherwise="None")
+        self._init_fn = init_fn
+        self._seed = checks.whole(f"{_WHO}seed", seed, least=0, most=LARGEST_SEED)
+        if name is not None:
+            checks.text(f"{_WHO}name", name, otherwise="None for that of the module")
+        self.table_name = name
+        self.register_buffer("like", torch.empty(0, dtype=dtype, device="cpu"), persistent=False)
+        self._attachment: _Attachment | None = None
+        self._pushed: list[tuple[Tensor, Tensor]] = []  # ids and gradients of this step's lookups
+        self._ahead: list[_Lookup] = []
+        self._num_ahead = 0
+
+    def extra_repr(self) -> str:
+        """See `nn.Module.extra_repr`."""
+        where = "no servers" if self._attachment is None else checks.counted(self._attachment.num_servers, "server")
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, pooling={self.pooling!r}, "
+            f"optimizer={self._optimizer.name!r}, lr={self.lr}, {where}"
+        )
+
+    def forward(self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """The rows of some ids, or of bags of them.
+
+        Waits for the servers, unless `prefetch` was called with these ids.
+
+        Args:
+            ids: int64 or int32, any shape. With `pooling` [bags, size], or [n] with `offsets`.
+            offsets: [bags], where each bag begins in `ids`. Only with `pooling`.
+            per_sample_weights: As `ids`: what each row is multiplied by. Only with `pooling="sum"`.
+
+        Returns:
+            [*ids.shape, embedding_dim], or [bags, embedding_dim].
+
+        Raises:
+            ConfigurationError: `offsets` or `per_sample_weights` without `pooling`.
+            UsageError: An id isn't in the table, `ids` is no tensor of ids, or this is outside of
+                `with evenstep.parameter_server(...)`.
+            PeerLostError: A server has gone, or another worker failed.
+        """
+        if self.pooling is None and (offsets is not None or per_sample_weights is not None):
+            raise ConfigurationError(
+                f"{self._who()}: offsets and per_sample_weights need pooling='sum', 'mean', 'max'."
+            )
+        ids = self._validate_ids(ids)
+        unique, inverse = torch.unique(ids, return_inverse=True)
+        rows = self._finish(self._take_ahead(unique) or self._start(unique)).to(self.like.device)
+        padding = None
+        if self.padding_idx is not None and bool((unique == self.padding_idx).any()):
+            padding = int(torch.searchsorted(unique, self.padding_idx))
+            rows[padding] = 0
+        if torch.is_grad_enabled():
+            rows.requires_grad_()
+            note: Any = rows.register_post_accumulate_grad_hook
+            note(lambda leaf: self._note(leaf, unique, padding))
+        inverse = inverse.to(self.like.device)
+        if self.pooling is None:
+            return F.embedding(inverse, rows, padding)
+        return F.embedding_bag(
+            inverse, rows, offsets, mode=self.pooling, per_sample_weights=per_sample_weights, padding_idx=padding
+        )
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Ask for rows that a later `forward` of this step or of the next one needs, without waiting for them.
+
+        Called for the next batch before the present one is computed, its way to the servers and back is hidden.
+        `forward` uses what comes if it is called with the same set of ids. Rows that change before the next step begins
+        are sent again with the answer to `ps.step`, so a prefetch changes no result.
+
+        Args:
+            ids: As in `forward`.
+
+        Raises:
+            UsageError: An id isn't in the table, `ids` is no tensor of ids, or this is outside of
+                `with evenstep.parameter_server(...)`.
+        """
+        self._num_ahead += 1
+        self._ahead.append(self._start(torch.unique(self._validate_ids(ids)), self._num_ahead))
+
+    def rows(self, first: int = 0, last: int | None = None) -> Tensor:
+        """A range of rows as they are now, for an export.
+
+        Args:
+            first: The first row.
+            last: One more than the last; None: to the end.
+
+        Returns:
+            [last - first, embedding_dim], on the CPU.
+
+        Raises:
+            ConfigurationError: There are no such rows.
+            UsageError: Outside of `with evenstep.parameter_server(...)`.
+        """
+        first = checks.whole(f"{self._who()}: first", first, least=0, most=self.num_embeddings)
+        last = self.num_embeddings if last is None else last
+        last = checks.whole(f"{self._who()}: last", last, least=first, most=self.num_embeddings, otherwise="None")
+        rows = self._finish(self._start(torch.arange(first, last, device="cpu")))
+        if self.padding_idx is not None and first <= self.padding_idx < last:
+            rows[self.padding_idx - first] = 0
+        return rows
+
+    # What `evenstep.parameter_server` calls.
+
+    def attach(self, name: str, who: str, num_servers: int, start: StartLookup) -> None:
+        """Connect with the servers' tables.
+
+        Args:
+            name: Of the table.
+            who: This worker, for messages.
+            num_servers: At least 1.
+            start: Sends a lookup.
+        """
+        self._attachment = _Attachment(name, who, num_servers, start)
+
+    def detach(self) -> None:
+        """The connection has ended."""
+        self._attachment, self._pushed, self._ahead = None, [], []
+
+    def build_table(self, name: str, server: int, num_servers: int) -> Table:
+        """A server's share of this table.
+
+        Raises:
+            ConfigurationError: Rows can't be of the dtype that the model has.
+        """
+        if self.like.dtype not in _DTYPES:
+            raise ConfigurationError(
+                f"{_WHO}table {name!r} would have rows of {self.like.dtype}, in which small steps are lost. "
+                f"float32 and float64 are possible: leave `.half()` and `.bfloat16()` to the rest of the model."
+            )
+        spec = TableSpec(
+            name,
+            self.num_embeddings,
+            self.embedding_dim,
+            self.like.dtype,
+            self._optimizer,
+            self._seed,
+            self._std,
+            self._init_fn,
+        )
+        return Table(spec, server, num_servers)
+
+    def describe(self) -> dict[str, Any]:
+        """What must be the same on all workers and servers, in JSON types."""
+        return {
+            "num_embeddings": self.num_embeddings,
+            "embedding_dim": self.embedding_dim,
+            "padding_idx": self.padding_idx,
+            "dtype": str(self.like.dtype),
+            "optimizer": self._optimizer.name,
+            "betas": list(self._optimizer.betas),
+            "eps": self._optimizer.eps,
+            "lr": self.lr,
+            "init_std": self._std,
+            "seed": self._seed,
+        }
+
+    def gradients(self) -> list[RowGradients] | None:
+        """The gradients of this step's lookups, for each server; None: there are none.
+
+        Raises:
+            NonFiniteError: One is infinite or not a number.
+        """
+        if not self._pushed:
+            return None
+        attachment = self._validate_attached("ps.step")
+        lr = checks.number(f"{self._who()}: lr", self.lr, least=0)
+        ids, values = add_up([each for each, _ in self._pushed], [each.cpu() for _, each in self._pushed])
+        is_finite = torch.isfinite(values).all(1)
+        if not bool(is_finite.all()):
+            wrong = ids[~is_finite]
+            raise NonFiniteError(
+                f"{self._who()}: the gradient of row {int(wrong[0])}"
+                f"{f' and of {len(wrong) - 1} others' if len(wrong) > 1 else ''} is infinite or not a number; nothing "
+                f"was sent. Look at the loss."
+            )
+        parts = split_by_server(ids, attachment.num_servers)
+        return [RowGradients(ids[part], values[part], lr) for part in parts]
+
+    def release_gradients(self) -> None:
+        """Forget the gradients of this step."""
+        self._pushed = []
+
+    def forget_ahead(self) -> None:
+        """Forget what was looked up ahead."""
+        self._ahead = []
+
+    def wanted_ahead(self) -> list[int]:
+        """Numbers of the lookups whose changed rows are still of use."""
+        return [each.number for each in self._ahead if not each.has_begun]
+
+    def begin_step(self, changed: Sequence[tuple[int, ChangedRows]]) -> None:
+        """A step has ended: what was looked up for it and not used is forgotten.
+
+        Args:
+            changed: This table's rows that changed since they were looked up ahead, with the number of their server.
+        """
+        self._ahead = [each for each in self._ahead if not each.has_begun]
+        for lookup in self._ahead:
+            lookup.has_begun = True
+            lookup.changed = [(server, each) for server, each in changed if each.number == lookup.number]
+
+    # Inside.
+
+    def _who(self) -> str:
+        attachment = self._attachment
+        if attachment is None:
+            return "RemoteEmbedding" + (f" {self.table_name!r}" if self.table_name else "")
+        return f"RemoteEmbedding {attachment.name!r} on {attachment.who}"
+
+    def _validate_attached(self, doing: str) -> _Attachment:
+        if self._attachment is None:
+            raise UsageError(
+                f"{self._who()}: {doing}: there are no servers that have this table. Make it in the model_fn of "
+                f"evenstep.parameter_server, and use ps.model inside the `with` statement."
+            )
+        return self._attachment
+
+    def _validate_ids(self, ids: Any) -> Tensor:
+        """Checked, as int64 on the CPU."""
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            found = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else checks.shown(ids)
+            raise UsageError(f"{self._who()}: ids are {found}; pass a tensor of int64 or int32.")
+        ids = ids.detach().to("cpu", torch.int64)  # a copy only where it has to be
+        if ids.numel():
+            least, most = (int(each) for each in torch.aminmax(ids))
+            if least < 0 or most >= self.num_embeddings:
+                raise UsageError(
+                    f"{self._who()}: there is no row {least if least < 0 else most}; the table has rows 0 to "
+                    f"{self.num_embeddings - 1}."
+                )
+        return ids  # type: ignore[no-any-return]
+
+    def _start(self, ids: Tensor, ahead: int = 0) -> _Lookup:
+        attachment = self._validate_attached("forward")
+        positions = split_by_server(ids, attachment.num_servers)
+        finish = attachment.start(attachment.name, [ids[each] for each in positions], ahead)
+        return _Lookup(ids, positions, finish, ahead)
+
+    def _take_ahead(self, ids: Tensor) -> _Lookup | None:
+        for index, each in enumerate(self._ahead):
+            if torch.equal(each.ids, ids):
+                return self._ahead.pop(index)
+        return None
+
+    def _finish(self, lookup: _Lookup) -> Tensor:
+        rows = torch.empty(len(lookup.ids), self.embedding_dim, dtype=self.like.dtype, device="cpu")
+        for server, (positions, answer) in enumerate(zip(lookup.positions, lookup.finish(), strict=True)):
+            if answer.failure:
+                raise PeerLostError(f"{self._who()}: server {server} ends: {answer.failure}")
+            if len(positions):  # a server without ids wasn't asked
+                rows[positions] = answer.values.to(rows.dtype)
+        for server, each in lookup.changed:
+            rows[lookup.positions[server][each.positions]] = each.values.to(rows.dtype)
+        return rows
+
+    def _note(self, leaf: Tensor, ids: Tensor, padding: int | None) -> None:
+        """Take the gradient away from a leaf: see [Note: a row's way]."""
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if padding is not None:
+            trained = torch.arange(len(ids), device="cpu") != padding
+            ids, gradient = ids[trained], gradient[trained.to(gradient.device)]
+        self._pushed.append((ids, gradient))

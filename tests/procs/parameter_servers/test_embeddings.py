@@ -1,0 +1,260 @@
+"""Tables of embeddings on several servers: the answer of one process, memory, bytes, and what goes wrong."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import evenstep
+from evenstep.environment import current_placement
+from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from tests.procs.parameter_servers.test_parameter_server import assert_same, group
+
+DOUBLE = torch.float64
+USERS, WORDS, DIM = 23, 17, 3
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+
+
+def first_rows(num_rows: int) -> Callable[[Tensor], Tensor]:
+    return lambda ids: torch.sin(ids.double()[:, None] * (1 + torch.arange(DIM)) + num_rows)
+
+
+class Model(nn.Module):
+    """A table of users, used twice, a table of bags of words, and parameters beside them."""
+
+    def __init__(self, optimizer: str | None) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"optimizer": optimizer, "lr": 0.1, "dtype": DOUBLE}
+        if optimizer is None:
+            users, words = (first_rows(n)(torch.arange(n)) for n in (USERS, WORDS))
+            words[0] = 0
+            self.users: nn.Module = nn.Embedding.from_pretrained(users, freeze=False)
+            self.words: nn.Module = nn.EmbeddingBag.from_pretrained(words, freeze=False, mode="sum", padding_idx=0)
+        else:
+            self.users = evenstep.RemoteEmbedding(USERS, DIM, init_fn=first_rows(USERS), **options)
+            self.words = evenstep.RemoteEmbedding(
+                WORDS, DIM, init_fn=first_rows(WORDS), padding_idx=0, pooling="sum", **options
+            )
+        self.top = nn.Linear(2 * DIM, 3).double()
+
+    def forward(self, users: Tensor, words: Tensor) -> Tensor:
+        pair = self.users(users[:, 0]) * self.users(users[:, 1])
+        return self.top(torch.cat([pair, self.words(words)], 1))
+
+
+def batches(seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(7):
+        size = 1 if step == 3 else int(torch.randint(4, 20, (), generator=generator))  # step 3: empty shares
+        yield (
+            torch.randint(USERS, (size, 2), generator=generator),
+            torch.randint(WORDS, (size, 4), generator=generator),
+            torch.randint(3, (size,), generator=generator),
+        )
+
+
+def train(seed: int, optimizer: str, ahead: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the state at the start, and at the end), tables included."""
+    with evenstep.parameter_server(lambda: Model(optimizer), OPTIMIZERS[optimizer], mode="sync") as ps:
+
+        def state() -> dict[str, Tensor]:
+            tables = {f"{name}.weight": getattr(ps.model, name).rows().clone() for name in ("users", "words")}
+            return {name: each.clone() for name, each in ps.model.state_dict().items()} | tables
+
+        def share(batch: tuple[Tensor, ...]) -> list[Tensor]:
+            return [each[ps.worker :: ps.num_workers] for each in batch]
+
+        start = state()
+        everything = list(batches(seed))
+        for step, batch in enumerate(everything):
+            if ahead and step + 1 < len(everything):
+                users, words, _ = share(everything[step + 1])
+                if len(users):
+                    ps.model.users.prefetch(users[:, 0])  # type: ignore[union-attr, operator]
+                    ps.model.users.prefetch(users[:, 1])  # type: ignore[union-attr, operator]
+                    ps.model.words.prefetch(words)  # type: ignore[union-attr, operator]
+            users, words, y = share(batch)
+            if len(y):
+                ps.backward(F.cross_entropy(ps.model(users, words), y), weight=len(y))
+            ps.step()
+        ps.step()  # a worker reads the tables before the others leave: all have ended their steps
+        end = state()
+        ps.step()
+    return start, end
+
+
+def by_one_process(start: dict[str, Tensor], seed: int, optimizer: str) -> dict[str, Tensor]:
+    model = Model(None)
+    model.load_state_dict(start)
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    for users, words, y in batches(seed):
+        F.cross_entropy(model(users, words), y).backward()
+        stepper.step()
+        stepper.zero_grad()
+    return dict(model.state_dict())
+
+
+def check(num_workers: int, num_servers: int, seed: int, cases: list[tuple[str, bool]]) -> None:
+    with group(num_workers, num_servers) as ranks:
+        for optimizer, ahead in cases:
+            results = ranks.run(train, (seed, optimizer, ahead))[:num_workers]
+            start, end = results[0]
+            expected = by_one_process(start, seed, optimizer)
+            assert any(not torch.equal(start[name], expected[name]) for name in start)
+            for _, each in results:
+                assert_same(end, each)
+                assert_same(each, expected)
+
+
+def test_tables_train_as_in_one_process(fresh_seed: int):
+    check(2, 2, fresh_seed, [("adagrad", True)])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("num_workers", "num_servers"), [(3, 1), (2, 5)])
+def test_tables_train_as_in_one_process_with_any_number_of_workers_and_servers(
+    num_workers: int, num_servers: int, fresh_seed: int
+):
+    check(num_workers, num_servers, fresh_seed, [("sgd", False), ("sgd", True), ("adagrad", False)])
+
+
+LARGE = 4 << 30  # bytes of the table
+LIMIT = 2 << 30  # what a worker may map besides what it has mapped
+
+
+def train_in_little_memory(optimizer: str) -> tuple[int, float]:
+    """(bytes that the table would take, change of a row)."""
+    rows = LARGE // (64 * 4)
+    if current_placement().rank == 0:
+        mapped = int(Path("/proc/self/status").read_text().partition("VmSize:")[2].split()[0]) << 10
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + LIMIT, resource.RLIM_INFINITY))
+    try:
+        with evenstep.parameter_server(
+            lambda: evenstep.RemoteEmbedding(rows, 64, optimizer=optimizer, lr=0.5),
+            lambda p: torch.optim.SGD(p),
+            mode="sync",
+        ) as ps:
+            with pytest.raises(RuntimeError, match="allocate memory"):  # the limit does what it should
+                torch.empty(rows, 64, device="cpu")
+            ids = torch.tensor([0, 5, rows // 2, rows - 1])
+            before = ps.model(ids).detach()
+            ps.backward(ps.model(ids).sum())
+            ps.step()
+            return rows * 64 * 4, float((before - ps.model(ids)).mean())
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.mark.extended
+def test_a_table_larger_than_a_workers_memory():
+    """Its servers take memory for the rows that were trained only."""
+    with group(1, 2) as ranks:
+        size, change = ranks.run(train_in_little_memory, ("sgd",))[0]
+    assert size == LARGE
+    assert change == pytest.approx(0.5)
+
+
+def first_rows_of(num_rows: int) -> Tensor:
+    with evenstep.parameter_server(lambda: evenstep.RemoteEmbedding(num_rows, 4, seed=5), torch.optim.SGD) as ps:
+        rows: Tensor = ps.model.rows()  # type: ignore[operator]
+        return rows
+
+
+@pytest.mark.extended
+def test_first_rows_do_not_depend_on_the_number_of_servers():
+    alone = first_rows_of(29)
+    for num_servers in (1, 3):
+        with group(1, num_servers) as ranks:
+            assert torch.equal(ranks.run(first_rows_of, (29,))[0], alone)
+
+
+def asynchronous(mode: str, bound: int | None) -> float:
+    """Both workers push the same row, prefetched each time; its change at the end."""
+    with evenstep.parameter_server(
+        lambda: nn.ModuleList([evenstep.RemoteEmbedding(4, 2, optimizer="sgd", lr=1.0, init_std=0, dtype=DOUBLE)]),
+        torch.optim.SGD,
+        mode=mode,
+        max_staleness=bound,
+    ) as ps:
+        table, ids = ps.model[0], torch.tensor([3])  # type: ignore[index]
+        for step in range(40):
+            table.prefetch(ids)
+            ps.backward(table(ids)[0, 0])
+            ps.step()
+            if step == 20 and ps.worker == 0:
+                time.sleep(0.3)  # the other's pushes change what this one has looked up ahead
+        while ps.worker == 0 and -table(ids)[0, 0] < 79.5:
+            time.sleep(0.01)  # until the other's pushes have come: the test's limit ends it if one is lost
+        return -float(table(ids)[0, 0])
+
+
+@pytest.mark.extended
+def test_each_push_of_rows_counts_once_in_every_mode():
+    with group(2, 2) as ranks:
+        for mode, bound in (("async", None), ("bounded", 2)):
+            assert ranks.run(asynchronous, (mode, bound))[0] == pytest.approx(80, abs=1e-9)
+
+
+def other_table() -> None:
+    rows = 5 if current_placement().rank == 1 else 4
+    with evenstep.parameter_server(lambda: evenstep.RemoteEmbedding(rows, 2, name="users"), torch.optim.SGD):
+        pass
+
+
+def table_of_one_worker() -> None:
+    def model() -> nn.Module:
+        tables = [evenstep.RemoteEmbedding(4, 2)] * (current_placement().rank == 1)
+        return nn.ModuleList([nn.Linear(2, 2), *tables])
+
+    with evenstep.parameter_server(model, lambda p: torch.optim.SGD(p, lr=0.1)):
+        pass
+
+
+def id_of_another_table() -> None:
+    with evenstep.parameter_server(
+        lambda: evenstep.RemoteEmbedding(4, 2, name="users"), torch.optim.SGD, mode="sync"
+    ) as ps:
+        ps.model(torch.tensor([3 + ps.worker]))
+        ps.step()
+
+
+def failing_first_rows() -> None:
+    def fail(ids: Tensor) -> Tensor:
+        raise ZeroDivisionError("of init_fn")
+
+    with evenstep.parameter_server(lambda: evenstep.RemoteEmbedding(4, 2, init_fn=fail), torch.optim.SGD) as ps:
+        ps.model(torch.tensor([3]))
+
+
+def other_rates() -> None:
+    with evenstep.parameter_server(lambda: evenstep.RemoteEmbedding(4, 2), torch.optim.SGD, mode="sync") as ps:
+        ps.model.lr = 0.1 + ps.worker  # type: ignore[assignment]
+        ps.backward(ps.model(torch.tensor([1])).sum())
+        ps.step()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("function", "kind", "text"),
+    [
+        (other_table, ConfigurationError, r"table 'users': num_embeddings=4 on rank 0, but 5 on rank 1"),
+        (table_of_one_worker, ConfigurationError, r"tables of embeddings=\[\] on rank 0, but \['1'\] on rank 1"),
+        (id_of_another_table, UsageError, r"'users' on worker 1 \(rank 1\): there is no row 4; the table has rows 0"),
+        (failing_first_rows, ZeroDivisionError, "of init_fn"),
+        (other_rates, MismatchError, "workers of one step have lr 0.1 and 1.1"),
+    ],
+)
+def test_mistakes_end_the_run_with_their_reason(function: Any, kind: type[Exception], text: str):
+    with pytest.raises(kind, match=text):
+        evenstep.launch(function, 2, servers=1, device="cpu", timeout_s=60)

@@ -1,0 +1,529 @@
+"""Tables of embeddings: first rows, optimizers of rows, a server's share, and the module in a world of one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import evenstep
+from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
+from evenstep.parameter_servers.embeddings.initial_rows import normal_rows
+from evenstep.parameter_servers.embeddings.row_optimizers import RowOptimizer, default_eps
+from evenstep.parameter_servers.embeddings.rows import RowGradients, add_up, split_by_server
+from evenstep.parameter_servers.embeddings.table import Table, TableSpec
+from evenstep.parameter_servers.embeddings.tables import Tables
+from evenstep.parameter_servers.worker.connections import LocalConnection
+
+DOUBLE = torch.float64
+
+
+def spec(optimizer: str = "adagrad", *, rows: int = 50, dim: int = 3, name: str = "t", **more: Any) -> TableSpec:
+    chosen = RowOptimizer(optimizer, (0.9, 0.99), default_eps(optimizer))
+    return TableSpec(name, rows, dim, DOUBLE, chosen, more.pop("seed", 0), 1.0, **more)
+
+
+def drawn(ids: Tensor, **other: Any) -> Tensor:
+    options: dict[str, Any] = {"dim": 8, "table": "users", "seed": 3, "std": 1.0, "dtype": DOUBLE}
+    return normal_rows(ids, **(options | other))
+
+
+def test_first_rows_are_functions_of_their_numbers(fresh_seed: int):
+    torch.manual_seed(fresh_seed)
+    ids = torch.randperm(20_000)  # more than a block
+    rows = drawn(ids)
+    some = torch.randint(20_000, (7,))
+    assert torch.equal(drawn(ids[some]), rows[some])
+    assert torch.equal(drawn(ids, std=0.5), rows * 0.5)
+    for other in ({"table": "items"}, {"seed": 4}):
+        assert (drawn(ids, **other) - rows).abs().min() > 0
+    huge = torch.tensor([2**40, 2**40 + 1])
+    assert drawn(huge).isfinite().all()
+    assert not torch.equal(*drawn(huge))
+
+
+def test_first_rows_are_normal_and_unrelated():
+    rows = drawn(torch.arange(25_000)).flatten()  # 200,000 values
+    assert abs(rows.mean()) < 0.01
+    assert abs(rows.var() - 1) < 0.02
+    assert abs((rows**3).mean()) < 0.03
+    assert abs((rows**4).mean() - 3) < 0.1
+    for lag in (1, 2, 8, 64):
+        assert abs((rows[lag:] * rows[:-lag]).mean()) < 0.01, lag
+    expected = torch.distributions.Normal(0, 1).cdf(torch.linspace(-3, 3, 13, dtype=DOUBLE))
+    found = torch.stack([(rows < each).double().mean() for each in torch.linspace(-3, 3, 13)])
+    assert (found - expected).abs().max() < 0.005
+
+
+def test_first_rows_are_pinned():
+    """Tables of a saved run go on from them."""
+    expected = torch.tensor(
+        [0.9719989323047994, 0.7311545911002021, -0.500488562718718, 1.1094589871219362], dtype=DOUBLE
+    )
+    torch.testing.assert_close(drawn(torch.tensor([0, 7]), dim=2), expected.view(2, 2), rtol=0, atol=1e-12)
+
+
+def steps(num_rows: int, dim: int, *, everything: bool) -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for _ in range(12):
+        ids = torch.arange(num_rows) if everything else torch.randperm(num_rows)[: num_rows // 3]
+        found.append((ids, torch.randn(len(ids), dim, dtype=DOUBLE)))
+    return found
+
+
+def by_torch(make: Callable[[Any], torch.optim.Optimizer], table: Tensor, given: list[tuple[Tensor, Tensor]]) -> Tensor:
+    weight = nn.Parameter(table.clone())
+    optimizer = make([weight])
+    for ids, gradients in given:
+        weight.grad = torch.zeros_like(weight).index_add_(0, ids, gradients)
+        optimizer.step()
+    return weight.detach()
+
+
+def row_adam(table: Tensor, given: list[tuple[Tensor, Tensor]], lr: float) -> Tensor:
+    """One row after the other, as the formulas say."""
+    rows, first, second, count = table.clone(), torch.zeros_like(table), [0.0] * len(table), [0] * len(table)
+    for ids, gradients in given:
+        for row, gradient in zip(ids.tolist(), gradients, strict=True):
+            count[row] += 1
+            first[row] = 0.9 * first[row] + 0.1 * gradient
+            second[row] = 0.99 * second[row] + 0.01 * float((gradient**2).mean())
+            root = (second[row] / (1 - 0.99 ** count[row])) ** 0.5
+            rows[row] -= lr * first[row] / (1 - 0.9 ** count[row]) / (root + 1e-8)
+    return rows
+
+
+def row_adagrad(table: Tensor, given: list[tuple[Tensor, Tensor]], lr: float) -> Tensor:
+    rows, total = table.clone(), [0.0] * len(table)
+    for ids, gradients in given:
+        for row, gradient in zip(ids.tolist(), gradients, strict=True):
+            total[row] += float((gradient**2).mean())
+            rows[row] -= lr * gradient / (total[row] ** 0.5 + 1e-10)
+    return rows
+
+
+REFERENCES: dict[str, Callable[[Tensor, list[tuple[Tensor, Tensor]]], Tensor]] = {
+    "sgd": lambda table, given: by_torch(lambda p: torch.optim.SGD(p, lr=0.1), table, given),
+    "adagrad": lambda table, given: by_torch(lambda p: torch.optim.Adagrad(p, lr=0.1), table, given),
+    "rowwise_adagrad": lambda table, given: row_adagrad(table, given, 0.1),
+    "rowwise_adam": lambda table, given: row_adam(table, given, 0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", REFERENCES)
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_rows_change_as_a_reference_says(optimizer: str, num_servers: int, fresh_seed: int):
+    torch.manual_seed(fresh_seed)
+    what = spec(optimizer, rows=20)
+    shares = [Table(what, server, num_servers) for server in range(num_servers)]
+    start = what.initial(torch.arange(20))
+    given = steps(20, 3, everything=False)
+    for ids, gradients in given:
+        for share, part in zip(shares, split_by_server(ids, num_servers), strict=True):
+            share.apply(ids[part], gradients[part], 0.1)
+    everything = torch.arange(20)
+    found = torch.empty_like(start)
+    for share, part in zip(shares, split_by_server(everything, num_servers), strict=True):
+        found[part] = share.look_up(everything[part])
+    torch.testing.assert_close(found, REFERENCES[optimizer](start, given), rtol=0, atol=1e-12)
+
+
+def test_row_wise_adam_of_one_column_is_adam(fresh_seed: int):
+    """Of rows that are in every step."""
+    torch.manual_seed(fresh_seed)
+    what = spec("rowwise_adam", rows=6, dim=1)
+    table, given = Table(what, 0, 1), steps(6, 1, everything=True)
+    start = table.look_up(torch.arange(6))
+    for ids, gradients in given:
+        table.apply(ids, gradients, 0.1)
+    dense = by_torch(lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.9, 0.99)), start, given)
+    torch.testing.assert_close(table.look_up(torch.arange(6)), dense, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", REFERENCES)
+def test_saved_by_some_servers_loaded_by_others(optimizer: str, fresh_seed: int):
+    torch.manual_seed(fresh_seed)
+    what, everything = spec(optimizer, rows=31), torch.arange(31)
+    given = steps(31, 3, everything=False)
+    whole = Table(what, 0, 1)
+    for ids, gradients in given[:6]:
+        whole.apply(ids, gradients, 0.1)
+    saved = [{"t": whole.state_dict()}]
+    for num_servers in (3, 2, 1):
+        shares = [Tables([Table(what, server, num_servers)]) for server in range(num_servers)]
+        for share in shares:
+            share.load_state_dicts(saved)
+        saved = [each.state_dict() for each in shares]
+        assert sum(len(each["t"]["ids"]) for each in saved) == whole.num_trained, "only what was trained"
+    back = Table(what, 0, 1)
+    back.load_state_dict(saved[0]["t"])
+    for table in (whole, back):
+        for ids, gradients in given[6:]:
+            table.apply(ids, gradients, 0.1)
+    assert torch.equal(whole.look_up(everything), back.look_up(everything))
+
+
+def test_what_was_saved_must_fit():
+    saved = Table(spec("sgd"), 0, 1).state_dict()
+    with pytest.raises(ConfigurationError, match="needs ids, rows, sum"):
+        Table(spec("adagrad"), 0, 1).load_state_dict(saved)
+    table = Table(spec("sgd"), 0, 1)
+    table.apply(torch.tensor([49]), torch.ones(1, 3, dtype=DOUBLE), 0.1)
+    for other in (spec("sgd", rows=49), spec("sgd", dim=2)):
+        with pytest.raises(ConfigurationError, match="the saved table has rows"):
+            Table(other, 0, 1).load_state_dict(table.state_dict())
+    with pytest.raises(MismatchError, match=r"\['t'\].*\['u'\]"):
+        Tables([Table(spec("sgd", name="u"), 0, 1)]).load_state_dicts([{"t": saved}])
+
+
+def test_rows_looked_up_ahead_are_sent_again_where_they_change(fresh_seed: int):
+    torch.manual_seed(fresh_seed)
+    tables = Tables([Table(spec("sgd"), 0, 1), Table(spec("sgd", name="u"), 0, 1)])
+    ids, gradient = torch.tensor([3, 5, 8]), torch.randn(2, 3, dtype=DOUBLE)
+    before = tables.look_up(0, "t", ids, 1)
+    tables.look_up(0, "t", ids, 2)
+    tables.look_up(0, "u", ids, 1)
+    tables.look_up(1, "t", ids, 1)
+    tables.look_up(1, "t", ids, 0)
+    tables.apply(tables.add_up([{"t": RowGradients(torch.tensor([5, 6]), gradient, 0.5)}], 2.0), 1.0)
+    (changed,) = tables.changed(0, [("t", 1), ("u", 1)])
+    assert (changed.table, changed.number, changed.positions.tolist()) == ("t", 1, [1])
+    torch.testing.assert_close(changed.values, before[1:2] - 0.25 * gradient[:1], rtol=0, atol=1e-12)
+    assert not tables.changed(0, [("t", 1)]), "once"
+    tables.forget(1)
+    assert not tables.changed(1, [("t", 1)])
+
+
+def test_one_step_has_one_rate():
+    tables = Tables([Table(spec("sgd"), 0, 1)])
+    pushes = [{"t": RowGradients(torch.tensor([i]), torch.ones(1, 3, dtype=DOUBLE), 0.1 * (1 + i))} for i in range(2)]
+    with pytest.raises(MismatchError, match=r"workers of one step have lr 0.1 and 0.2"):
+        tables.add_up(pushes, 2.0)
+
+
+def test_rows_add_up(fresh_seed: int):
+    torch.manual_seed(fresh_seed)
+    ids = [torch.randperm(9)[:n] for n in (4, 0, 6)]
+    values = [torch.randn(len(each), 2, dtype=DOUBLE) for each in ids]
+    unique, total = add_up(ids, values)
+    dense = torch.zeros(9, 2, dtype=DOUBLE)
+    for one, other in zip(ids, values, strict=True):
+        dense.index_add_(0, one, other)
+    assert unique.tolist() == sorted({int(i) for each in ids for i in each})
+    torch.testing.assert_close(total, dense[unique])
+
+
+# ------------------------------------------------------------------ the module, in a world of one
+
+
+class Plain(nn.Module):
+    """The model with torch's own tables."""
+
+    def __init__(self, weights: dict[str, Tensor], padding: int | None, pooling: str | None) -> None:
+        super().__init__()
+        self.words = nn.Embedding.from_pretrained(weights["words"].clone(), freeze=False, padding_idx=padding)
+        self.bags = nn.EmbeddingBag.from_pretrained(
+            weights["bags"].clone(), freeze=False, mode=pooling or "sum", padding_idx=padding
+        )
+        self.top = nn.Linear(4, 3).double()
+
+    def forward(self, words: Tensor, bags: Tensor) -> Tensor:
+        return self.top(torch.cat([self.words(words).mean(1), self.bags(bags)], 1))
+
+
+class Remote(Plain):
+    def __init__(self, weights: dict[str, Tensor], padding: int | None, pooling: str | None, optimizer: str) -> None:
+        nn.Module.__init__(self)
+        options: dict[str, Any] = {"padding_idx": padding, "optimizer": optimizer, "lr": 0.1, "dtype": DOUBLE}
+        self.words = evenstep.RemoteEmbedding(12, 2, init_fn=lambda ids: weights["words"][ids], **options)  # type: ignore[assignment]
+        self.bags = evenstep.RemoteEmbedding(  # type: ignore[assignment]
+            9, 2, pooling=pooling or "sum", init_fn=lambda ids: weights["bags"][ids], **options
+        )
+        self.top = nn.Linear(4, 3).double()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize(("padding", "pooling"), [(None, "sum"), (0, "mean"), (8, "max")])
+def test_one_process_trains_as_with_torchs_tables(optimizer: str, padding: int | None, pooling: str, fresh_seed: int):
+    torch.manual_seed(fresh_seed)
+    weights = {"words": torch.randn(12, 2, dtype=DOUBLE), "bags": torch.randn(9, 2, dtype=DOUBLE)}
+    if padding is not None:
+        weights["words"][padding] = weights["bags"][padding] = 0
+    make: Callable[..., torch.optim.Optimizer] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer]
+    plain = Plain(weights, padding, pooling)
+    stepper = make(plain.parameters(), lr=0.1)
+    with evenstep.parameter_server(
+        lambda: Remote(weights, padding, pooling, optimizer), lambda p: make(p, lr=0.1), mode="sync"
+    ) as ps:
+        plain.top.load_state_dict(ps.model.top.state_dict())  # type: ignore[union-attr, operator]
+        batches = [
+            (torch.randint(12, (6, 3)), torch.randint(9, (6, 4), dtype=torch.int32), torch.randint(3, (6,)))
+            for _ in range(8)
+        ]
+        for step, (words, bags, y) in enumerate(batches):
+            if step % 2 and step + 1 < len(batches):  # the next batch's, before this one changes some of them
+                ps.model.words.prefetch(batches[step + 1][0])  # type: ignore[union-attr, operator]
+                ps.model.bags.prefetch(batches[step + 1][1])  # type: ignore[union-attr, operator]
+            F.cross_entropy(plain(words, bags), y).backward()
+            stepper.step()
+            stepper.zero_grad()
+            for part in (slice(0, 2), slice(2, 6)) if step != 4 else (slice(0, 6),):  # accumulated
+                ps.backward(F.cross_entropy(ps.model(words[part], bags[part]), y[part]), weight=len(y[part]))
+            with torch.no_grad():
+                ps.model(words, bags)
+            ps.model(words, bags)  # without a backward pass: it counts for nothing
+            ps.step()
+        found = {name: getattr(ps.model, name).rows() for name in ("words", "bags")}
+    torch.testing.assert_close(found["words"], plain.words.weight.detach(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found["bags"], plain.bags.weight.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.fixture
+def table() -> Any:
+    """A table of 10 rows in a world of one, and its handle."""
+    with evenstep.parameter_server(
+        lambda: evenstep.RemoteEmbedding(10, 2, name="users", optimizer="sgd", lr=1.0), lambda p: torch.optim.SGD(p)
+    ) as ps:
+        yield ps
+
+
+def test_ids_that_are_not_in_the_table(table: Any):
+    for ids, row in (([3, 10], 10), ([-1, 2], -1)):
+        for call in (table.model, table.model.prefetch):
+            with pytest.raises(UsageError, match=rf"'users' on worker 0 \(rank 0\): there is no row {row}; .* 0 to 9"):
+                call(torch.tensor(ids))
+    for wrong, shown in ((torch.ones(2), "a tensor of torch.float32"), ([1, 2], r"\[1, 2\]")):
+        with pytest.raises(UsageError, match=f"ids are {shown}"):
+            table.model(wrong)
+    with pytest.raises(ConfigurationError, match="need pooling"):
+        table.model(torch.tensor([1]), torch.tensor([0]))
+    for first, last in ((-1, 3), (4, 3), (0, 11)):
+        with pytest.raises(ConfigurationError, match="users"):
+            table.model.rows(first, last)
+
+
+def test_no_ids_at_all(table: Any):
+    table.backward(table.model(torch.empty(0, 4, dtype=torch.int64)).sum(), weight=0)
+    assert table.model(torch.empty(0, 4, dtype=torch.int64)).shape == (0, 4, 2)
+    table.step()
+
+
+def test_a_gradient_that_is_not_finite(table: Any):
+    rows = table.model(torch.tensor([2, 5, 7]))
+    table.backward((rows * torch.tensor([[1.0], [float("nan")], [float("inf")]])).sum())
+    with pytest.raises(NonFiniteError, match=r"'users'.* the gradient of row 5 and of 1 others"):
+        table.step()
+
+
+def test_the_rate_may_change(table: Any):
+    before = table.model.rows()
+    for lr in (1.0, 0.25):
+        table.model.lr = lr
+        table.backward(table.model(torch.tensor([4])).sum())
+        table.step()
+    assert torch.equal(before[4] - 1.25, table.model.rows(4, 5)[0])
+    table.model.lr = "fast"
+    table.backward(table.model(torch.tensor([4])).sum())
+    with pytest.raises(ConfigurationError, match="lr='fast'"):
+        table.step()
+
+
+def test_copies_share_the_servers_and_pickles_have_none(table: Any):
+    ids = torch.tensor([1, 2])
+    assert torch.equal(copy.deepcopy(table.model)(ids), table.model(ids))
+    with pytest.raises(UsageError, match=r"'users': forward: there are no servers"):
+        pickle.loads(pickle.dumps(table.model))(ids)
+
+
+def test_what_was_looked_up_ahead_is_forgotten_after_a_step(table: Any):
+    for _ in range(5):
+        table.model.prefetch(torch.tensor([1]))
+        table.step()
+    assert len(table.model._ahead) == 1
+    assert not table._connection._shard._tables._ahead
+
+
+def test_without_servers():
+    alone = evenstep.RemoteEmbedding(4, 2)
+    for call in (lambda: alone(torch.tensor([1])), lambda: alone.prefetch(torch.tensor([1])), alone.rows):
+        with pytest.raises(UsageError, match="there are no servers that have this table"):
+            call()
+    with evenstep.parameter_server(lambda: alone, torch.optim.SGD):
+        alone.rows()
+    with pytest.raises(UsageError, match="there are no servers"):
+        alone.rows()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_embeddings": 0}, "num_embeddings=0"),
+        ({"embedding_dim": 1.5}, "embedding_dim=1.5"),
+        ({"padding_idx": 4}, "padding_idx=4"),
+        ({"padding_idx": -5}, "padding_idx=-5"),
+        ({"pooling": "min"}, "pooling='min'"),
+        ({"optimizer": "lamb"}, "optimizer='lamb'; 'sgd', 'adagrad'"),
+        ({"lr": -1}, "lr=-1"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"betas": 0.9}, "betas=0.9"),
+        ({"betas": (0.9, 1.0)}, "betas=1.0"),
+        ({"eps": -1}, "eps=-1"),
+        ({"init_std": -1}, "init_std=-1"),
+        ({"init_fn": 3}, "init_fn=3"),
+        ({"seed": -1}, "seed=-1"),
+        ({"name": ""}, "name=''"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], text: str):
+    given: dict[str, Any] = {"num_embeddings": 4, "embedding_dim": 2} | options
+    with pytest.raises(ConfigurationError, match=f"RemoteEmbedding: {text}"):
+        evenstep.RemoteEmbedding(**given)
+
+
+def test_models_that_are_refused():
+    def twice() -> nn.Module:
+        return nn.ModuleList([evenstep.RemoteEmbedding(4, 2, name="users") for _ in range(2)])
+
+    def half() -> nn.Module:
+        return evenstep.RemoteEmbedding(4, 2).half()
+
+    for model_fn, text in ((twice, "two tables of the model are named 'users'"), (half, "rows of torch.float16")):
+        with (
+            pytest.raises(ConfigurationError, match=text),
+            evenstep.parameter_server(model_fn, torch.optim.SGD),
+        ):
+            pass
+    shared = evenstep.RemoteEmbedding(4, 2)
+    with evenstep.parameter_server(lambda: nn.ModuleList([shared, shared]), torch.optim.SGD):
+        assert shared(torch.tensor([1])).shape == (1, 2)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 3), torch.zeros(1, 2, dtype=torch.int64), None])
+def test_first_rows_of_another_shape(wrong: Any):
+    with (
+        evenstep.parameter_server(
+            lambda: evenstep.RemoteEmbedding(4, 2, init_fn=lambda ids: wrong), torch.optim.SGD
+        ) as ps,
+        pytest.raises(ConfigurationError, match="init_fn returned"),
+    ):
+        ps.model(torch.tensor([1]))
+
+
+def test_a_step_is_clipped_with_its_rows(fresh_seed: int):
+    """The norm is that of all gradients, as `clip_grad_norm_` has it."""
+    torch.manual_seed(fresh_seed)
+    weights = {"words": torch.randn(12, 2, dtype=DOUBLE), "bags": torch.randn(9, 2, dtype=DOUBLE)}
+    plain = Plain(weights, None, "sum")
+    stepper = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for mode in ("sync", "async"):
+        with evenstep.parameter_server(
+            lambda: Remote(weights, None, "sum", "sgd"), lambda p: torch.optim.SGD(p, lr=0.1), mode=mode, max_norm=0.05
+        ) as ps:
+            plain.words.load_state_dict({"weight": weights["words"]})
+            plain.bags.load_state_dict({"weight": weights["bags"]})
+            plain.top.load_state_dict(ps.model.top.state_dict())  # type: ignore[union-attr, operator]
+            for _ in range(3):
+                words, bags, y = torch.randint(12, (6, 3)), torch.randint(9, (6, 4)), torch.randint(3, (6,))
+                F.cross_entropy(plain(words, bags), y).backward()
+                assert nn.utils.clip_grad_norm_(plain.parameters(), 0.05) > 0.05
+                stepper.step()
+                stepper.zero_grad()
+                ps.backward(F.cross_entropy(ps.model(words, bags), y), weight=6)
+                ps.step()
+            found = ps.model.words.rows()  # type: ignore[union-attr, operator]
+        torch.testing.assert_close(
+            found, plain.words.weight.detach(), rtol=0, atol=1e-9
+        )  # torch divides by norm + 1e-6
+
+
+def test_rows_in_16_bits_are_rounded_on_their_way_only(fresh_seed: int):
+    torch.manual_seed(fresh_seed)
+    with evenstep.parameter_server(
+        lambda: evenstep.RemoteEmbedding(
+            5, 3, optimizer="sgd", lr=2.0**-12, init_fn=lambda ids: torch.ones(len(ids), 3)
+        ),
+        torch.optim.SGD,
+        transfer_dtype=torch.bfloat16,
+    ) as ps:
+        for _ in range(16):  # each step would be lost in bfloat16
+            ps.backward(ps.model(torch.tensor([2])).sum())
+            ps.step()
+        assert torch.equal(ps.model.rows()[2], torch.full((3,), 1 - 2.0**-8))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adam"])
+def test_a_run_with_tables_goes_on_from_a_checkpoint(optimizer: str, tmp_path: Path, fresh_seed: int):
+    torch.manual_seed(fresh_seed)
+    given = [torch.randint(40, (5,)) for _ in range(8)]
+
+    def run(first: int, last: int, directory: Path | None) -> Tensor:
+        with evenstep.parameter_server(
+            lambda: evenstep.RemoteEmbedding(40, 3, optimizer=optimizer, lr=0.1, dtype=DOUBLE),
+            torch.optim.SGD,
+            checkpoint=directory,
+        ) as ps:
+            for ids in given[first:last]:
+                ps.backward(ps.model(ids).square().sum())
+                ps.step()
+            rows: Tensor = ps.model.rows()  # type: ignore[operator]
+            return rows
+
+    whole = run(0, 8, None)
+    run(0, 3, tmp_path / "run")
+    run(3, 5, tmp_path / "run")
+    assert torch.equal(run(5, 8, tmp_path / "run"), whole)
+
+
+def tensor_bytes(value: Any) -> int:
+    """Of all tensors in nested containers."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        value = value.values()
+    return sum(map(tensor_bytes, value)) if isinstance(value, Iterable) and not isinstance(value, str) else 0
+
+
+def test_the_bytes_of_a_step_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, fresh_seed: int):
+    """docs/how-to/remote-embeddings.md has it."""
+    torch.manual_seed(fresh_seed)
+    sent: list[tuple[str, int]] = []
+    look_up, start = LocalConnection.look_up, LocalConnection.start
+
+    def counted_look_up(self: Any, table: str, ids: Any, ahead: int) -> Any:
+        finish = look_up(self, table, ids, ahead)
+        sent.append(("lookup", tensor_bytes(ids) + tensor_bytes(finish())))
+        return finish
+
+    def counted_start(self: Any, pushed: Any) -> Any:
+        finish = start(self, pushed)
+        if pushed is not None:
+            sent.append(("push", tensor_bytes(pushed)))
+            sent.append(("answer", tensor_bytes(finish())))
+        return finish
+
+    monkeypatch.setattr(LocalConnection, "look_up", counted_look_up)
+    monkeypatch.setattr(LocalConnection, "start", counted_start)
+    row = 6 * 4
+    with evenstep.parameter_server(
+        lambda: evenstep.RemoteEmbedding(1000, 6, padding_idx=0), lambda p: torch.optim.SGD(p)
+    ) as ps:
+        present, coming = (torch.randint(1, 300, (4, 50)) for _ in range(2))
+        ps.model.prefetch(coming)  # type: ignore[operator]
+        ps.backward(ps.model(present).sum())
+        ps.step()
+    n, ahead = (len(each.unique()) for each in (present, coming))
+    changed = len(set(present.flatten().tolist()) & set(coming.flatten().tolist()))
+    assert changed
+    assert sent == [
+        ("lookup", (8 + row) * ahead),
+        ("lookup", (8 + row) * n),
+        ("push", (8 + row) * n),
+        ("answer", (8 + row) * changed),
+    ]

@@ -104,8 +104,9 @@ bench-records: install ## 2 GiB of records read shuffled, against in order, and 
 bench-checkpoint: install ## saving and loading 500 MB, beside torch.save, torch.distributed.checkpoint and torch.load
 	$(RUN:-m=) benchmarks/checkpoint.py --json build/checkpoint.json
 
-stress-checkpoint: install ## 200 kills of all ranks at random instants, 1,000 flipped bits, 100 truncations; some minutes
+stress-checkpoint: install ## 200 kills of all ranks at random instants, 30 that go on with another division of the model, 1,000 flipped bits, 100 truncations; some minutes
 	$(RUN) tests.faults.kill_loop --kills 200
+	$(RUN) tests.faults.mesh_kill_loop --kills 30
 	EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flipped or truncated" tests/unit/checkpoint/test_checkpointer.py
 
 stress-parameter-servers: install ## 50 kills of random workers and servers of a training, every sample counted; some minutes

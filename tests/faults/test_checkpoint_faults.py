@@ -57,6 +57,17 @@ def test_kills_at_random_instants_lose_nothing_but_what_was_not_committed(fresh_
     assert "equal to the undisturbed one" in done.stdout
 
 
+@pytest.mark.extended
+def test_killed_runs_go_on_with_another_division_of_the_model(fresh_seed: int):
+    """Some of the 30 of `make stress-checkpoint`: FSDP2, HSDP, tensor parallelism, both, one process."""
+    command = [sys.executable, "-m", "tests.faults.mesh_kill_loop", "--seed", str(fresh_seed)]
+    command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "3")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "samples exact, parameters within" in done.stdout
+    assert "killed and resumed on themselves: the same bits" in done.stdout
+
+
 def test_a_crashed_run_is_restarted_and_resumes_by_itself(tmp_path: Path):
     """`--max-restarts`: rank 1 is killed in step 7. That such an end has the right bits is shown by the kills above."""
     crashed = start(tmp_path, [*FLAGS, "--max-restarts", "1", "script.py", "runs", "12"], TRAIN, CRASH_AT="7")

@@ -4,10 +4,11 @@ Read in this order; each imports only from those that stand below it:
 
 - `checkpointer`: `Checkpointer`, the public class: when to save, when to stop, how to resume.
 - `rehearsal`: what `evenstep verify --resume` makes a script's own `Checkpointer` do.
-- `tools`: the sub-commands of `evenstep checkpoint`.
+- `tools`: the sub-commands of `evenstep checkpoint` that look at checkpoints; `exchange` and `dcp`: those that exchange
+  them with other programs.
 - `save/`: the way of a save: `commit` (all of it), `snapshot` (copies to memory), `writer` (the thread), `stopping`.
 - `load/`: the way back: `restore` (all of it), `compare` (does it fit?), `reader` (every byte confirmed), `in_place`.
 - `storage/`: `storage` (the seam), `directory` (which folders are checkpoints), `lease` (one job per directory).
-- `format/`: the files, pure: `tree` (state to JSON and tensors), `plan` (which rank writes what), `payload` and
-  `manifest` (the bytes), `random_streams`.
+- `format/`: the files, pure: `tree` (state to JSON and tensors), `plan` (which rank writes what), `regions` (which
+  elements of a divided tensor a rank holds), `payload` and `manifest` (the bytes), `random_streams`.
 """

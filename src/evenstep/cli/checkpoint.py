@@ -1,11 +1,13 @@
-"""`evenstep checkpoint`: look at checkpoints, compare them, exchange them with plain torch files."""
+"""`evenstep checkpoint`: look at checkpoints, compare them, exchange them with other programs."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+import json
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from evenstep.checkpoint import tools
+from evenstep.checkpoint import exchange, tools
 from evenstep.cli.arguments import Parser, number
 from evenstep.errors import CheckpointError
 
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def build_parser() -> Parser:
     """The parser of what follows `evenstep checkpoint`."""
-    description = "Look at checkpoints, compare them, exchange them with plain torch files."
+    description = "Look at checkpoints, compare them, exchange them with other programs."
     parser = Parser(prog="evenstep checkpoint", description=description)
     actions = parser.add_subparsers(title="actions", dest="action", required=True, metavar="action")
 
@@ -41,7 +43,9 @@ def build_parser() -> Parser:
     listed = action("list", "one line for each checkpoint of a run", step="")
     shown = action("show", "what a checkpoint holds: objects, tensors, files, metrics, versions")
     verified = action("verify", "read every byte; exit status 74 if something is wrong", step="only this one")
-    exported = action("export", "write objects to one file that torch.load reads")
+    exported = action("export", "write objects to files of torch, safetensors or torch.distributed.checkpoint")
+    for each in (listed, shown, verified):
+        each.add_argument("--json", action="store_true", help="print JSON, for programs")
     for each in (listed, shown, verified, exported):
         each.add_argument("directory", help="of a run, or of one checkpoint")
     compared = action(
@@ -50,12 +54,26 @@ def build_parser() -> Parser:
     compared.add_argument("--second-step", type=number, metavar="N", help="of the second")
     compared.add_argument("first", help="directory of a run, or of one checkpoint")
     compared.add_argument("second", help="the same")
-    exported.add_argument("file", help="a new file")
-    exported.add_argument("--object", metavar="NAME", help="only the state of this object (default: of all)")
-    imported = action(
-        "import", "make a checkpoint out of a file of torch.save", step="number it so; else as the file says"
+    exported.add_argument("file", help="a new file: of safetensors if it ends so, else one that torch.load reads")
+    exported.add_argument(
+        "--object", metavar="NAME", help="only the state of this object (default: of all; in safetensors: the model)"
     )
-    imported.add_argument("file", help="tensors and plain data only: it is read with weights_only=True")
+    form = exported.add_mutually_exclusive_group()
+    form.add_argument(
+        "--max-shard-size",
+        type=num_bytes,
+        metavar="SIZE",
+        help="make a directory with safetensors of at most this size, 5GB or 500MB, and their index for model hubs",
+    )
+    form.add_argument("--dcp", action="store_true", help="make a directory of torch.distributed.checkpoint")
+    imported = action(
+        "import", "make a checkpoint out of files of other programs", step="number it so; else as the file says"
+    )
+    imported.add_argument(
+        "file",
+        help="of torch.save or safetensors; or a directory of safetensors or torch.distributed.checkpoint. Only "
+        "tensors and plain data are read",
+    )
     imported.add_argument("directory", help="of the run to make")
     imported.add_argument("--object", metavar="NAME", help="the file is the state of this object")
     unlocked = action("unlock", "remove the lock of a job that is gone, and can't be seen from here", step="")
@@ -65,22 +83,54 @@ def build_parser() -> Parser:
 
 def _act(args: Namespace) -> int:
     if args.action == "list":
+        if args.json:
+            return _print_json(tools.list_checkpoints(args.directory))
         return _print(tools.list_lines(args.directory))
     if args.action == "show":
+        if args.json:
+            return _print_json(tools.show_checkpoint(args.directory, args.step))
         return _print(tools.show_lines(args.directory, args.step))
     if args.action == "verify":
-        lines, all_well = tools.verify(args.directory, args.step)
-        _print(lines)
-        return 0 if all_well else CheckpointError.exit_code
+        findings = tools.verify(args.directory, args.step)
+        if args.json:
+            _print_json(findings)
+        else:
+            _print(line for folder, lines in findings.items() for line in lines or [f"{folder}: whole"])
+        return CheckpointError.exit_code if any(findings.values()) else 0
     if args.action == "diff":
         lines = tools.difference_lines(args.first, args.second, args.step, args.second_step)
         _print(lines or ["no difference"])
         return 1 if lines else 0
     if args.action == "export":
-        return _print([tools.export(args.directory, args.file, args.step, args.object)])
+        shown = exchange.export(
+            args.directory,
+            args.file,
+            args.step,
+            args.object,
+            max_shard_bytes=args.max_shard_size,
+            as_dcp=args.dcp,
+        )
+        return _print([shown])
     if args.action == "unlock":
         return _print([tools.unlock(args.directory)])
-    return _print([tools.import_file(args.file, args.directory, args.object, args.step)])
+    return _print([exchange.import_file(args.file, args.directory, args.object, args.step)])
+
+
+def num_bytes(text: str) -> int:
+    """A size such as 5GB, 500MB or 2GiB, in bytes.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    for unit, size in {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}.items():
+        digits = text.upper().removesuffix(unit).strip()
+        if digits.isdigit() and digits.isascii() and text.upper().endswith(unit) and int(digits):
+            return int(digits) * size
+    raise ArgumentTypeError(f"{text!r} is no size; write 5GB, 500MB or 2GiB")
+
+
+def _print_json(content: Any) -> int:
+    return _print([json.dumps(content, indent=2)])
 
 
 def _print(lines: Iterable[str]) -> int:

@@ -77,6 +77,11 @@ NAMES = (
     PrivateName("torch._utils:_unflatten_dense_tensors", "one tensor as several: module buffers"),
     PrivateName("torch:_amp_foreach_non_finite_check_and_unscale_", "what a GradScaler calls: sharded gradients"),
     PrivateName("torch:UntypedStorage._free_weak_ref", "frees weak references when python ends"),
+    PrivateName(
+        "torch.distributed.tensor.placement_types:_StridedShard",
+        "how FSDP2 divides what tensor parallelism has divided",
+        "an ImportError when a DTensor is saved",
+    ),
     # torch_modules
     PrivateName("torch.nn.modules.batchnorm:_BatchNorm", "the base of all batch normalisations"),
     PrivateName("torch.nn.modules.batchnorm:_NormBase._load_from_state_dict", "how a normalisation loads its state"),

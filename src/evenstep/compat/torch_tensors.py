@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
 import torch
 from torch import Tensor, UntypedStorage
 from torch._utils import _flatten_dense_tensors as flatten_dense
 from torch._utils import _unflatten_dense_tensors as unflatten_dense
 from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 has_storage = torch._C._has_storage
 disabled_dispatch = torch._C._disabled_torch_dispatch_impl
@@ -26,14 +33,80 @@ def weak_storage(storage: UntypedStorage) -> StorageWeakRef:
     return reference
 
 
+# DTensors. Who makes them has imported `torch.distributed.tensor`; here it is only used once it is there.
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether a value is a DTensor."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def split_of(placement: Any) -> tuple[int | None, int] | None:
+    """How a placement divides a tensor.
+
+    Returns:
+        (dimension, split factor); (None, 1): all ranks have the same; None: each has a summand.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    if isinstance(placement, _StridedShard):  # no Shard since torch 2.11
+        return placement.dim, int(placement.split_factor)
+    if isinstance(placement, Shard):
+        return placement.dim, 1
+    return (None, 1) if isinstance(placement, Replicate) else None
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh is a slice of; itself if it is no slice."""
+    return mesh._get_root_mesh()
+
+
+def local_part(value: DTensor) -> Tensor:
+    """This rank's part of a DTensor, which shares its memory; any pending communication has ended."""
+    local: Tensor = value.to_local()
+    return local.detach()
+
+
+def wrapped_like(like: DTensor, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A DTensor of this rank's part, on the mesh of another one; with its placements if it has the same shape.
+
+    Args:
+        like: It has the mesh, and the device of the parts.
+        local: This rank's part; or the whole, the same on all ranks, if `like` has another shape.
+        shape: Of the whole.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    is_like = tuple(like.shape) == shape
+    placements = like.placements if is_like else [Replicate()] * like.device_mesh.ndim
+    strides = [1] * len(shape)
+    for dim in reversed(range(len(shape) - 1)):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return DTensor.from_local(
+        local.to(local_part(like).device),
+        like.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=tuple(strides),
+    )
+
+
 __all__ = [
     "StorageWeakRef",
     "disabled_dispatch",
     "disabled_function",
     "flatten_dense",
     "has_storage",
+    "is_dtensor",
+    "local_part",
     "make_wrapper_subclass",
+    "root_mesh",
+    "split_of",
     "unflatten_dense",
     "unscale",
     "weak_storage",
+    "wrapped_like",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from itertools import pairwise
@@ -115,7 +116,7 @@ def specs(*shapes: tuple[int, ...]) -> tuple[ParameterSpec, ...]:
 def test_formulas_by_hand() -> None:
     """Two parameters of 1 MiB and one of 4 bytes, AdamW, on 4 ranks."""
     sizes = Sizes(specs((512, 512), (512, 512), (1,)), 100, 2 * (2 * 1048576 + 4), 5000, 10)
-    one, ddp, sharded, second, fsdp = footprints(sizes, [4])
+    one, ddp, sharded, second, hsdp, fsdp, tensor, all_tensor = footprints(sizes, [4])
     mib = 1 << 20
     assert (one.parameters, one.gradients, one.optimizer) == (2 * mib + 104, 2 * mib + 4, 4 * mib + 8)
     # The small parameter takes a line of 64 bytes; it comes first, and the next one travels with it.
@@ -127,7 +128,14 @@ def test_formulas_by_hand() -> None:
     assert second.passing == 3 * (mib + 256)
     assert fsdp.parameters == 2 * 128 * 512 * 4 + 4 + 100
     assert fsdp.optimizer == pytest.approx(mib, rel=1e-3)
-    assert {row.activations for row in (one, ddp, sharded, second, fsdp)} == {5000}
+    assert (hsdp.name, hsdp.parameters, hsdp.gradients) == ("HSDP 2 x 2", mib + 4 + 100, mib + 4)
+    assert hsdp.optimizer == pytest.approx(2 * mib, rel=1e-3)
+    assert hsdp.passing == fsdp.passing == 3 * (2 * mib + 4)
+    # Tensor parallelism divides the matrices, and FSDP2 what is left of them among the other two.
+    assert (tensor.name, tensor.parameters) == ("tensor 2 x FSDP2 2", 2 * 128 * 512 * 4 + 4 + 100)
+    assert tensor.passing == 3 * (mib + 4)
+    assert (all_tensor.name, all_tensor.parameters, all_tensor.passing) == ("tensor 4", mib // 2 + 4 + 100, 0)
+    assert {row.activations for row in (one, ddp, sharded, second, hsdp, fsdp, tensor)} == {5000}
 
 
 def test_what_must_hold_for_any_model(fresh_seed: int) -> None:
@@ -143,7 +151,11 @@ def test_what_must_hold_for_any_model(fresh_seed: int) -> None:
         assert rows["sharded"].gradients >= rows["sharded, stage 2"].gradients >= sizes.parameter_bytes // n
         assert n * rows["sharded"].optimizer >= sizes.state_bytes
         assert rows["FSDP2"].parameters * n >= sizes.parameter_bytes
-        assert [row.num_ranks for row in footprints(sizes, [n])] == [1, n, n, n, n]
+        halves = {row.mesh.get("shard"): row for row in footprints(sizes, [n]) if row.way in ("HSDP", "FSDP2")}
+        assert all(one.parameters >= two.parameters for one, two in pairwise(halves[key] for key in sorted(halves)))
+        for row in footprints(sizes, [n]):
+            assert row.num_ranks == (1 if row.way == "one rank" else n)
+            assert not row.mesh or math.prod(row.mesh.values()) == n
 
 
 def test_one_rank_divides_nothing() -> None:
@@ -178,13 +190,29 @@ def test_enough() -> None:
 def test_each_way_is_the_next_one_when_the_one_before_does_not_fit() -> None:
     billion = Sizes(specs(*[(4096, 4096)] * 60), 0, 8 * 60 * 4096 * 4096, 0, largest_unit_bytes=4 * 4096 * 4096)
     totals = {way: footprint(billion, way, 8).total for way in WAYS}
-    ways = ["DDP", "sharded", "sharded, stage 2", "FSDP2"]
+    ways = ["DDP", "sharded", "sharded, stage 2", "HSDP", "FSDP2", "tensor"]
     assert sorted(ways, key=lambda way: -totals[way]) == ways  # type: ignore[index]
     assert "DDP is enough" in said(billion, 8, totals["DDP"])
-    assert "ShardedOptimizer(model, ...) needs" in said(billion, 8, totals["sharded"])
-    assert "shard_gradients=True) needs" in said(billion, 8, totals["sharded, stage 2"])
-    assert "fully_shard needs" in said(billion, 8, totals["FSDP2"])
-    assert "FSDP2 is enough from 16 ranks on" in said(billion, 8, totals["FSDP2"] - 1)
+    for way, name, lines in [
+        ("sharded", "sharded", "evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=...)"),
+        ("sharded, stage 2", "sharded, stage 2", "torch.optim.AdamW, lr=..., shard_gradients=True)"),
+        (
+            "HSDP",
+            "HSDP 2 x 4",
+            'mesh={"replicate": 2, "shard": 4}) as world:         model = evenstep.parallelize(model, world)',
+        ),
+        ("FSDP2", "FSDP2", 'mesh={"shard": 8}) as world:         model = evenstep.parallelize(model, world)'),
+        (
+            "tensor",
+            "tensor 2 x FSDP2 4",
+            'mesh={"shard": 4, "tensor": 2}) as world:         model = evenstep.parallelize(model',
+        ),
+    ]:
+        told = said(billion, 8, totals[way])  # type: ignore[index]
+        assert f"{name} needs {totals[way] / GIB:,.2f} GiB: it is enough." in told  # type: ignore[index]
+        assert lines in told
+    least = min(row.total for row in footprints(billion, [8]))
+    assert "FSDP2 is enough from 16 ranks on" in said(billion, 8, least - 1)
 
 
 def test_activations_are_divided_by_no_way() -> None:
@@ -197,7 +225,10 @@ def test_activations_are_divided_by_no_way() -> None:
 
 
 def test_a_layer_that_does_not_fit() -> None:
-    assert "tensor parallelism" in said(Sizes(specs((65536, 65536)), 0, 8 * 65536**2, 0), 8, GIB)
+    assert "tensor 8 x FSDP2 8 is enough, on 64 ranks" in said(
+        Sizes(specs((65536, 65536)), 0, 8 * 65536**2), 8, 7 * GIB
+    )
+    assert "smaller blocks, or between layers" in said(Sizes(specs((65536, 65536)), 0, 8 * 65536**2), 8, GIB)
 
 
 # ---------------------------------------------------------------------- the commands
@@ -235,7 +266,10 @@ def test_estimate(built: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"{64 * 256 + 256 + 2560 + 10:,} trained parameters, 64 samples a rank" in text
     assert "2 ranks: DDP is enough" in text
     report = json.loads(out.read_text())
-    assert [row["way"] for row in report["rows"]] == [*WAYS, *WAYS[1:]]
+    named = [(row["way"], row["num_ranks"]) for row in report["rows"]]
+    assert {way for way, count in named if count == 2} == set(WAYS) - {"one rank", "HSDP"}, "2 can't be divided twice"
+    assert {way for way, count in named if count == 8} == set(WAYS) - {"one rank"}
+    assert report["rows"][-1]["mesh"] == {"shard": 1, "tensor": 8}
     assert report["memory_bytes"] == 1 << 20
 
 

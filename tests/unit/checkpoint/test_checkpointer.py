@@ -20,7 +20,7 @@ from torch import nn
 
 import evenstep
 from evenstep import World
-from evenstep.checkpoint import tools
+from evenstep.checkpoint import exchange
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.load.reader import check_checkpoint
 from evenstep.checkpoint.save.commit import Saver
@@ -544,7 +544,7 @@ def test_an_export_to_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, saved
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(CheckpointError, match=r"all\.pt could not be written: unexpected pos"):
-        tools.export(str(saved), str(tmp_path / "all.pt"), None, None)
+        exchange.export(str(saved), str(tmp_path / "all.pt"), None, None)
     assert not (tmp_path / "all.pt").exists()
 
 

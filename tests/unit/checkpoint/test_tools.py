@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evenstep import World
-from evenstep.checkpoint import tools
+from evenstep.checkpoint import exchange, tools
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.errors import CheckpointError
 
@@ -52,7 +52,7 @@ def test_an_export_is_read_without_trust_also_where_the_state_has_something_of_n
         "size": torch.Size([2]),
     }
     path = save(tmp_path / "run", state)
-    tools.export(path, str(tmp_path / "all.pt"), None, None)
+    exchange.export(path, str(tmp_path / "all.pt"), None, None)
     found = torch.load(tmp_path / "all.pt", weights_only=True)["notes"]
     assert torch.equal(found["array"], torch.arange(3))
     assert torch.equal(found["zero"], torch.tensor(2))

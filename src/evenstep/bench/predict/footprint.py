@@ -12,10 +12,16 @@
     sharded           V + F          B            S / n       the same
     sharded, stage 2  V + F          B / n        S / n       buckets that are lent: b, and what has not been packed
     FSDP2             P / n + F      P / n        S / n       two units gathered and one of gradients: 3 U
+    HSDP, s of n      P / s + F      P / s        S / s       the same
+    tensor, t of n    T / n + F      T / n        S T / P n   the same of a unit that is divided by t
 
 Gradients of `DistributedDataParallel` are views of buckets, so they are counted once; torch's has both unless it is
 given `gradient_as_bucket_view`. Buckets of a sharded optimizer are padded so that ranks have equal shards
-(`replica/gradients/buckets/layout.py`). FSDP2 divides every parameter along its first dimension. Activations are
+(`replica/gradients/buckets/layout.py`). FSDP2 divides every parameter along its first dimension. HSDP does that among s
+ranks, and n / s such groups have the same. Tensor parallelism by t is taken with FSDP2 among the other n / t ranks. It
+divides matrices, and not vectors such as those of normalisation, of which every tensor rank has its own: T is what that
+makes of P. What a plan really divides is the user's choice. Activations are counted as a whole there, too: those
+between divided layers are on every tensor rank. Activations are
 what autograd has saved for the backward pass when the forward pass ends; workspaces of single operations, the
 allocator's reserve and libraries (a GPU's context takes about half a gigabyte) come on top.
 """
@@ -24,23 +30,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, get_args
 
 from evenstep.errors import ConfigurationError
 from evenstep.replica.gradients.buckets.layout import BucketPolicy, Layout, ParameterSpec, Sharding, plan_layout
 
-Way = Literal["one rank", "DDP", "sharded", "sharded, stage 2", "FSDP2"]
+Way = Literal["one rank", "DDP", "sharded", "sharded, stage 2", "HSDP", "FSDP2", "tensor"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
 _NUM_LENT = 2
-_HOW: dict[Way, str] = {
-    "one rank": "one process",
-    "DDP": "evenstep.DistributedDataParallel(model)",
-    "sharded": "evenstep.ShardedOptimizer(model, ...)",
-    "sharded, stage 2": "evenstep.ShardedOptimizer(model, ..., shard_gradients=True)",
-    "FSDP2": "torch.distributed.fsdp.fully_shard",
-}
+_MOST_TENSOR_RANKS = 8  # beyond the GPUs of a node, what travels within a layer takes longer than the layer
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Footprint:
     Attributes:
         way: How the work is divided.
         num_ranks: Over how many.
+        mesh: Sizes of the mesh of ranks by name; {}: it needs none.
         parameters: With frozen ones and module buffers.
         gradients: That stay between backward pass and optimizer; where they are views, the buckets.
         optimizer: State.
@@ -100,6 +101,37 @@ class Footprint:
     optimizer: int
     passing: int
     activations: int
+    mesh: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For people: "HSDP 2 x 4"."""
+        sizes = [size for name, size in self.mesh.items() if size > 1 or name == "shard"]
+        if self.way == "HSDP":
+            return f"HSDP {' x '.join(map(str, sizes))}"
+        if self.way == "tensor":
+            return f"tensor {self.mesh['tensor']}" + (
+                f" x FSDP2 {self.mesh['shard']}" if self.mesh["shard"] > 1 else ""
+            )
+        return self.way
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of a script that divide the work so; the optimizer is made behind them."""
+        if self.way == "one rank":
+            return []
+        if not self.mesh:
+            wrapped = ["with evenstep.init() as world:", "    model = evenstep.DistributedDataParallel(model)"]
+            if self.way == "DDP":
+                return wrapped
+            stage = ", shard_gradients=True" if self.way == "sharded, stage 2" else ""
+            return [*wrapped, f"    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=...{stage})"]
+        sizes = ", ".join(f'"{name}": {size}' for name, size in self.mesh.items() if size > 1 or name == "shard")
+        plan = ", tensor_plan={...}" if self.way == "tensor" else ""
+        return [
+            f"with evenstep.init(mesh={{{sizes}}}) as world:",
+            f"    model = evenstep.parallelize(model, world{plan})",
+        ]
 
     @property
     def total(self) -> int:
@@ -111,7 +143,9 @@ class Footprint:
         return {**asdict(self), "total": self.total}
 
 
-def footprint(sizes: Sizes, way: Way, num_ranks: int, policy: BucketPolicy | None = None) -> Footprint:
+def footprint(
+    sizes: Sizes, way: Way, num_ranks: int, policy: BucketPolicy | None = None, *, inner: int | None = None
+) -> Footprint:
     """What a rank needs; see [Note: what lies where].
 
     Args:
@@ -119,6 +153,8 @@ def footprint(sizes: Sizes, way: Way, num_ranks: int, policy: BucketPolicy | Non
         way: How the work is divided.
         num_ranks: Over how many.
         policy: Sizes of buckets; None: evenstep's.
+        inner: For "HSDP": over how many ranks parameters are sharded. For "tensor": over how many layers are divided.
+            None: over half of the ranks, or 2.
 
     Raises:
         ConfigurationError: No such way, or number of ranks.
@@ -131,11 +167,8 @@ def footprint(sizes: Sizes, way: Way, num_ranks: int, policy: BucketPolicy | Non
     if way == "one rank" or num_ranks == 1:
         # Nothing travels, nothing is divided, and gradients stay where autograd has put them.
         return _row(sizes, way, 1, sizes.parameter_bytes, sizes.parameter_bytes, sizes.state_bytes, 0)
-    if way == "FSDP2":
-        mine = sum(_dim0_share(spec, num_ranks) for spec in sizes.parameters)
-        unit = sizes.largest_unit_bytes or sizes.parameter_bytes
-        state = math.ceil(sizes.state_bytes * mine / max(1, sizes.parameter_bytes))
-        return _row(sizes, way, num_ranks, mine, mine, state, 3 * unit)
+    if way in ("FSDP2", "HSDP", "tensor"):
+        return _fully_sharded(sizes, way, num_ranks, inner)
     if way == "DDP":
         buckets = _bucket_bytes(_layout(sizes.parameters, policy, 1))
         return _row(
@@ -153,6 +186,31 @@ def footprint(sizes: Sizes, way: Way, num_ranks: int, policy: BucketPolicy | Non
         return _row(sizes, way, num_ranks, values, sum(buckets), state, largest)
     lent = largest * min(_NUM_LENT, len(buckets))
     return _row(sizes, way, num_ranks, values, sum(buckets) // num_ranks, state, lent + largest)
+
+
+def _fully_sharded(sizes: Sizes, way: Way, num_ranks: int, inner: int | None) -> Footprint:
+    """FSDP2 alone, among a part of the ranks, or of what tensor parallelism has left."""
+    inner = inner or (max(2, num_ranks // 2) if way == "HSDP" else 2)
+    if way != "FSDP2" and num_ranks % inner:
+        raise ConfigurationError(f"{way} by {inner} on {num_ranks} ranks: {inner} must divide {num_ranks}.")
+    tensor = inner if way == "tensor" else 1
+    shard = inner if way == "HSDP" else num_ranks // tensor
+    divided = [_tensor_share(spec, tensor) for spec in sizes.parameters]
+    mine = sum(_dim0_share(spec, shard) for spec in divided)
+    unit = sizes.largest_unit_bytes or sizes.parameter_bytes
+    whole = max(1, sizes.parameter_bytes)
+    unit = math.ceil(unit * sum(spec.numel * spec.dtype.itemsize for spec in divided) / whole)
+    state = math.ceil(sizes.state_bytes * mine / whole)
+    mesh = {"replicate": num_ranks // inner, "shard": inner} if way == "HSDP" else {"shard": shard}
+    row = _row(sizes, way, num_ranks, mine, mine, state, 3 * unit if shard > 1 else 0)
+    return replace(row, mesh=mesh if way != "tensor" else {**mesh, "tensor": tensor})
+
+
+def _tensor_share(spec: ParameterSpec, tensor: int) -> ParameterSpec:
+    """What a tensor rank has of a parameter: a part of a matrix' rows, and all of a vector."""
+    if len(spec.shape) < 2:
+        return spec
+    return replace(spec, shape=(math.ceil(spec.shape[0] / tensor), *spec.shape[1:]))
 
 
 def _row(
@@ -177,8 +235,23 @@ def _dim0_share(spec: ParameterSpec, num_ranks: int) -> int:
 
 def footprints(sizes: Sizes, num_ranks: Sequence[int], policy: BucketPolicy | None = None) -> list[Footprint]:
     """All ways, on all numbers of ranks; one rank once."""
-    rows = [footprint(sizes, "one rank", 1, policy)]
-    return rows + [footprint(sizes, way, n, policy) for n in num_ranks if n > 1 for way in WAYS[1:]]
+    return [
+        footprint(sizes, "one rank", 1, policy),
+        *(row for n in num_ranks if n > 1 for row in _ways(sizes, n, policy)),
+    ]
+
+
+def _ways(sizes: Sizes, num_ranks: int, policy: BucketPolicy | None = None) -> list[Footprint]:
+    """All ways on so many ranks, in the order in which one tries them: what costs the least time comes first.
+
+    HSDP in groups of half of the ranks and of fewer, tensor parallelism by 2 and by more.
+    """
+    rows = [footprint(sizes, way, num_ranks, policy) for way in ("DDP", "sharded", "sharded, stage 2")]
+    parts = [size for size in range(2, num_ranks) if num_ranks % size == 0]
+    rows += [footprint(sizes, "HSDP", num_ranks, policy, inner=size) for size in parts]
+    rows += [footprint(sizes, "FSDP2", num_ranks, policy)]
+    tensors = [size for size in (*parts, num_ranks) if size <= _MOST_TENSOR_RANKS and size & (size - 1) == 0]
+    return rows + [footprint(sizes, "tensor", num_ranks, policy, inner=size) for size in tensors]
 
 
 # ---------------------------------------------------------------------- for people
@@ -193,48 +266,64 @@ def footprint_table(rows: Sequence[Footprint]) -> str:
     for row in rows:
         parts = (row.parameters, row.gradients, row.optimizer, row.passing, row.activations, row.total)
         received = " | ".join(f"{part / 2**20:,.1f}" for part in parts)
-        lines.append(f"| {row.way} | {row.num_ranks:,} | {received} |")
+        lines.append(f"| {row.name} | {row.num_ranks:,} | {received} |")
     return "\n".join(lines)
 
 
 def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
-    """Whether data parallelism is enough on so many ranks of so much memory, and what comes next if it isn't.
+    """Which way is enough on so many ranks of so much memory, and the lines of a script for it.
 
     Args:
         sizes: Of model, optimizer and batch.
         num_ranks: How many there are.
         memory_bytes: Of each.
     """
-    ways = WAYS[:1] if num_ranks == 1 else WAYS[1:]
-    rows = {way: footprint(sizes, way, num_ranks) for way in ways}
-    first = rows[ways[0]]
+    rows = [footprint(sizes, "one rank", 1)] if num_ranks == 1 else _ways(sizes, num_ranks)
+    first, last = rows[0], next((row for row in rows if row.way == "FSDP2"), rows[-1])
     has = f"{_size(memory_bytes)} of memory"
     if first.total <= memory_bytes:
-        lines = [f"{first.way} is enough: {_size(first.total)} of {has}."]
+        lines = [f"{first.name} is enough: {_size(first.total)} of {has}."]
         more = largest_batch(sizes, first.way, num_ranks, memory_bytes)
         if more is not None and more > sizes.num_samples:
             lines.append(f"A batch of {more:,} samples a rank would fit, instead of {sizes.num_samples:,}.")
-        return lines
-    lines = [f"{first.way} needs {_size(first.total)} of {has}: it is not enough."]
-    for row in list(rows.values())[1:]:
+        return [*lines, *_code(first)]
+    lines = [f"{first.name} needs {_size(first.total)} of {has}: it is not enough."]
+    warning = _activations_warning(sizes, last, num_ranks, memory_bytes)
+    for row in rows[1:]:
         if row.total <= memory_bytes:
-            return [*lines, f"What comes next: {_HOW[row.way]} needs {_size(row.total)}. It is enough."]
-        lines.append(f"{row.way} needs {_size(row.total)}: not enough either.")
-    last = rows[ways[-1]]
-    if last.activations > memory_bytes / 2:
-        share = f"{last.activations / last.total:.0%} are activations, which no way divides"
-        lines.append(f"{share}: take a smaller batch, or torch.utils.checkpoint, which computes them twice.")
-        less = largest_batch(sizes, last.way, num_ranks, memory_bytes)
-        if less:
-            lines.append(f"With {last.way} a batch of {less:,} samples a rank fits; accumulate over microbatches.")
+            return [*lines, f"{row.name} needs {_size(row.total)}: it is enough.", *_code(row), *warning]
+        lines.append(f"{row.name} needs {_size(row.total)}: not enough either.")
+    lines += warning
     enough = next((n for n in _doublings(num_ranks) if footprint(sizes, "FSDP2", n).total <= memory_bytes), None)
     if enough is not None:
         lines.append(f"FSDP2 is enough from {enough:,} ranks on.")
     elif last.activations <= memory_bytes / 2:
-        lines.append(
-            "No number of ranks makes data parallelism enough: a unit that is gathered must fit. Divide within layers "
-            "(tensor parallelism, torch.distributed.tensor.parallel) or between them (torch.distributed.pipelining)."
+        more_ranks = next(
+            (row for n in _doublings(num_ranks) for row in _ways(sizes, n) if row.total <= memory_bytes), None
         )
+        if more_ranks is not None:
+            lines.append(f"{more_ranks.name} is enough, on {more_ranks.num_ranks:,} ranks.")
+        else:
+            lines.append(
+                "No number of ranks makes one of these enough: a unit that is gathered must fit. Divide the model into "
+                "smaller blocks, or between layers (torch.distributed.pipelining)."
+            )
+    return lines
+
+
+def _code(row: Footprint) -> list[str]:
+    return [f"    {line}" for line in row.lines]
+
+
+def _activations_warning(sizes: Sizes, row: Footprint, num_ranks: int, memory_bytes: int) -> list[str]:
+    """What to do about activations, where they are the larger part of the memory; else nothing."""
+    if row.activations <= memory_bytes / 2:
+        return []
+    share = f"{row.activations / row.total:.0%} of {row.name} are activations, which none of these divides"
+    lines = [f"{share}: take a smaller batch, or torch.utils.checkpoint, which computes them twice."]
+    less = largest_batch(sizes, row.way, num_ranks, memory_bytes)
+    if less:
+        lines.append(f"With {row.way} a batch of {less:,} samples a rank fits; accumulate over microbatches.")
     return lines
 
 

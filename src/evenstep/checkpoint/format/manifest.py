@@ -2,6 +2,9 @@
 
 The first line holds the format's version and a CRC-32 of everything behind that line, so that a flipped bit or a
 missing byte in the manifest itself is found too. All of it together is plain JSON.
+
+Version 2 adds `Part.sizes`, for tensors that are divided along another dimension than the first. A manifest is written
+as version 1 where it has none of these, so that an earlier evenstep reads it.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from evenstep.checkpoint.format.payload import torch_dtype
+from evenstep.checkpoint.format.regions import Shape, boxes_of_elements, is_consecutive, is_tiled, offsets_of
 
 NAME = "manifest.json"
-VERSION = 1
+VERSIONS = (1, 2)  # that are read
 MAX_BYTES = 1 << 28
 
 _FIRST_LINE = '{"evenstep_checkpoint": %d, "crc32": "%08x",\n'
@@ -27,7 +31,7 @@ _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive elements of a tensor, in one file.
+    """Consecutive elements of a tensor, or a box of it, in one file.
 
     Attributes:
         file: Its name.
@@ -35,6 +39,7 @@ class Part:
         start: First element of this part in the flattened tensor.
         numel: Number of elements in this part.
         crc32: Of the bytes.
+        sizes: Lengths of a box whose elements don't follow one another in the flattened tensor; None: they do.
     """
 
     file: str
@@ -42,6 +47,19 @@ class Part:
     start: int
     numel: int
     crc32: int
+    sizes: Shape | None = None
+
+    def boxes(self, shape: Shape) -> list[tuple[Shape, Shape, int]]:
+        """This part of a tensor of `shape` as boxes: (offsets, sizes, place among the part's elements)."""
+        if self.sizes is None:
+            return boxes_of_elements(shape, self.start, self.numel)
+        return [(offsets_of(shape, self.start), self.sizes, 0)]
+
+    def stored_shape(self, shape: Shape) -> Shape:
+        """The shape in the file of this part of a tensor of `shape`."""
+        if self.sizes is not None:
+            return self.sizes
+        return shape if self.numel == math.prod(shape) else (self.numel,)
 
 
 @dataclass(frozen=True)
@@ -51,7 +69,7 @@ class TensorEntry:
     Attributes:
         dtype: Its name, without "torch.".
         shape: Of the whole.
-        parts: Cover the tensor once, in order; one, unless its object is divided over the ranks.
+        parts: Cover the tensor once, in order of their first elements; one, unless it is divided over the ranks.
     """
 
     dtype: str
@@ -129,8 +147,16 @@ class Manifest:
 def encode(manifest: Manifest) -> bytes:
     """The file's content."""
     # JSON has no infinity: Python's reader and ours know it, which is enough for metrics.
-    rest = json.dumps(asdict(manifest), separators=(",", ":"))[1:].encode() + b"\n"
-    return (_FIRST_LINE % (VERSION, zlib.crc32(rest))).encode() + rest
+    content = asdict(manifest)
+    version = 1
+    for item in content["objects"].values():
+        for part in (part for tensor in item["tensors"].values() for part in tensor["parts"]):
+            if part["sizes"] is None:
+                del part["sizes"]
+            else:
+                version = 2
+    rest = json.dumps(content, separators=(",", ":"))[1:].encode() + b"\n"
+    return (_FIRST_LINE % (version, zlib.crc32(rest))).encode() + rest
 
 
 def decode(content: bytes) -> Manifest:
@@ -145,13 +171,15 @@ def decode(content: bytes) -> Manifest:
         raise ValueError("its first line is not that of a checkpoint")
     if int(found[2], 16) != zlib.crc32(rest):
         raise ValueError(f"its checksum is {zlib.crc32(rest):08x}, and {found[2].decode()} is written in it")
-    if int(found[1]) != VERSION:
-        raise ValueError(f"it has version {int(found[1])} of the format; this evenstep reads version {VERSION}")
+    if int(found[1]) not in VERSIONS:
+        raise ValueError(
+            f"it has version {int(found[1])} of the format; this evenstep reads up to version {VERSIONS[-1]}"
+        )
     try:
         manifest = _build(json.loads(b"{" + rest))
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it lacks something ({type(error).__name__}: {error})") from None
-    _validate(manifest)
+    validate(manifest)
     return manifest
 
 
@@ -162,7 +190,7 @@ def _build(found: Mapping[str, Any]) -> Manifest:
             key: TensorEntry(
                 dtype=str(tensor["dtype"]),
                 shape=tuple(tensor["shape"]),
-                parts=tuple(Part(**part) for part in tensor["parts"]),
+                parts=tuple(_part(part) for part in tensor["parts"]),
             )
             for key, tensor in item["tensors"].items()
         }
@@ -179,9 +207,15 @@ def _build(found: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _validate(manifest: Manifest) -> None:
+def _part(found: Mapping[str, Any]) -> Part:
+    sizes = found.get("sizes")
+    return Part(**{**found, "sizes": None if sizes is None else tuple(sizes)})
+
+
+def validate(manifest: Manifest) -> None:
     """Raise ValueError where a manifest is inconsistent: it may come from anywhere, with a valid checksum."""
     counts: list[object] = [manifest.step, manifest.world_size]
+    boxed: dict[str, TensorEntry] = {}
     for name, file in manifest.files.items():
         if not _SAFE_NAME.fullmatch(name) or name == NAME:
             raise ValueError(f"it names the file {name[:80]!r}, which is no plain name inside its folder")
@@ -193,15 +227,44 @@ def _validate(manifest: Manifest) -> None:
         for name, tensor in item.tensors.items():
             counts += [*tensor.shape]
             itemsize = torch_dtype(tensor.dtype).itemsize
-            end = 0
             for part in tensor.parts:
                 counts += [part.start, part.numel, part.crc32]
                 if part.file not in manifest.files:
                     raise ValueError(f"{owner}/{name} lies in {part.file[:80]!r}, which isn't listed")
                 if type(part.numel) is int and part.numel * itemsize > manifest.files[part.file].bytes:
                     raise ValueError(f"{owner}/{name} is larger than its file")
-                end = end + part.numel if part.start == end else -1
-            if end != tensor.numel:
+                counts += part.sizes or ()
+            if any(part.sizes is not None for part in tensor.parts):
+                boxed[f"{owner}/{name}"] = tensor
+            elif not _is_covered(tensor):
                 raise ValueError(f"the parts of {owner}/{name} don't make up its {tensor.numel} elements")
     if not all(type(count) is int and count >= 0 for count in counts):
         raise ValueError("it has a count that is no whole number of at least 0")
+    for name, tensor in boxed.items():
+        if not _is_tiled_by_boxes(tensor):
+            raise ValueError(f"the parts of {name} don't make up its {tensor.numel} elements")
+
+
+def _is_covered(tensor: TensorEntry) -> bool:
+    """Whether parts without boxes hold each element of a tensor once."""
+    end = 0
+    for part in tensor.parts:
+        end = end + part.numel if part.start == end else -1
+    return end == tensor.numel
+
+
+def _is_tiled_by_boxes(tensor: TensorEntry) -> bool:
+    """Whether parts, some of them boxes, hold each element of a tensor once."""
+    boxes: list[tuple[Shape, Shape]] = []
+    for part in tensor.parts:
+        if part.sizes is not None and (
+            len(part.sizes) != len(tensor.shape)
+            or math.prod(part.sizes) != part.numel
+            or part.start >= tensor.numel
+            or is_consecutive(tensor.shape, part.sizes)
+        ):
+            return False
+        if part.start + part.numel > tensor.numel:
+            return False
+        boxes += [(offsets, sizes) for offsets, sizes, _ in part.boxes(tensor.shape)]
+    return is_tiled(tensor.shape, boxes)

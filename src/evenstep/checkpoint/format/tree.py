@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.compat.torch_modules import compiled_module
+from evenstep.compat.torch_tensors import is_dtensor, local_part, split_of
 from evenstep.errors import ConfigurationError
 
 _PLAIN_TENSORS = {Tensor, nn.Parameter, nn.Buffer}
@@ -196,6 +197,13 @@ def _put(tensor: Tensor, path: tuple[Any, ...], tensors: dict[str, Tensor]) -> s
 
 def _validate_tensor(tensor: Tensor, path: tuple[Any, ...]) -> None:
     problem = None
+    if is_dtensor(tensor):
+        if any(split_of(placement) is None for placement in tensor.placements):
+            raise ConfigurationError(
+                f"{shown(path)} is a DTensor of placements {tensor.placements}: each rank has a summand of it, and no "
+                f"part. Redistribute it before it is saved."
+            )
+        tensor = local_part(tensor)
     if type(tensor) not in _PLAIN_TENSORS:
         problem = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
     elif tensor.layout is not torch.strided:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from evenstep.checkpoint.format import manifest as manifests
 from evenstep.checkpoint.format import payload
-from evenstep.checkpoint.format.manifest import Manifest, ObjectEntry, Part
+from evenstep.checkpoint.format.manifest import Manifest, ObjectEntry, Part, TensorEntry
 from evenstep.checkpoint.format.payload import Entry, bytes_of
 from evenstep.checkpoint.format.tree import unflatten
+from evenstep.checkpoint.load.layouts import Copy, Layout, plain, plan_copies
 from evenstep.checkpoint.storage.directory import DamagedError, UnreadableError, read_manifest, why_unread
 from evenstep.checkpoint.storage.storage import Reader, Storage
 
@@ -26,6 +27,8 @@ _NUM_THREADS = 2
 
 # By object and tensor name: the memory into which a tensor is read.
 Targets = Mapping[str, Mapping[str, Tensor]]
+# By object and tensor name: where this rank has its part of a DTensor.
+Layouts = Mapping[str, Mapping[str, Layout]]
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,18 @@ class _Wanted:
         part: Its place in the files.
         num_bytes: Its length.
         out: Memory to read into; None: only confirm the checksum.
+        copies: If not all of it goes to one place: read it to other memory, and copy this ...
+        memory: ... to here.
+        confirms: Whether this rank confirms the checksum, whatever its share is.
     """
 
     name: str
     part: Part
     num_bytes: int
     out: memoryview | None
+    copies: Sequence[Copy] = ()
+    memory: Tensor | None = None
+    confirms: bool = False
 
 
 def read_objects(
@@ -53,6 +62,7 @@ def read_objects(
     *,
     share: tuple[int, int] = (0, 1),
     targets: Targets = MappingProxyType({}),
+    layouts: Layouts = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Read the states of some objects, on the CPU.
 
@@ -65,6 +75,8 @@ def read_objects(
             on. All are confirmed when all these ranks have returned.
         targets: In-place targets. They appear in the states as they are: `fill` writes to them later; here their
             checksums are only confirmed.
+        layouts: Of DTensors, this rank's part alone is read. Every rank confirms all that it reads of them, so that
+            each part has been confirmed where each is some rank's.
 
     Raises:
         DamagedError: A file or a tensor isn't what was saved.
@@ -72,7 +84,7 @@ def read_objects(
     """
     check = _Check(storage, folder, manifest, share)
     wanted = {name: manifest.objects[name] for name in names}
-    tensors = check.read(wanted, targets)
+    tensors = check.read(wanted, targets, layouts)
     states = {}
     for name, item in wanted.items():
         known = tensors[name] | {alias: tensors[name][target] for alias, target in item.aliases.items()}
@@ -136,7 +148,9 @@ class _Check:
         self._report = report
         self._scratch = threading.local()
 
-    def read(self, objects: Mapping[str, ObjectEntry], targets: Targets) -> dict[str, dict[str, Tensor]]:
+    def read(
+        self, objects: Mapping[str, ObjectEntry], targets: Targets, layouts: Layouts = MappingProxyType({})
+    ) -> dict[str, dict[str, Tensor]]:
         """Read all tensors of some objects; unreadable ones hold anything if problems are only reported.
 
         Those with an in-place target are only confirmed.
@@ -145,15 +159,29 @@ class _Check:
         if not self._sizes_are_right(objects):
             return {owner: {} for owner in objects}
         for owner, item in objects.items():
-            known = targets.get(owner, {})
+            known, own = targets.get(owner, {}), layouts.get(owner, {})
             into[owner] = {
                 name: known[name]
                 if name in known
-                else torch.empty(tensor.shape, dtype=payload.torch_dtype(tensor.dtype), device="cpu")
+                else torch.empty(
+                    own[name].shape if name in own else tensor.shape,
+                    dtype=payload.torch_dtype(tensor.dtype),
+                    device="cpu",
+                )
                 for name, tensor in item.tensors.items()
             }
-        self._read_parts(objects, lambda owner, name: None if name in targets.get(owner, {}) else into[owner][name])
-        return into
+        self._read_parts(
+            objects, lambda owner, name: None if name in targets.get(owner, {}) else into[owner][name], layouts
+        )
+        return {
+            owner: {
+                name: layouts[owner][name].finished(memory, objects[owner].tensors[name].shape)
+                if name in layouts.get(owner, {})
+                else memory
+                for name, memory in tensors.items()
+            }
+            for owner, tensors in into.items()
+        }
 
     def fill(self, objects: Mapping[str, ObjectEntry], targets: Targets) -> None:
         """Read the tensors that have an in-place target, and no other."""
@@ -164,18 +192,21 @@ class _Check:
             }
             self._read_parts(wanted, lambda owner, name: targets[owner][name])
 
-    def _read_parts(self, objects: Mapping[str, ObjectEntry], memory_of: Callable[[str, str], Tensor | None]) -> None:
+    def _read_parts(
+        self,
+        objects: Mapping[str, ObjectEntry],
+        memory_of: Callable[[str, str], Tensor | None],
+        layouts: Layouts = MappingProxyType({}),
+    ) -> None:
         parts: dict[str, list[_Wanted]] = {}
         for owner, item in objects.items():
             for name, tensor in item.tensors.items():
                 memory = memory_of(owner, name)
-                whole = None if memory is None else bytes_of(memory.detach())
-                itemsize = payload.torch_dtype(tensor.dtype).itemsize
+                layout = layouts.get(owner, {}).get(name)
                 for part in tensor.parts:
-                    begin, num_bytes = part.start * itemsize, part.numel * itemsize
-                    out = None if whole is None else whole[begin : begin + num_bytes]
-                    listed = parts.setdefault(part.file, [])
-                    listed.append(_Wanted(f"{owner}/{name}", part, num_bytes, out))
+                    want = _wanted(f"{owner}/{name}", part, tensor, memory, layout)
+                    if want is not None:
+                        parts.setdefault(part.file, []).append(want)
         for file, listed in parts.items():
             self._read_file(file, listed)
 
@@ -216,7 +247,7 @@ class _Check:
 
                 def read_one(job: tuple[int, _Wanted]) -> str | None:
                     index, want = job
-                    confirms = index % self._share[1] == self._share[0]
+                    confirms = want.confirms or index % self._share[1] == self._share[0]
                     found = self._read_part(source, first + offsets[want.part.key], want, confirms=confirms)
                     if found is None or found == want.part.crc32:
                         return None
@@ -237,17 +268,25 @@ class _Check:
 
     def _read_part(self, source: Reader, offset: int, want: _Wanted, *, confirms: bool) -> int | None:
         """Read a part; returns its CRC-32 if `confirms`. In chunks that are still in the cache for the checksum."""
-        if want.out is None and not confirms:
+        if want.out is None and not want.copies and not confirms:
             return None
         checksum = 0
+        out, values = want.out, None
+        if want.copies:
+            assert want.memory is not None
+            values = torch.empty(want.part.numel, dtype=want.memory.dtype, device="cpu")
+            out = bytes_of(values)
         for begin in range(0, want.num_bytes, _CHUNK_BYTES):
             end = min(begin + _CHUNK_BYTES, want.num_bytes)
-            chunk = self._chunk_memory()[: end - begin] if want.out is None else want.out[begin:end]
+            chunk = self._chunk_memory()[: end - begin] if out is None else out[begin:end]
             got = source.read_into(offset + begin, chunk)
             if got != len(chunk):
                 raise OSError(0, f"ends after {offset + begin + got:,} bytes, while it is read")
             if confirms:
                 checksum = zlib.crc32(chunk, checksum)
+        if values is not None and want.memory is not None:
+            for copy in want.copies:
+                copy.target(want.memory).copy_(copy.source(values))
         return checksum if confirms else None
 
     def _chunk_memory(self) -> memoryview:
@@ -288,14 +327,33 @@ class _Check:
         self._report(problem)
 
 
+def _wanted(name: str, part: Part, tensor: TensorEntry, memory: Tensor | None, layout: Layout | None) -> _Wanted | None:
+    """How a part is read; None if nothing of it is this rank's."""
+    num_bytes = part.numel * payload.torch_dtype(tensor.dtype).itemsize
+    if memory is None:
+        return _Wanted(name, part, num_bytes, None)
+    memory = memory.detach()
+    if layout is None and part.sizes is None:
+        begin = part.start * memory.itemsize
+        return _Wanted(name, part, num_bytes, bytes_of(memory)[begin : begin + num_bytes])
+    copies = plan_copies(part, tensor.shape, layout or plain(tensor.shape))
+    confirms = layout is not None
+    if not copies:
+        return None if confirms else _Wanted(name, part, num_bytes, None)
+    if len(copies) == 1 and copies[0].sizes == part.boxes(tensor.shape)[0][1]:
+        target = copies[0].target(memory)
+        if target.numel() == part.numel and target.is_contiguous():
+            return _Wanted(name, part, num_bytes, bytes_of(target), confirms=confirms)
+    return _Wanted(name, part, num_bytes, None, copies, memory, confirms)
+
+
 def _entries(manifest: Manifest, file: str) -> Iterator[Entry]:
     """The tensors that the manifest puts into a file."""
     for item in manifest.objects.values():
         for tensor in item.tensors.values():
             for part in tensor.parts:
                 if part.file == file:
-                    is_whole = part.numel == tensor.numel
-                    yield Entry(part.key, tensor.dtype, tensor.shape if is_whole else (part.numel,))
+                    yield Entry(part.key, tensor.dtype, part.stored_shape(tensor.shape))
 
 
 def _put_at(state: Any, path: list[Any], tensor: Tensor) -> None:

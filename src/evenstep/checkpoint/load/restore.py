@@ -12,6 +12,7 @@ from evenstep.checkpoint.format.random_streams import restore_streams
 from evenstep.checkpoint.format.tree import unwrapped
 from evenstep.checkpoint.load import compare
 from evenstep.checkpoint.load.in_place import in_place_targets
+from evenstep.checkpoint.load.layouts import find_layouts
 from evenstep.checkpoint.load.reader import fill, read_objects, unlisted_files
 from evenstep.checkpoint.storage.directory import DamagedError, UnreadableError, folder_of, read_manifest
 from evenstep.checkpoint.storage.storage import Storage
@@ -58,17 +59,18 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
         if manifest.step != step:
             raise DamagedError(f"{folder}: its manifest is that of step {manifest.step}")
         misfits = compare.missing_objects(manifest.objects, objects)
-        targets = {}
+        targets, layouts = {}, {}
         for name, target in objects.items():
             if name in manifest.objects:
                 lines = compare.differences(name, manifest.objects[name], target)
                 targets[name] = {} if lines else in_place_targets(manifest.objects[name], target)
+                layouts[name] = find_layouts(manifest.objects[name], target)
                 misfits += lines
         share = (world.local_rank, world.local_world_size)
         states: dict[str, Any] = {}
         if not (misfits and strict):
             names = [name for name in (*objects, RANDOM) if name in manifest.objects]
-            states = read_objects(storage, folder, manifest, names, share=share, targets=targets)
+            states = read_objects(storage, folder, manifest, names, share=share, targets=targets, layouts=layouts)
         unlisted = unlisted_files(storage, folder, manifest) if world.is_main else []
 
         def fill_one(name: str) -> None:

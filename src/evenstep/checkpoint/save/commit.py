@@ -11,6 +11,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from evenstep.checkpoint.format.payload import Entry, Layout, entry_of, plan_lay
 from evenstep.checkpoint.format.plan import FilePlan, plan_files, shard_file
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import capture_streams
-from evenstep.checkpoint.save.snapshot import Captured, Shard, Staging, capture, capture_one
+from evenstep.checkpoint.format.regions import Shape
+from evenstep.checkpoint.save.snapshot import Captured, Staging, capture, capture_one, shard_key
 from evenstep.checkpoint.save.writer import Job, Receipt, StagedFile, Writer, is_secondary
 from evenstep.checkpoint.storage.directory import saving_folder
 from evenstep.checkpoint.storage.storage import Storage
@@ -173,6 +175,13 @@ class Saver:
             objects={name: builder.object_entry(name, item) for name, item in captured.items()},
             files=builder.files,
         )
+        try:
+            manifests.validate(manifest)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{error}. Each of them must be held once by the ranks of this world: make one mesh of all ranks, and "
+                f"slice that."
+            ) from None
         self._storage.write(f"{folder}/{manifests.NAME}", [manifests.encode(manifest)])
         self._put_in_place(folder, manifest)
 
@@ -194,7 +203,8 @@ class _Plan:
             # Tied parameters, as the safetensors package itself notes them.
             metadata = {alias: key for alias, key in aliases.items() if key in keys}
             self.layouts[file.name] = plan_layout(file.entries, {"format": "pt", **metadata})
-        text = json.dumps([[n, [(e.key, e.dtype, e.shape) for e in es]] for n, es in replicated.items()])
+        divided = [[name, item.divided] for name, item in self.captured.items()]
+        text = json.dumps([divided, [[n, [(e.key, e.dtype, e.shape) for e in es]] for n, es in replicated.items()]])
         self.fingerprint = zlib.crc32(text.encode())
 
     def stage(self, staging: Staging) -> list[StagedFile]:
@@ -209,7 +219,7 @@ class _Plan:
             if file.rank == self._world.rank
         ]
         for owner, item in self.captured.items():
-            shards = {shard.key: _shaped(shard) for shard in item.shards if shard.values.numel()}
+            shards = {shard.key: shard.stored for shard in item.shards if shard.values.numel()}
             if shards:
                 layout = plan_layout([entry_of(key, tensor) for key, tensor in shards.items()])
                 mine.append((shard_file(owner, self._world.rank, self._world.world_size), layout, shards))
@@ -220,8 +230,8 @@ class _Plan:
         """This rank's shards of each object, in JSON types for its receipt."""
         return {
             owner: [
-                [list(p.path), list(p.shape), entry_of("", p.values).dtype, p.start, p.values.numel()]
-                for p in item.shards
+                [s.name, s.path, list(s.shape), entry_of("", s.values).dtype, s.start, s.values.numel(), s.sizes]
+                for s in item.shards
             ]
             for owner, item in self.captured.items()
             if item.shards
@@ -234,7 +244,7 @@ class _ManifestBuilder:
     def __init__(self) -> None:
         self.files: dict[str, FileEntry] = {}
         self._parts: dict[str, dict[str, list[Part]]] = {}
-        self._wholes: dict[str, dict[str, tuple[list[Any], list[int], str]]] = {}
+        self._placed: dict[str, dict[str, tuple[list[Any], list[int], str]]] = {}
 
     def add_file(self, owner: str, file: str, layout: Layout, receipt: Receipt) -> None:
         """Add a file with whole tensors."""
@@ -247,23 +257,23 @@ class _ManifestBuilder:
         """Add a rank's shards of tensors that are divided over the ranks."""
         for owner, shards in described.items():
             file = shard_file(owner, rank, world_size)
-            entries, where = [], {}
-            for path, shape, dtype, start, numel in shards:
-                name = ".".join(map(str, path))
-                self._wholes.setdefault(owner, {})[name] = (path, shape, dtype)
+            entries: list[Entry] = []
+            where: dict[str, tuple[str, Part]] = {}
+            for name, path, shape, dtype, start, numel, listed in shards:
+                if path is not None:
+                    self._placed.setdefault(owner, {})[name] = (path, shape, dtype)
                 if numel:
-                    whole = numel == math.prod(shape)
-                    entry = Entry(f"{name}[{start}:{start + numel}]", dtype, tuple(shape) if whole else (numel,))
-                    entries.append(entry)
-                    where[entry.key] = name, start, numel
+                    sizes: Shape | None = None if listed is None else tuple(listed)
+                    part = Part(file, shard_key(name, start, numel, sizes), start, numel, 0, sizes)
+                    entries.append(Entry(part.key, dtype, part.stored_shape(tuple(shape))))
+                    where[part.key] = name, part
             if not entries:
                 continue
             layout = plan_layout(entries)
             self._add_entry(file, layout, receipt)
             for entry, crc in zip(layout.entries, receipt.tensor_crc32[file], strict=True):
-                name, start, numel = where[entry.key]
-                part = Part(file, entry.key, start, numel, crc)
-                self._parts.setdefault(owner, {}).setdefault(name, []).append(part)
+                name, part = where[entry.key]
+                self._parts.setdefault(owner, {}).setdefault(name, []).append(replace(part, crc32=crc))
 
     def object_entry(self, owner: str, item: Captured) -> ObjectEntry:
         """The manifest's entry of an object."""
@@ -272,20 +282,18 @@ class _ManifestBuilder:
             key: TensorEntry(entry_of(key, tensor).dtype, tuple(tensor.shape), tuple(parts[key]))
             for key, tensor in item.tensors.items()
         }
+        in_order = {name: tuple(sorted(found, key=lambda part: part.start)) for name, found in parts.items()}
+        tensors |= {
+            name: TensorEntry(dtype, shape, in_order.get(name, ())) for name, (dtype, shape) in item.divided.items()
+        }
         placed = []
-        for name, (path, shape, dtype) in self._wholes.get(owner, {}).items():
-            found = tuple(sorted(parts.get(name, []), key=lambda part: part.start))
-            tensors[name] = TensorEntry(dtype, tuple(shape), found)
+        for name, (path, shape, dtype) in self._placed.get(owner, {}).items():
+            tensors[name] = TensorEntry(dtype, tuple(shape), in_order.get(name, ()))
             placed.append((path, name))
         return ObjectEntry(item.kind, item.structure, tensors, item.aliases, placed)
 
     def _add_entry(self, file: str, layout: Layout, receipt: Receipt) -> None:
         self.files[file] = FileEntry(layout.file_bytes, len(layout.header), receipt.header_crc32[file])
-
-
-def _shaped(shard: Shard) -> torch.Tensor:
-    """The values of a shard; one that is the whole tensor keeps its shape."""
-    return shard.values.view(shard.shape) if shard.values.numel() == math.prod(shard.shape) else shard.values
 
 
 def _packed(streams: dict[str, Any]) -> str:

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from evenstep.checkpoint.format.payload import Entry, Layout, dtype_name, entry_of
+from evenstep.checkpoint.format.regions import Shape, first_element, held_regions, is_consecutive
 from evenstep.checkpoint.format.tree import dotted, flatten, shown, unwrapped
+from evenstep.compat.torch_tensors import is_dtensor, local_part, root_mesh, split_of
 from evenstep.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's elements of a tensor that is divided over the ranks.
+    """Elements of a tensor that is divided over the ranks, which this rank writes.
 
     Attributes:
-        path: Path of the whole tensor in the state dictionary.
+        name: Of the whole tensor.
         shape: Of the whole tensor.
         start: First element of the shard in the flattened tensor.
-        values: [numel], contiguous.
+        values: The shard's values: those of consecutive elements; or of a box, in its shape.
+        sizes: Of the box; None: the elements follow one another in the flattened tensor.
+        path: Path of the whole tensor in the state dictionary, where it is in no structure; else None.
     """
 
-    path: tuple[str | int, ...]
-    shape: tuple[int, ...]
+    name: str
+    shape: Shape
     start: int
     values: Tensor
+    sizes: Shape | None = None
+    path: tuple[str | int, ...] | None = None
 
     @property
-    def name(self) -> str:
-        """Of the whole tensor."""
-        return dotted(self.path)
+    def stored(self) -> Tensor:
+        """The values in the shape that they have in the file."""
+        if self.sizes is None and self.values.numel() == math.prod(self.shape):
+            return self.values.reshape(self.shape)
+        return self.values if self.sizes is not None else self.values.reshape(-1)
 
     @property
     def key(self) -> str:
         """Of the shard, in its file."""
-        return f"{self.name}[{self.start}:{self.start + self.values.numel()}]"
+        return shard_key(self.name, self.start, self.values.numel(), self.sizes)
 
 
 @dataclass(frozen=True)
@@ -48,9 +61,10 @@ class Captured:
     Attributes:
         kind: Its class.
         structure: JSON; see `tree.flatten`.
-        tensors: By name, each memory once; the object's own.
-        aliases: Names whose tensor is another one of these.
-        shards: Of tensors that are divided over the ranks.
+        tensors: By name, each memory once; the object's own. Equal on all ranks.
+        aliases: Names whose tensor is another one of these, or of `divided`.
+        shards: What this rank writes of tensors that are divided over the ranks.
+        divided: Of the DTensors, dtype and shape of the whole by name. Equal on all ranks.
     """
 
     kind: str
@@ -58,6 +72,7 @@ class Captured:
     tensors: dict[str, Tensor]
     aliases: dict[str, str]
     shards: list[Shard] = field(default_factory=list)
+    divided: dict[str, tuple[str, Shape]] = field(default_factory=dict)
 
     @property
     def entries(self) -> list[Entry]:
@@ -80,7 +95,9 @@ def capture_one(name: str, value: Any) -> Captured:
     shards: list[Shard] = []
     if hasattr(target, "state_shards"):
         state, own = target.state_shards()
-        shards = [Shard(tuple(s.path), tuple(s.shape), s.offset_numel, s.values.detach()) for s in own]
+        shards = [
+            Shard(dotted(s.path), tuple(s.shape), s.offset_numel, s.values.detach(), path=tuple(s.path)) for s in own
+        ]
     else:
         state = target if isinstance(target, dict) else target.state_dict()
     structure, tensors = flatten(state, name)
@@ -88,8 +105,86 @@ def capture_one(name: str, value: Any) -> Captured:
         if dtype_name(tensor.dtype) is None:
             raise ConfigurationError(f"{shown((name, key))} has dtype {tensor.dtype}, which no checkpoint can hold.")
     distinct, aliases = _without_aliases(tensors)
+    plain = {key: tensor for key, tensor in distinct.items() if not is_dtensor(tensor)}
+    parts = {key: tensor for key, tensor in distinct.items() if is_dtensor(tensor)}
+    divided = {key: (entry_of(key, tensor).dtype, tuple(tensor.shape)) for key, tensor in parts.items()}
+    # Replicas take turns to write, the largest tensors first.
+    for turn, key in enumerate(sorted(parts, key=lambda key: (-parts[key].numel() * parts[key].itemsize, key))):
+        shards += _shards_of(name, key, parts[key], turn)
     kind = f"{type(target).__module__}.{type(target).__qualname__}"
-    return Captured(kind, structure, distinct, aliases, shards)
+    return Captured(kind, structure, plain, aliases, shards, divided)
+
+
+def shard_key(name: str, start: int, numel: int, sizes: Shape | None) -> str:
+    """The name of a shard in its file."""
+    box = "" if sizes is None else "," + "x".join(map(str, sizes))
+    return f"{name}[{start}:{start + numel}{box}]"
+
+
+def _shards_of(owner: str, name: str, value: DTensor, turn: int) -> list[Shard]:
+    """What this rank writes of a DTensor: its regions, if it is this replica's turn.
+
+    Raises:
+        ConfigurationError: It can't be told which elements these are, or which ranks have the same.
+    """
+    try:
+        regions = held_regions(value)
+        replica, num_replicas = _replica_of(value)
+    except ValueError as error:
+        raise ConfigurationError(f"{shown((owner, name))} is a DTensor that can't be saved: {error}.") from None
+    if not regions or replica != turn % num_replicas:
+        return []
+    shape, local = tuple(value.shape), local_part(value)
+    shards = []
+    for region in regions:
+        values = local[tuple(slice(at, at + size) for at, size in zip(region.at, region.sizes, strict=True))]
+        sizes = None if is_consecutive(shape, region.sizes) else region.sizes
+        shards.append(Shard(name, shape, first_element(shape, region.offsets), values, sizes))
+    return shards
+
+
+def _replica_of(value: DTensor) -> tuple[int, int]:
+    """(i, n): n ranks hold the same regions as this one, which is the i-th of them.
+
+    Ranks hold the same where they differ only along dimensions that don't divide the tensor: of its own mesh, or of the
+    mesh that this one is a slice of.
+
+    Raises:
+        ValueError: Its mesh is no slice of the mesh that it was made from.
+    """
+    mesh = value.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return 0, 1
+    places = [
+        (place, size)
+        for place, size, placement in zip(coordinate, mesh.shape, value.placements, strict=True)
+        if split_of(placement) == (None, 1)
+    ]
+    places += _outside(mesh.mesh, root_mesh(mesh).mesh, int(mesh.mesh[tuple(coordinate)]))
+    index, count = 0, 1
+    for place, size in places:
+        index, count = index * size + place, count * size
+    return index, count
+
+
+def _outside(ranks: Tensor, all_ranks: Tensor, rank: int) -> list[tuple[int, int]]:
+    """(coordinate, size) of a rank along the dimensions of a mesh that a slice of it leaves out.
+
+    Raises:
+        ValueError: The slice isn't one.
+    """
+    if ranks.numel() == all_ranks.numel():
+        return []
+    here = [int(index) for index in (all_ranks == rank).nonzero()[0]]
+    dims = range(all_ranks.ndim)
+    wanted = sorted(ranks.flatten().tolist())
+    for count in range(1, all_ranks.ndim + 1):
+        for left_out in itertools.combinations(dims, count):
+            inside = all_ranks[tuple(here[dim] if dim in left_out else slice(None) for dim in dims)]
+            if sorted(inside.flatten().tolist()) == wanted:
+                return [(here[dim], all_ranks.shape[dim]) for dim in left_out]
+    raise ValueError(f"its mesh of the ranks {wanted} is no slice of the mesh {all_ranks.tolist()}")
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -100,13 +195,20 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     for name, tensor in tensors.items():
         # A conjugate is a view with a flag: the same memory, and other numbers.
         flags = tensor.is_conj(), tensor.is_neg()
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), str(tensor.device), flags)
+        memory: Any = tensor.data_ptr() if not is_dtensor(tensor) else _memory_of(tensor)
+        place = (memory, tensor.dtype, tensor.shape, tensor.stride(), str(tensor.device), flags)
         if tensor.numel() and place in seen:
             aliases[name] = seen[place]
         else:
             seen[place] = name
             distinct[name] = tensor
     return distinct, aliases
+
+
+def _memory_of(value: DTensor) -> tuple[Any, ...]:
+    """Where this rank's part of a DTensor lies. All ranks must find the same aliases, also one whose part is empty."""
+    local = local_part(value)
+    return local.untyped_storage(), local.storage_offset(), value.placements
 
 
 class Staging:

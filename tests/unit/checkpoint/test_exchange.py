@@ -1,0 +1,278 @@
+"""Checkpoints written for other programs, and read from them: safetensors and torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import warnings
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from evenstep import World
+from evenstep.checkpoint import exchange
+from evenstep.checkpoint.checkpointer import Checkpointer
+from evenstep.checkpoint.dcp import read
+from evenstep.checkpoint.exchange import export, import_file, plan_pieces
+from evenstep.cli.checkpoint import main, num_bytes
+from evenstep.errors import CheckpointError
+
+# Of torch.distributed.checkpoint without a process group.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 40, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.fixture
+def run(tmp_path: Path, fresh_seed: int):
+    """A run's directory with a checkpoint of a model and of its optimizer, and these two."""
+    torch.manual_seed(fresh_seed)
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    world = World.alone(device="cpu")
+    checkpoint = Checkpointer(tmp_path / "run", world=world, every_minutes=None, model=model, optimizer=optimizer)
+    checkpoint.step()
+    checkpoint.save()
+    checkpoint.close()
+    return str(tmp_path / "run"), model, optimizer
+
+
+def resumed(path: Path) -> tuple[Tied, torch.optim.AdamW, int]:
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    world = World.alone(device="cpu")
+    checkpoint = Checkpointer(path, world=world, every_minutes=None, model=model, optimizer=optimizer)
+    step = checkpoint.resume(strict=False)
+    checkpoint.close()
+    return model, optimizer, step
+
+
+def equal_states(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal_states(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(equal_states, one, other))
+    return one == other
+
+
+def test_one_file_of_safetensors_has_the_model_and_comes_back(run, tmp_path: Path):
+    path, model, _ = run
+    assert (
+        export(path, str(tmp_path / "m.safetensors"), None, None)
+        == f"{tmp_path}/m.safetensors: the tensors of model of step 1"
+    )
+    found = load_file(tmp_path / "m.safetensors")
+    state = model.state_dict()
+    assert set(state) - set(found) == {"head.weight"}, "what is tied is written once"
+    assert all(torch.equal(found[key], state[key]) for key in found)
+    assert import_file(str(tmp_path / "m.safetensors"), str(tmp_path / "second"), None, 7) == (
+        f"{tmp_path}/second/step-0000007: model"
+    )
+    assert equal_states(dict(resumed(tmp_path / "second")[0].state_dict()), dict(state))
+
+
+def test_pieces_and_their_index_are_as_model_hubs_have_them(run, tmp_path: Path):
+    path, model, _ = run
+    export(path, str(tmp_path / "hub"), None, None, max_shard_bytes=700)
+    index = json.loads((tmp_path / "hub" / "model.safetensors.index.json").read_text())
+    state = model.state_dict()
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 1
+    assert index["metadata"]["total_size"] == sum(value.nbytes for key, value in state.items() if key != "head.weight")
+    for file in files:
+        found = load_file(tmp_path / "hub" / file)
+        assert set(found) == {key for key, place in index["weight_map"].items() if place == file}
+        assert sum(value.nbytes for value in found.values()) <= 700 or len(found) == 1
+        assert all(torch.equal(value, state[key]) for key, value in found.items())
+    import_file(str(tmp_path / "hub"), str(tmp_path / "second"), None, None)
+    assert equal_states(dict(resumed(tmp_path / "second")[0].state_dict()), dict(state))
+
+
+def test_pieces_that_fit_into_one_file_have_no_index(run, tmp_path: Path):
+    path, model, _ = run
+    export(path, str(tmp_path / "hub"), None, "model", max_shard_bytes=10**9)
+    assert [file.name for file in (tmp_path / "hub").iterdir()] == ["model.safetensors"]
+    import_file(str(tmp_path / "hub"), str(tmp_path / "second"), None, None)
+    assert equal_states(dict(resumed(tmp_path / "second")[0].state_dict()), dict(model.state_dict()))
+
+
+@given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 60))
+def test_a_piece_is_full_before_the_next_begins(sizes, most):
+    named = {str(number): size for number, size in enumerate(sizes)}
+    pieces = plan_pieces(named, most)
+    assert [key for piece in pieces for key in piece] == list(named)
+    for piece, following in zip(pieces, [*pieces[1:], []], strict=False):
+        total = sum(named[key] for key in piece)
+        assert total <= most or len(piece) == 1
+        assert not following or total + named[following[0]] > most
+
+
+def test_torch_reads_what_is_exported_for_it_and_back(run, tmp_path: Path):
+    path, model, optimizer = run
+    export(path, str(tmp_path / "dcp"), None, None, as_dcp=True)
+    state = {"model": Tied().state_dict(), "optimizer": optimizer.state_dict(), "step": 0}
+    wanted = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+    for entry in state["optimizer"]["state"].values():
+        entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
+    torch_dcp.load(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert state["step"] == 1
+    assert equal_states({"model": dict(state["model"]), "optimizer": state["optimizer"]}, wanted)
+    assert import_file(str(tmp_path / "dcp"), str(tmp_path / "second"), None, None).endswith(
+        "step-0000001: model, optimizer"
+    )
+    again, other, step = resumed(tmp_path / "second")
+    assert step == 1
+    assert equal_states({"model": dict(again.state_dict()), "optimizer": other.state_dict()}, wanted)
+
+
+def test_what_torch_has_written_is_read(tmp_path: Path, fresh_seed: int):
+    """Several dtypes, numbers, lists, sizes of 0."""
+    torch.manual_seed(fresh_seed)
+    state = {
+        "model": {"a.b": torch.randn(3, 4), "c": torch.ones((), dtype=torch.bfloat16), "none": torch.zeros(0, 3)},
+        "notes": {"list": [1, 2.5, [torch.arange(3), "x"]], "nothing": None, "yes": True, "7": "seven"},
+        "step": 5,
+    }
+    torch_dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    found = read(str(tmp_path / "dcp"))
+    assert equal_states(found, state)
+
+
+class Harm:
+    def __reduce__(self):
+        return print, ("this pickle was run",)
+
+
+def test_no_pickle_of_others_is_run(tmp_path: Path, capsys):
+    """Neither the index nor a value in a data file."""
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / ".metadata").write_bytes(pickle.dumps(Harm()))
+    with pytest.raises(CheckpointError, match=r"asks for builtins\.print, which no index has"):
+        read(str(tmp_path / "index"))
+    torch_dcp.save({"notes": {"bad": Harm()}}, checkpoint_id=str(tmp_path / "value"), no_dist=True)
+    capsys.readouterr()
+    with pytest.raises(CheckpointError, match=r"notes\.bad is more than tensors and plain data"):
+        read(str(tmp_path / "value"))
+    assert "was run" not in capsys.readouterr().out
+
+
+def test_damage_is_an_error_of_one_line(tmp_path: Path, fresh_seed: int):
+    generator = random.Random(fresh_seed)
+    torch_dcp.save({"m": {"a": torch.arange(12.0)}}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    good = (tmp_path / "dcp" / ".metadata").read_bytes()
+    for _ in range(200):
+        bad = bytearray(good)
+        bad[generator.randrange(len(bad))] ^= 1 << generator.randrange(8)
+        (tmp_path / "dcp" / ".metadata").write_bytes(bytes(bad))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            message = ""
+            try:
+                read(str(tmp_path / "dcp"))
+            except CheckpointError as error:
+                message = str(error)
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: None, "isn't there|No such file"),
+        (lambda p: p.write_bytes(b"no safetensors"), "no file of safetensors"),
+    ],
+)
+def test_files_that_are_none(tmp_path: Path, make, message):
+    make(tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        import_file(str(tmp_path / "x.safetensors"), str(tmp_path / "run"), None, None)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is no index of safetensors"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "no file beside it"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors isn't there"),
+        ('{"weight_map": {"b": "one.safetensors"}}', "lists 'b', which one.safetensors doesn't have"),
+    ],
+)
+def test_an_index_that_says_something_wrong(tmp_path: Path, index, message):
+    save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=message):
+        import_file(str(tmp_path), str(tmp_path / "run"), None, None)
+
+
+def test_what_an_export_refuses(run, tmp_path: Path):
+    path, _, _ = run
+    (tmp_path / "there").mkdir()
+    for options in ({"as_dcp": True}, {"max_shard_bytes": 100}):
+        with pytest.raises(CheckpointError, match=r"there: File exists\. Name something new"):
+            export(path, str(tmp_path / "there"), None, None, **options)
+    with pytest.raises(CheckpointError, match=r"optimizer can't be written as safetensors.*'param_groups' isn't one"):
+        export(path, str(tmp_path / "o.safetensors"), None, "optimizer")
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        export(path, str(tmp_path / "none" / "m.safetensors"), None, None)
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_the_command_line_prints_json_and_takes_sizes(run, tmp_path: Path, capsys):
+    path, _, _ = run
+    assert main(["list", "--json", path]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert (listed["step"], listed["state"], listed["ranks"], listed["folder"]) == (1, "good", 1, "step-0000001")
+    assert main(["show", "--json", path]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["objects"]["model"]["tensors"]["embedding.weight"]["shape"] == [40, 8]
+    assert shown["objects"]["model"]["tensors"]["head.weight"] == {"alias": "embedding.weight"}
+    assert main(["verify", "--json", path]) == 0
+    assert json.loads(capsys.readouterr().out) == {"step-0000001": []}
+    file = Path(path) / "step-0000001" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    assert main(["verify", "--json", path]) == CheckpointError.exit_code
+    assert len(json.loads(capsys.readouterr().out)["step-0000001"]) == 1
+    (Path(path) / "step-0000001" / "manifest.json").write_bytes(b"x")
+    assert main(["list", "--json", path]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert listed["state"] == "damaged"
+    assert main(["list", path]) == 0
+    assert "damaged: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("2gib", 2 << 30), ("1KiB", 1024)]
+)
+def test_sizes(text, size):
+    assert num_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["5", "GB", "0GB", "-1MB", "1.5GB", "5TB", "٣MB"])
+def test_no_sizes(text):
+    with pytest.raises(ArgumentTypeError, match="is no size; write 5GB"):
+        num_bytes(text)
+
+
+def test_locate_is_exact(run):
+    with pytest.raises(CheckpointError, match="no checkpoint of step 9; there are: 1"):
+        exchange.locate(run[0], 9)

@@ -257,8 +257,13 @@ LIKE_TORCH = ["quantization_pertensor_hook", "quantization_perchannel_hook", "ba
 
 
 def like_torch(name):
-    """What a hook gives under our class and under torch's: gradients, or the error with which torch's code fails."""
+    """What a hook gives under our class and under torch's: gradients, or the error with which torch's code fails.
+
+    Behind them the largest difference between two entries of a rank's own gradients.
+    """
     world = evenstep.init(quiet=True)
+    # Not from torch's own stream: evenstep gives each rank another one when training begins.
+    batches = [torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + world.rank)) for step in range(4)]
     outcomes = []
     for wrap in (evenstep.DistributedDataParallel, TorchDistributedDataParallel):
         state, hook, _ = make_hook(name)
@@ -266,17 +271,21 @@ def like_torch(name):
             state = powerSGD_hook.PowerSGDState(dist.group.WORLD, 2, start_powerSGD_iter=2, min_compression_rate=0)
         model = wrap(make_model())
         model.register_comm_hook(state, hook)
-        torch.manual_seed(world.rank)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                for _ in range(4):
+                for batch in batches:
                     model.zero_grad()
-                    model(torch.randn(3, 8)).square().mean().backward()
+                    model(batch).square().mean().backward()
             outcomes.append([p.grad.clone() for p in model.parameters()])
         except (RuntimeError, AssertionError) as error:
             outcomes.append(f"{type(error).__name__} {str(error).splitlines()[:1]}")
-    return outcomes
+    module = make_model()
+    module(batches[-1]).square().mean().backward()
+    own = torch.cat([p.grad.flatten() for p in module.parameters()])
+    span = own.max() - own.min()
+    dist.all_reduce(span, dist.ReduceOp.MAX)
+    return *outcomes, span.item()
 
 
 def all_like_torch():
@@ -285,16 +294,17 @@ def all_like_torch():
 
 @pytest.mark.extended
 def test_what_fails_under_torchs_class_fails_alike():
-    """The quantising hooks call `.cuda()`; `batched_powerSGD_hook` of torch 2.13 violates its own assertion.
+    """Before torch 2.15 the quantising hooks call `.cuda()`; `batched_powerSGD_hook` violates its own assertion.
 
-    In ranks of their own, because a hook that raises leaves torch's reducer unusable.
+    In ranks of their own, because a hook that raises leaves torch's reducer unusable. Where the quantising hooks work,
+    sums that differ in their last bits may be rounded to neighbours among 256 numbers.
     """
-    for ours, theirs in evenstep.launch(all_like_torch, nproc=2).values():
+    for ours, theirs, span in evenstep.launch(all_like_torch, nproc=2).values():
         if isinstance(theirs, str):
             assert ours == theirs
         else:
             for a, b in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(a, b, rtol=0, atol=5e-2)
+                torch.testing.assert_close(a, b, rtol=0, atol=span / 255)
 
 
 def look_at_buckets():

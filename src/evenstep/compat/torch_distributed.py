@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import importlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -46,6 +47,33 @@ def reset_group_count() -> None:
     It counts one that couldn't be made, too, and would look for the next one under another name than the other ranks.
     """
     distributed_c10d._world.group_count = 0
+
+
+def make_group_alone(ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group of which the other ranks don't know (`use_local_synchronization`).
+
+    Collective: these ranks call this; those who call it several times, in the same order.
+
+    torch 2.15 names such a group after the number of groups that a rank has counted, and counts it on its members only.
+    Where one rank has made more of them than another, the next group of all ranks has two names, and the ranks wait for
+    each other for ever. So these are counted here, and torch's number stays what it was.
+
+    Args:
+        ranks: Their numbers in the default group.
+        backend: Of the group.
+        timeout: Deadline of a call.
+    """
+    world, members = distributed_c10d._world, tuple(ranks)
+    _num_made_alone[members] += 1
+    counted, world.group_count = world.group_count, _APART + _num_made_alone[members]
+    try:
+        return dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+    finally:
+        world.group_count = counted
+
+
+_APART = 10**9  # no script makes so many groups
+_num_made_alone: Counter[tuple[int, ...]] = Counter()
 
 
 def keep_groups(*groups: dist.ProcessGroup) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from evenstep import checks
+from evenstep.compat.torch_distributed import make_group_alone
 from evenstep.errors import ConfigurationError
 from evenstep.transport.base import Transport
 from evenstep.transport.core.object_collectives import exchange
@@ -137,7 +138,10 @@ def open_between(name: str, ranks: Sequence[int], *, timeout_s: float, alone: bo
         return open_gloo(ranks, timeout_s=timeout_s)
     timeout = timedelta(seconds=timeout_s)
     # Only the members of a subgroup know of it, so the other ranks can't take part in making a group.
-    group = dist.new_group(list(ranks), backend=name, timeout=timeout, use_local_synchronization=alone)
+    if alone:
+        group = make_group_alone(ranks, name, timeout)
+    else:
+        group = dist.new_group(list(ranks), backend=name, timeout=timeout)
     return ProcessGroupTransport(group, name=name, timeout_s=timeout_s, owns_group=True)
 
 

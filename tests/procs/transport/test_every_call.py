@@ -135,7 +135,7 @@ def _dtypes() -> list[torch.dtype]:
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # ComplexHalf is experimental
             torch.arange(3).to(dtype)[1].item()
-            torch.zeros(1, dtype=dtype).fill_(1)  # not bcomplex32 of torch 2.15, whose gather hung over Gloo
+            torch.zeros(2, dtype=dtype).fill_(1)  # not bcomplex32 of torch 2.15, of which only one number can be filled
             usable.append(dtype)
     return usable
 
@@ -462,9 +462,9 @@ def groups() -> Iterator[tuple[str, Call]]:
         return sum_of(dist.new_group(members, backend=ranks.backend, **given))
 
     def made_locally(ranks: Ranks) -> Any:
-        if ranks.rank == 0:
-            return None
-        members = list(range(1, ranks.size))
+        # Rank 0 takes part with a group of its own: in torch 2.15 these groups count, too, and where one rank has made
+        # more than another, the next group of all has a name for each of them, and never comes to be, over Gloo either.
+        members = list(range(1, ranks.size)) if ranks.rank else [0]
         return made(ranks, members, use_local_synchronization=True, group_desc="some", timeout=timedelta(seconds=40))
 
     def subgroups(ranks: Ranks) -> Any:

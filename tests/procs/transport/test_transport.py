@@ -146,6 +146,32 @@ def test_one_rank_conforms_over_every_transport(ranks: RankPool, fresh_seed: int
     assert min(counts) > 1000
 
 
+def made_by_some_alone(first: int) -> list[float]:
+    """Sums over the ranks from `first` on, each over a group of which the others don't know; and then over all."""
+    evenstep.init(quiet=True)
+    members = list(range(first, dist.get_world_size()))
+    group = dist.new_group(members, backend="gloo")
+    sums = []
+    if dist.get_rank() in members:
+        opened = ProcessGroupTransport(group, name="gloo", timeout_s=TIMEOUT_S)
+        for _ in range(2):
+            split = opened.split()
+            tensor = torch.ones(1)
+            split.all_reduce(tensor).wait()
+            sums.append(tensor.item())
+            split.close()
+    of_all, tensor = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=20)), torch.ones(1)
+    dist.all_reduce(tensor, group=of_all)
+    return [*sums, tensor.item()]
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_after_groups_of_some_ranks_all_of_them_make_one(ranks: RankPool, first: int) -> None:
+    """torch 2.15 counts the former on their members only, and names the latter after the count."""
+    found = ranks.run(made_by_some_alone, 3, first)
+    assert found == [[3.0 - first] * 2 * (rank >= first) + [3.0] for rank in range(3)]
+
+
 def names_of_one_rank() -> list[str]:
     told = []
     for transport in (None, "gloo", "shared memory"):

@@ -92,6 +92,7 @@ class EvenstepGroup(GroupCalls):
         global_ranks: The ranks' numbers in the default group; empty for that one.
         shared: Carries CPU tensors; becomes the group's. None: the ranks connect.
         nccl_options: What the script gave as `pg_options`, if it is for NCCL.
+        is_split: Made by `split_group` of another group.
 
     Attributes:
         why_gloo: Why there is no shared memory, where there is none: then Gloo carries everything.
@@ -108,6 +109,7 @@ class EvenstepGroup(GroupCalls):
         global_ranks: list[int],
         shared: SharedMemoryTransport | None = None,
         nccl_options: Any = None,
+        is_split: bool = False,
     ) -> None:
         has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
         super().__init__(NAME, rank, size, inner=ProcessGroup(store, rank, size), has_nccl=has_nccl)
@@ -115,6 +117,7 @@ class EvenstepGroup(GroupCalls):
         self._timeout = timeout
         self._name, self._description = name, "undefined"
         self._global_ranks = global_ranks
+        self._is_split = is_split
         self._making_gloo = threading.Lock()
         # Counted: torch names a group that follows a destroyed one as that one, whose addresses are in the store.
         self._gloo_prefix = f"gloo {store.add(f'groups of rank {rank}', 1)}/"
@@ -199,10 +202,13 @@ class EvenstepGroup(GroupCalls):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Devices whose tensors it carries: the CPU also before there is a Gloo, once torch doesn't visit backends."""
+        """Devices whose tensors it carries: the CPU also before there is a Gloo, once torch doesn't visit backends.
+
+        Of a split group torch takes the CPU's backend in any case, on all of its ranks.
+        """
         registered: list[torch.device] = super()._device_types
         cpu = torch.device("cpu")
-        return registered if cpu in registered or not is_made(self) else [cpu, *registered]
+        return registered if cpu in registered or not (self._is_split or is_made(self)) else [cpu, *registered]
 
     def getBackendName(self) -> str:
         """The backend's name, which `name()` returns too."""
@@ -272,7 +278,8 @@ class EvenstepGroup(GroupCalls):
             len(new_ranks),
             timeout=timeout or self._timeout,
             name=name,
-            global_ranks=new_ranks,
+            global_ranks=[self._global_ranks[rank] for rank in new_ranks] if self._global_ranks else new_ranks,
+            is_split=True,
         )
         group._set_group_name(name)
         group._set_group_desc(group_desc or "undefined")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenstep.compat.torch_distributed import keep_groups, set_gloo_timeout
+from evenstep.compat.torch_distributed import keep_groups, make_group_alone, set_gloo_timeout
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 from evenstep.health import heartbeat
 from evenstep.health.first_failure import is_consequence
@@ -211,12 +211,8 @@ class ProcessGroupTransport:
         self.check_process()
         if self._split_by is not None:
             return self._split_by()
-        group = dist.new_group(
-            ranks=dist.get_process_group_ranks(self._open_group()),
-            backend=self.name,
-            timeout=timedelta(seconds=self._timeout_s),
-            use_local_synchronization=True,
-        )
+        members = dist.get_process_group_ranks(self._open_group())
+        group = make_group_alone(members, self.name, timedelta(seconds=self._timeout_s))
         return ProcessGroupTransport(group, name=self.name, timeout_s=self._timeout_s, owns_group=True)
 
     def close(self) -> None:

@@ -67,9 +67,12 @@ def make_group_alone(ranks: Sequence[int], backend: str, timeout: timedelta) -> 
     _num_made_alone[members] += 1
     counted, world.group_count = world.group_count, _APART + _num_made_alone[members]
     try:
-        return dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
+        )
     finally:
         world.group_count = counted
+    return made
 
 
 _APART = 10**9  # no script makes so many groups

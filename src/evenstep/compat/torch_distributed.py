@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import importlib
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -64,8 +65,9 @@ def make_group_alone(ranks: Sequence[int], backend: str, timeout: timedelta) -> 
         timeout: Deadline of a call.
     """
     world, members = distributed_c10d._world, tuple(ranks)
-    _num_made_alone[members] += 1
-    counted, world.group_count = world.group_count, _APART + _num_made_alone[members]
+    num_made = _num_made_alone.setdefault(world.default_pg, Counter())
+    num_made[members] += 1
+    counted, world.group_count = world.group_count, _APART + num_made[members]
     try:
         made: dist.ProcessGroup = dist.new_group(
             list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True
@@ -76,7 +78,8 @@ def make_group_alone(ranks: Sequence[int], backend: str, timeout: timedelta) -> 
 
 
 _APART = 10**9  # no script makes so many groups
-_num_made_alone: Counter[tuple[int, ...]] = Counter()
+# By default group: a rank that joins the next one has made none.
+_num_made_alone: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def keep_groups(*groups: dist.ProcessGroup) -> None:

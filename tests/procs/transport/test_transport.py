@@ -151,7 +151,7 @@ def made_by_some_alone(first: int) -> list[float]:
     evenstep.init(quiet=True)
     members = list(range(first, dist.get_world_size()))
     group = dist.new_group(members, backend="gloo")
-    sums = []
+    sums, splits = [], []
     if dist.get_rank() in members:
         opened = ProcessGroupTransport(group, name="gloo", timeout_s=TIMEOUT_S)
         for _ in range(2):
@@ -159,9 +159,11 @@ def made_by_some_alone(first: int) -> list[float]:
             tensor = torch.ones(1)
             split.all_reduce(tensor).wait()
             sums.append(tensor.item())
-            split.close()
+            splits.append(split)
     of_all, tensor = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=20)), torch.ones(1)
     dist.all_reduce(tensor, group=of_all)
+    for split in splits:  # not before: a peer may still be in its last call
+        split.close()
     return [*sums, tensor.item()]
 
 

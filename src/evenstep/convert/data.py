@@ -352,7 +352,7 @@ class Data:
                         edits.change(node, lambda new: new.with_changes(attr=cst.Name("global_batch_size")))
         seen: set[Node] = set()
         for loop in sorted(self._loops.training, key=script.order):
-            for value in self._loops.loaders(loop):
+            for value in sorted(self._loops.loaders(loop), key=lambda each: script.order(each.site)):
                 if value in self.divided and not (work.is_torch and self._is_stream_loader(value)):
                     self._count_epochs(loop, value, seen)
 

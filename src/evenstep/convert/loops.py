@@ -303,17 +303,22 @@ class Loops:
             if isinstance(node, cst.AugAssign)
             and isinstance(node.operator, cst.AddAssign)
             and script.function(node) is function
-            and script.loops(node)[:1] == [loop]
+            and next((each for each in script.loops(node) if each is loop or self.loaders(each)), None) is loop
         ]
 
     def _add_up(self, loop: Node, converted: Values) -> None:
         work, script = self._work, self._script
-        for node, kind in self.accumulators(loop):
+        added = self.accumulators(loop)
+        unknown = next((node for node, kind in added if kind.name not in (MEAN, SUM, CONSTANT)), None)
+        if unknown is not None:
+            text = f"what {script.code(unknown.target)} adds up isn't understood"
+            work.note(unknown, f"{text}: it and what is counted beside it are those of rank 0's samples", mark=True)
+        for node, kind in added:
             if kind.name == MEAN:
                 batch = self._divided_batch(node, converted)
                 if batch is not None and not any(each in work.collectives for each in script.inside(node.value)):
                     work.average(node.value, kind.weight or batch)
-            if kind.name != SUM:
+            if kind.name != SUM or unknown is not None:  # a quotient of the two has to be one of the same samples
                 continue
             name = script.code(node.target)
             if self._may_wait(node, loop):

@@ -157,6 +157,13 @@ class Losses:
                 return Kind(UNKNOWN)
         return Kind(UNKNOWN)
 
+    def _is_read(self, node: Node) -> bool:
+        """Whether an expression is a number for people, not one whose gradient is taken: `loss.item()`."""
+        if not isinstance(node, cst.Call):
+            return False
+        is_item = isinstance(node.func, cst.Attribute) and node.func.attr.value == "item"
+        return is_item or self.script.code(node.func) == "float"
+
     def is_size(self, node: Node) -> bool:
         """Whether an expression is the number of samples of a batch: `len(x)`, `x.size(0)`, `x.shape[0]`."""
         match node:
@@ -164,6 +171,8 @@ class Losses:
                 return self.flow.is_a(node.args[0].value, "batch")
             case cst.Call(func=cst.Attribute(value=base, attr=cst.Name(value="size" | "numel" | "nelement"))):
                 return self.flow.is_a(base, "batch")
+            case cst.Call() if self.script.qualified(node.func) == "torch.numel" and node.args:
+                return self.flow.is_a(node.args[0].value, "batch")
             case cst.Subscript(value=cst.Attribute(value=base, attr=cst.Name(value="shape"))):
                 return self.flow.is_a(base, "batch")
             case cst.Name():
@@ -221,6 +230,11 @@ class Losses:
                 if left.name == CONSTANT or right.name == CONSTANT:
                     return right if left.name == CONSTANT else left
                 if {left.name, right.name} == {MEAN, SUM} and (self.is_size(node.left) or self.is_size(node.right)):
+                    return Kind(SUM)
+                # A number that the script weights by the batch's size is one of a sample in the mean, however it came.
+                if (self.is_size(node.right) and self._is_read(node.left)) or (
+                    self.is_size(node.left) and self._is_read(node.right)
+                ):
                     return Kind(SUM)
             case cst.Divide():
                 if right.name == CONSTANT:

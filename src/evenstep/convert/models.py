@@ -368,6 +368,12 @@ class Models:
             # The script may use one name for wrapped models and others, such as an average of parameters.
             inner = "{old}.module" if values <= self.trained else 'getattr({old}, "module", {old})'
             edits.template(node.value, inner)
+        for call in self._work.calls():
+            if script.qualified(call.func) == "copy.deepcopy" and call.args:
+                copied = call.args[0].value
+                held = self._flow.of(copied, "object") & self.trained
+                if held and not self._is_part(copied) and all(self._is_wrapped(value, copied) for value in held):
+                    edits.template(copied, "{old}.module")  # an average of parameters needs no wrapper of its own
 
     def _is_part(self, node: Node) -> bool:
         """Whether an expression names a part of a model: the wrapper is passed where the model itself is named."""

@@ -180,6 +180,67 @@ def test_sums_are_multiplied_as_a_whole(tmp_path: Path):
     assert "((loss + other) * world.world_size).backward()" in text
 
 
+NAMED_LOSSES = (
+    HEAD
+    + """\
+sums, n = {"mse": 0.0, "l1": 0.0}, 0
+"""
+    + LOOP.replace(
+        "loss = nn",
+        "losses = {'mse': nn.functional.mse_loss(model(x), y), 'l1': (model(x) - y).abs().mean()}\n        loss = nn",
+    )
+)
+NAMED_LOSSES += """\
+        for name, value in losses.items():
+            sums[name] += value.item() * len(x)
+        n += len(x)
+print({name: value / n for name, value in sums.items()})
+"""
+
+
+def test_numbers_weighted_by_the_batch_are_added_up_beside_their_count(tmp_path: Path):
+    """Both or none: a sum of this rank over a count of all would be half of what it was."""
+    text = after(tmp_path, NAMED_LOSSES)
+    assert "sums[name] += sum(world.exchange(value.item() * len(x)))" in text
+    assert "n += sum(world.exchange(len(x)))" in text or "n = sum(world.exchange(n))" in text
+
+
+def test_a_count_stays_that_of_a_rank_beside_a_sum_that_is_not_understood(tmp_path: Path):
+    text = after(tmp_path, NAMED_LOSSES.replace("value.item() * len(x)", "measure(value, x)"))
+    assert "exchange" not in text
+    assert "what sums[name] adds up isn't understood" in text
+
+
+def test_a_copy_of_a_model_is_one_of_the_module(tmp_path: Path):
+    copied = "average = copy.deepcopy(model)\nfor epoch"
+    text = after(tmp_path, "import copy\n" + HEAD + LOOP.replace("for epoch", copied, 1))
+    assert "average = copy.deepcopy(model.module)" in text
+
+
+def test_the_loader_that_is_made_first_counts_epochs(tmp_path: Path):
+    """Whichever of several loaders a loop may have: the same one in every conversion."""
+    body = """\
+def run(loader, trains):
+    for x, y in loader:
+        loss = nn.functional.mse_loss(model(x), y)
+        if trains:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+loader = DataLoader(data, batch_size=16, shuffle=True)
+other = DataLoader(data, batch_size=16)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    run(loader, True)
+    run(other, False)
+"""
+    text = after(tmp_path, HEAD + body)
+    assert "for epoch in loader.epochs(2):" in text
+
+
 def test_what_rank_0_prints_is_computed_on_all(tmp_path: Path):
     body = textwrap.indent(LOOP, "    ")
     text = after(tmp_path, f"{HEAD}def run():\n{body}    return 3\n\nprint('best', run())\n", "torch")

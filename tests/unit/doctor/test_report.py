@@ -13,7 +13,6 @@ pytest.importorskip("libcst")
 from evenstep.cli.main import main
 from evenstep.doctor.examination import chosen_rules, examine
 from evenstep.doctor.rules import RULES
-from tests import pages
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PRINTS = SCRIPTS / "planted" / "tutorial_print.py"
@@ -138,10 +137,16 @@ def test_sarif_names_files_below_the_working_directory_as_a_repository_does(
         assert location["artifactLocation"]["uri"] == "sub%20folder/train.py"
 
 
-def test_the_page_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize(
+    ("page", "script"), [("docs/reference/doctor.md", "tutorial_print"), ("README.md", "tutorial_no_sampler")]
+)
+def test_the_page_shows_what_is_printed(
+    page: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     """On a terminal of 80 columns."""
     root = SCRIPTS.parents[1]
     monkeypatch.chdir(root)
     monkeypatch.setenv("COLUMNS", "80")
-    main(["doctor", "--no-run", str(PRINTS.relative_to(root))])
-    assert capsys.readouterr().out in pages.text("reference/doctor.md")
+    command = f"doctor --no-run tests/scripts/planted/{script}.py"
+    main(command.split())
+    assert f"$ evenstep {command}\n{capsys.readouterr().out}```" in (root / page).read_text()

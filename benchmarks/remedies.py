@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loader": ("workers",),
     "network": ("16-bit",),
 }
-STEPS = {"wide": 40, "thin": 300, "gpt": 40, "loader": 40, "network": 40}
+STEPS = {"wide": 40, "thin": 200, "gpt": 40, "loader": 40, "network": 40}
 
 
 def try_on(kind: str, flags: Sequence[str], rate_mbit: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from evenstep.optim.fuse import fuse
 from evenstep.optim.learning_rate import LinearWarmup, scale_learning_rate
 from evenstep.optim.local_sgd.local_sgd import LocalSGD
 from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
+from evenstep.parallel.parallelize import attach, parallelize
 from evenstep.parameter_servers.embeddings.remote_embedding import RemoteEmbedding
 from evenstep.parameter_servers.parameter_server import parameter_server
 from evenstep.replica.data_parallel.wrapper import DataParallel
@@ -41,12 +42,14 @@ __all__ = [
     "TokenDataset",
     "WeightedSampler",
     "World",
+    "attach",
     "backward",
     "clip_grad_norm_",
     "clip_grad_value_",
     "fuse",
     "init",
     "launch",
+    "parallelize",
     "parameter_server",
     "scale_learning_rate",
 ]

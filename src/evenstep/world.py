@@ -293,6 +293,7 @@ class World:
         self.mesh = build_mesh(mesh, sizes, self.device.type)
         self.data_parallel = self._along(*DATA)
         self.model_ranks = self._along(*DATA, "tensor")
+        self.model_ranks.data_parallel = self.data_parallel
 
     def _along(self, *names: str) -> World:
         """The world of the ranks that differ from this one only along some dimensions of the mesh. Collective."""

@@ -49,11 +49,14 @@ class PrivateName:
 
 _DDP = "torch.nn.parallel"
 _C10D = "torch.distributed.distributed_c10d"
+_FSDP = "torch.distributed.fsdp._fully_shard"
 _GROUP = "torch.distributed:ProcessGroup"
 _ELASTIC = "torch.distributed.elastic"
 _AGENT = f"{_ELASTIC}.agent.server.local_elastic_agent:LocalElasticAgent"
 _RENDEZVOUS = f"{_ELASTIC}.rendezvous.dynamic_rendezvous:DynamicRendezvousHandler"
 _LOADER = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter"
+_NO_FSDP = "evenstep.attach and parallelize can't take what fully_shard has divided"
+_NEW = ("2.13", "2.14", "2.15")
 _GROUPS_FAIL = "no process group can be made"
 _NO_RUN = "evenstep run can't start ranks"
 _NO_RESTART = "evenstep run can't restart ranks"
@@ -138,6 +141,22 @@ NAMES = (
         "torch.distributed.tensor.parallel.ddp:_pre_dp_module_transform",
         "local parts of DTensor parameters",
         "an ImportError with device_mesh and tensor parallelism",
+    ),
+    # torch_ddp: fully_shard
+    *(
+        PrivateName(where, what, _NO_FSDP)
+        for where, what in (
+            ("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "what fully_shard has made of a module"),
+            (f"{_FSDP}._fsdp_param_group:FSDPParamGroup.post_backward", "adds their gradients over ranks"),
+            (f"{_FSDP}._fsdp_param:FSDPParam.init_unsharded_param~_unsharded_param", "a parameter while it is whole"),
+            (f"{_FSDP}._fsdp_param_group:FSDPParamGroup.post_backward~unsharded_accumulated_grad", "its gradient"),
+            ("torch.distributed.tensor:DTensor.to_local~_local_tensor", "what a rank has of a DTensor"),
+        )
+    ),
+    *(
+        # Until 2.12 an attribute of objects, for which one can't look in the class.
+        PrivateName(f"{_FSDP}._fsdp_state:FSDPState.{where}", "parameters that travel as one", _NO_FSDP, _NEW)
+        for where in ("_fsdp_param_group", "__init__~_fsdp_param_groups")
     ),
     # torch_distributed
     *(

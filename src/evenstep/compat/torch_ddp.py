@@ -1,9 +1,11 @@
-"""Private parts of torch's DistributedDataParallel (torch 2.11 and later)."""
+"""Private parts of torch's DistributedDataParallel and of `fully_shard`, FSDP2 (torch 2.11 and later)."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +16,19 @@ from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
 
 Future = torch._C.Future
 
-__all__ = ["Future", "JoinConfig", "MixedPrecision", "active_in_dynamo", "is_slice", "localise_parameters"]
+_FSDP = "torch.distributed.fsdp"  # importing it takes seconds; where nobody has, no module is sharded
+
+__all__ = [
+    "Future",
+    "JoinConfig",
+    "MixedPrecision",
+    "ShardedParts",
+    "active_in_dynamo",
+    "is_sharded_module",
+    "is_slice",
+    "localise_parameters",
+    "reshard",
+]
 
 
 @contextlib.contextmanager
@@ -38,3 +52,91 @@ def localise_parameters(module: nn.Module) -> None:
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
     _pre_dp_module_transform(module)
+
+
+def is_sharded_module(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on this very module."""
+    return _FSDP in sys.modules and isinstance(module, sys.modules[_FSDP].FSDPModule)
+
+
+def reshard(module: nn.Module) -> None:
+    """Let go of what FSDP2 has gathered, as after an evaluation: the module has its sharded parameters again."""
+    if _FSDP in sys.modules:
+        for each in module.modules():
+            if is_sharded_module(each):
+                each.reshard()  # type: ignore[operator]
+
+
+class ShardedParts:
+    """What `fully_shard` has made of a module: its groups of parameters, each of which travels as one.
+
+    Args:
+        module: The whole model; gradients of its sharded parts are added over ranks from now on, not averaged.
+
+    Attributes:
+        groups: torch's groups, by `id`.
+        roots: The outermost sharded modules.
+        synchronises: Whether the next backward pass adds gradients over ranks.
+        used: By `id`, the sharded parameters that have had a gradient on this rank since this was emptied.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        sharded: list[Any] = [each for each in module.modules() if is_sharded_module(each)]
+        self.used: set[int] = set()
+        self.groups: dict[int, Any] = {}
+        for each in sharded:
+            each.set_gradient_divide_factor(1.0)
+            each.set_force_sum_reduction_for_comms(True)
+            state = each._get_fsdp_state()
+            found = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if found is None else found:
+                if group is not None:
+                    self.groups[id(group)] = group
+        inner = {id(part) for each in sharded for part in each.modules() if part is not each}
+        self.roots = [each for each in sharded if id(each) not in inner]
+        self.synchronises = True
+        for group in self.groups.values():
+            self._watch(group)
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters: those that optimizers step."""
+        return [each.sharded_param for group in self.groups.values() for each in group.fsdp_params]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Those of the gradients that autograd computes."""
+        members = [(group, each) for group in self.groups.values() for each in group.fsdp_params]
+        policies = [(getattr(each, "mp_policy", None) or group.mp_policy, each) for group, each in members]
+        return {policy.param_dtype or each.sharded_param.dtype for policy, each in policies}
+
+    def synchronise(self, *, is_on: bool) -> None:
+        """Let the next backward passes add gradients over ranks, or keep them whole on each rank."""
+        if is_on is not self.synchronises:
+            self.synchronises = is_on
+            for root in self.roots:
+                root.set_requires_gradient_sync(is_on)
+
+    def _watch(self, group: Any) -> None:
+        """Note the parameters that have a gradient, and give the others zeros.
+
+        A rank that doesn't use a parameter which others use would else send a shorter message than they wait for.
+        """
+        plain = type(group).post_backward.__get__(group)  # not one that watches for another wrapper
+
+        def post_backward(*unused: Any) -> Any:
+            if group.reduce_grads:
+                for each in group.fsdp_params:
+                    if not hasattr(each, "_unsharded_param"):
+                        continue  # the module hasn't run yet
+                    whole = each.unsharded_param
+                    if whole.grad is not None or each.unsharded_accumulated_grad is not None:
+                        self.used.add(id(each.sharded_param))
+                    elif whole.requires_grad:
+                        whole.grad = torch.zeros_like(whole)
+            return plain(*unused)
+
+        group.post_backward = post_backward

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from evenstep import checks
 from evenstep import world as worlds
+from evenstep.compat.torch_tensors import is_dtensor, local_part
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
 from evenstep.optim import exact
 from evenstep.optim.consistency import NUM_NUMBERS, Given, abort_peers, model_of, note
@@ -23,6 +25,7 @@ from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder, l
 from evenstep.replica.wrapper.distributed import wrapped_models
 from evenstep.transport.base import Op, Transport
 
+_OPS = {False: dist.ReduceOp.SUM, True: dist.ReduceOp.MAX}
 _ROOM = 8  # numbers that travel come in multiples of it
 
 Parameters = optim.Optimizer | nn.Module | Tensor | Iterable[Tensor]
@@ -39,8 +42,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their norm is at most `max_norm`; the norm is that of the whole gradient on every rank.
 
-    Collective where gradients are divided over ranks: every rank calls this, with the same parameters. One pass reads
-    the gradients, a second scales them; nothing waits for a GPU. Behind a `GradScaler`, call `scaler.unscale_` first.
+    Collective where gradients are divided over ranks (a `ShardedOptimizer`, FSDP2, tensor parallelism, the stages of a
+    pipeline): every rank calls this, with the same parameters. One pass reads the gradients, a second scales them;
+    nothing waits for a GPU. Behind a `GradScaler`, call `scaler.unscale_` first.
 
     All ranks give the same. On CPUs the exchange that the norm of divided gradients makes compares what they were
     given; elsewhere, and where gradients are whole, the end of the next backward pass does. With an infinite
@@ -98,7 +102,7 @@ def clip_grad_norm_(
             scale = torch.where(torch.isposinf(limit), 1.0, scale)
         if scale.device.type == "cpu" and scale.numpy() == 1:
             continue  # most steps: all gradients would be read and written for nothing. A GPU would be waited for
-        for same in _by_kind(group.parts + group.whole):
+        for same in _by_kind(group.local):
             torch._foreach_mul_(same, scale.to(same[0].device))
     return norms if by_group else norms[0]
 
@@ -126,7 +130,7 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     note(model_of(groups[0]), who, [("clip_value", clip_value), ("the number of parameters", len(groups[0]))])
     for group in groups:
         gradients = _Gradients(group)
-        for same in _by_kind(gradients.parts + gradients.whole):
+        for same in _by_kind(gradients.local):
             torch._foreach_clamp_min_(same, -clip_value)
             torch._foreach_clamp_max_(same, clip_value)
 
@@ -138,11 +142,13 @@ class _Gradients:
         hidden: Placeholders of sharded gradients.
         parts: This rank's shards of them.
         whole: Gradients that every rank has in full, in `p.grad` or behind a placeholder of `fuse`.
+        divided: Those of parameters that FSDP2 or tensor parallelism has divided (DTensor).
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.hidden: list[GradientPlaceholder] = []
         self.whole: list[Tensor] = []
+        self.divided: list[Any] = []
         undivided: list[GradientPlaceholder] = []
         for parameter in parameters:
             grad = parameter.grad
@@ -151,10 +157,17 @@ class _Gradients:
             elif grad is not None and grad.is_sparse:
                 parameter.grad = grad = grad.coalesce()
                 self.whole.append(grad._values())
+            elif grad is not None and is_dtensor(grad):
+                self.divided.append(_added(parameter))
             elif grad is not None:
                 self.whole.append(grad)
         self.parts = local_parts(self.hidden)
         self.whole += local_parts(undivided)
+
+    @property
+    def local(self) -> list[Tensor]:
+        """All that this rank has of them, as memory that may be written to."""
+        return [*self.parts, *self.whole, *map(local_part, self.divided)]
 
 
 def _norms(
@@ -168,7 +181,7 @@ def _norms(
         parameters: Whose they are.
         given: What this rank was given, and what is wrong with it; it is compared.
     """
-    tensors = [tensor for group in groups for tensor in (*group.hidden, *group.whole)]
+    tensors = [tensor for group in groups for tensor in (*group.hidden, *group.whole, *group.divided)]
     device = tensors[0].device if tensors else torch.device("cpu")
     # Each gradient is divided among the ranks of its own model: several models, several sums.
     transports: dict[int, tuple[Transport, list[list[GradientPlaceholder]]]] = {}
@@ -187,6 +200,12 @@ def _norms(
         own = torch.stack([_powers(local_parts(hidden), norm_type, device) for hidden in theirs])
         sums = _over_ranks(transport, own, given, is_max=is_max)
         totals = torch.maximum(totals, sums) if is_max else totals + sums
+    if any(group.divided for group in groups):
+        sums = _over_meshes([group.divided for group in groups], norm_type, device)
+        totals = torch.maximum(totals, sums) if is_max else totals + sums
+    stages = None if world is None or world.mesh is None else world.mesh
+    if stages is not None and "pipeline" in (stages.mesh_dim_names or ()) and stages["pipeline"].size() > 1:
+        dist.all_reduce(totals, _OPS[is_max], group=stages.get_group("pipeline"))  # each stage has other layers
     return totals if is_max else totals.pow(1 / norm_type)
 
 
@@ -215,6 +234,42 @@ def _exact_norms(
         words += sums
     totals = [exact.value_of(own, peak, norm_type) for own, peak in zip(words, peaks, strict=True)]
     return torch.stack(totals).pow(1 / norm_type)
+
+
+def _over_meshes(groups: Sequence[Sequence[Any]], norm_type: float, device: torch.device) -> Tensor:
+    """[num_groups], float64: powers of gradients that are divided over meshes, added over the ranks that have parts.
+
+    Collective. Gradients that are divided in the same way are added together, whatever their mesh is.
+
+    Args:
+        groups: The gradients, DTensors.
+        norm_type: Exponent.
+        device: Of the result.
+    """
+    is_max = math.isinf(norm_type)
+    kinds: dict[tuple[dist.ProcessGroup, ...], list[list[Tensor]]] = {}
+    for number, group in enumerate(groups):
+        for grad in group:
+            dims = [dim for dim, each in enumerate(grad.placements) if not each.is_replicate()]
+            kind = tuple(grad.device_mesh.get_group(dim) for dim in dims if grad.device_mesh.size(dim) > 1)
+            kinds.setdefault(kind, [[] for _ in groups])[number].append(local_part(grad))
+    powers = {
+        kind: torch.stack([_powers(each, norm_type, device) for each in theirs]) for kind, theirs in kinds.items()
+    }
+    for process_group in dict.fromkeys(each for kind in kinds for each in kind):
+        concerned = [kind for kind in kinds if process_group in kind]
+        together = torch.cat([powers[kind] for kind in concerned])
+        dist.all_reduce(together, _OPS[is_max], group=process_group)
+        powers |= zip(concerned, torch.split(together, len(groups)), strict=True)
+    stacked = torch.stack(list(powers.values()))
+    return stacked.amax(0) if is_max else stacked.sum(0)
+
+
+def _added(parameter: Any) -> Any:
+    """The gradient of a DTensor; first added over ranks, where tensor parallelism has left that undone."""
+    if any(each.is_partial() for each in parameter.grad.placements):
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    return parameter.grad
 
 
 def _carries_facts(device: torch.device) -> bool:

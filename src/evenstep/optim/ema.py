@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import checks
+from evenstep.compat.torch_ddp import reshard
+from evenstep.compat.torch_tensors import local_part
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.optim.consistency import abort_peers, keep_note, model_of
 from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
@@ -59,6 +61,7 @@ class ExponentialMovingAverage:
         self.num_steps = 0
         self._is_applied = False
         self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        reshard(self._model)
         with torch.inference_mode(False):  # else they could never be written to
             self._averages = {
                 name: p.detach().to(torch.float32 if p.dtype in HALF_PRECISION else p.dtype, copy=True)
@@ -82,6 +85,7 @@ class ExponentialMovingAverage:
         current: list[Tensor] = []
         for name, average in self._averages.items():
             now = parameters[name].detach().to(average.dtype)
+            average, now = local_part(average), local_part(now)
             if average.is_complex():
                 average, now = torch.view_as_real(average), torch.view_as_real(now)
             if average.is_floating_point():
@@ -117,6 +121,7 @@ class ExponentialMovingAverage:
 
     def _current(self, what: str) -> tuple[dict[str, nn.Parameter], dict[str, Tensor]]:
         """The model's parameters and module buffers, if they are those that there were."""
+        reshard(self._model)
         parameters, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
         for now, kept in ((parameters, self._averages), (buffers, self._buffers)):
             found = {name: (each.shape, each.device) for name, each in now.items()}
@@ -132,6 +137,7 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        reshard(self._model)
         pairs = [(buffer, self._buffers[name]) for name, buffer in self._model.named_buffers()]
         for name, parameter in self._model.named_parameters():
             average = self._averages[name]

@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from evenstep import checks
 from evenstep.coordination.agreement import validate_on_all_ranks
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.optim import arguments
 from evenstep.optim.consistency import OnTheWay, abort_peers
 from evenstep.optim.kinds import is_elementwise, validate_kind, validate_optimizer
@@ -138,6 +138,11 @@ def _facts_of(optimizer: optim.Optimizer, model: DistributedDataParallel) -> dic
         UsageError: Gradients have been added since the last reduction.
     """
     _validate(optimizer)
+    if model.is_divided:
+        raise UsageError(
+            "fuse: the model is divided over ranks, and has no buckets to step over. Give the optimizer torch's own "
+            "fused=True or foreach=True."
+        )
     engine = model.engine
     index_of = {id(parameter): index for index, parameter in enumerate(engine.parameters)}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -82,6 +83,23 @@ def rows_of(batch: Any, dim: int) -> tuple[list[tuple[Any, bool]], Any, int]:
             f"tensor, or a list, tuple or dictionary of tensors with as many."
         )
     return [(leaf, _has_rows(leaf, dim)) for leaf in leaves], structure, lengths.pop()
+
+
+def pad_parts(parts: Sequence[Any], most: int, batch: Any, dim: int = 0) -> list[Any]:
+    """As many parts as the rank has that has most of them; the empty ones come first. Pure.
+
+    Args:
+        parts: What this rank's share was divided into.
+        most: That number.
+        batch: The share, for its structure.
+        dim: The batch dimension.
+    """
+
+    def emptied(tensor: Tensor) -> Tensor:
+        return tensor.narrow(dim, 0, 0) if tensor.dim() > dim else tensor
+
+    empty = pytree.tree_map_only(Tensor, emptied, batch)
+    return [empty] * (most - len(parts)) + list(parts)
 
 
 class DummyBatch:

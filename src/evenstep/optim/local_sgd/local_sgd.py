@@ -73,6 +73,11 @@ class LocalSGD:
                 raise checks.refuse("LocalSGD: model", model, "an evenstep.DistributedDataParallel")
 
         def validate() -> dict[str, Any]:
+            if model.is_divided:
+                raise UsageError(
+                    "the model is divided over ranks, and no rank can step without the others. Use it with "
+                    "evenstep.DistributedDataParallel, or average in every step."
+                )
             if model.world.virtual_ranks is not None:
                 raise UsageError("in reproducible mode: what ranks learn by themselves depends on how many there are.")
             validate_optimizer("optimizer", optimizer)

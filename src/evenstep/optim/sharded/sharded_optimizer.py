@@ -102,6 +102,11 @@ class ShardedOptimizer(PartitionedOptimizer):
 
         def validate() -> dict[str, Any]:
             nonlocal by_elements
+            if model.is_divided:
+                raise UsageError(
+                    "it isn't needed here: the model is divided over ranks, and so is what an optimizer keeps of it. "
+                    "Use torch's own, such as torch.optim.AdamW(model.parameters())."
+                )
             validate_kind(kind)
             arguments.validate_switches(elementwise=elementwise, **switches)
             by_elements = is_elementwise(kind) if elementwise is None else bool(elementwise)

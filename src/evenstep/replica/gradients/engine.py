@@ -185,10 +185,13 @@ class Engine:
             self._pass, self.was_scaled = SINGLE_PASS, is_scaled
         else:
             self.exchange.shares_loss = shares_loss
-            shares_statistics = self.shares_statistics
+            takes_part = self.exchange.takes_every_pass
             self._open_pass(
                 weighted_pass(
-                    weight, is_scaled=is_scaled, only_dummies=only_dummies, shares_statistics=shares_statistics
+                    weight,
+                    is_scaled=is_scaled,
+                    only_dummies=only_dummies and not takes_part,
+                    shares_statistics=self.shares_statistics or takes_part,
                 )
             )
             self._confirm()
@@ -287,7 +290,7 @@ class Engine:
             if not (over_dummy or _in_weighted_passes(self._made_in)) and self._begin_single_pass():
                 self._single_pass_task = task
                 return None
-            self._open_plain_pass(discards=over_dummy)
+            self._open_plain_pass(discards=over_dummy and not self.exchange.takes_every_pass)
         assert self._pass is not None
         if self._pass.kind is Kind.PLAIN and not over_dummy:
             self._pass.discards = False  # outputs over a dummy batch were reached first
@@ -332,6 +335,12 @@ class Engine:
         """See `Listener`."""
         raise (moved_parameter if self.readiness.is_another(parameter) else late_gradient)([self.names[parameter]])
 
+    def _autograd_ended(self) -> None:
+        if self.exchange.takes_every_pass:
+            at_end_of_backward(self._plain_pass_ended)  # behind what FSDP2 does there
+        else:
+            self._plain_pass_ended()
+
     def _plain_pass_ended(self) -> None:
         current = self._pass
         if current is None:
@@ -353,8 +362,10 @@ class Engine:
         """Begin a pass of `loss.backward()`. Within autograd it ends when autograd does."""
         self.exchange.shares_loss = False
         self._open_pass(Pass(Kind.PLAIN, 0.0, discards, is_foreign=_in_weighted_passes(self._made_in)))
+        if self.exchange.takes_every_pass:
+            self._confirm()
         if graph_task_id() != -1:
-            at_end_of_backward(self._plain_pass_ended)
+            at_end_of_backward(self._autograd_ended)
 
     def _open_pass(self, opened: Pass) -> None:
         self.ending.validate_pass("a backward pass")
@@ -363,6 +374,7 @@ class Engine:
         opened.opens_window = self.window is None
         self._pass = opened
         opened.ends_window, opened.travels = self.synchronise, self.synchronise and self.ending.exchanges
+        self.exchange.begin_pass(travels=opened.travels)
         for observer in self.observers:
             observer.begin_pass()
         if opened.opens_window:

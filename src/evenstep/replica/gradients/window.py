@@ -27,6 +27,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from evenstep.compat.torch_tensors import local_part
 from evenstep.errors import ConfigurationError, UsageError
 
 
@@ -296,7 +297,7 @@ def drop_grads(parameters: Iterable[Tensor]) -> None:
 def all_zero(parameters: Iterable[Tensor]) -> bool:
     """Whether no gradient is left, or only zeros. On a GPU this waits for the first that is left."""
     grads = (parameter.grad for parameter in parameters)
-    return not any((grad._values() if grad.is_sparse else grad).any() for grad in grads if grad is not None)
+    return not any((grad._values() if grad.is_sparse else local_part(grad)).any() for grad in grads if grad is not None)
 
 
 def zero_where(condition: Tensor, grads: Iterable[Tensor]) -> None:

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from evenstep.compat.torch_tensors import local_part
 from evenstep.errors import ConfigurationError, NonFiniteError
 from evenstep.replica.gradients.buckets.bucket import Bucket, sum_dtype, total_of
 from evenstep.replica.gradients.observer import Observer
@@ -71,6 +72,7 @@ class NonFiniteGuard(Observer):
     """
 
     inspects_buckets = True
+    found_on = "a gradient was infinite or not a number before gradients were averaged, on"
 
     def __init__(self, policy: Policy, world: World, transport: Transport, control: Carrier) -> None:
         self.num_skipped = 0
@@ -87,7 +89,7 @@ class NonFiniteGuard(Observer):
     def look_at_gradients(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Inspect gradients that travel in no bucket."""
         found = [(name, p.grad) for name, p in zip(names, parameters, strict=True) if p.grad is not None]
-        grads = [grad._values() if grad.is_sparse else grad for _, grad in found]
+        grads = [grad._values() if grad.is_sparse else local_part(grad) for _, grad in found]
         if grads:
             self._look(grads, lambda: ([name for name, _ in found], grads))
 
@@ -122,9 +124,9 @@ class NonFiniteGuard(Observer):
         mine = self.own_findings()
         if not found or scaled:
             return False
-        received = exchange(self._control, {"names": mine, "has_scaler": _has_scaler()})
+        received = exchange(self._control, {"names": mine, "has_scaler": has_scaler()})
         text = "; ".join(f"rank {rank}: {listed(each['names'])}" for rank, each in enumerate(received) if each["names"])
-        message = f"a gradient was infinite or not a number before gradients were averaged, on {text}."
+        message = f"{self.found_on} {text}."
         if any(each["has_scaler"] for each in received):
             message += (
                 " If a GradScaler has scaled the loss, say so, and its overflows are left to it: "
@@ -177,7 +179,7 @@ class SumWatch(Observer):
 
     def _warn(self) -> None:
         received = exchange(
-            self._transport, {"first": self._first, "found": [*sorted(self._findings)], "scaled": _has_scaler()}
+            self._transport, {"first": self._first, "found": [*sorted(self._findings)], "scaled": has_scaler()}
         )
         self._is_off = True
         if any(each["scaled"] for each in received) or not self._world.is_main:
@@ -251,7 +253,7 @@ class OwnWatch(SumWatch):
             self._findings |= bad
 
 
-def _has_scaler() -> bool:
+def has_scaler() -> bool:
     """Whether a GradScaler is in use in this process, so that an overflow now and then is no fault."""
     gc.collect()  # one of a training that is over may wait in a circle of references
     kinds = torch.amp.GradScaler

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenstep.compat import torch_pytree as pytree
 from evenstep.compat.torch_autograd import graph_task_id
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.replica.batches import pad_parts
 from evenstep.replica.channels import channel, channel_of
 from evenstep.replica.normalization.sync_batchnorm import PURPOSE, SyncBatchNorm
 from evenstep.transport.base import Transport
@@ -147,13 +147,7 @@ class SyncLayers:
             dim: The batch dimension.
         """
         self._record(_PARTS, False)
-        most = self._most_parts(len(parts))
-
-        def emptied(tensor: Tensor) -> Tensor:
-            return tensor.narrow(dim, 0, 0) if tensor.dim() > dim else tensor
-
-        empty = pytree.tree_map_only(Tensor, emptied, batch)
-        return [empty] * (most - len(parts)) + list(parts)
+        return pad_parts(parts, self._most_parts(len(parts)), batch, dim)
 
     def _most_parts(self, num_parts: int) -> int:
         device = _device_of(next(iter(self.layers.values())), self.world)

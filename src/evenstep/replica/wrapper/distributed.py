@@ -156,6 +156,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     engine: Engine
     monitors: Monitors
     sync_layers: SyncLayers
+    is_divided = False  # over ranks, by FSDP2 or tensor parallelism: see `parallel.model`
     logger = None  # torch's class has its timings there; here `world.telemetry` has them
 
     def __init__(
@@ -273,9 +274,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.settings = settings
         inner = self._wrapped_already()
         if inner is None:
-            self.engine, self.monitors = build_engine(self.module, world, settings, transport)
+            self.engine, self.monitors = self._build_engine(world, settings, transport)
             _wrapped.add(self)
-            self.sync_layers = SyncLayers(self.module, world, self.engine, is_copy=is_copy)
+            self.sync_layers = SyncLayers(self.module, world.data_parallel, self.engine, is_copy=is_copy)
             self.engine.shares_statistics = bool(self.sync_layers)
         else:
             self.engine, self.monitors, self.sync_layers = inner.engine, inner.monitors, inner.sync_layers
@@ -302,6 +303,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._names = [name for name, _ in self.module.named_parameters()]
         parts = [each for each in self.module.modules() if isinstance(each, DistributedDataParallel)]
         self._wrapped_inside = [part for part in parts if part.engine is not self.engine]
+
+    def _build_engine(self, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:
+        return build_engine(self.module, world, settings, transport)
 
     # ------------------------------------------------------------------ forward
 
@@ -373,7 +377,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             self._dummy.remember((inputs, kwargs))
         if is_empty or self.sync_layers.layers or self._low_precision is not None or is_compiled:
             run = self._forward_dummy if is_empty else self._run_module
-            with active_in_dynamo(self) if is_compiled else contextlib.nullcontext():
+            with active_in_dynamo(self) if is_compiled and not self.is_divided else contextlib.nullcontext():
                 outputs = run(inputs, kwargs)
         else:
             outputs = self.module(*inputs, **kwargs)
@@ -524,9 +528,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         if self.world.virtual_ranks is not None:
             yield from loop.loop(batch, n, self.dim, self.engine, self.world, self._virtual_rank_buffers, exchanging)
             return
-        parts = split(batch, n, self.dim)
-        if exchanging is not None:
-            parts = exchanging.pad(parts, batch, self.dim)
+        parts = self._pad(split(batch, n, self.dim), batch)
         before = self.engine.synchronise
         num_reductions = self.engine.num_reductions
         completed = False
@@ -547,6 +549,10 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 f"microbatches on rank {self.world.rank}: the last part was not followed by a backward pass, so the "
                 f"gradients have not been averaged. Call backward inside the loop, once per part."
             )
+
+    def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
+        """As many parts on every rank, where ranks need each other in each of them. Collective then."""
+        return self.sync_layers.pad(parts, batch, self.dim) if self.sync_layers and self.training else parts
 
     @property
     def skipped_steps(self) -> int:

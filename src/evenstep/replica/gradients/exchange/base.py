@@ -70,9 +70,13 @@ class Exchange:
         buckets: Those buckets.
         hook: Averages buckets instead of the transport, or None.
         shares_loss: The loss of the running pass goes through other models, too.
+        takes_every_pass: Gradients are added over ranks by torch's FSDP2 while autograd runs. So every pass of this
+            rank has to take part: one that contributes nothing is muted and not dropped, and any pass counts that
+            reaches the module's outputs.
     """
 
     travels = False
+    takes_every_pass = False
 
     def __init__(self, parameters: Sequence[nn.Parameter], ending: WindowEnd) -> None:
         self.layout = Layout((), (0,) * len(parameters))
@@ -109,6 +113,13 @@ class Exchange:
             if not opens_window and scale != self._scale:
                 rescale(self._parameters, self._scale / scale)
             self._scale = scale
+
+    def begin_pass(self, *, travels: bool) -> None:
+        """A pass begins.
+
+        Args:
+            travels: Its gradients are added over ranks; else they stay on this rank for now.
+        """
 
     def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
         """Save gradients from `p.grad` to which autograd can't add, before the first pass of a window.

@@ -1,0 +1,204 @@
+"""How the windows of a divided model end.
+
+[Note: one division]
+
+    FSDP2's parameters      its reduce-scatter (and all-reduce, with replicas) adds `weight * gradient` over the data
+                            ranks while autograd runs, without dividing
+    all others              whole on each rank, or divided by tensor parallelism: their local parts are added over the
+                            data ranks when the window ends
+    then                    a header with the weights, as that of replicated models, and one division
+
+The header is added over all ranks that have parts of the model, so that those of tensor parallelism, which have other
+elements of the same gradients, decide alike. Each of them has the weight of the samples that they share, so sums of
+weights are divided by how many they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.compat.torch_ddp import ShardedParts
+from evenstep.compat.torch_tensors import is_dtensor, local_part
+from evenstep.health.telemetry import REDUCED, WAITING
+from evenstep.replica.gradients.exchange.base import Exchange, Trained
+from evenstep.replica.gradients.exchange.header import Header, LateKinds
+from evenstep.replica.gradients.exchange.weights import WeightScale
+from evenstep.replica.gradients.window import Kind, SavedGradients, Window
+from evenstep.transport.base import Transport
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class MeshExchange(Exchange):
+    """Ends the windows of a model that FSDP2 or tensor parallelism has divided; see [Note: one division].
+
+    Args:
+        trained: Its parameters; `world` and `transport` are of all ranks that have parts of the model.
+        sharded: What FSDP2 manages of it.
+        data_transport: Of the data ranks, for the gradients that FSDP2 doesn't add.
+    """
+
+    travels = True
+
+    def __init__(self, trained: Trained, sharded: ShardedParts, data_transport: Transport) -> None:
+        super().__init__(trained.parameters, trained.ending)
+        self.takes_every_pass = bool(sharded)
+        self._sharded = sharded
+        self._data = data_transport
+        self._transport = trained.transport
+        self._num_copies = trained.world.world_size // data_transport.world_size
+        self._recorder, self._module_buffers = trained.recorder, trained.module_buffers
+        managed = set(map(id, sharded.parameters))
+        self._others = [index for index, p in enumerate(trained.parameters) if id(p) not in managed]
+        device = trained.world.device
+        self._header = Header(len(trained.parameters), device, trained.observers)
+        self._late_kinds = None if device.type == "cpu" else LateKinds()
+        self._was_weighted = False
+        self._used = [True] * len(trained.parameters)
+        self._all_used = [True] * len(trained.parameters)
+        has_half = not {*sharded.dtypes, *(p.dtype for p in trained.parameters)}.isdisjoint(_HALF)
+        self._weights = WeightScale(trained.parameters, trained.transport, is_needed=has_half)
+
+    # ------------------------------------------------------------------ while a window runs
+
+    def agree_scale(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
+        """See `Exchange`. Collective in the first windows of 16-bit models: see `WeightScale`."""
+        if weight is not None and self._weights.is_due:
+            self._weights.start_agreement(weight)
+            self._weights.finish_agreement(reads=True)
+        self._weights.use(self._weights.agreed, opens_window=opens_window)
+        return self._weights.agreed
+
+    def adopt_scale(self, scale: float, *, opens_window: bool) -> None:
+        """See `Exchange`."""
+        self._weights.use(scale, opens_window=opens_window)
+
+    def begin_pass(self, *, travels: bool) -> None:
+        """See `Exchange`."""
+        self._sharded.synchronise(is_on=travels)
+
+    def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
+        """See `Exchange`: what an earlier window has left is not divided again."""
+        left = [parameter for parameter in self._parameters if parameter.grad is not None]
+        if left and not is_running:
+            saved.save(left, is_copied=False)
+        elif left:  # a loss of `loss.backward()` that uses parameters directly: they may have their gradients already
+            managed = self._sharded.parameters
+            saved.save([parameter for parameter in managed if parameter.grad is not None], is_copied=False)
+
+    def was_weighted(self) -> bool:
+        """See `Exchange`."""
+        return self._was_weighted
+
+    # ------------------------------------------------------------------ when it ends
+
+    def finish(self, window: Window) -> None:
+        """See `Exchange`."""
+        if self._weights.is_due:
+            self._weights.start_agreement()
+        scale = self._weights.end_window(reads=window.kind is not Kind.PLAIN)
+        self._recorder.mark(WAITING)
+        used = self._used_here()
+        self._header.fill(window, used, scale=scale)
+        self._transport.all_reduce(self._header.tensor).wait()
+        if self._late_kinds is None:
+            num_weighted, num_plain = self._header.kinds()
+            self._was_weighted = num_weighted > 0 or (self._was_weighted and num_plain == 0)
+        else:
+            self._late_kinds.note(self._header)
+        self._header.read_observers()
+        self._used = used
+        if used is not self._all_used:
+            self._used = self._header.used_anywhere()
+            self._publish()
+        sent_buffers = self._module_buffers.start(0)
+        self._add_others()
+        self._recorder.mark(REDUCED)
+        self._divide(window)
+        self._module_buffers.finish(sent_buffers)
+
+    def _used_here(self) -> list[bool]:
+        """For each parameter, whether it has a gradient on this rank."""
+        found = self._sharded.used
+        if len(found) == len(self._parameters):
+            self._sharded.used = set()
+            return self._all_used
+        others = set(self._others)
+        used = [
+            parameter.grad is not None if index in others else id(parameter) in found
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._sharded.used = set()
+        return self._all_used if all(used) else used
+
+    def _publish(self) -> None:
+        """Leave no gradient where no rank has one, and one where any has."""
+        for parameter, is_used in zip(self._parameters, self._used, strict=True):
+            if not is_used:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _add_others(self) -> None:
+        """Add the gradients that FSDP2 doesn't manage over the data ranks, all of a dtype at once."""
+        if not self._others:
+            return
+        parameters = [self._parameters[index] for index in self._others]
+        with_placements_of(parameters)
+        if self._data.world_size == 1:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None and (part := local_part(parameter.grad)).numel():
+                by_dtype.setdefault(part.dtype, []).append(part)
+        started = []
+        for parts in by_dtype.values():
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            started.append((self._data.all_reduce(flat), flat, parts))
+        for work, flat, parts in started:
+            work.wait()
+            pieces = torch.split(flat, [part.numel() for part in parts])
+            torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
+
+    def _divide(self, window: Window) -> None:
+        # A rank whose share was empty knows only from the header which kind the others had.
+        weighted = window.kind is Kind.WEIGHTED or (window.kind is None and bool(self._header.tensor[1] > 0))
+        divisor: float | Tensor = float(self._ending.num_shares)
+        if weighted:
+            divisor = self._header.divisor() / self._num_copies
+            divisor = float(divisor) if divisor.device.type == "cpu" else divisor
+        if isinstance(divisor, float) and divisor == 1.0:
+            return
+        for same in _by_kind([local_part(p.grad) for p in self._parameters if p.grad is not None]):
+            if isinstance(divisor, Tensor):
+                torch._foreach_div_(same, divisor.to(same[0].device))
+            else:
+                torch._foreach_div_(same, divisor)
+
+    def unused(self) -> list[int]:
+        """See `Exchange`."""
+        return [index for index, used in enumerate(self._used) if not used]
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Lists of tensors of one device and dtype, none of them empty."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())
+
+
+def with_placements_of(parameters: Iterable[nn.Parameter]) -> None:
+    """Bring gradients of DTensors to the layout of their parameters.
+
+    Collective, for those that are still to be added over the ranks of tensor parallelism (`Partial`).
+    """
+    for parameter in parameters:
+        grad: Any = parameter.grad
+        if grad is not None and is_dtensor(grad) and grad.placements != parameter.placements:  # type: ignore[attr-defined]
+            parameter.grad = grad.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]

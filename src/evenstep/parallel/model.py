@@ -1,0 +1,196 @@
+"""The class that comes back from `parallelize` and `attach`: a divided model under the loop of replicated ones."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from evenstep.compat.torch_ddp import ShardedParts
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.optim.clipping import clip_grad_norm_
+from evenstep.parallel.exchange import MeshExchange
+from evenstep.parallel.layout import validate_layout
+from evenstep.parallel.watch import build_watch
+from evenstep.replica.batches import DummyBatch, pad_parts
+from evenstep.replica.channels import bucket_transport, channel_of, validate_thread
+from evenstep.replica.gradients.engine import Engine
+from evenstep.replica.gradients.exchange.base import Trained
+from evenstep.replica.gradients.strategies import WindowEnd
+from evenstep.replica.module_buffers import BufferBroadcast
+from evenstep.replica.monitors.monitors import InBackward, Monitors
+from evenstep.replica.monitors.nonfinite import Policy
+from evenstep.replica.monitors.options import OptionsWatch
+from evenstep.replica.normalization.sync_batchnorm import replace_torchs
+from evenstep.replica.wrapper.distributed import Batch, DistributedDataParallel
+from evenstep.replica.wrapper.settings import Settings, settle
+from evenstep.transport.base import Transport
+from evenstep.transport.core.staged import for_messages
+from evenstep.world import World
+
+
+class DividedModel(DistributedDataParallel):
+    """A model that FSDP2 or tensor parallelism has divided over ranks, with the loop of a replicated one.
+
+    `backward`, `microbatches`, `accumulate`, `unused_parameters`, empty shares and `on_nonfinite` mean what they mean
+    for a `DistributedDataParallel`: gradients are exact global means. `.module` is the model itself, with torch's
+    methods (`unshard`, `set_modules_to_forward_prefetch`). Within a window sharded gradients are whole on each rank
+    (`set_requires_gradient_sync(False)`), which takes memory, and `zero_grad` doesn't drop them.
+
+    Made by `evenstep.parallelize` and `evenstep.attach`.
+
+    Args:
+        module: The model, divided.
+        world: All ranks, with a mesh.
+        who: The function that was called, for messages.
+        on_nonfinite: As for `DistributedDataParallel`; what is inspected is each rank's part of the sum over ranks.
+        broadcast_buffers: As there, among the data ranks.
+    """
+
+    is_divided = True
+
+    def __init__(
+        self, module: nn.Module, world: World, *, who: str, on_nonfinite: Policy | None, broadcast_buffers: bool | None
+    ) -> None:
+        nn.Module.__init__(self)
+        validate_thread(world, self)
+        ranks = world.model_ranks
+        settings = settle(
+            ranks,
+            module,
+            dim=0,
+            devices=(None, None),
+            buffers=(broadcast_buffers, None),
+            buckets=(None, None, None),
+            delayed=(None, None),
+            init_sync=True,
+            on_nonfinite=on_nonfinite,
+            compare_every=0,
+            mixed_precision=None,
+            reduce_dtype=None,
+        )
+        if settings.sparse:
+            raise ConfigurationError(
+                f"{who}: {min(settings.sparse)!r} has sparse gradients, which aren't added over the ranks of a mesh. "
+                f"Build the embedding with sparse=False."
+            )
+        self._sharded = ShardedParts(module)
+        validate_layout(module, self._sharded.parameters, world, who)
+        self.module = replace_torchs(module)
+        self.dim = settings.dim
+        self.device = world.device
+        self.device_type = self.device.type
+        self.device_ids = self.output_device = None
+        self.find_unused_parameters = self.gradient_as_bucket_view = self.static_graph = False
+        self.skip_all_reduce_unused_params = self.batched_grad_copy = self.lazy_bucket_allocation = False
+        self.bucket_bytes_cap_list: list[int] = []
+        self.mixed_precision = None
+        self.device_mesh = world.mesh
+        self._data = world.data_parallel
+        self._set_up(ranks, settings, bucket_transport(ranks, self))
+        ranks.compare_random_streams()
+        self._dummy = DummyBatch(self.dim)
+        self._low_precision = None
+
+    def _build_engine(self, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:
+        named = settings.trained(self.module)
+        names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
+        control = for_messages(transport, world.device)
+        options = OptionsWatch(world, control, world.device, lambda: False)
+        watch = build_watch(settings.on_nonfinite, world, transport, control)
+        monitors = Monitors(options, None, watch, InBackward(()))
+        ending = WindowEnd(self._data.world_size)
+        data_transport = transport
+        if self._data is not world:
+            data_transport = channel_of(self, self._data, "gradients", world.device)
+        trained = Trained(
+            names=names,
+            parameters=parameters,
+            num_dense=len(parameters),
+            world=world,
+            policy=settings.policy,
+            module_buffers=BufferBroadcast(
+                self.module,
+                data_transport,
+                settings.ignored,
+                is_on=settings.sync_buffers and data_transport.world_size > 1,
+            ),
+            recorder=world.telemetry.open(),
+            transport=transport,
+            control=control,
+            observers=monitors.observers,
+            ending=ending,
+        )
+        exchange = MeshExchange(trained, self._sharded, data_transport)
+        return Engine(trained, exchange, ending, label=type(self.module).__name__), monitors
+
+    def _validate_parameters(self) -> None:
+        """Raise for a parameter that was frozen; others come and go, as FSDP2 gathers them and lets them go."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise UsageError(
+                    f"parameter {name!r} was frozen when the model was divided and is trained now; its gradient would "
+                    f"not be averaged. Freeze parameters afterwards, or divide the model again."
+                )
+
+    def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
+        """FSDP2 gathers parameters in every part, so every data rank needs as many."""
+        if not self._sharded or self._data.world_size == 1:
+            return super()._pad(parts, batch)
+        most = torch.tensor([len(parts)], device="cpu")
+        self.engine.control.all_reduce(most, "max").wait()
+        return pad_parts(parts, int(most), batch, self.dim)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float | str = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """`evenstep.clip_grad_norm_` of all parameters: by the norm of the whole gradient. Collective.
+
+        Args:
+            max_norm: See there.
+            norm_type: See there.
+            error_if_nonfinite: See there.
+        """
+        return clip_grad_norm_(self.engine.parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def extra_repr(self) -> str:
+        """The text beside the module when this is printed."""
+        mesh = self.device_mesh
+        names = () if mesh is None else (mesh.mesh_dim_names or ())
+        sizes = {} if mesh is None else dict(zip(names, mesh.shape, strict=True))
+        return f"rank {self.world.rank}/{self.world.world_size}, {sizes}"
+
+    # ------------------------------------------------------------------ what a divided model can't do
+
+    def register_comm_hook(self, state: object, hook: Any) -> NoReturn:
+        """Refused: there are no buckets.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "register_comm_hook: FSDP2 moves the gradients of a divided model. See its set_all_reduce_hook and "
+            "set_custom_reduce_scatter, of model.module."
+        )
+
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: every rank has parts of the parameters that all others need.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "join: a divided model needs all ranks in every pass. evenstep.DataLoader gives all of them as many steps, "
+            "some of them with an empty share."
+        )
+
+    join_hook = join
+
+    def __getstate__(self) -> NoReturn:
+        """Refused: a rank has parts only.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError("a divided model can't be pickled or copied; save it with a Checkpointer.")

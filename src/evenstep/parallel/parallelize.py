@@ -1,0 +1,203 @@
+"""`parallelize` and `attach`: a model over the ranks of a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenstep import checks
+from evenstep import world as worlds
+from evenstep.coordination.agreement import validate_on_all_ranks
+from evenstep.errors import ConfigurationError, UsageError
+from evenstep.parallel.blocks import Blocks, choose_blocks, validate_plan
+from evenstep.parallel.layout import is_divided_module
+from evenstep.parallel.model import DividedModel
+from evenstep.parallel.optimizers import validate_none_left, validate_none_yet
+from evenstep.replica.module_buffers import finish_broadcast, start_broadcast
+from evenstep.replica.monitors.nonfinite import Policy, validate_policy
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
+from evenstep.replica.wrapper.model_check import validate_same_model
+from evenstep.world import World
+
+
+def parallelize(
+    module: nn.Module,
+    world: World | None = None,
+    *,
+    tensor_plan: Any = None,
+    blocks: Blocks = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    on_nonfinite: Policy | None = "warn",
+    broadcast_buffers: bool | None = None,
+) -> DistributedDataParallel:
+    """Divide a model over the ranks of the world's mesh, by torch's own functions, under evenstep's loop.
+
+    Collective: every rank calls this, with the same model, before optimizers are made. Parameters and module buffers
+    become equal to rank 0's first. Then, as far as the mesh (`evenstep.init(mesh=...)`) has the dimension:
+
+        tensor              `parallelize_module` with `tensor_plan`
+        shard               `fully_shard` of each of the `blocks`, then of the whole; with "replicate", HSDP
+        replicate, no shard gradients are averaged by evenstep
+
+    Without a mesh, or with "replicate" alone, this is `DistributedDataParallel(module)`.
+
+    Args:
+        module: The whole model, on every rank.
+        world: The ranks; None: the current world.
+        tensor_plan: What torch's `parallelize_module` takes: styles by the names of modules, `*` for any.
+        blocks: The modules that are sharded by themselves: class names or classes; a whole number, the parameters that
+            a block has at least; a function of (name, module); None: the members of every `nn.ModuleList`.
+        reshard_after_forward: As for torch's `fully_shard`, for every block.
+        mp_policy: torch's `MixedPrecisionPolicy`; needs "shard".
+        offload_policy: torch's `CPUOffloadPolicy`; needs "shard".
+        on_nonfinite: As for `DistributedDataParallel`.
+        broadcast_buffers: As there.
+
+    Returns:
+        The model with `backward`, `microbatches` and so on, and torch's modules in `.module`.
+
+    Raises:
+        ConfigurationError: An argument is wrong, or doesn't fit the mesh or the model. Raised on all ranks.
+        UsageError: An optimizer has the model's parameters already; reproducible mode; the model is divided already.
+        MismatchError: The ranks' models or arguments differ. Raised on all ranks.
+    """
+    world = worlds.chosen(world, "parallelize")
+    names = () if world.mesh is None else (world.mesh.mesh_dim_names or ())
+    chosen: list[nn.Module] = []
+
+    def validate() -> dict[str, Any]:
+        _validate_mode(module, world, "parallelize", on_nonfinite)
+        if is_divided_module(module):
+            raise UsageError("parallelize: the model is divided already. Call evenstep.attach(model).")
+        meta = next((name for name, p in module.named_parameters() if p.is_meta), None)
+        if meta is not None:
+            raise ConfigurationError(
+                f"parallelize: {meta!r} is on the device meta, and has no values that ranks could be given. Divide the "
+                f"model with torch's fully_shard, materialise it (to_empty, then initialise), and call evenstep.attach."
+            )
+        chosen[:] = choose_blocks(module, blocks)
+        _validate_arguments(names, tensor_plan, mp_policy, offload_policy)
+        validate_plan(module, tensor_plan)
+        validate_none_yet(module, "parallelize")
+        return {"the number of blocks": len(chosen), "reshard_after_forward": reshard_after_forward}
+
+    validate_on_all_ranks(world, "parallelize", validate)
+    if not {"shard", "tensor"} & set(names):
+        return DistributedDataParallel(
+            module, world=world, on_nonfinite=on_nonfinite, broadcast_buffers=broadcast_buffers
+        )
+    assert world.mesh is not None
+    _make_equal(module, world.model_ranks)
+    if tensor_plan is not None:
+        from torch.distributed.tensor.parallel import parallelize_module  # takes seconds to import
+
+        parallelize_module(module, world.mesh["tensor"], tensor_plan)
+    if "shard" in names:
+        from torch.distributed.fsdp import fully_shard
+
+        policies = {"mp_policy": mp_policy, "offload_policy": offload_policy}
+        options = {name: policy for name, policy in policies.items() if policy is not None}
+        mesh = world.mesh["replicate", "shard"] if "replicate" in names else world.mesh["shard"]
+        for each in [*chosen, module]:
+            fully_shard(each, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
+    return DividedModel(
+        module, world, who="parallelize", on_nonfinite=on_nonfinite, broadcast_buffers=broadcast_buffers
+    )
+
+
+def attach(
+    module: nn.Module,
+    world: World | None = None,
+    *,
+    on_nonfinite: Policy | None = "warn",
+    broadcast_buffers: bool | None = None,
+) -> DistributedDataParallel:
+    """Put a model that torch's functions have divided under evenstep's loop.
+
+    Collective: every rank calls this, after `fully_shard` and `parallelize_module`, before or after optimizers are
+    made. Parameters stay as they are. Without a mesh in the world, all ranks have samples of their own.
+
+    Args:
+        module: The model; one that isn't divided gets a `DistributedDataParallel`.
+        world: The ranks; None: the current world.
+        on_nonfinite: As for `DistributedDataParallel`.
+        broadcast_buffers: As there.
+
+    Returns:
+        As `parallelize`.
+
+    Raises:
+        ConfigurationError: The model is divided over other ranks than the world's mesh says. Raised on all ranks.
+        UsageError: An optimizer was made before the model was divided; reproducible mode. Raised on all ranks.
+        MismatchError: The ranks' models differ. Raised on all ranks.
+    """
+    world = worlds.chosen(world, "attach")
+
+    def validate() -> dict[str, Any]:
+        _validate_mode(module, world, "attach", on_nonfinite)
+        if isinstance(module, DistributedDataParallel):
+            raise UsageError("attach: the model is evenstep's already.")
+        is_divided = is_divided_module(module)
+        if is_divided:
+            validate_none_left(module, "fully_shard")
+        elif world.mesh is not None and world.model_ranks.world_size > world.data_size:
+            raise ConfigurationError(
+                "attach: the mesh has ranks along tensor, and no parameter of the model is divided. Call torch's "
+                'parallelize_module(model, world.mesh["tensor"], plan) first, or evenstep.parallelize.'
+            )
+        return {"whether the model is divided": is_divided}
+
+    validate_on_all_ranks(world, "attach", validate)
+    if not is_divided_module(module):
+        return DistributedDataParallel(
+            module, world=world, on_nonfinite=on_nonfinite, broadcast_buffers=broadcast_buffers
+        )
+    validate_same_model(module.named_parameters(), module.named_buffers(), world.model_ranks)
+    return DividedModel(module, world, who="attach", on_nonfinite=on_nonfinite, broadcast_buffers=broadcast_buffers)
+
+
+def _validate_mode(module: Any, world: World, who: str, on_nonfinite: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise checks.refuse(f"{who}: module", module, "a torch.nn.Module")
+    if world.virtual_ranks is not None:
+        raise UsageError(
+            f"{who} in reproducible mode: a divided layer adds in another order than a whole one. Use "
+            f"DistributedDataParallel there, or leave reproducible=True out."
+        )
+    if torch.is_inference_mode_enabled():
+        raise ConfigurationError(
+            f"{who} inside torch.inference_mode(): what is made there can't take part in training."
+        )
+    validate_policy(on_nonfinite)
+
+
+def _validate_arguments(names: tuple[str, ...], tensor_plan: Any, mp_policy: Any, offload_policy: Any) -> None:
+    """Refuse arguments that the mesh has no dimension for, and a dimension without its argument."""
+    for name, given, dimension in (
+        ("tensor_plan", tensor_plan, "tensor"),
+        ("mp_policy", mp_policy, "shard"),
+        ("offload_policy", offload_policy, "shard"),
+    ):
+        if given is not None and dimension not in names:
+            raise ConfigurationError(
+                f'parallelize: {name} is given, and the mesh has no dimension "{dimension}". Call '
+                f'evenstep.init(mesh={{"{dimension}": ...}}); 1 is a size, too.'
+            )
+    if "tensor" in names and tensor_plan is None:
+        raise ConfigurationError(
+            'parallelize: the mesh has the dimension "tensor", and no tensor_plan says which layers it divides. Pass '
+            "one, as for torch's parallelize_module, or leave the dimension out."
+        )
+
+
+def _make_equal(module: nn.Module, ranks: World) -> None:
+    """Collective: give all ranks the parameters and module buffers of the first."""
+    if ranks.is_initialised:
+        module.to(ranks.device)
+    validate_same_model(module.named_parameters(), module.named_buffers(), ranks)
+    tensors = [*(p.data for p in module.parameters()), *module.buffers()]
+    finish_broadcast(start_broadcast(tensors, ranks.transport))

@@ -1,0 +1,1 @@
+"""Divided models on real ranks."""

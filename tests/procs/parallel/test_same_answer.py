@@ -1,0 +1,372 @@
+"""FSDP2, HSDP and tensor parallelism under evenstep's loop compute what one process computes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep import world as worlds
+from evenstep.errors import EvenstepError, NonFiniteError, UsageError
+from tests.procs.parallel import gpt
+
+MESHES = {
+    "fsdp": {"shard": 4},
+    "hsdp": {"replicate": 2, "shard": 2},
+    "tensor x replicate": {"replicate": 2, "tensor": 2},
+    "tensor x fsdp": {"shard": 2, "tensor": 2},
+    "tensor": {"tensor": 4},
+    "replicate": {"replicate": 4},
+}
+
+
+def world_of(mesh: Any, **arguments: Any) -> evenstep.World:
+    """A world of its own, on ranks that may have another one."""
+    before = worlds.initialised()
+    if before is not None:
+        before.close()
+    return evenstep.init(quiet=True, mesh=mesh, seed=1, **arguments)
+
+
+def share_of(world: evenstep.World, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows, of which there may be none."""
+    rank, size = world.data_rank, world.data_size
+    return tensor[rank * len(tensor) // size : (rank + 1) * len(tensor) // size]
+
+
+def trained(mesh, *, transport=None, dtype=torch.float64, with_attach=False, policy=None, **arguments):
+    """Parameters at the end, and norms, of a model that was trained on this mesh."""
+    with world_of(mesh, transport=transport) as world:
+        model = gpt.made(arguments["seed"], dtype)
+        options = {} if policy is None else {"mp_policy": policy()}
+        if with_attach:
+            model = evenstep.attach(by_torch(model, world))
+        else:
+            plan = gpt.plan() if "tensor" in mesh else None
+            model = evenstep.parallelize(model, world, tensor_plan=plan, **options)
+        _, norms = gpt.train(model, lambda tensor: share_of(world, tensor), **arguments)
+        assert model.unused_parameters() == []
+        return {name: each.clone() for name, each in gpt.whole(model).items()}, norms
+
+
+def by_torch(model, world):
+    """Divided by the script itself."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    names = world.mesh.mesh_dim_names
+    if "tensor" in names:
+        parallelize_module(model, world.mesh["tensor"], gpt.plan())
+    if "shard" in names:
+        mesh = world.mesh["replicate", "shard"] if "replicate" in names else world.mesh["shard"]
+        for each in [*model.blocks, model]:
+            fully_shard(each, mesh=mesh)
+    return model
+
+
+def call(arguments):
+    return trained(**arguments)
+
+
+def check(ranks, mesh, *, steps, rows, fresh_seed, tolerance=1e-12, **arguments):
+    given = {"seed": fresh_seed, "steps": steps, "rows": rows}
+    optimizer = {k: v for k, v in arguments.items() if k in ("optimizer", "clip", "dtype")}
+    expected, norms = gpt.reference(**given, **optimizer)
+    for found, found_norms in ranks.run(call, 4, {"mesh": mesh} | given | arguments, timeout_s=240.0):
+        worst = max(float((found[name] - each).abs().max()) for name, each in expected.items())
+        assert worst <= tolerance
+        assert found_norms == pytest.approx(norms, rel=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["hsdp", "tensor x fsdp"])
+def test_steps_are_those_of_one_process(ranks, fresh_seed, kind):
+    """Five rows of unequal length on four ranks, in two micro-batches, with clipping."""
+    check(ranks, MESHES[kind], steps=4, rows=5, micro=2, fresh_seed=fresh_seed)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", list(MESHES))
+def test_thirty_steps_are_those_of_one_process(ranks, fresh_seed, kind):
+    """Three rows on four ranks: a share is empty where all of them have samples of their own."""
+    check(ranks, MESHES[kind], steps=30, rows=3, micro=2, fresh_seed=fresh_seed)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tensor x replicate", "tensor x fsdp"])
+def test_over_gloo_too(ranks, fresh_seed, kind):
+    check(ranks, MESHES[kind], steps=3, rows=5, fresh_seed=fresh_seed, transport="gloo")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "tensor x replicate", "tensor x fsdp"])
+def test_a_model_that_the_script_has_divided(ranks, fresh_seed, kind):
+    check(ranks, MESHES[kind], steps=3, rows=5, fresh_seed=fresh_seed, with_attach=True)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["fsdp", "tensor x replicate"])
+def test_float32_is_within_rounding(ranks, fresh_seed, kind):
+    arguments = {"optimizer": torch.optim.SGD, "dtype": torch.float32, "tolerance": 1e-5}
+    check(ranks, MESHES[kind], steps=10, rows=5, fresh_seed=fresh_seed, **arguments)
+
+
+class Odd(nn.Module):
+    """Parameters that some ranks use, that none uses, and that are frozen; a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.sometimes, self.never = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, with_it=True):
+        self.count += 1
+        h = self.first(x)
+        return self.last(h * self.sometimes if with_it else h) * self.frozen
+
+
+def odd_steps(mesh):
+    """What `loss.backward()`, unused parameters, zero weights and a second backward pass give."""
+    with world_of(mesh) as world:
+        rank, size = world.data_rank, world.data_size
+        torch.manual_seed(5)
+        alone = Odd().double()
+        model = evenstep.parallelize(Odd().double(), world, blocks="Linear")
+        whole = gpt.whole(model)
+        with torch.no_grad():
+            for name, parameter in alone.named_parameters():
+                parameter.copy_(whole[name])
+        xs = torch.randn(size, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+
+        def of_one(weights, *, uses=lambda r: True):
+            alone.zero_grad()
+            for r, weight in enumerate(weights):
+                (alone(xs[r], uses(r)).square().mean() * weight).backward()
+            return {name: None if p.grad is None else p.grad.clone() for name, p in alone.named_parameters()}
+
+        def same(expected, divisor):
+            for name, p in model.module.named_parameters():
+                wanted = expected[name]
+                assert (p.grad is None) == (wanted is None), name
+                if wanted is not None:
+                    grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                    torch.testing.assert_close(grad, wanted / divisor, rtol=1e-12, atol=1e-14)
+
+        model(xs[rank]).square().mean().backward()  # torch's meaning: averaged over ranks
+        same(of_one([1] * size), size)
+        assert model.unused_parameters() == ["never"]
+        model(xs[rank]).square().mean().backward()  # without zero_grad it is added to what there is
+        same(of_one([2] * size), size)
+        model.zero_grad()
+        weights = [0, *range(1, size)]
+        loss = model(xs[rank], rank % 2 == 0).square().mean()
+        model.backward(loss * (float("nan") if rank == 0 else 1), weight=weights[rank])
+        same(of_one(weights, uses=lambda r: r % 2 == 0), sum(weights) or 1)
+        model.backward(model(xs[rank]).square().mean(), weight=2)
+        expected = of_one(weights, uses=lambda r: r % 2 == 0)
+        more = of_one([1] * size)
+        added = {n: None if g is None else expected[n] / (sum(weights) or 1) + more[n] / size for n, g in more.items()}
+        same(added, 1)
+        model.zero_grad()
+        with model.accumulate():
+            model.backward(model(xs[rank]).square().mean(), weight=3)
+        model.backward(model(xs[rank][:0]).square().mean(), weight=0)
+        same(of_one([1] * size), size)
+        model.zero_grad()
+        with model.accumulate():
+            model(xs[rank]).square().mean().backward()
+        with pytest.raises(UsageError, match="after"):
+            model.backward(model(xs[rank]).square().mean(), weight=3)
+
+
+@pytest.mark.parametrize("mesh", [{"shard": 2}])
+def test_windows_mean_what_they_mean_for_replicas(ranks, mesh):
+    ranks.run(odd_steps, 2, mesh)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("mesh", "nproc"), [({"replicate": 2, "shard": 2}, 4), ({"shard": 1}, 1)])
+def test_windows_on_other_meshes(ranks, mesh, nproc):
+    ranks.run(odd_steps, nproc, mesh)
+
+
+def nonfinite(policy):
+    with world_of({"shard": 2}) as world:
+        torch.manual_seed(1)
+        model = evenstep.parallelize(nn.Linear(3, 2), world, on_nonfinite=policy)
+        x = torch.full((1, 3), float("inf") if world.rank else 1.0)
+        loss = model(x).sum()
+        found = {"error": "", "warned": []}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                model.backward(loss, weight=1)
+            except NonFiniteError as error:
+                found["error"] = str(error)
+        found["warned"] = [str(each.message) for each in caught if "infinite" in str(each.message)]
+        found["dropped"] = model.module.weight.grad is None
+        found["skipped"] = model.skipped_steps
+        return found
+
+
+@pytest.mark.extended
+def test_what_isnt_finite_is_found_in_the_sums(ranks):
+    for policy, error, warned, dropped in (("raise", 2, 0, False), ("skip", 0, 1, True), ("warn", 0, 1, False)):
+        found = ranks.run(nonfinite, 2, policy)
+        assert sum("'weight'" in each["error"] for each in found) == error
+        assert sum(len(each["warned"]) for each in found) == warned
+        if policy != "raise":
+            assert {each["dropped"] for each in found} == {dropped}
+            assert {each["skipped"] for each in found} == {int(policy == "skip")}
+
+
+def with_torchs_options():
+    """Policies, scaler, average, rates, checkpointed activations: they go through, and training goes on."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+    with world_of({"shard": 2}) as world:
+        share = lambda tensor: share_of(world, tensor)  # noqa: E731
+        arguments = {"seed": 2, "steps": 3, "rows": 5}
+        model = gpt.made(2, torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = evenstep.parallelize(model, world, blocks=gpt.Block, mp_policy=policy, reshard_after_forward=False)
+        losses, _ = gpt.train(model, share, micro=2, **arguments)
+        assert all(map(torch.isfinite, map(torch.tensor, losses)))
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        offloaded = evenstep.parallelize(gpt.made(2, torch.float64), world, offload_policy=CPUOffloadPolicy(False))
+        gpt.train(offloaded, share, **arguments)
+        expected, _ = gpt.reference(**arguments)
+        for name, each in gpt.whole(offloaded).items():
+            torch.testing.assert_close(each, expected[name], rtol=0, atol=1e-12)
+        model = evenstep.parallelize(gpt.made(3, torch.float64), world, blocks=500)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = evenstep.ExponentialMovingAverage(model, 0.5, ramp_up=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        warmup = evenstep.LinearWarmup(optimizer, 4)
+        start = {name: each.clone() for name, each in gpt.whole(model).items()}
+        for tokens, targets in gpt.batches(4, 2, 5):
+            loss, weight = gpt.loss_of(model(share(tokens)), share(targets))
+            model.backward(loss, weight=weight, scaler=scaler)
+            scaler.unscale_(optimizer)
+            assert model.clip_grad_norm_(1e9) > 0
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            average.update()
+            warmup.step()
+        now = {name: each.clone() for name, each in gpt.whole(model).items()}
+        with average.applied():
+            with torch.no_grad():
+                model(share(tokens))
+            applied = {name: each.clone() for name, each in gpt.whole(model).items()}
+        again = gpt.whole(model)
+        for name, each in now.items():
+            assert torch.equal(again[name], each)
+            assert not torch.equal(applied[name], each), name
+            assert not torch.equal(start[name], each), name
+
+
+@pytest.mark.extended
+def test_torchs_options_and_our_optimizers_go_through(ranks):
+    ranks.run(with_torchs_options, 2)
+
+
+def refusal(make, mesh):
+    """Type and text of the error, and whether ranks still understand each other."""
+    with world_of(mesh) as world:
+        try:
+            make(world)
+        except EvenstepError as error:
+            return type(error).__name__, str(error), world.mean(float(world.rank))
+    raise AssertionError("no error")
+
+
+def no_such_class(world):
+    evenstep.parallelize(gpt.GPT(), world, blocks="Blok")
+
+
+def no_such_module(world):
+    evenstep.parallelize(gpt.GPT(), world, tensor_plan={"blocks.*.upp": None})
+
+
+def no_plan(world):
+    evenstep.parallelize(gpt.GPT(), world)
+
+
+def no_dimension(world):
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    evenstep.parallelize(gpt.GPT(), world, offload_policy=CPUOffloadPolicy())
+
+
+def optimizer_first(world):
+    model = gpt.GPT()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    evenstep.parallelize(model, world)
+    optimizer.step()
+
+
+def optimizer_before_fully_shard(world):
+    model = gpt.GPT()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    evenstep.attach(by_torch(model, world))
+    optimizer.step()
+
+
+def local_sgd(world):
+    model = evenstep.parallelize(gpt.GPT(), world)
+    evenstep.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every=2)
+
+
+def sharded_optimizer(world):
+    evenstep.ShardedOptimizer(evenstep.parallelize(gpt.GPT(), world), torch.optim.SGD, lr=0.1)
+
+
+def twice(world):
+    evenstep.parallelize(evenstep.parallelize(gpt.GPT(), world).module, world)
+
+
+def one_rank_alone(world):
+    evenstep.parallelize(gpt.GPT(), world, blocks="Blok" if world.rank else None)
+
+
+def other_model(world):
+    evenstep.parallelize(nn.Linear(2 + world.rank, 2), world)
+
+
+def other_mesh(world):
+    from torch.distributed.fsdp import fully_shard
+
+    evenstep.attach(fully_shard(nn.Linear(2, 2), mesh=world.mesh["tensor"]))
+
+
+SHARD, TENSOR = {"shard": 2}, {"tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("make", "mesh", "kind", "told"),
+    [
+        (no_such_class, SHARD, "ConfigurationError", "blocks='Blok': the model has no such module; it has Block"),
+        (no_such_module, TENSOR, "ConfigurationError", "tensor_plan names 'blocks.*.upp', and the model has no such"),
+        (no_plan, TENSOR, "ConfigurationError", "no tensor_plan says which layers it divides"),
+        (no_dimension, {"replicate": 2}, "ConfigurationError", 'the mesh has no dimension "shard"'),
+        (optimizer_first, SHARD, "UsageError", "SGD was made before the model was divided"),
+        (optimizer_before_fully_shard, SHARD, "UsageError", "SGD was made before the model was divided"),
+        (local_sgd, SHARD, "UsageError", "no rank can step without the others"),
+        (sharded_optimizer, SHARD, "UsageError", "it isn't needed here"),
+        (twice, SHARD, "UsageError", "divided already"),
+        (one_rank_alone, SHARD, "ConfigurationError", "blocks='Blok'"),
+        (other_model, SHARD, "MismatchError", "the ranks don't have the same model"),
+        (other_mesh, TENSOR, "ConfigurationError", "fully_shard has divided 'weight' over ranks [0, 1]"),
+    ],
+)
+def test_a_mistake_is_one_error_on_all_ranks(ranks, make, mesh, kind, told):
+    found = ranks.run(refusal, 2, make, mesh)
+    assert {each[0] for each in found} == {kind}
+    assert all(told in each[1] for each in found)
+    assert {each[2] for each in found} == {0.5}

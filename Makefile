@@ -7,8 +7,8 @@ RUN := .venv/bin/python -m
 PYTEST := CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-failed test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint stress-parameter-servers clean
-.PHONY: bench-faults bench-checks soak soak-clean
+.PHONY: help install demo test test-all test-failed test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint stress-recovery stress-parameter-servers clean
+.PHONY: bench-recovery bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
 .PHONY: bench-predict bench-compression bench-try bench-house bench-parameter-servers
 
@@ -114,6 +114,12 @@ stress-parameter-servers: install ## 50 kills of random workers and servers of a
 
 bench-parameter-servers: install ## parameter servers on unequal and equal workers, RPC, accuracy; five minutes, on a quiet machine
 	$(RUN:-m=) benchmarks/parameter_servers.py --json build/parameter-servers.json
+
+stress-recovery: install ## 300 kills of random ranks at random instants, which are replaced or not; some minutes
+	$(RUN) tests.faults.recovery_loop --kills 300
+
+bench-recovery: install ## what a lost rank costs: restarted from disk, replaced, or left out; 5 and 500 MB; ten minutes
+	$(RUN:-m=) benchmarks/recovery.py --json build/recovery.json
 
 bench-faults: install ## faults at every phase, rank and transport, 200 cascades, torch's DDP beside; 40 minutes
 	$(RUN:-m=) benchmarks/faults.py --recoveries 20 --cascades 200 --ddp-cascades 10 --json build/faults.json

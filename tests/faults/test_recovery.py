@@ -1,9 +1,11 @@
-"""`evenstep run --max-restarts`: how soon the ranks go on, from where, and when it is given up."""
+"""`evenstep run --max-restarts` and `--recover`: how soon the ranks go on, from where, and when it is given up."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
 
 from evenstep.launcher.elastic.restarts import RestartLimit, Standing, forget_attempt
 from tests.commands import call
@@ -134,7 +136,170 @@ def test_who_comes_later_counts_as_the_others_do() -> None:
 
 
 def test_only_what_one_attempt_has_left_is_forgotten(tmp_path: Path) -> None:
-    for name in ("page-1-0", "crash-1-12.json", "saves-1-1", "page-0-1", "page-11-1", "crash-0-1.json"):
+    gone = ("page-1-0", "crash-1-12.json", "saves-1-1", "streams-1-0-0a1b2c3d", "rendezvous-1")
+    kept = ("crash-0-1.json", "page-0-1", "page-11-1", "rendezvous-0", "rendezvous-11", "virtual-ranks")
+    for name in (*gone, *kept):
         (tmp_path / name).touch()
     forget_attempt(tmp_path, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["crash-0-1.json", "page-0-1", "page-11-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == list(kept)
+
+
+GOES_ON = """
+    import hashlib, os, random, sys
+    import evenstep, torch
+    from torch import nn
+
+    class Samples(torch.utils.data.Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            return torch.full((4,), float(index)) / 40 + 0.01 * random.random()
+
+    options = dict(seed=1, reproducible=True) if "reproducible" in sys.argv else dict(seed=1)
+    if "gloo" in sys.argv:
+        options["transport"] = "gloo"
+    with evenstep.init(quiet=True, **options) as world:
+        norm = [] if "reproducible" in sys.argv else [nn.BatchNorm1d(8)]
+        net = nn.Sequential(nn.Linear(4, 8), *norm, nn.Dropout(0.3), nn.Linear(8, 1))
+        model = evenstep.DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if "sharded" in sys.argv:
+            optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        loader = evenstep.DataLoader(Samples(), global_batch_size=8, shuffle=True)
+        parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+        checkpoint = evenstep.Checkpointer("saved", every_steps=4, every_minutes=None, **parts)
+        world.print(f"begins at {checkpoint.resume()}")
+        is_first = not os.path.exists("died")
+
+        def die(at):
+            if is_first and at in sys.argv and checkpoint.num_steps == 6 and world.rank == world.world_size - 1:
+                open("died", "w").close()
+                os.kill(os.getpid(), 9)
+
+        for epoch in loader.epochs(2):
+            for batch in loader:
+                for x in model.microbatches(batch) if "reproducible" in sys.argv else [batch]:
+                    die("forward")
+                    model.backward(model(x).square().mean(), weight=len(x))
+                die("step")
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                if "middle" in sys.argv:
+                    die("middle")
+                    world.barrier()
+                checkpoint.step()
+            die("epoch")
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+            world.barrier()
+            model.train()
+        values = b"".join(value.numpy().tobytes() for value in net.state_dict().values())
+        world.print("ended with", hashlib.sha256(values).hexdigest())
+"""
+
+
+def goes_on(tmp_path: Path, flags: list[str], *arguments: str, num_ranks: int = 2) -> tuple[int, str, str]:
+    """Run the script above; (status, stdout, stderr). Nothing is left."""
+    tmp_path.mkdir(exist_ok=True)
+    of_all = ["--nproc-per-node", str(num_ranks), "--device", "cpu", "--threads-per-rank", "1"]
+    code, command = call(tmp_path, [*of_all, *flags, "script.py", *arguments], GOES_ON)
+    assert command.leaves_no_process()
+    if code == 0:
+        assert command.left_files() == []
+    return code, command.stdout, command.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        (["forward"], 6),
+        pytest.param(["step"], 7, marks=pytest.mark.extended),
+        pytest.param(["forward", "reproducible"], 6, marks=pytest.mark.extended),
+        pytest.param(["step", "reproducible"], 7, marks=pytest.mark.extended),
+        pytest.param(["forward", "gloo"], 6, marks=pytest.mark.extended),
+    ],
+)
+def test_a_lost_rank_is_replaced_and_the_run_ends_as_if_nothing_had_happened(
+    tmp_path: Path, arguments: list[str], step: int
+) -> None:
+    """Also what is random: dropout, augmentation. The survivor has all of it but the other's streams, in a page."""
+    code, undisturbed, _ = goes_on(tmp_path / "undisturbed", [], *arguments[1:])
+    assert code == 0
+    code, killed, told = goes_on(tmp_path / "killed", ["--recover", "replace"], *arguments)
+    assert code == 0, told
+    assert killed == undisturbed.replace("begins at 0\n", f"begins at 0\nbegins at {step}\n")
+    assert f"evenstep: recovery 1: 2 ranks go on from memory, at step {step}\n" in told
+    assert re.search(r"evenstep: 1 rank was lost and replaced, 1 step repeated at most, [\d.]+ s lost\n$", told), told
+
+
+@pytest.mark.parametrize(("num_ranks", "left"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.extended)])
+def test_those_that_are_left_go_on_and_compute_the_same_bits(tmp_path: Path, num_ranks: int, left: int) -> None:
+    """Of 8 virtual ranks 3 ranks can't have equally many."""
+    code, undisturbed, _ = goes_on(tmp_path / "undisturbed", [], "reproducible")
+    assert code == 0
+    flags = ["--recover", "shrink"]
+    code, killed, told = goes_on(tmp_path / "killed", flags, "forward", "reproducible", num_ranks=num_ranks)
+    assert code == 0, told
+    assert killed == undisturbed.replace("begins at 0\n", "begins at 0\nbegins at 6\n")
+    verb = "rank goes" if left == 1 else "ranks go"
+    assert f"evenstep: recovery 1: {left} {verb} on from memory, at step 6\n" in told
+    assert "evenstep: 1 rank was lost, 1 step repeated at most, " in told
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["middle"], "could not save the last step: the parameters have changed since step 6 was finished"),
+        (["forward", "sharded"], "--recover: optimizer (ShardedOptimizer) has a part of its state on one rank only"),
+    ],
+)
+def test_what_survivors_do_not_have_comes_from_the_disk_and_that_is_said(
+    tmp_path: Path, arguments: list[str], why: str
+) -> None:
+    code, undisturbed, _ = goes_on(tmp_path / "undisturbed", [], *arguments[1:])
+    assert code == 0
+    code, killed, told = goes_on(tmp_path / "killed", ["--recover", "replace"], *arguments)
+    assert code == 0, told
+    assert why in told
+    assert "evenstep: recovery 1: 2 ranks go on from the newest checkpoint on disk, at step 4\n" in told
+    assert killed == undisturbed.replace("begins at 0\n", "begins at 0\nbegins at 4\n")
+
+
+@pytest.mark.extended
+def test_with_too_few_ranks_left_the_run_ends_as_without_recovery(tmp_path: Path) -> None:
+    code, _, told = goes_on(tmp_path / "killed", ["--recover", "shrink", "--min-ranks", "2"], "forward")
+    assert code == 137
+    assert "recovery" not in told
+    assert re.search(r"rank 1 \(pid \d+\) was killed by SIGKILL .* between steps, step 6", told.splitlines()[-1]), told
+
+
+@pytest.mark.extended
+def test_a_rank_that_fails_at_the_same_step_every_time_ends_the_run_after_three(tmp_path: Path) -> None:
+    script = """
+        import evenstep, torch
+
+        with evenstep.init(seed=1, quiet=True) as world:
+            model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            checkpoint = evenstep.Checkpointer("saved", every_minutes=None, model=model, optimizer=optimizer)
+            checkpoint.resume()
+            while checkpoint.num_steps < 9:
+                if checkpoint.num_steps == 3 and world.rank == 1:
+                    raise ValueError("a sample that fails every time")
+                model.backward(model(torch.ones(2, 4)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpoint.step()
+    """
+    flags = ["--nproc-per-node", "2", "--device", "cpu", "--recover", "replace", "script.py"]
+    code, command = call(tmp_path, flags, script)
+    assert code == 1
+    assert command.stderr.count("2 ranks go on from memory, at step 3") == 3
+    assert "failed: ValueError: a sample that fails every time" in command.stderr.splitlines()[-2]
+    assert command.stderr.splitlines()[-1].startswith("evenstep: 3 ranks were lost and replaced, 3 steps repeated")
+    assert command.leaves_no_process()

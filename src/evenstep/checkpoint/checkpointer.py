@@ -5,30 +5,29 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
-from torch import nn
-
-from evenstep import checks
+from evenstep import checks, environment
 from evenstep import world as worlds
 from evenstep.checkpoint.format.plan import Policy, is_better
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.tree import unwrapped
 from evenstep.checkpoint.load import restore
 from evenstep.checkpoint.save.commit import Saver
+from evenstep.checkpoint.save.snapshot import models_among
 from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals
-from evenstep.checkpoint.storage.directory import DamagedError, RunDirectory, folder_of
+from evenstep.checkpoint.save.survivors import LastStep, swept, why_not
+from evenstep.checkpoint.storage.directory import DamagedError, RunDirectory, folder_of, steps_in
 from evenstep.checkpoint.storage.storage import LocalDirectory, Storage
-from evenstep.compat.torch_modules import compiled_module
 from evenstep.console import say
 from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.data.loader import DataLoader
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, MismatchError, UsageError
 from evenstep.health import heartbeat
-from evenstep.replica.wrapper.distributed import DistributedDataParallel
+from evenstep.health.first_failure import is_consequence
 from evenstep.world import World, ended_well
 
 VIRTUAL_RANKS = "virtual_ranks"
@@ -119,6 +118,7 @@ class Checkpointer:
         self._saver = Saver(storage, self.world, objects, self._directory.commit)
         self._requests = StatusExchange(self.world)
         self._signals: StopSignals | None = None
+        self._last_step: LastStep | None = None  # with `evenstep run --recover`
         self._is_closed = False
         self._metrics: dict[str, float] = {}  # given since the last checkpoint, or for its step
         self._metrics_are_of: int | None = None  # the step whose checkpoint has them
@@ -149,7 +149,16 @@ class Checkpointer:
         """
         self._agree("resume", lambda: {"strict": checks.switch("strict", strict)})
         self._open()
+        resumed = self._resume(strict=strict)
+        if self._last_step is not None:
+            self._last_step.remember(self.num_steps, self._metrics)
+        return resumed
+
+    def _resume(self, *, strict: bool) -> int:
         problems = []
+        from_memory = self._load_from_memory(strict=strict)
+        if from_memory is not None:
+            return from_memory
         for step in sorted(self._directory.steps, reverse=True):
             try:
                 return self._load(step, strict=strict, verb="resumed from")
@@ -221,7 +230,7 @@ class Checkpointer:
             UsageError: The directory has checkpoints of later steps than this one.
             SystemExit: With status 75: a stop was requested, and the run has been saved.
         """
-        if any(model.engine.is_accumulating for model in _wrapped_models(self._objects)):
+        if any(model.engine.is_accumulating for model in models_among(self._objects)):
             return
         self._open()
         if self._last_saved is None:
@@ -231,6 +240,8 @@ class Checkpointer:
         if self._metrics_are_of == self.num_steps:
             self._metrics = {}
         self.num_steps += 1
+        if self._last_step is not None:
+            self._last_step.remember(self.num_steps, self._metrics)
         now = time.monotonic()
         is_slow, self._stepped_at = now - self._stepped_at > _SLOW_STEP_S, now
         is_best = self._take_metrics(metrics)
@@ -256,7 +267,7 @@ class Checkpointer:
             CheckpointError: It could not be saved, also with `on_save_error="continue"`.
             UsageError: In the middle of an accumulation, whose gradients would be lost.
         """
-        if any(model.engine.is_accumulating for model in _wrapped_models(self._objects)):
+        if any(model.engine.is_accumulating for model in models_among(self._objects)):
             raise UsageError(
                 "checkpoint.save in the middle of an accumulation: its gradients would be lost. Call it after the "
                 "optimizer's step; of LocalSGD, behind an average."
@@ -292,6 +303,8 @@ class Checkpointer:
         self._is_closed = True
         try:
             if self._directory.is_open:
+                if self._last_step is not None and self.num_steps not in steps_in(self._directory.storage):
+                    self._last_step.save_at_end()
                 self._finish_alone()
                 if self.num_steps > 0 and self._last_saved != self.num_steps:
                     self._last_saved = self.num_steps
@@ -437,14 +450,44 @@ class Checkpointer:
             self._best = self._directory.best
             self._lacks_best = self._lacks_best and self._best is None
             self._signals = StopSignals(self.world)
+            if environment.recovers():
+                self._prepare_for_losses()
 
-    def _load(self, step: int, *, strict: bool, verb: str) -> int:
-        found = restore.find(self._directory.storage, self.world, step, self._objects, strict=strict)
-        where = f"{self._where}/{folder_of(step)}"
+    def _prepare_for_losses(self) -> None:
+        problem = why_not(self._objects, self.world)
+        if problem is None:
+            self._last_step = LastStep(self._objects, self.world, self._where)
+        else:
+            self._print(f"--recover: {problem}, so after a loss the ranks go on from the newest checkpoint on disk")
+
+    def _load_from_memory(self, *, strict: bool) -> int | None:
+        """Collective: load what the survivors of a lost rank have saved, unless the directory has a newer step."""
+        if self._last_step is None:
+            return None
+        storage = self._last_step.storage
+        steps: list[int] = self.world.broadcast_object(swept(storage) if self.world.is_main else None)
+        newest = max(steps, default=-1)
+        if newest < (self._directory.newest or 0):
+            return None
+        try:
+            resumed = self._load(newest, strict=strict, verb="resumed from", storage=storage)
+        except DamagedError as error:
+            self._print(f"damaged: {error}")
+            return None
+        every = self.policy.every_steps
+        if every is not None and resumed % every == 0 and resumed not in self._directory.steps and resumed > 0:
+            self._save()  # that save had begun when the rank was lost
+        return resumed
+
+    def _load(self, step: int, *, strict: bool, verb: str, storage: Storage | None = None) -> int:
+        of_survivors = storage is not None
+        storage = storage or self._directory.storage
+        found = restore.find(storage, self.world, step, self._objects, strict=strict)
+        where = f"{storage.where}/{folder_of(step)}"
         restore.apply(found, self.world, self._objects, where)
         self.num_steps = found.manifest.step
-        self._last_saved = step if self._directory.is_open else None
-        self._metrics, self._metrics_are_of = dict(found.manifest.metrics), step
+        self._last_saved = step if self._directory.is_open and not of_survivors else None
+        self._metrics, self._metrics_are_of = dict(found.manifest.metrics), None if of_survivors else step
         num_ranks = found.manifest.world_size
         saved_by = f", saved by {checks.counted(num_ranks, 'rank')}"
         ranks = "" if num_ranks == self.world.world_size else saved_by
@@ -461,6 +504,7 @@ class Checkpointer:
         if ended_well(error):
             self.close()
             return
+        self._save_last_step(error)
         # The pending save is finished if all ranks still can; no other begins.
         self._is_closed = True
         if not isinstance(error, SystemExit):  # else signals stay harmless until the process has gone
@@ -469,7 +513,20 @@ class Checkpointer:
                 self._signals.close()
         self._directory.close(after=self._saver.writer.thread)
 
+    def _save_last_step(self, error: BaseException | None) -> None:
+        """Save the last finished step for those who go on, if another rank is lost."""
+        last_step, self._last_step = self._last_step, None
+        if last_step is None:
+            return
+        if error is not None and is_consequence(error):
+            heartbeat.mark(heartbeat.Phase.SAVING)
+            last_step.save()
+        last_step.close()
+
     def _release(self) -> None:
+        if self._last_step is not None:
+            self._last_step.close()
+            self._last_step = None
         self.world.cancel_at_end(self._world_ended)
         if self._signals is not None:
             self._signals.close()
@@ -520,22 +577,13 @@ def _validate_objects(objects: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{name}= is a {type(value).__name__} without {' and '.join(lacks)}.")
 
 
-def _wrapped_models(objects: Mapping[str, Any]) -> Iterator[DistributedDataParallel]:
-    """The replicated models among the objects, also inside `torch.compile`."""
-    for model in objects.values():
-        while not isinstance(model, DistributedDataParallel) and isinstance(model, nn.Module):
-            model = compiled_module(model)
-        if isinstance(model, DistributedDataParallel):
-            yield model
-
-
 def _validate_local(objects: Mapping[str, Any]) -> None:
     """Refuse to save a run with local steps unless its `LocalSGD` is among the objects.
 
     Raises:
         UsageError: The model's `LocalSGD` is missing; or the optimizer of it is among the objects, too.
     """
-    for model in _wrapped_models(objects):
+    for model in models_among(objects):
         local: Any = model.engine.ending.owner
         if local is None:
             continue

@@ -29,11 +29,13 @@ from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
 from evenstep.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic import rendezvous
 from evenstep.launcher.elastic.agent import RankAgent
+from evenstep.launcher.elastic.recovery import Recoveries, Recovery, RecoveryPolicy
 from evenstep.launcher.elastic.restarts import RestartLimit
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, exit_status
 from evenstep.launcher.failure.report import Failure, describe_failure, status_of
 from evenstep.launcher.options import dry_run
 from evenstep.launcher.options.flags import (
+    SHRINK,
     behind_the_script,
     fixed_port,
     for_workers,
@@ -79,7 +81,9 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
         warning = f"{flag} stands behind {script} and is the script's. For evenstep run, write it before the script."
         say(f"evenstep: {warning}")
     # Before anything queries GPUs: a process that has initialised CUDA can't be forked.
-    zygote = fork_zygote(preloads=args.max_restarts > 0) if may_fork and not (args.cold_start or args.dry_run) else None
+    starts_again = args.max_restarts > 0 or args.recover is not None
+    may_fork = may_fork and not (args.cold_start or args.dry_run)
+    zygote = fork_zygote(preloads=starts_again) if may_fork else None
     try:
         return _run(args, arguments, zygote)
     finally:
@@ -161,6 +165,9 @@ class _Run:
         self._failure: Failure | None = None
         self._was_preempted = False
         self._limit = RestartLimit()
+        self._recoveries: Recoveries | None = None
+        if args.recover is not None:
+            self._recoveries = Recoveries(RecoveryPolicy(shrinks=args.recover == SHRINK, min_ranks=args.min_ranks))
         self._logs, self._log_directory = logs, Path(logs.root_log_dir)
         self._logs_are_temporary = args.log_dir is None
         self._variables = environment.run_variables(
@@ -173,6 +180,7 @@ class _Run:
             timeouts=str(self._timeouts),
             stamps_lines=args.log_dir is not None,
             servers=args.servers,
+            recovers=args.recover is not None,
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
 
     def execute(self) -> int:
@@ -196,6 +204,8 @@ class _Run:
                 f"that every node runs the same command, and that the address and port can be reached."
             ) from None
         finally:
+            if self._recoveries is not None and self._recoveries.number:
+                say(f"evenstep: {self._recoveries.describe()}")
             if self._logs_are_temporary and (self._failure is None or not self._has_logs()):
                 shutil.rmtree(self._log_directory, ignore_errors=True)
         return EXIT_PREEMPTED if self._was_preempted else 0
@@ -237,6 +247,8 @@ class _Run:
             limit=self._limit,
             name_after_s=self._args.name_after,
             losses=LossPolicy(self._num_ranks - self._args.servers, self._args.servers, self._args.max_restarts),
+            recoveries=self._recoveries,
+            on_recovery=self._on_recovery,
         )
         with torch_elastic.processes_started_by(None if self._zygote is None else self._zygote.start_command):
             torch_elastic.launch(agent, config, command, command_args)
@@ -246,20 +258,7 @@ class _Run:
         self._failure = failure
         self._limit.note(attempt=failure.attempt, saves=failure.saves, saved_step=failure.saved_step)
         goes_on = restarts_left > 0 and not self._limit.is_reached
-        destination = self._logs.destinations.get(failure.root_cause.rank)
-        log = "" if destination is None else destination.stderr or destination.stdout
-        attempt = f"attempt {failure.attempt + 1} of {self._num_attempts}"
-        has_logs = not goes_on and self._has_logs()
-        text = describe_failure(
-            failure,
-            run=f"run {name_of_run(self._log_directory)}, {attempt}, host {platform.node()}",
-            num_nodes=self._num_nodes,
-            log=log,
-            log_tail=tail(log) if log else "",
-            other_logs=self._log_directory if has_logs else None,
-            kept_logs=describe_kept_logs(self._args.log_dir, keep=self._args.keep_logs) if has_logs else "",
-            saved_step=self._limit.saved_step,
-        )
+        text = self._describe(failure, has_logs=not goes_on and self._has_logs())
         if restarts_left > 0 and not goes_on:
             text += (
                 f"\nevenstep: {self._limit.num_in_vain} restarts have come to no new checkpoint, so there is no other, "
@@ -269,6 +268,28 @@ class _Run:
             text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {self._num_attempts}"
         say(text)
         return goes_on
+
+    def _on_recovery(self, failure: Failure, recovery: Recovery) -> None:
+        """Print which rank was lost, and how the run goes on."""
+        assert self._recoveries is not None
+        self._recoveries.note(recovery, noticed_ns=failure.noticed_ns)
+        text = self._describe(failure, has_logs=False)
+        say(f"{text}\nevenstep: recovery {self._recoveries.number}: {recovery}")
+
+    def _describe(self, failure: Failure, *, has_logs: bool) -> str:
+        destination = self._logs.destinations.get(failure.root_cause.rank)
+        log = "" if destination is None else destination.stderr or destination.stdout
+        attempt = f"attempt {failure.attempt + 1} of {self._num_attempts}"
+        return describe_failure(
+            failure,
+            run=f"run {name_of_run(self._log_directory)}, {attempt}, host {platform.node()}",
+            num_nodes=self._num_nodes,
+            log=log,
+            log_tail=tail(log) if log else "",
+            other_logs=self._log_directory if has_logs else None,
+            kept_logs=describe_kept_logs(self._args.log_dir, keep=self._args.keep_logs) if has_logs else "",
+            saved_step=self._limit.saved_step,
+        )
 
     def _on_preempted(self) -> None:
         self._was_preempted = True

@@ -18,15 +18,25 @@ NAME = "random"
 
 def capture_streams(world: World) -> dict[str, Any]:
     """This rank's streams, as plain data and tensors."""
-    state = randomness.capture()
+    return as_data(randomness.capture(), has_diverged=world.draws_its_own, data_rank=world.data_rank)
+
+
+def as_data(state: RandomState, *, has_diverged: bool, data_rank: int) -> dict[str, Any]:
+    """A rank's streams as plain data and tensors. Pure.
+
+    Args:
+        state: What `randomness.capture` has found.
+        has_diverged: `World.draws_its_own` at that time.
+        data_rank: Of the rank.
+    """
     version, words, gauss = state.python
     streams: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
         "torch": state.torch_cpu,
         "cuda": list(state.torch_cuda),
         "numpy": None,
-        "has_diverged": world.draws_its_own,
-        "data_rank": world.data_rank,
+        "has_diverged": has_diverged,
+        "data_rank": data_rank,
     }
     if state.numpy is not None:
         name, keys, position, has_gauss, cached = state.numpy

@@ -72,10 +72,18 @@ class Saver:
         """This rank ends with an error: peers stop waiting for it, and it for them."""
         self.writer.abandon(self._run)
 
-    def start(self, step: int, metrics: Mapping[str, float]) -> None:
+    def start(
+        self, step: int, metrics: Mapping[str, float], *, streams: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         """Copy the state to memory and begin to write it.
 
         Every rank calls this, at the same step; no rank waits for another. `finish` returns the errors.
+
+        Args:
+            step: Optimizer steps so far.
+            metrics: Numbers to store with it.
+            streams: The random streams of all ranks (`random_streams.as_data`), where this rank saves for all of them;
+                None: every rank gives its own.
         """
         began = time.perf_counter()
         self._num_saves += 1
@@ -92,7 +100,8 @@ class Saver:
         began_at = time.time()
 
         def commit(receipts: Sequence[Receipt]) -> None:
-            self._commit(folder, step, dict(metrics), plan, receipts, began_at)
+            of_ranks = streams or [_unpacked(receipt.facts["streams"]) for receipt in receipts]
+            self._commit(folder, step, dict(metrics), plan, receipts, of_ranks, began_at)
 
         self.writer.start(Job(folder, key, staged, facts, commit if self._world.is_main else None))
         self.blocked_s = time.perf_counter() - began
@@ -144,6 +153,7 @@ class Saver:
         metrics: dict[str, float],
         plan: _Plan,
         receipts: Sequence[Receipt],
+        of_ranks: Sequence[Mapping[str, Any]],
         began_at: float,
     ) -> None:
         """Check that all ranks saved the same tensors; write random streams and manifest; rename."""
@@ -153,7 +163,7 @@ class Saver:
                     f"the objects of rank {rank} have other tensors than those of rank 0. What is saved must have the "
                     f"same names, shapes and dtypes on all ranks."
                 )
-        streams = capture_one(RANDOM, {"ranks": [_unpacked(receipt.facts["streams"]) for receipt in receipts]})
+        streams = capture_one(RANDOM, {"ranks": list(of_ranks)})
         random_plan = FilePlan(f"{RANDOM}.safetensors", RANDOM, 0, tuple(streams.entries))
         random_layout = plan_layout(streams.entries)
         payload = Staging().copy([(random_plan.name, random_layout, streams.tensors)])[random_plan.name]
@@ -168,7 +178,7 @@ class Saver:
         captured = {**plan.captured, RANDOM: streams}
         manifest = Manifest(
             step=step,
-            world_size=self._world.world_size,
+            world_size=len(of_ranks),
             time=began_at,
             versions=_versions(),
             metrics=metrics,

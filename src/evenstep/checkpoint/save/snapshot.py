@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evenstep.checkpoint.format.payload import Entry, Layout, dtype_name, entry_of
 from evenstep.checkpoint.format.regions import Shape, first_element, held_regions, is_consecutive
 from evenstep.checkpoint.format.tree import dotted, flatten, shown, unwrapped
+from evenstep.compat.torch_modules import compiled_module
 from evenstep.compat.torch_tensors import is_dtensor, local_part, root_mesh, split_of
 from evenstep.errors import ConfigurationError
+from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -185,6 +187,15 @@ def _outside(ranks: Tensor, all_ranks: Tensor, rank: int) -> list[tuple[int, int
             if sorted(inside.flatten().tolist()) == wanted:
                 return [(here[dim], all_ranks.shape[dim]) for dim in left_out]
     raise ValueError(f"its mesh of the ranks {wanted} is no slice of the mesh {all_ranks.tolist()}")
+
+
+def models_among(objects: Mapping[str, Any]) -> Iterator[DistributedDataParallel]:
+    """The replicated models among the objects, also inside `torch.compile`."""
+    for model in objects.values():
+        while not isinstance(model, DistributedDataParallel) and isinstance(model, nn.Module):
+            model = compiled_module(model)
+        if isinstance(model, DistributedDataParallel):
+            yield model
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

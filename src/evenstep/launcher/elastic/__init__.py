@@ -7,4 +7,5 @@ Reading order, from the roof down:
 3. `looks`: stacks of ranks that haven't stepped for a while.
 4. `heartbeat`: the launchers of a run's nodes show each other that they are alive, and which rank failed first.
 5. `rendezvous`: how they find each other. `restarts`: what is remembered from one attempt to the next.
+6. `recovery`: how a run goes on after a loss, with `--recover`.
 """

@@ -105,6 +105,9 @@ def compare_standings(store: Store, own: Standing, *, node_rank: int, num_nodes:
 
 
 def forget_attempt(run_directory: Path, attempt: int) -> None:
-    """Remove the files that the ranks of an attempt have left: the next ranks run under the same number."""
-    for left in run_directory.glob(f"*-{attempt}-*"):
+    """Remove the files that the ranks of an attempt have left: the next ranks run under the same number.
+
+    Such as the store in which they met. It has addresses and processes that are gone.
+    """
+    for left in (*run_directory.glob(f"*-{attempt}-*"), run_directory / f"rendezvous-{attempt}"):
         left.unlink(missing_ok=True)

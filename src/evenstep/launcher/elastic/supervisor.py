@@ -20,8 +20,10 @@ from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves_file
 from evenstep.health.heartbeat import Heartbeat, Phase, page_file, read_page
 from evenstep.health.phase_timeouts import PhaseTimeouts
+from evenstep.health.recovery_files import newest_in_memory, virtual_ranks_of, why_unsaved
 from evenstep.launcher.elastic.heartbeat import OtherNodes, Saved
 from evenstep.launcher.elastic.looks import RankProcess, StackRequest, WorkerStacks, packed, unpacked
+from evenstep.launcher.elastic.recovery import Recoveries, Recovery, is_loss
 from evenstep.launcher.failure.detection import (
     Ends,
     Hang,
@@ -62,9 +64,12 @@ class WatchedRanks:
         num_ranks: Of all nodes; None: of this one.
         name_after_s: See `HangWatch`.
         losses: Which ranks the run can lose.
+        recoveries: How the run goes on after a loss; None: it doesn't, unless it is restarted.
+        on_recovery: Called with a failed attempt after which it goes on, as `on_failure`, and how.
 
     Attributes:
         should_admit_node: Another node has announced a new one that waits: see `stop_for_new_node`.
+        recovery: All ranks have ended, and the run goes on so; None: no such thing.
     """
 
     def __init__(
@@ -83,6 +88,8 @@ class WatchedRanks:
         num_ranks: int | None = None,
         name_after_s: float = DEFAULT_AFTER_S,
         losses: LossPolicy | None = None,
+        recoveries: Recoveries | None = None,
+        on_recovery: Callable[[Failure, Recovery], None] | None = None,
     ) -> None:
         self._losses = losses or LossPolicy()
         self._lost: set[int] = set()  # local ranks without which the others go on
@@ -98,6 +105,9 @@ class WatchedRanks:
         self._on_preempted = on_preempted
         self._first_preempted: float | None = None
         self.should_admit_node = False
+        self._recoveries, self._on_recovery = recoveries, on_recovery
+        self.recovery: Recovery | None = None
+        self._in_memory_before = newest_in_memory(run_directory)
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
         follows = "it is killed" if self._losses.num_servers else "all ranks are stopped"
         self._watch = StopWatch(grace_s=policy.stopped_grace_s, follows=follows)
@@ -233,6 +243,10 @@ class WatchedRanks:
         late: Hang | None = None
         pages = self._pages() if is_stopped or now - self._last_look >= _LOOK_EVERY_S else {}
         lines, hang = self._watch.look(now, observations, pages)
+        if self._recoveries is not None and self._recoveries.awaits_step:
+            steps = [0 if page is None else page.stepped_ns for page in self._pages().values()]
+            if min(steps):
+                self._recoveries.stepped(min(steps))
         if now - self._last_look >= _LOOK_EVERY_S:
             self._last_look = now
             # Suspended ranks have been named already.
@@ -352,7 +366,7 @@ class WatchedRanks:
             if not evident and self._anybody_is_leaving():
                 # It left its world as it should, and early: how it ends decides which rank is the root cause.
                 grace_s = max(grace_s, self._policy.terminate_s)
-            if time.monotonic() - started >= grace_s:
+            if time.monotonic() - started >= grace_s and not self._awaits_survivors(started):
                 break
             time.sleep(_POLL_S)
         if not (evident or remote_failure is not None or hang is not None):
@@ -369,22 +383,26 @@ class WatchedRanks:
             return self._yield_to_new_node()
         saved = self._saved_anywhere(self._pages())  # a save behind the loop may have ended meanwhile
         self._close_context()
+        recovery = self._plan_recovery(failure, saved) if remote_failure is None else None
         if failure is None and remote_failure is not None:
             failure = Failure(self._attempt, exits[0], None, noticed_ns=noticed_ns)  # nothing failed on this node
         if failure is not None:
             kills, before = count_memory_kills(), self._num_memory_kills
-            self._on_failure(
-                replace(
-                    failure,
-                    remote_failure=remote_failure,
-                    stacks=stacks,
-                    on_other_nodes=states,
-                    resident_bytes=self._watch.resident_bytes,
-                    num_memory_kills=None if kills is None or before is None else kills - before,
-                    saves=saved.has_checkpointer,
-                    saved_step=saved.step,
-                )
+            failure = replace(
+                failure,
+                remote_failure=remote_failure,
+                stacks=stacks,
+                on_other_nodes=states,
+                resident_bytes=self._watch.resident_bytes,
+                num_memory_kills=None if kills is None or before is None else kills - before,
+                saves=saved.has_checkpointer,
+                saved_step=saved.step,
             )
+            if recovery is not None and self._on_recovery is not None:
+                self.recovery = recovery
+                self._on_recovery(failure, recovery)
+                return RunProcsResult()
+            self._on_failure(failure)
         failures = {
             local_rank: ProcessFailure(
                 local_rank=local_rank,
@@ -400,6 +418,32 @@ class WatchedRanks:
             pid, file = failure.root_cause.pid, self._context.error_files[local_rank]
             failures[local_rank] = ProcessFailure(local_rank=local_rank, pid=pid, exitcode=1, error_file=file)
         return RunProcsResult(failures=failures, return_values=dict.fromkeys(self._processes))
+
+    def _awaits_survivors(self, started: float) -> bool:
+        """Whether a survivor may still save the last step for those who go on: see `checkpoint.save.survivors`."""
+        if self._recoveries is None or newest_in_memory(self._run_directory) != self._in_memory_before:
+            return False
+        if not self._saves() or not is_loss(judge(self._exits(), self._reports(), attempt=self._attempt)):
+            return False
+        saving = any(seen is not None and seen.phase is Phase.SAVING for seen in self._pages().values())
+        return time.monotonic() - started < (self._policy.save_s if saving else self._recoveries.policy.save_s)
+
+    def _plan_recovery(self, failure: Failure | None, saved: Saved) -> Recovery | None:
+        if self._recoveries is None or failure is None:
+            return None
+        if is_loss(failure):
+            for rank in self._ranks:
+                why = why_unsaved(self._run_directory, rank, self._attempt)
+                if why is not None:
+                    say(f"evenstep: rank {rank} could not save the last step: {why}")
+        return self._recoveries.plan(
+            failure,
+            num_ranks=len(self._ranks),
+            in_memory=newest_in_memory(self._run_directory),
+            on_disk=saved.step,
+            in_memory_before=self._in_memory_before,
+            virtual_ranks=virtual_ranks_of(self._run_directory),
+        )
 
     def _compare_with_others(self, failure: Failure | None) -> RemoteFailure | None:
         """Publish a failure that began here; else, after secondary failures only, wait for one published elsewhere."""

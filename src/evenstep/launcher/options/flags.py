@@ -15,6 +15,8 @@ from evenstep import checks
 from evenstep.environment import elastic_shutdown_timeout, is_set
 from evenstep.errors import ConfigurationError
 
+REPLACE, SHRINK = "replace", "shrink"  # of --recover
+
 _DESCRIPTION = """\
 Start a training script on several ranks: on this host, or, with --nnodes, on several.
 Every flag of torchrun is understood, with dashes or underscores, and so are its PET_* variables.
@@ -128,6 +130,8 @@ _LAUNCHERS_ALONE = (
     "--rdzv-id",
     "--threads-per-rank",
     "--all-ranks",
+    "--recover",
+    "--min-ranks",
     "--stopped-grace",
     "--name-after",
     "--cold-start",
@@ -215,6 +219,20 @@ def make_parser() -> ArgumentParser:
         metavar="FAULT",
         help='Have a rank fail on purpose: "kill:rank=1,step=7"; others: stop, raise, exit, segfault, hold, delay, '
         "allocate, close, nan, corrupt, drift, shape, order.",
+    )
+    ours.add_argument(
+        "--recover",
+        choices=[REPLACE, SHRINK],
+        help="When a rank is lost, go on from the step that all had finished, out of a survivor's memory: with as many "
+        "ranks as before (replace), or with those that are left (shrink). Needs a Checkpointer. One node, CPU ranks.",
+    )
+    ours.add_argument(
+        "--min-ranks",
+        "--min_ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="With --recover shrink: don't go on with fewer ranks. Default: 1.",
     )
     ours.add_argument(
         "--stopped-grace",
@@ -370,6 +388,14 @@ def validated(args: Namespace) -> Namespace:
         raise ConfigurationError(
             "--servers is for the ranks of a script on one node. On several, start all ranks alike and set "
             "EVENSTEP_SERVERS: so many of them, the last ones, are servers."
+        )
+    checks.whole("--min-ranks", args.min_ranks, least=1)
+    if args.min_ranks > 1 and args.recover != SHRINK:
+        raise ConfigurationError(f"--min-ranks {args.min_ranks} says how far --recover {SHRINK} may go. Pass both.")
+    if args.recover is not None and (num_nodes(args)[1] > 1 or args.servers):
+        raise ConfigurationError(
+            f"--recover {args.recover}: a lost rank is recovered on one node, without parameter servers, so far. Leave "
+            f"it out: with --max-restarts and a Checkpointer, all ranks go on from the newest checkpoint."
         )
     if args.shutdown_timeout is not None:
         checks.whole("--shutdown-timeout", args.shutdown_timeout, least=0)

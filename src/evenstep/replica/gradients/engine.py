@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -77,6 +77,7 @@ class Engine:
 
     Attributes:
         ending: How windows end now; a `LocalSGD` replaces it for a while.
+        before_exchange: Called when a window's gradients are there, before the last of them travels; None: nothing.
     """
 
     def __init__(self, trained: Trained, exchange: Exchange, ending: WindowEnd, *, label: str) -> None:
@@ -92,6 +93,7 @@ class Engine:
         self.is_apart = False  # local SGD: parameters differ between ranks
         self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
         self.num_reductions, self.has_learned_order = 0, False
+        self.before_exchange: Callable[[], object] | None = None
         self._hooks = OutputHooks(self._outputs_reached)
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
         self._window: Window | None = None
@@ -449,6 +451,8 @@ class Engine:
         if not self.ending.exchanges:
             self.end_local_window()
             return
+        if self.before_exchange is not None:
+            self.before_exchange()
         self.ending.close(self._window, self.buckets)
         first = self.num_dense if self.exchange.buckets else 0
         for observer in self.observers:

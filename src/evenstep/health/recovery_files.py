@@ -1,0 +1,59 @@
+"""What ranks leave in the run's directory for those who go on after a rank is lost: see `checkpoint.save.survivors`.
+
+memory/KEY/step-0000090     a checkpoint in the page cache, written by a survivor; KEY: of a `Checkpointer`
+streams-ATTEMPT-RANK-KEY    a rank's random streams of its last steps
+virtual-ranks               how many there are in reproducible mode
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+_STEP = re.compile(r"step-(\d{7,})")
+_MEMORY, _VIRTUAL_RANKS = "memory", "virtual-ranks"
+
+
+def memory_directory(run_directory: Path, key: str) -> Path:
+    """Where the survivors of a loss write the checkpoint of one `Checkpointer`."""
+    return run_directory / _MEMORY / key
+
+
+def newest_in_memory(run_directory: Path) -> int | None:
+    """The newest step that survivors have saved whole; None: none."""
+    steps = [
+        int(found[1])
+        for path in run_directory.glob(f"{_MEMORY}/*/step-*")
+        if (found := _STEP.fullmatch(path.name)) is not None
+    ]
+    return max(steps, default=None)
+
+
+def streams_file(run_directory: Path, rank: int, attempt: int, key: str) -> Path:
+    """Where a rank keeps its random streams, for others to read after its death."""
+    return run_directory / f"streams-{attempt}-{rank}-{key}"
+
+
+def note_unsaved(run_directory: Path, rank: int, attempt: int, why: str) -> None:
+    """Say why this survivor has saved nothing."""
+    (run_directory / f"unsaved-{attempt}-{rank}").write_text(why)
+
+
+def why_unsaved(run_directory: Path, rank: int, attempt: int) -> str | None:
+    """Why a survivor has saved nothing; None: it has, or there was nothing to save."""
+    with contextlib.suppress(OSError):
+        return (run_directory / f"unsaved-{attempt}-{rank}").read_text()
+    return None
+
+
+def note_virtual_ranks(run_directory: Path, count: int) -> None:
+    """Say how many virtual ranks the run has, which the number of ranks has to divide."""
+    (run_directory / _VIRTUAL_RANKS).write_text(str(count))
+
+
+def virtual_ranks_of(run_directory: Path) -> int | None:
+    """How many virtual ranks the run has; None: it isn't reproducible, or not that far."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((run_directory / _VIRTUAL_RANKS).read_text())
+    return None

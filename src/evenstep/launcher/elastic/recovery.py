@@ -1,0 +1,172 @@
+"""Whether, and with how many ranks, a run goes on after ranks are lost: `evenstep run --recover`.
+
+A survivor saves the step that all ranks had finished (`checkpoint.save.survivors`), and the ranks that are started next
+go on from there. So a loss costs a step at most, and isn't counted as a restart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenstep.checks import counted
+from evenstep.launcher.failure.report import Failure
+
+
+@dataclass(frozen=True)
+class RecoveryPolicy:
+    """How a run goes on after a loss.
+
+    Attributes:
+        shrinks: With those that are left; else with as many ranks as before.
+        min_ranks: With fewer it doesn't go on.
+        most_in_vain: How often in a row it may go on without having finished another step.
+        save_s: How long survivors may take until one of them begins to save.
+    """
+
+    shrinks: bool = False
+    min_ranks: int = 1
+    most_in_vain: int = 3
+    save_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How the run goes on after one loss.
+
+    Attributes:
+        num_ranks: With how many ranks.
+        lost: The ranks that were lost.
+        step: From which step.
+        from_memory: A survivor has saved it; else it is the newest checkpoint on disk.
+        num_repeated: How many steps are made again, at most; from disk that isn't known.
+    """
+
+    num_ranks: int
+    lost: tuple[int, ...]
+    step: int
+    from_memory: bool
+    num_repeated: int = 1
+
+    def __str__(self) -> str:
+        where = "memory" if self.from_memory else "the newest checkpoint on disk"
+        verb = "goes" if self.num_ranks == 1 else "go"
+        return f"{counted(self.num_ranks, 'rank')} {verb} on from {where}, at step {self.step}"
+
+
+class Recoveries:
+    """All recoveries of a run. Pure.
+
+    Attributes:
+        policy: How it goes on.
+    """
+
+    def __init__(self, policy: RecoveryPolicy) -> None:
+        self.policy = policy
+        self._made: list[Recovery] = []
+        self._num_in_vain = 0
+        self._lost_ns = 0
+        self._lost_since_ns: int | None = None
+
+    def plan(
+        self,
+        failure: Failure,
+        *,
+        num_ranks: int,
+        in_memory: int | None,
+        on_disk: int | None,
+        in_memory_before: int | None = None,
+        virtual_ranks: int | None = None,
+    ) -> Recovery | None:
+        """How the run goes on after a failure; None: it doesn't.
+
+        Args:
+            failure: Of an attempt, all of whose ranks have ended.
+            num_ranks: How many there were.
+            in_memory: The newest step that a survivor has saved; None: none.
+            on_disk: The newest checkpoint of this run; None: none.
+            in_memory_before: The newest step that a survivor had saved when the attempt began. If it still is, the
+                attempt was lost with all its ranks.
+            virtual_ranks: In reproducible mode, how many; the number of ranks divides it.
+        """
+        step = max((each for each in (in_memory, on_disk) if each is not None), default=None)
+        if step is None or not is_loss(failure):
+            return None
+        in_vain = self._num_in_vain + 1 if self._made and step <= self._made[-1].step else 0
+        if in_vain >= self.policy.most_in_vain:
+            return None
+        lost = lost_ranks(failure)
+        left = num_ranks - len(lost) if self.policy.shrinks else num_ranks
+        if virtual_ranks is not None:
+            left = next((n for n in range(left, 0, -1) if virtual_ranks % n == 0), 0)
+        if left < max(1, self.policy.min_ranks):
+            return None
+        is_new = in_memory != in_memory_before
+        num_repeated = 1 if is_new else 1 + max((page.step for page in failure.pages.values()), default=0)
+        return Recovery(left, lost, step, from_memory=in_memory == step, num_repeated=num_repeated)
+
+    def note(self, recovery: Recovery, *, noticed_ns: int) -> None:
+        """The run goes on so.
+
+        Args:
+            recovery: What `plan` has returned.
+            noticed_ns: When the loss was noticed (monotonic).
+        """
+        self._num_in_vain = self._num_in_vain + 1 if self._made and recovery.step <= self._made[-1].step else 0
+        self._made.append(recovery)
+        if self._lost_since_ns is None:
+            self._lost_since_ns = noticed_ns
+
+    @property
+    def number(self) -> int:
+        """How many there were."""
+        return len(self._made)
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether the ranks have not finished a step since the last one."""
+        return self._lost_since_ns is not None
+
+    def stepped(self, time_ns: int) -> None:
+        """All ranks have finished a step since the last one, at this time (monotonic)."""
+        if self._lost_since_ns is not None:
+            self._lost_ns += max(0, time_ns - self._lost_since_ns)
+            self._lost_since_ns = None
+
+    def describe(self) -> str:
+        """What was lost and what it cost, for the end of the run; "" if nothing was."""
+        if not self._made:
+            return ""
+        num_lost = sum(len(each.lost) for each in self._made)
+        from_disk = sum(not each.from_memory for each in self._made)
+        verb = "was" if num_lost == 1 else "were"
+        what = f"{counted(num_lost, 'rank')} {verb} lost" + ("" if self.policy.shrinks else " and replaced")
+        num_repeated = sum(each.num_repeated for each in self._made if each.from_memory)
+        steps = f"{counted(num_repeated, 'step')} repeated at most"
+        disk = f", {counted(from_disk, 'time')} from a checkpoint on disk" if from_disk else ""
+        return f"{what}, {steps}{disk}, {self._lost_ns / 1e9:.1f} s lost"
+
+
+def is_loss(failure: Failure | None) -> bool:
+    """Whether ranks were lost, and not ended by a mistake that the next ones would make, too. Pure.
+
+    A loss is a rank that was killed, crashed, ended without a word, hung, or raised an exception that isn't one of
+    evenstep's own about a mistake.
+    """
+    if failure is None or failure.remote_failure is not None:
+        return False
+    if failure.hang is not None:
+        return True
+    if failure.only_secondary:
+        return False
+    report = failure.report
+    return failure.root_cause.exit_code != 0 if report is None else report.exit_code == 1 and bool(report.traceback)
+
+
+def lost_ranks(failure: Failure) -> tuple[int, ...]:
+    """The ranks that ended by themselves, and not because another one did. Pure."""
+    secondary = {report.rank for report in failure.reports if report.is_consequence}
+    return tuple(
+        end.rank
+        for end in failure.exits
+        if end.exit_code != 0 and not end.stopped_by_launcher and end.rank not in secondary
+    )

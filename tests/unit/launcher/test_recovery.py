@@ -1,0 +1,142 @@
+"""Whether, and with how many ranks, a run goes on after a loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from evenstep.errors import ConfigurationError
+from evenstep.health.first_failure import CrashReport, Exit
+from evenstep.health.heartbeat import Heartbeat, Phase
+from evenstep.launcher.elastic.recovery import Recoveries, Recovery, RecoveryPolicy, is_loss
+from evenstep.launcher.failure.detection import Hang
+from evenstep.launcher.failure.report import Failure, RemoteFailure, judge
+from evenstep.launcher.options.flags import parse
+
+
+def report(rank: int, *, is_consequence: bool = False, exit_code: int = 1, traceback: str = "Traceback") -> CrashReport:
+    return CrashReport(rank, 100 + rank, 1, is_consequence, exit_code, "Error: text", traceback)
+
+
+def killed(*ranks: int, of: int = 4, stopped: tuple[int, ...] = ()) -> Failure:
+    """An attempt in which some were killed, the launcher had to stop some, and the others reported their loss."""
+    left = [rank for rank in range(of) if rank not in ranks and rank not in stopped]
+    exits = [Exit(rank, 100 + rank, -9) for rank in ranks]
+    exits += [Exit(rank, 100 + rank, -15, stopped_by_launcher=True) for rank in stopped]
+    exits += [Exit(rank, 100 + rank, 76) for rank in left]
+    failure = judge(exits, [report(rank, is_consequence=True, exit_code=76) for rank in left], attempt=0)
+    assert failure is not None
+    return failure
+
+
+def test_as_many_ranks_as_before_or_those_that_are_left() -> None:
+    failure = killed(1, 3, stopped=(2,))
+    found = Recoveries(RecoveryPolicy()).plan(failure, num_ranks=4, in_memory=7, on_disk=5)
+    assert found == Recovery(4, (1, 3), 7, from_memory=True)
+    found = Recoveries(RecoveryPolicy(shrinks=True)).plan(failure, num_ranks=4, in_memory=7, on_disk=7)
+    assert found == Recovery(2, (1, 3), 7, from_memory=True)
+    assert str(found) == "2 ranks go on from memory, at step 7"
+
+
+def test_the_newest_step_counts_and_without_any_there_is_nothing_to_go_on_from() -> None:
+    found = Recoveries(RecoveryPolicy()).plan(killed(0, of=2), num_ranks=2, in_memory=7, on_disk=9)
+    assert found == Recovery(2, (0,), 9, from_memory=False)
+    assert str(found) == "2 ranks go on from the newest checkpoint on disk, at step 9"
+    assert Recoveries(RecoveryPolicy()).plan(killed(0, of=2), num_ranks=2, in_memory=None, on_disk=None) is None
+
+
+@pytest.mark.parametrize(("num_virtual", "left"), [(8, 2), (6, 3), (1, 1), (4, 2), (5, 1)])
+def test_in_reproducible_mode_the_number_of_ranks_divides_the_virtual_ones(num_virtual: int, left: int) -> None:
+    recoveries = Recoveries(RecoveryPolicy(shrinks=True))
+    found = recoveries.plan(killed(2), num_ranks=4, in_memory=1, on_disk=None, virtual_ranks=num_virtual)
+    assert found is not None
+    assert found.num_ranks == left
+
+
+def test_below_the_fewest_ranks_it_ends() -> None:
+    recoveries = Recoveries(RecoveryPolicy(shrinks=True, min_ranks=3))
+    assert recoveries.plan(killed(0), num_ranks=4, in_memory=1, on_disk=None) is not None
+    assert recoveries.plan(killed(0, 1), num_ranks=4, in_memory=1, on_disk=None) is None
+    everybody = judge([Exit(0, 100, -9)], [], attempt=0)
+    assert everybody is not None
+    assert Recoveries(RecoveryPolicy(shrinks=True)).plan(everybody, num_ranks=1, in_memory=1, on_disk=None) is None
+
+
+def test_three_times_without_another_step_end_it() -> None:
+    recoveries, failure = Recoveries(RecoveryPolicy()), killed(0, of=2)
+
+    def go_on(step: int) -> bool:
+        found = recoveries.plan(failure, num_ranks=2, in_memory=step, on_disk=None)
+        if found is not None:
+            recoveries.note(found, noticed_ns=0)
+        return found is not None
+
+    assert [go_on(step) for step in (5, 5, 5, 6, 6, 6, 6)] == [True, True, True, True, True, True, False]
+    assert go_on(7), "a step was finished"
+
+
+def test_a_loss_is_no_mistake() -> None:
+    assert is_loss(killed(0))
+    assert not is_loss(None)
+    for end, told, expected in [
+        (Exit(0, 100, -11), [], True),
+        (Exit(0, 100, 3), [], True),
+        (Exit(0, 100, 1), [report(0)], True),
+        (Exit(0, 100, 1), [report(0, traceback="")], False),
+        (Exit(0, 100, 78), [report(0, exit_code=78)], False),
+        (Exit(0, 100, 73), [report(0, exit_code=73)], False),
+        (Exit(0, 100, 76), [report(0, is_consequence=True, exit_code=76)], False),
+    ]:
+        failure = judge([end], told, attempt=0)
+        assert failure is not None
+        assert is_loss(failure) is expected, (end, told)
+    lost_only = judge([Exit(0, 100, 76)], [report(0, is_consequence=True, exit_code=76)], attempt=0)
+    assert lost_only is not None
+    assert is_loss(replace(lost_only, hang=Hang(1, 101, 30.0, None)))
+    assert not is_loss(replace(killed(0), remote_failure=RemoteFailure("lost", 76)))
+
+
+def test_where_no_rank_is_left_to_save_all_steps_of_the_attempt_are_repeated() -> None:
+    page = Heartbeat(pid=100, phase=Phase.FORWARD, step=17, collective=3, is_waiting=False, time_ns=0)
+    failure = replace(killed(0, 1, of=2), pages={0: page, 1: replace(page, step=16)})
+    found = Recoveries(RecoveryPolicy()).plan(failure, num_ranks=2, in_memory=5, on_disk=None, in_memory_before=5)
+    assert found == Recovery(2, (0, 1), 5, from_memory=True, num_repeated=18)
+    found = Recoveries(RecoveryPolicy()).plan(failure, num_ranks=2, in_memory=22, on_disk=None, in_memory_before=5)
+    assert found == Recovery(2, (0, 1), 22, from_memory=True, num_repeated=1)
+
+
+def test_what_it_cost_is_told_at_the_end() -> None:
+    recoveries = Recoveries(RecoveryPolicy())
+    assert recoveries.describe() == ""
+    recoveries.note(Recovery(2, (1,), 5, from_memory=True), noticed_ns=1_000_000_000)
+    assert recoveries.awaits_step
+    recoveries.note(Recovery(2, (0,), 5, from_memory=True), noticed_ns=2_000_000_000)
+    recoveries.stepped(2_900_000_000)
+    assert not recoveries.awaits_step
+    recoveries.stepped(9_900_000_000)
+    assert recoveries.describe() == "2 ranks were lost and replaced, 2 steps repeated at most, 1.9 s lost"
+    shrinks = Recoveries(RecoveryPolicy(shrinks=True))
+    shrinks.note(Recovery(1, (1,), 5, from_memory=False), noticed_ns=0)
+    shrinks.stepped(400_000_000)
+    assert shrinks.describe() == (
+        "1 rank was lost, 0 steps repeated at most, 1 time from a checkpoint on disk, 0.4 s lost"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--recover", "in-place"], ["--recover", "in-place", "replace"]),
+        (["--recover", "shrink", "--min-ranks", "0"], ["--min-ranks", "0"]),
+        (["--recover", "replace", "--min-ranks", "2"], ["--min-ranks 2", "--recover shrink"]),
+        (["--min-ranks", "2"], ["--min-ranks 2", "--recover shrink"]),
+        (["--recover", "replace", "--nnodes", "2"], ["--recover replace", "one node", "--max-restarts"]),
+        (["--recover", "shrink", "--servers", "1"], ["--recover shrink", "parameter servers"]),
+    ],
+)
+def test_flags_that_make_no_sense(flags: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse([*flags, "train.py"])
+    for word in words:
+        assert word in str(caught.value)

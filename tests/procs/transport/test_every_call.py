@@ -257,6 +257,9 @@ def moves() -> Iterator[tuple[str, Call]]:
         return outs
 
     def gather_single(ranks: Ranks, tensor: Tensor) -> Any:
+        if ranks.backend == "gloo":  # which has none
+            outs = gather(ranks, tensor)
+            return outs and torch.cat([out.reshape(out.shape or (1,)) for out in outs])
         shape = (ranks.size * (*tensor.shape, 1)[0], *tensor.shape[1:])
         out = torch.zeros(shape).to(tensor.dtype) if ranks.rank == 1 else None
         dist.gather_single(tensor, out, group_dst=1, group=ranks.group)

@@ -103,8 +103,14 @@ class ShardedParts:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded parameters: those that optimizers step."""
-        return [each.sharded_param for group in self.groups.values() for each in group.fsdp_params]
+        """The sharded parameters: those that optimizers step.
+
+        As the modules have them. torch notices one that was replaced since (`to_empty` does that) with the next pass.
+        """
+        for root in self.roots:
+            reshard(root)
+        places = [each._module_info for group in self.groups.values() for each in group.fsdp_params]
+        return [getattr(place.module, place.param_name) for place in places]
 
     @property
     def dtypes(self) -> set[torch.dtype]:

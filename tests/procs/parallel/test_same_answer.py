@@ -276,6 +276,45 @@ def test_torchs_options_and_our_optimizers_go_through(ranks):
     ranks.run(with_torchs_options, 2)
 
 
+def made_elsewhere(how):
+    """Three steps of SGD with a model that was divided in some other way; True if they are those of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    with world_of({"replicate": 1, "shard": 2} if how == "meta" else None) as world:
+        arguments = {"seed": 4, "steps": 3, "rows": 5, "optimizer": torch.optim.SGD}
+        model = gpt.made(4, torch.float64)
+        if how == "compiled":
+            for block in model.blocks:
+                block.compile(backend="eager")
+        if how == "meta":
+            given, mesh = model, world.mesh["replicate", "shard"]
+            with torch.device("meta"):
+                model = gpt.GPT().double()
+            for each in [*model.blocks, model]:
+                fully_shard(each, mesh=mesh)
+            model.to_empty(device="cpu")
+            values = dict(given.named_parameters())
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(
+                        torch.distributed.tensor.distribute_tensor(values[name], mesh, parameter.placements)
+                    )
+        else:
+            for each in [*model.blocks, model]:
+                fully_shard(each)  # torch's default mesh, of all ranks
+        model = evenstep.attach(model)
+        gpt.train(model, lambda tensor: share_of(world, tensor), micro=2, **arguments)
+        expected, _ = gpt.reference(**arguments)
+        for name, each in gpt.whole(model).items():
+            torch.testing.assert_close(each, expected[name.replace("_orig_mod.", "")], rtol=0, atol=1e-12)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("how", ["without a mesh", "meta", "compiled"])
+def test_models_that_were_made_otherwise(ranks, how):
+    ranks.run(made_elsewhere, 2, how)
+
+
 def refusal(make, mesh):
     """Type and text of the error, and whether ranks still understand each other."""
     with world_of(mesh) as world:

@@ -1,11 +1,11 @@
-"""Tutorials of docs/, played as a reader would: files are written, commands run, and what they print is compared.
+"""Pages of docs/, played as a reader would: files are written, commands run, and what they print is compared.
 
-    python -m tests.tutorials first-run.md      # write what the commands print now into the page
+    python -m tests.tutorials tutorials/first-run.md      # write what the commands print now into the page
 
 A fence of python that begins with `# name.py` is a file. A fence of bash is run, line by line; lines that name a rank
 of nodes are run at the same time, as on several machines. A fence of text behind it shows what came out: each of its
 lines has to come in this order, whatever its numbers are; `...` stands for lines that are left out. Fences called `sh`
-aren't run here.
+or `py` aren't run here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 
 from tests.pages import DOCS
 
-TUTORIALS = DOCS / "tutorials"
 _FENCE = re.compile(r"^```(python|bash|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"[-+]?\d+(?:[,.:]\d+)*(?:e[-+]?\d+)?%?|\b(?:inf|nan)\b")
 _LIMIT_S = 240
@@ -43,7 +42,7 @@ def play(page: str, directory: Path) -> Iterator[Shown]:
     Raises:
         AssertionError: A command ended with another status than 0, without `# exit status N` behind it.
     """
-    text = (TUTORIALS / page).read_text()
+    text = (DOCS / page).read_text()
     fences = list(_FENCE.finditer(text))
     for number, fence in enumerate(fences):
         kind, content = fence[1], fence[2]
@@ -96,7 +95,7 @@ def missing(shown: str, printed: str) -> list[str]:
 
 def record(page: str) -> None:
     """Write what the commands of a page print into it."""
-    path = TUTORIALS / page
+    path = DOCS / page
     text = path.read_text()
     with tempfile.TemporaryDirectory() as directory:
         played = list(play(page, Path(directory)))

@@ -60,7 +60,7 @@ class DataLoader:
     `shuffle=False` the order is that of the data set in every epoch.
 
     Resuming. `state_dict` holds the position of training: the end of the last batch that an optimizer's step has used,
-    also behind a consumer that reads batches ahead. See docs/how-to/data.md.
+    also behind a consumer that reads batches ahead. See docs/how-to/resume-data.md.
 
     Streams (`IterableDataset`) are divided over ranks and workers by record, or by shard where the data set has shards:
     [Note: streams] in `data/sources/streams.py`. They keep their own order: `shuffle`, `locality`, `max_tokens` and

@@ -245,10 +245,10 @@ def test_remedies_of_the_page_are_tried(tmp_path: Path) -> None:
     """Of torch's script: what was tried ran, computed the same, and has a gain; what wasn't has a reason."""
     (tmp_path / "train_ddp.py").write_text(PROGRAMS["train_ddp.py"].replace("range(100)", "range(3)"))
     words = shlex.split(COMMANDS[2])
-    assert words[:3] == ["evenstep", "bench", "--try"]
+    assert words[:4] == ["evenstep", "bench", "run", "--try"]
     only = "backend,fused,sharded,workers,static-graph"
     tried = bench(
-        tmp_path, "--try", "--only", only, *words[3:-3], "--steps", "4", "--warmup", "2", *words[-3:], out="bench-try"
+        tmp_path, "--try", "--only", only, *words[4:-3], "--steps", "4", "--warmup", "2", *words[-3:], out="bench-try"
     )["tried"]
     trials = {trial["title"]: trial for trial in tried["trials"]}
     assert {name for trial in tried["trials"] for name in trial["changes"]} == set(only.split(",")) - {"static-graph"}

@@ -1,4 +1,4 @@
-"""docs/how-to/data.md is true: every program in it runs, on one rank and on two, and says the same."""
+"""The pages on data are true: every program in them runs, on one rank and on two, and says the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import pytest
 
 from tests import pages
 
-PROGRAMS = pages.programs("how-to/data.md")
+PAGES = (
+    "how-to/data.md",
+    "how-to/resume-data.md",
+    "how-to/orders.md",
+    "how-to/streams.md",
+    "how-to/large-data.md",
+    "how-to/evaluate.md",
+)
+PROGRAMS = pages.programs(*PAGES)
 SAYS = {
     "epochs.py": r"epoch 1: 16 steps, first samples \[\d+, \d+, \d+, \d+\]",
     "resume.py": r"stopped at epoch 1, position 48; nothing twice, nothing missing",

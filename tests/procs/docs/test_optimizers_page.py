@@ -1,4 +1,4 @@
-"""docs/how-to/optimizers.md is true: every program in it is run, on two ranks."""
+"""The pages on optimizers are true: every program in them is run, on two ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ import pytest
 from evenstep import world as worlds
 from tests import pages
 
-PROGRAMS = pages.programs("how-to/optimizers.md")
+PAGES = (
+    "how-to/optimizers.md",
+    "how-to/mixed-precision.md",
+    "how-to/contrastive.md",
+    "how-to/learning-rates.md",
+    "how-to/local-sgd.md",
+)
+PROGRAMS = pages.programs(*PAGES)
 SAYS = {
     "flat.py": r"18 parameters, stepped flat",
     "sharded.py": r"\d+ bytes of state here; the norm was \d+\.\d{3}",
     "finetune.py": r"body trained too: True",
+    "bf16.py": r"loss \d\.\d{3}, gradients travel as torch.float32",
     "precision.py": r"scale 256, 0 steps skipped",
     "contrastive.py": r"loss \d\.\d{4} over 1 pairs",
     "rates.py": r"linear rule, times 4.*\n0\.0004 in the first step",

@@ -1,4 +1,4 @@
-"""Every tutorial does what it says, with the output that it shows."""
+"""Every tutorial, and every short how-to page, does what it says, with the output that it shows."""
 
 from __future__ import annotations
 
@@ -6,23 +6,38 @@ from pathlib import Path
 
 import pytest
 
-from tests.tutorials import TUTORIALS, missing, plain, play
+from tests.pages import DOCS
+from tests.tutorials import missing, plain, play
 
-QUICK = {"first-run.md"}
-PAGES = sorted(each.name for each in TUTORIALS.glob("*.md"))
+QUICK = {"tutorials/first-run.md"}
+TUTORIALS = sorted(each.relative_to(DOCS).as_posix() for each in DOCS.glob("tutorials/*.md") if each.stem != "index")
+HOW_TO = [
+    *sorted(each.relative_to(DOCS).as_posix() for each in DOCS.glob("how-to/migrate/*.md") if each.stem != "index"),
+    "how-to/accumulation.md",
+    "how-to/export.md",
+    "how-to/hang.md",
+    "how-to/hugging-face.md",
+    "how-to/launch/kubernetes.md",
+    "how-to/launch/pbs.md",
+    "how-to/launch/slurm.md",
+    "how-to/test.md",
+    "how-to/trackers.md",
+]
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[] if page in QUICK else pytest.mark.extended) for page in PAGES]
+    "page", [pytest.param(page, marks=[] if page in QUICK else pytest.mark.extended) for page in [*TUTORIALS, *HOW_TO]]
 )
-def test_a_tutorial_shows_what_happens(page: str, tmp_path: Path) -> None:
-    num_shown = 0
+def test_a_page_shows_what_happens(page: str, tmp_path: Path) -> None:
+    num_shown = num_said = 0
     for each in play(page, tmp_path):
+        num_said += bool(each.printed.strip())
         if each.shown is not None:
             num_shown += 1
             assert not (lost := missing(each.shown, each.printed)), f"{each.commands}{lost}\nprinted:\n{each.printed}"
-    assert num_shown, "a tutorial shows what comes out"
+    assert num_said, "a page that is played runs something"
+    assert num_shown or page in HOW_TO, "a tutorial shows what comes out"
 
 
 def test_lines_are_compared_without_their_numbers() -> None:

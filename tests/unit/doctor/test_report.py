@@ -137,9 +137,7 @@ def test_sarif_names_files_below_the_working_directory_as_a_repository_does(
         assert location["artifactLocation"]["uri"] == "sub%20folder/train.py"
 
 
-@pytest.mark.parametrize(
-    ("page", "script"), [("docs/reference/doctor.md", "tutorial_print"), ("README.md", "tutorial_no_sampler")]
-)
+@pytest.mark.parametrize(("page", "script"), [("docs/reference/doctor.md", "tutorial_print")])
 def test_the_page_shows_what_is_printed(
     page: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -89,7 +89,8 @@ _GROUPS = {
     "how ranks are started": ("threads_per_rank", "module", "no_python", "servers", "numa_binding", "cold_start"),
     "output": ("tee", "redirects", "local_ranks_filter", "keep_logs"),
     "failures": (
-        "name_after", "phase_timeout", "stopped_grace", "shutdown_timeout", "signals_to_handle", "monitor_interval",
+        "recover", "min_ranks", "name_after", "phase_timeout", "stopped_grace", "shutdown_timeout",
+        "signals_to_handle", "monitor_interval",
     ),
 }  # fmt: skip
 _METAVARS = {
@@ -232,7 +233,7 @@ def make_parser() -> ArgumentParser:
         type=int,
         default=1,
         metavar="N",
-        help="With --recover shrink: don't go on with fewer ranks. Default: 1.",
+        help="With --recover shrink: don't go on with fewer ranks (default: %(default)s).",
     )
     ours.add_argument(
         "--stopped-grace",

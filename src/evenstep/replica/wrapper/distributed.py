@@ -141,7 +141,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             rank and parameter, and `skipped_steps` counts; "raise": a NonFiniteError on every rank; None: as torch.
         compare_every: In so many synchronised backward passes every trained parameter is compared between ranks once,
             some in each; where one isn't the same, a DriftError on every rank. None: 64, as long as ranks are surely
-            meant to have the same (see docs/reference/faults.md); a number: always; 0: never.
+            meant to have the same (see docs/explanation/drift.md); a number: always; 0: never.
         world: The ranks that take part; None: the current world.
 
     Raises:

@@ -14,7 +14,7 @@ from evenstep.cli.commands import find_parser
 
 
 class CommandHelp(SphinxDirective):
-    """The help of a command, as it is printed 100 columns wide."""
+    """The help of a command, as it is printed 88 columns wide."""
 
     optional_arguments = 1
     final_argument_whitespace = True
@@ -28,7 +28,7 @@ class CommandHelp(SphinxDirective):
 def help_text(parser: ArgumentParser) -> str:
     """What `--help` prints."""
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "88"
     try:
         return parser.format_help()
     finally:

@@ -147,6 +147,8 @@ NAMES = (
         PrivateName(where, what, _NO_FSDP)
         for where, what in (
             ("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "what fully_shard has made of a module"),
+            (f"{_FSDP}._fsdp_state:FSDPState.__init__~_state_ctx", "the state that all sharded parts of a model share"),
+            (f"{_FSDP}._fsdp_state:FSDPState._root_post_backward_final_callback", "ends their backward pass"),
             (f"{_FSDP}._fsdp_param:FSDPParam.__init__~_module_info", "which module has a parameter"),
             (f"{_FSDP}._fsdp_param_group:FSDPParamGroup.post_backward", "adds their gradients over ranks"),
             (f"{_FSDP}._fsdp_param:FSDPParam.init_unsharded_param~_unsharded_param", "a parameter while it is whole"),

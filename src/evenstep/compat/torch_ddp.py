@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class ShardedParts:
         groups: torch's groups, by `id`.
         roots: The outermost sharded modules.
         synchronises: Whether the next backward pass adds gradients over ranks.
+        states: torch's states of the sharded modules.
+        then: Is called when a backward pass has ended for all of them; None: nothing is.
         used: By `id`, the sharded parameters that have had a gradient on this rank since this was emptied.
     """
 
@@ -97,13 +99,17 @@ class ShardedParts:
         self.synchronises = True
         for group in self.groups.values():
             self._watch(group)
+        self.states: list[Any] = [each._get_fsdp_state() for each in sharded]
+        self.then: Callable[[], None] | None = None
+        for state in {id(each): each for each in self.states}.values():
+            self._follow(state)
 
     def __bool__(self) -> bool:
         return bool(self.groups)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The sharded parameters: those that optimizers step.
+        """The sharded parameters: those that optimizers step. Not to be read within a pass, which needs gathered ones.
 
         As the modules have them. torch notices one that was replaced since (`to_empty` does that) with the next pass.
         """
@@ -125,6 +131,32 @@ class ShardedParts:
             self.synchronises = is_on
             for root in self.roots:
                 root.set_requires_gradient_sync(is_on)
+
+    def when_ended(self, then: Callable[[], None]) -> None:
+        """Call `then` when torch has ended the backward pass whose autograd ends: at once, if it has already.
+
+        It can't be added to autograd's callbacks from one of them: their list may move while one of them runs.
+        """
+        if self._is_ending():
+            self.then = then
+        else:
+            then()
+
+    def _is_ending(self) -> bool:
+        return any(state._state_ctx.post_backward_final_callback_queued for state in self.states)
+
+    def _follow(self, state: Any) -> None:
+        plain = type(state)._root_post_backward_final_callback.__get__(
+            state
+        )  # not one that follows for another wrapper
+
+        def ended() -> None:
+            plain()
+            if self.then is not None and not self._is_ending():
+                then, self.then = self.then, None
+                then()
+
+        state._root_post_backward_final_callback = ended
 
     def _watch(self, group: Any) -> None:
         """Note the parameters that have a gradient, and give the others zeros.

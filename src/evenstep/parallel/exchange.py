@@ -15,7 +15,7 @@ weights are divided by how many they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ class MeshExchange(Exchange):
         self._transport = trained.transport
         self._num_copies = trained.world.world_size // data_transport.world_size
         self._recorder, self._module_buffers = trained.recorder, trained.module_buffers
-        managed = set(map(id, sharded.parameters))
+        self._managed = sharded.parameters  # read once: to look again lets go of gathered ones, which autograd may need
+        managed = set(map(id, self._managed))
         self._others = [index for index, p in enumerate(trained.parameters) if id(p) not in managed]
         device = trained.world.device
         self._header = Header(len(trained.parameters), device, trained.observers)
@@ -81,14 +82,17 @@ class MeshExchange(Exchange):
         """See `Exchange`."""
         self._sharded.synchronise(is_on=travels)
 
+    def when_added(self, then: Callable[[], None]) -> None:
+        """See `Exchange`: FSDP2 ends its part in a callback of autograd's, which may come behind ours."""
+        self._sharded.when_ended(then)
+
     def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
         """See `Exchange`: what an earlier window has left is not divided again."""
         left = [parameter for parameter in self._parameters if parameter.grad is not None]
         if left and not is_running:
             saved.save(left, is_copied=False)
         elif left:  # a loss of `loss.backward()` that uses parameters directly: they may have their gradients already
-            managed = self._sharded.parameters
-            saved.save([parameter for parameter in managed if parameter.grad is not None], is_copied=False)
+            saved.save([parameter for parameter in self._managed if parameter.grad is not None], is_copied=False)
 
     def was_weighted(self) -> bool:
         """See `Exchange`."""

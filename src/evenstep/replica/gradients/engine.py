@@ -338,10 +338,7 @@ class Engine:
         raise (moved_parameter if self.readiness.is_another(parameter) else late_gradient)([self.names[parameter]])
 
     def _autograd_ended(self) -> None:
-        if self.exchange.takes_every_pass:
-            at_end_of_backward(self._plain_pass_ended)  # behind what FSDP2 does there
-        else:
-            self._plain_pass_ended()
+        self.exchange.when_added(self._plain_pass_ended)
 
     def _plain_pass_ended(self) -> None:
         current = self._pass

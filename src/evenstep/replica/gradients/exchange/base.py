@@ -7,7 +7,7 @@ nowhere would cost a copy and a call per parameter. `all_reduce.AllReduceExchang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -120,6 +120,10 @@ class Exchange:
         Args:
             travels: Its gradients are added over ranks; else they stay on this rank for now.
         """
+
+    def when_added(self, then: Callable[[], None]) -> None:
+        """Call `then` as soon as the gradients of the pass whose autograd has just ended are where they belong."""
+        then()
 
     def open_window(self, saved: SavedGradients, *, is_running: bool) -> None:
         """Save gradients from `p.grad` to which autograd can't add, before the first pass of a window.

@@ -300,6 +300,6 @@ def test_a_rank_that_fails_at_the_same_step_every_time_ends_the_run_after_three(
     code, command = call(tmp_path, flags, script)
     assert code == 1
     assert command.stderr.count("2 ranks go on from memory, at step 3") == 3
-    assert "failed: ValueError: a sample that fails every time" in command.stderr.splitlines()[-2]
-    assert command.stderr.splitlines()[-1].startswith("evenstep: 3 ranks were lost and replaced, 3 steps repeated")
+    assert "failed: ValueError: a sample that fails every time" in command.stderr.splitlines()[-1]
+    assert "evenstep: 3 ranks were lost and replaced, 3 steps repeated at most, " in command.stderr
     assert command.leaves_no_process()

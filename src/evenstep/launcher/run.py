@@ -204,7 +204,7 @@ class _Run:
                 f"that every node runs the same command, and that the address and port can be reached."
             ) from None
         finally:
-            if self._recoveries is not None and self._recoveries.number:
+            if self._recoveries is not None and self._recoveries.number and self._failure is None:
                 say(f"evenstep: {self._recoveries.describe()}")
             if self._logs_are_temporary and (self._failure is None or not self._has_logs()):
                 shutil.rmtree(self._log_directory, ignore_errors=True)
@@ -259,6 +259,8 @@ class _Run:
         self._limit.note(attempt=failure.attempt, saves=failure.saves, saved_step=failure.saved_step)
         goes_on = restarts_left > 0 and not self._limit.is_reached
         text = self._describe(failure, has_logs=not goes_on and self._has_logs())
+        if self._recoveries is not None and self._recoveries.number and not goes_on:
+            text = f"evenstep: {self._recoveries.describe()}\n{text}"  # the verdict stays the last line
         if restarts_left > 0 and not goes_on:
             text += (
                 f"\nevenstep: {self._limit.num_in_vain} restarts have come to no new checkpoint, so there is no other, "

@@ -193,6 +193,7 @@ def main():
     args = parser.parse_args()
     if not 1 <= args.stages <= NUM_LAYERS + 2:
         parser.error(f"--stages {args.stages}: there are {NUM_LAYERS + 2} layers")
+    torch.set_num_threads(1)  # its tensors are small
     with evenstep.init(seed=0, device="cpu", mesh={"pipeline": args.stages, "replicate": -1}) as world:
         train(world, args)
 

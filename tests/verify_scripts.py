@@ -143,6 +143,41 @@ for x, _ in DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train
     of_maker.step()
 dist.destroy_process_group()
 """,
+    "fsdp": f"""{_TORCH}
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+model = {_MLP}
+mesh = init_device_mesh("cpu", (size,))
+fully_shard(model[0], mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+{_LOOP}""",
+    "fsdp_mixed": f"""{_TORCH}
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+model = {_MLP}
+fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{_LOOP.replace("model(x)", "model(x).float()")}""",
+    "hsdp_and_tensor": f"""{_TORCH}
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+tensor = 2 if size > 1 else 1
+mesh = init_device_mesh("cpu", (1, size // tensor, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
+model = {_MLP}
+parallelize_module(model, mesh["tensor"], {{"0": ColwiseParallel(), "2": RowwiseParallel()}})
+fully_shard(model, mesh=mesh["replicate", "shard"])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+sampler = DistributedSampler(train_set, num_replicas=size // tensor, rank=rank // tensor)
+{_LOOP.replace("sampler = DistributedSampler(train_set)", "")}""",
+    "tensor": f"""{_TORCH}
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+model = {_MLP}
+parallelize_module(model, init_device_mesh("cpu", (size,)), {{"0": ColwiseParallel(), "2": RowwiseParallel()}})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+sampler = DistributedSampler(train_set, num_replicas=1, rank=0)
+{_LOOP.replace("sampler = DistributedSampler(train_set)", "")}""",
     "evenstep": f"""{_EVENSTEP}
 with evenstep.init(seed=0, quiet=True) as world:
     model = evenstep.DistributedDataParallel({_MLP})
@@ -223,6 +258,13 @@ for x, in DataLoader(train_set, batch_size=8, sampler=DistributedSampler(train_s
 # Of each mistake the kind of its cause, and the script.
 MISTAKES = {
     "batch_norm": ("batch norm", _PLAIN.replace("nn.Tanh()", "nn.BatchNorm1d(32), nn.Tanh()")),
+    "fsdp_divided_by_ranks": ("average", CORRECT["fsdp"].replace("loss.backward()", "(loss / size).backward()")),
+    "fsdp_same_data": (
+        "repeated",
+        CORRECT["fsdp"].replace(
+            "DistributedSampler(train_set)", "DistributedSampler(train_set, num_replicas=1, rank=0)"
+        ),
+    ),
     "mean_of_means": (
         "average",
         CORRECT["evenstep_tokens"]

@@ -90,6 +90,7 @@ ORDER: dict[str, list[str]] = {
         "decompose",
         "gpu",
         "models",
+        "fsdp",
         "torch_buckets",
         "records",
         "plan",

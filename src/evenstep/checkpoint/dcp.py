@@ -160,8 +160,19 @@ def _put(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
 
 
 def _with_numbers(state: Any) -> Any:
-    """An optimizer numbers its parameters; `torch.distributed.checkpoint` has turned the numbers into text."""
-    if isinstance(state, Mapping) and "param_groups" in state and isinstance(state.get("state"), Mapping):
-        numbered = {int(key) if str(key).isdigit() else key: value for key, value in state["state"].items()}
-        return {**state, "state": numbered}
-    return state
+    """An optimizer numbers its parameters, in the order of its groups.
+
+    `torch.distributed.checkpoint` has turned the numbers into text; `get_optimizer_state_dict` has put names there.
+    """
+    if not (isinstance(state, Mapping) and isinstance(state.get("state"), Mapping)):
+        return state
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        return state
+    names = [name for group in groups for name in group.get("params", [])]
+    if names and all(isinstance(name, str) for name in names):
+        numbers = {name: number for number, name in enumerate(names)}
+        numbered = {numbers.get(key, key): value for key, value in state["state"].items()}
+        renamed = [{**group, "params": [numbers[name] for name in group.get("params", [])]} for group in groups]
+        return {**state, "state": numbered, "param_groups": renamed}
+    return {**state, "state": {int(key) if str(key).isdigit() else key: value for key, value in state["state"].items()}}

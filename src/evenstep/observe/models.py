@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from evenstep import world as worlds
 from evenstep.compat import torch_pytree as pytree
+from evenstep.compat.torch_tensors import is_dtensor, split_of
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 
@@ -36,6 +40,43 @@ def trained_by(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -
     counts = [(sum(id(p) in trained for p in m.parameters()), m) for m in modules if id(m) not in inner]
     most, model = max(counts, key=lambda each: each[0], default=(0, None))
     return [model] if most and model is not None else []
+
+
+def ranks_with_the_same_samples(model: nn.Module, rank: int) -> list[int]:
+    """Return the ranks that have parts of the same layers as this one, and so the same samples; [] if there are none.
+
+    Ranks along "tensor" and "pipeline" of the world's mesh; without one, those along which DTensors of the model are
+    divided, but not by FSDP2. That stands before the others in the mesh of a parameter.
+
+    Args:
+        model: It is divided already.
+        rank: This one.
+    """
+    world = worlds.initialised()
+    if world is not None and world.mesh is not None:
+        inner = [name for name in world.mesh.mesh_dim_names or () if name in ("tensor", "pipeline")]
+        mesh, dims = world.mesh, [(world.mesh.mesh_dim_names or ()).index(name) for name in inner]
+    else:
+        divided = [parameter for parameter in model.parameters() if is_dtensor(parameter)]
+        if not divided:
+            return []
+        most = max(divided, key=lambda parameter: parameter.device_mesh.ndim)
+        mesh, outer = most.device_mesh, 0
+        if uses_fsdp(model):
+            shards = [dim for dim, each in enumerate(most.placements) if (split_of(each) or (None, 1))[0] is not None]
+            outer = shards[0] + 1 if shards else mesh.ndim
+        dims = list(range(outer, mesh.ndim))
+    place = mesh.get_coordinate()
+    if place is None or not dims:
+        return []
+    found = mesh.mesh[tuple(slice(None) if dim in dims else place[dim] for dim in range(mesh.ndim))].flatten().tolist()
+    return sorted(found) if len(found) > 1 else []
+
+
+def uses_fsdp(model: nn.Module) -> bool:
+    """Whether `fully_shard` has divided a model, or a part of it."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
 
 
 def num_rows(batch: object, dim: int = 0) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from evenstep.checks import counted
 from evenstep.observe.thresholds import SAME_WEIGHT
-from evenstep.verify.evidence import Run, Seen
+from evenstep.verify.evidence import Run, Seen, data_ranks
 
 _MOST_PASSES = 64  # backward passes of all ranks in a step, above which their weights are not computed
 
@@ -51,21 +51,22 @@ def find_causes(base: Run, run: Run, step: int, *, rounding: float) -> list[Caus
         step: The first step that differs, from 0.
         rounding: Relative rounding of both.
     """
-    seen, known = run.at(step), base.at(step)
+    seen, known = data_ranks(run.at(step)), data_ranks(base.at(step))
     weights = find_weights(base, run, step)
     is_sum = weights is not None and weights.unexplained <= max(1e3 * rounding, 1e-9)
     found = _data(base, run, step) + _drift(run, step) + _settings(known, seen) + _branch(seen)
     if weights is not None and is_sum:
         found += _counted_wrong(weights, base.num_ranks, known, seen)
     elif not is_sum:
-        found += _batch_norm(seen, is_sure=weights is not None)
+        has_passes = any(passes for each in seen for passes in each.virtual_ranks)
+        found += _batch_norm(seen, is_sure=weights is not None and has_passes)
     return found + _draws(seen)
 
 
 def find_faults(run: Run) -> list[Cause]:
     """What is wrong with a run on several ranks whether or not its gradients differ from those of another."""
     for step in range(run.num_steps):
-        seen = run.at(step)
+        seen = data_ranks(run.at(step))
         found = _shared_masks(seen) + _same_data(seen) + _drift(run, step) + _undivided(seen)
         if found:
             return found
@@ -74,13 +75,13 @@ def find_faults(run: Run) -> list[Cause]:
 
 def _data(base: Run, run: Run, step: int) -> list[Cause]:
     """The samples of a global batch, as a multiset: other ones, or the same ones more often."""
-    ours, theirs = _samples(base.at(step)), _samples(run.at(step))
+    ours, theirs = _samples(data_ranks(base.at(step))), _samples(data_ranks(run.at(step)))
     if not ours or not theirs or ours == theirs:
         return []
     more, fewer = theirs - ours, ours - theirs
     total, expected = sum(theirs.values()), sum(ours.values())
     repeated = sum(min(count, theirs[each] - 1) for each, count in more.items() if theirs[each] > 1)
-    when, received = f"in step {step + 1}, {repeated} of the {total} samples", _by_whom(run.at(step))
+    when, received = f"in step {step + 1}, {repeated} of the {total} samples", _by_whom(data_ranks(run.at(step)))
     if not repeated:
         # Ranks with orders of their own see each other's samples sooner or later.
         steps = range(min(base.num_steps, run.num_steps))
@@ -127,7 +128,7 @@ def _by_whom(seen: Sequence[Seen]) -> str:
 
 
 def _num_repeated(run: Run, steps: Sequence[int]) -> int:
-    counts = sum((_samples(run.at(step)) for step in steps), Counter())
+    counts = sum((_samples(data_ranks(run.at(step))) for step in steps), Counter())
     return sum(count - 1 for count in counts.values())
 
 
@@ -348,8 +349,10 @@ def find_weights(base: Run, run: Run, step: int) -> Weights | None:
     columns = [
         given[key] for given in probes for key in sorted((key for key in given if key.isdigit()), key=int)
     ]  # ranks after each other
-    if target is None or applied is None or not 0 < len(columns) <= _MOST_PASSES:
+    if target is None or applied is None or len(columns) > _MOST_PASSES:
         return None
+    # Of parameters that are divided no pass is known. Whether all of the gradient is wrong by one factor is seen still.
+    columns = columns or [applied]
     if any(column.shape != target.shape for column in [applied, *columns]):
         return None
     matrix = torch.stack([column.double() for column in columns], dim=1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +29,13 @@ _TO = Tensor.to
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
-def compute_in_double(patches: Patches) -> None:
-    """From now on models are converted, and what they compute is float64."""
+def compute_in_double(patches: Patches, *, is_sharded: bool = False) -> None:
+    """From now on models are converted, and what they compute is float64.
+
+    Args:
+        patches: Undoes it.
+        is_sharded: The script uses `fully_shard`, whose mixed precision is left out.
+    """
     entered = contextlib.ExitStack()
     entered.enter_context(_Widening())
     patches.later(entered.close)
@@ -41,10 +48,35 @@ def compute_in_double(patches: Patches) -> None:
 
         return init
 
+    if is_sharded:
+        patches.replace(importlib.import_module("torch.distributed.fsdp"), "fully_shard", _shards_widened)
     patches.replace(nn.RNNBase, "check_input", _checks_widened)
     # Before it is wrapped: buckets are laid out by the dtype of the parameters.
     for kind in (nn.parallel.DistributedDataParallel, DistributedDataParallel):
         patches.replace(kind, "__init__", wrapped)
+    package = sys.modules["evenstep"]
+    for name in ("parallelize", "attach"):
+        if hasattr(package, name):
+            patches.replace(package, name, _divides_widened)
+
+
+def _shards_widened(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fully_shard(module: Any, *args: Any, mp_policy: Any = None, **kwargs: Any) -> Any:
+        for each in module if isinstance(module, list) else [module]:
+            widen(each)
+        return original(module, *args, **kwargs)
+
+    return fully_shard
+
+
+def _divides_widened(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def divide(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("mp_policy", None)
+        return original(widen(module), *args, **kwargs)
+
+    return divide
 
 
 def _checks_widened(check: Callable[..., None]) -> Callable[..., None]:

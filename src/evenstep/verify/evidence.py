@@ -31,6 +31,7 @@ class Plan:
         world_size: Ranks of this run; the last one to finish lets the others go.
         in_double: Compute in float64.
         batch_sizes: Of torch's loaders in the order in which they are made, (as the script passes it, instead of it).
+        is_sharded: An earlier run has seen FSDP2.
     """
 
     directory: str
@@ -38,6 +39,7 @@ class Plan:
     world_size: int
     in_double: bool = False
     batch_sizes: Sequence[Sequence[int]] = ()
+    is_sharded: bool = False
 
     def write(self, path: Path) -> None:
         """Leave it for the ranks."""
@@ -69,6 +71,9 @@ class Seen:
         has_hidden: Whether gradients were divided over the ranks and could not be read.
         batch_sizes: Of torch's loaders so far, as the script passed it.
         virtual_ranks_of_run: Virtual ranks of reproducible mode; 0: it is off.
+        shares_with: Ranks that have parts of the same layers (tensor parallelism, pipelines), and so the same samples;
+            empty: none, or only itself.
+        is_sharded: Whether FSDP2 has divided a model.
     """
 
     rows: list[list[str]] = field(default_factory=list)
@@ -86,6 +91,8 @@ class Seen:
     has_hidden: bool = False
     batch_sizes: list[int] = field(default_factory=list)
     virtual_ranks_of_run: int = 0
+    shares_with: list[int] = field(default_factory=list)
+    is_sharded: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -114,6 +121,11 @@ class Run:
         return len(self.ranks)
 
     @property
+    def num_data_ranks(self) -> int:
+        """Ranks that have samples of their own."""
+        return len(data_ranks(self.at(0))) if self.num_steps else self.num_ranks
+
+    @property
     def num_steps(self) -> int:
         """That all ranks have made."""
         return min((len(steps) for steps in self.ranks), default=0)
@@ -126,6 +138,11 @@ class Run:
     def at(self, step: int) -> list[Seen]:
         """The record of each rank of a step, counted from 0."""
         return [steps[step] for steps in self.ranks]
+
+
+def data_ranks(seen: Sequence[Seen]) -> list[Seen]:
+    """One rank of each group that has the same samples."""
+    return [each for rank, each in enumerate(seen) if min(each.shares_with, default=rank) == rank]
 
 
 class Writer:

@@ -81,6 +81,8 @@ class _Runs:
         self._start, self._say = start, say
         self._made: dict[tuple[int, bool], Run] = {}
         self._batch_sizes: list[int] | None = None  # of the run on the most ranks, which is as the script says
+        self._is_sharded = False  # by FSDP2, in one of the runs so far
+        self._num_data_ranks = 0  # of that run, of which one sees other samples than another; 0: not known yet
 
     def make(self) -> None:
         """All of them in float32 (or whatever the script computes in), the most ranks first."""
@@ -103,14 +105,18 @@ class _Runs:
         self._say(f"{self._script} on {name}")
         directory = self._root / f"{number}-{in_double}"
         directory.mkdir()
-        sizes = sizes_for(self._batch_sizes or [], seen_on=self.numbers[-1], num_ranks=number)
+        # Ranks that divide layers have the same samples: they count as one.
+        most, data = self.numbers[-1], self._num_data_ranks
+        sizes = sizes_for(
+            self._batch_sizes or [], seen_on=data or most, num_ranks=max(1, number * data // most) if data else number
+        )
         if sizes is None:
             received = ", ".join(map(str, self._batch_sizes or []))
             raise ConfigurationError(
                 f"--nproc-per-node: the batches of {self.numbers[-1]} ranks, {received} on each, can't be divided over "
                 f"{number}. Choose numbers of ranks that divide each other."
             )
-        plan = Plan(str(directory), self._num_steps, number, in_double, sizes)
+        plan = Plan(str(directory), self._num_steps, number, in_double, sizes, self._is_sharded)
         plan.write(directory / "plan.json")
         # Its checkpoints, if it has any, go elsewhere, and it finds none.
         (directory / "traces").mkdir()
@@ -126,8 +132,9 @@ class _Runs:
             raise UsageError(
                 f"{self._script} on {name} has made no step that could be seen: a call of a torch optimizer's step()."
             )
+        self._is_sharded |= run.ranks[0][-1].is_sharded
         if self._batch_sizes is None:
-            self._batch_sizes = run.ranks[0][-1].batch_sizes
+            self._batch_sizes, self._num_data_ranks = run.ranks[0][-1].batch_sizes, run.num_data_ranks
         return run
 
 

@@ -22,11 +22,13 @@ from evenstep import world as worlds
 from evenstep.compat import torch_pytree as pytree
 from evenstep.compat.torch_autograd import without_torch_function
 from evenstep.compat.torch_modules import BatchNorm
+from evenstep.compat.torch_tensors import is_dtensor
 from evenstep.errors import EvenstepError
+from evenstep.observe.models import ranks_with_the_same_samples, uses_fsdp
 from evenstep.observe.patching import Patches
 from evenstep.observe.steps import watch_steps
 from evenstep.verify import double, dropout, loaders
-from evenstep.verify.evidence import Plan, Seen, Writer, digest, num_finished, probe, thinned
+from evenstep.verify.evidence import NUM_PROBES, Plan, Seen, Writer, digest, num_finished, probe, thinned
 
 _MOST_NODES = 50_000  # of a graph that are counted
 _MOST_NAMES = 5_000  # modules of a forward that are noted
@@ -66,6 +68,9 @@ class Recorder:
         self._applied: dict[str, Tensor] = {}  # probes of what the optimizer gets
         self._values: dict[str, Tensor] = {}  # on rank 0
         self._is_first = rank == 0
+        self._rank = rank
+        self._shares_with: list[int] = []
+        self._is_sharded = False
         self._install()
 
     def _install(self) -> None:
@@ -77,7 +82,7 @@ class Recorder:
         loaders.same_global_batches(patches, self._plan.batch_sizes, self._batch_sizes)
         loaders.same_samples(patches)
         if self._plan.in_double:
-            double.compute_in_double(patches)
+            double.compute_in_double(patches, is_sharded=self._plan.is_sharded)
 
     # ------------------------------------------------------------------ forward
 
@@ -119,6 +124,9 @@ class Recorder:
         if any(name.startswith(prefix) for name in self._parameters if prefix):
             prefix = f"{type(model).__name__}{len(self._models)}."
         self._models.append(model)
+        self._is_sharded |= uses_fsdp(model)
+        if not self._shares_with:
+            self._shares_with = ranks_with_the_same_samples(model, self._rank)
         for name, module in model.named_modules():
             self._names.setdefault(id(module), prefix + name)
         for name, parameter in model.named_parameters():
@@ -198,6 +206,8 @@ class Recorder:
         self._seen.held_back |= any(not wrapper.require_backward_grad_sync for wrapper in self._wrappers)
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
+        if is_dtensor(gradient):  # of a part of a layer; the whole is known when the optimizer gets it
+            return
         with without_torch_function():
             value = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
             added = self._added.get(name)
@@ -213,11 +223,12 @@ class Recorder:
             for name, parameter in self._parameters.items():
                 if parameter.grad is None:
                     continue
-                if type(parameter.grad) not in (Tensor, nn.Parameter):
+                grad = _whole(parameter.grad)
+                if type(grad) not in (Tensor, nn.Parameter):
                     self._seen.has_hidden = True
                     continue
                 with contextlib.suppress(EvenstepError):
-                    grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                    grad = grad.to_dense() if grad.is_sparse else grad
                     self._note(f"grad/{name}", grad)
                     self._applied[name] = probe(grad)
             self._seen.settings = [
@@ -228,10 +239,11 @@ class Recorder:
     def _after_step(self, optimizer: Any) -> None:
         with without_torch_function(), torch.no_grad():
             for name, parameter in self._parameters.items():
-                self._note(f"param/{name}", parameter)
+                self._note(f"param/{name}", _whole(parameter))
             for name, buffer in self._buffers():
-                self._note(f"buffer/{name}", buffer)
+                self._note(f"buffer/{name}", _whole(buffer))
             seen, self._seen = self._seen, Seen()
+            seen.shares_with, seen.is_sharded = self._shares_with, self._is_sharded
             seen.batch_sizes = list(self._batch_sizes)
             seen.virtual_ranks_of_run = self._virtual_ranks()
             self._writer.write(self._num_steps, seen, self._values, self._probes())
@@ -248,10 +260,11 @@ class Recorder:
     def _probes(self) -> dict[str, Tensor]:
         """One vector for each backward pass, and one for what the optimizer got; zeros where there is no gradient."""
         names = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
-        passes = {str(index): given for index, given in enumerate(self._passes)}
+        # Of parameters that FSDP2 divides, a backward pass shows nothing: they aren't what it computes with.
+        passes = {str(index): given for index, given in enumerate(self._passes) if given}
         if self._applied:
             passes["applied"] = self._applied
-        like = {name: torch.zeros_like(probe(self._parameters[name])) for name in names}
+        like = {name: _no_probe(self._parameters[name]) for name in names}
         return {key: torch.cat([given.get(name, like[name]) for name in names]) for key, given in passes.items()}
 
     def _virtual_ranks(self) -> int:
@@ -265,6 +278,22 @@ class Recorder:
         while num_finished(self._plan) < self._plan.world_size and time.monotonic() < deadline:
             time.sleep(0.02)
         raise SystemExit(0)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, for which all ranks of its mesh call this; another tensor as it is."""
+    divided: Any = tensor
+    if not is_dtensor(divided):
+        return tensor
+    whole: Tensor = divided.full_tensor()
+    return whole.detach()
+
+
+def _no_probe(parameter: Tensor) -> Tensor:
+    """Zeros, as many as a parameter's gradient has probes."""
+    if not is_dtensor(parameter):
+        return torch.zeros_like(probe(parameter))
+    return torch.zeros(min(parameter.numel(), NUM_PROBES), dtype=torch.float64, device="cpu")
 
 
 def _is_trained(module: nn.Module) -> bool:

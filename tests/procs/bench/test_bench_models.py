@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import evenstep
 from evenstep.bench.measure.gpu import covered, is_of_the_script
 from evenstep.bench.measure.models import ModelWatch, facts_of
-from evenstep.bench.measure.records import RankRecord, backward_until_ready, sorted_marks, steps_in_parts
+from evenstep.bench.measure.records import COLLECTIVE, RankRecord, backward_until_ready, sorted_marks, steps_in_parts
 from evenstep.bench.measure.torch_buckets import TorchBuckets, read_buckets
 from evenstep.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
 from evenstep.observe.loaders import LoaderWatch, replace_batch_sizes
@@ -89,6 +89,48 @@ def test_torchs_wrapper_is_seen_through_its_hooks(ranks: RankPool) -> None:
     for step in fast[2]:
         assert step["wait"] + step["sync"] > 0.1, step
         assert step["forward"] < 0.3
+
+
+def watch_fsdp(naps: list[float]) -> tuple[list[tuple[str, float, float]], list[dict[str, float]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    world = evenstep.init(quiet=True)
+    torch.manual_seed(0)
+    marks: list[int] = []
+    watch = ModelWatch(marks)
+    with Patches() as patches:
+        watch.shards.install(patches)
+        layers = [torch.nn.Linear(200, 300), Sleepy(naps[world.rank]), torch.nn.Linear(2, 33)]
+        model = torch.nn.Sequential(layers[0], torch.nn.Linear(300, 200), layers[1], layers[2])
+        mesh = init_device_mesh("cpu", (2,))
+        for index in (0, 2):
+            fully_shard(model[index], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        train(model, marks, optimizer, 2)
+        assert not marks[::2].count(COLLECTIVE), "nothing is known before the models are found"
+        watch.models = [model]
+        watch.shards.attach(model)
+        watch._attach(model)
+        marks.clear()
+        ends = train(model, marks, optimizer, 1)
+        watch.shards.restart()
+        ends += train(model, marks, optimizer, 3)
+    record = RankRecord(world.rank, 2, 1, tuple(ends), (3,) * 4, tuple(sorted_marks(marks)))
+    return watch.shards.blocks(3), steps_in_parts(record)
+
+
+def test_blocks_of_fsdp2_wait_for_parameters_and_gradients(ranks: RankPool) -> None:
+    """Each by its name; and who waits for whom is told as for the wrappers."""
+    (fast_blocks, fast_steps), (_, slow_steps) = ranks.run(watch_fsdp, 2, [0.0, 0.2], timeout_s=120.0)
+    assert [name for name, *_ in fast_blocks] == ["(root)", "0", "2"]
+    assert all(gathering > 0 and scattering > 0 for _, gathering, scattering in fast_blocks), fast_blocks
+    for fast, slow in zip(fast_steps, slow_steps, strict=True):
+        assert fast["wait"] - slow["wait"] > 0.2, "it waits where the other sleeps"
+        assert slow["forward"] > 0.2
+    waited = sum(step["wait"] for step in fast_steps) / len(fast_steps)
+    assert sum(sum(times) for _, *times in fast_blocks) == pytest.approx(waited, rel=0.2)
 
 
 def watch_torchs_buckets(

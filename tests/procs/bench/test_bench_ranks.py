@@ -155,6 +155,69 @@ def test_parameters_of_fsdp2(ranks: RankPool, fresh_seed: int) -> None:
     assert ranks.run(shard_fully, 2, widths)[0] == footprint(sizes, "FSDP2", 2).parameters
 
 
+def blocks_of(width: int, num_blocks: int) -> torch.nn.Module:
+    def block() -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+        )
+
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ModuleList(block() for _ in range(num_blocks))  # type: ignore[assignment]
+    model.head = torch.nn.Linear(width, 8)  # type: ignore[assignment]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for each in model.blocks:  # type: ignore[union-attr]
+            x = x + each(x)
+        head: torch.Tensor = model.head(x)
+        return head
+
+    model.forward = forward  # type: ignore[assignment]
+    return model
+
+
+def peak_of_fsdp2(width: int, num_blocks: int, batch: int) -> int:
+    """The most bytes at once in a step with AdamW, over Gloo: the shared memory of our backend is the whole group's."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.live_bytes import LiveBytes
+
+    evenstep.init(quiet=True)
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = blocks_of(width, num_blocks)
+    for each in model.blocks:  # type: ignore[union-attr]
+        fully_shard(each, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    x = torch.randn(batch, width)
+    with LiveBytes() as live:
+        live.add([p.to_local() for p in model.parameters()])  # type: ignore[attr-defined]
+        for _ in range(3):
+            live.peak = 0
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return live.peak
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("nproc", "width", "num_blocks", "batch"), [(2, 128, 6, 8), (2, 256, 4, 64), (2, 128, 8, 256), (4, 128, 6, 8)]
+)
+def test_the_memory_of_a_rank_is_within_a_tenth_of_the_estimate(
+    ranks: RankPool, nproc: int, width: int, num_blocks: int, batch: int
+) -> None:
+    """FSDP2 with many small blocks, with few large ones, and where activations are most."""
+    with torch.device("meta"):
+        inputs = [torch.empty(batch, width)]
+        sizes = sizes_of(blocks_of(width, num_blocks), lambda p: torch.optim.AdamW(p, foreach=False), inputs)
+    told = ranks.run(peak_of_fsdp2, nproc, width, num_blocks, batch, timeout_s=120.0)
+    assert max(told) == pytest.approx(footprint(sizes, "FSDP2", nproc).total, rel=0.1)
+
+
 # ---------------------------------------------------------------------- loggers
 
 

@@ -110,7 +110,7 @@ def verified(ranks: RankPool, tmp_path: Path) -> Verify:
 
 
 # The others take longer: all of them run on 1, 2 and 4 ranks with `make test-all`.
-QUICK = {"torch_dropout", "evenstep_tokens", "batch_norm", "mean_of_means", "branch"}
+QUICK = {"torch_dropout", "fsdp", "evenstep_tokens", "batch_norm", "mean_of_means", "branch"}
 
 
 def cases(scripts: Iterable[str]) -> list[Any]:

@@ -245,6 +245,24 @@ def case(phases: Callable[[int, int], Phases], **given: Any) -> Case:
     return case_of(curve(found.curves["weak"], found.rounds)[-1])
 
 
+def test_gathered_parameters_are_named_with_the_block_that_costs_most() -> None:
+    shown = case(calm, exchange_ms=60, noise=0)
+    step_s = shown.parts.total_s
+    blocks = (
+        ("(root)", 0.01 * step_s, 0.0),
+        ("blocks.0", 0.05 * step_s, 0.02 * step_s),
+        ("blocks.1", 0.2 * step_s, 0.1 * step_s),
+    )
+    found = next(each for each in find(replace(shown, blocks=blocks)) if each.cause == "sharded parameters")
+    assert "26%, and" in found.what
+    assert "most in blocks.1" in found.what
+    assert "reshard_after_forward=False" in found.advice
+    assert found.gain == pytest.approx(1 / (1 - 0.13))
+    assert not [each for each in find(replace(shown, blocks=blocks[:2])) if each.cause == "sharded parameters"]
+    gloo = replace(FACTS, wrapper="fsdp", backend="gloo")
+    assert "slow exchange" in [each.cause for each in find(replace(shown, blocks=blocks, facts=gloo))]
+
+
 def test_a_loss_without_a_finding_is_named_with_the_reason(fresh_seed: int) -> None:
     contended = case(with_(forward=45, backward=90), alone=calm, seed=fresh_seed)
     assert unexplained(contended, find(contended)) == [], "it has a finding"

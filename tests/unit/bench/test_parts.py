@@ -11,6 +11,8 @@ import pytest
 from evenstep.bench.measure.decompose import Decomposition, decompose
 from evenstep.bench.measure.plan import Setting, default_replicas, in_order, plan_settings, too_small, validate_replicas
 from evenstep.bench.measure.records import (
+    COLLECTIVE,
+    COLLECTIVE_END,
     DATA,
     DATA_END,
     PHASES,
@@ -54,6 +56,19 @@ def test_a_stretch_begins_in_the_phase_that_the_marks_before_it_say() -> None:
 def test_waiting_for_data_in_the_middle_of_a_phase_goes_back_to_it() -> None:
     marks = [FORWARD, 0, DATA, 10, DATA_END, 20, FORWARD_END, 30]
     assert [phase for phase, *_ in spans(marks, 0, 30)] == ["forward", "data", "forward"]
+
+
+def test_collectives_in_the_middle_of_a_phase_are_waiting_and_go_back_to_it() -> None:
+    marks = [FORWARD, 0, COLLECTIVE, 2, COLLECTIVE_END, 5, BACKWARD, 6, COLLECTIVE, 7, COLLECTIVE_END, 9, END, 10]
+    assert spans(marks, 0, 12) == [
+        ("forward", 0, 2),
+        ("wait", 2, 5),
+        ("forward", 5, 6),
+        ("backward", 6, 7),
+        ("wait", 7, 9),
+        ("backward", 9, 10),
+        ("script", 10, 12),
+    ]
 
 
 def test_any_marks_give_steps_whose_phases_add_up(fresh_seed: int) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from evenstep import World
 from evenstep.checkpoint import exchange
@@ -157,6 +158,18 @@ def test_what_torch_has_written_is_read(tmp_path: Path, fresh_seed: int):
     torch_dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
     found = read(str(tmp_path / "dcp"))
     assert equal_states(found, state)
+
+
+def test_parameters_by_name_are_numbered_as_the_optimizer_has_them(run, tmp_path: Path):
+    """What `get_state_dict` makes, as programs with FSDP2 save it."""
+    _, model, optimizer = run
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    torch_dcp.save(states, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    import_file(str(tmp_path / "dcp"), str(tmp_path / "second"), None, 4)
+    again, other, step = resumed(tmp_path / "second")
+    assert step == 4
+    assert equal_states(dict(again.state_dict()), dict(model.state_dict()))
+    assert equal_states(other.state_dict(), optimizer.state_dict())
 
 
 class Harm:

@@ -6,8 +6,8 @@ step has one cause at most, so a slow loader isn't called a slow rank as well:
 
     waiting for data          slow loader
     imbalance                 slow rank, or uneven work
-    exposed communication     slow exchange (over Gloo, on CPUs); enormous layer, or small batch (with what else each
-                              exchange costs)
+    exposed communication     slow exchange (over Gloo, on CPUs); sharded parameters (FSDP2); enormous layer, or small
+                              batch (with what else each exchange costs)
     contention                oversubscribed threads, or contention
     optimizer                 slow optimizer: longer than on one replica
     computing, on a GPU       host waits: `.item()` in every step
@@ -66,6 +66,7 @@ _COVERS = {
     "oversubscribed threads": {"contention", "exposed", "engine", "imbalance"},
     "contention": {"contention"},
     "slow exchange": {"exposed", "engine"},
+    "sharded parameters": {"exposed"},
     "slow optimizer": {"optimizer"},
     "host waits": set(),
 }
@@ -77,7 +78,8 @@ class Finding:
 
     Attributes:
         cause: Its name: "slow loader", "slow rank", "uneven work", "enormous layer", "small batch",
-            "oversubscribed threads", "contention", "slow exchange", "slow optimizer", "host waits".
+            "oversubscribed threads", "contention", "slow exchange", "sharded parameters", "slow optimizer",
+            "host waits".
         what: What was measured.
         advice: What to do, and what is to be expected of it.
         gain: Throughput then, over throughput now: at most.
@@ -105,6 +107,7 @@ class Case:
         divides_batch: Of strong scaling: what computes more slowly than alone may be the smaller batch.
         num_cores_elsewhere: Cores of the machine that other programs kept busy.
         alone: The parts of a step on the fewest replicas, where these are more.
+        blocks: Of FSDP2's blocks (name, seconds of a step in all-gathers, in reduce-scatters) that nothing hides.
     """
 
     num_replicas: int
@@ -118,6 +121,7 @@ class Case:
     divides_batch: bool = False
     num_cores_elsewhere: float = 0.0
     alone: Parts | None = None
+    blocks: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def parts(self) -> Parts:
@@ -155,6 +159,7 @@ def find(case: Case) -> list[Finding]:
         _oversubscribed,
         _contention,
         _slow_exchange,
+        _sharded_parameters,
         _slow_optimizer,
         _host_waits,
     )
@@ -336,9 +341,9 @@ def _contention(case: Case) -> Finding | None:
 
 
 def _slow_exchange(case: Case) -> Finding | None:
-    """Of torch's wrapper over Gloo between ranks of a CPU: another backend does it in less time."""
+    """Of torch's wrapper or FSDP2 over Gloo between ranks of a CPU: another backend does it in less time."""
     parts, facts = case.parts, case.facts
-    if facts.wrapper != "torch" or facts.device != "cpu" or facts.backend != "gloo":
+    if facts.wrapper not in ("torch", "fsdp") or facts.device != "cpu" or facts.backend != "gloo":
         return None
     cost_s = parts.exposed_s + parts.engine_s
     if case.num_replicas == 1 or parts.share("exposed", "engine") < _limit(case):
@@ -349,7 +354,29 @@ def _slow_exchange(case: Case) -> Finding | None:
         f"{_ms(cost_s)} of {_ms(parts.total_s)} a step are exchanges over Gloo that no computing hides, "
         f"{cost_s / parts.total_s:.0%}",
         f'ranks of one node exchange faster through shared memory: `import evenstep` and init_process_group("evenstep")'
-        f", or evenstep.DistributedDataParallel: {_ms(parts.total_s)} to {_ms(rest_s)} a step at best",
+        f"{'' if case.blocks else ', or evenstep.DistributedDataParallel'}: {_ms(parts.total_s)} to {_ms(rest_s)} a "
+        f"step at best",
+        parts.total_s / rest_s,
+    )
+
+
+def _sharded_parameters(case: Case) -> Finding | None:
+    """FSDP2 gathers what doesn't stay: the block that costs most, and what goes if parameters stay."""
+    parts = case.parts
+    gathering_s = sum(gathered_s for _, gathered_s, _ in case.blocks)
+    if case.num_replicas == 1 or gathering_s < _limit(case) * parts.total_s:
+        return None
+    scattering_s = sum(scattered_s for _, _, scattered_s in case.blocks)
+    name, gathered_s, scattered_s = max(case.blocks, key=lambda block: block[1] + block[2])
+    rest_s = parts.total_s - min(gathering_s / 2, parts.exposed_s)
+    return Finding(
+        "sharded parameters",
+        f"{_ms(gathering_s)} of {_ms(parts.total_s)} a step are all-gathers of parameters that no computing hides, "
+        f"{gathering_s / parts.total_s:.0%}, and {_ms(scattering_s)} reduce-scatters of gradients; most in {name}: "
+        f"{_ms(gathered_s)} and {_ms(scattered_s)}",
+        f"where memory allows it, keep parameters after the forward pass (fully_shard(..., reshard_after_forward="
+        f"False)): {_ms(parts.total_s)} to {_ms(rest_s)} a step at best; or evenstep.ShardedOptimizer, which gathers "
+        f"them once a step. `evenstep estimate` says what fits",
         parts.total_s / rest_s,
     )
 

@@ -106,6 +106,7 @@ def case_of(point: Point, *, divides_batch: bool = False, base: Point | None = N
         divides_batch=divides_batch,
         num_cores_elsewhere=cores_elsewhere(point.run),
         alone=base.decomposition.parts if base is not None and base.num_replicas < point.num_replicas else None,
+        blocks=tuple(point.run.blocks()),
     )
 
 
@@ -180,6 +181,10 @@ def _point(point: Point) -> dict[str, Any]:
         "ready_s": list(decomposition.ready_s),
         "passes_spread_s": passes_spread_s(point.run),
         "buckets": buckets_of(point.run),
+        "blocks": [
+            {"name": name, "all_gather_s": gathering, "reduce_scatter_s": scattering}
+            for name, gathering, scattering in point.run.blocks()
+        ],
         "num_steps": decomposition.num_steps,
         "cores_busy_by_rank": utilisation(point.run),
         "busy_share_by_core": list(busy_cores(point.run)),
@@ -195,6 +200,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
     for name, points in report["curves"].items():
         console.print(scaling_table(CURVE_TITLES[name], points, report["command"]["num_rounds"]))
         console.print(parts_table(points))
+        if points[-1]["blocks"]:
+            console.print(blocks_table(points[-1]))
     for line in [*grown_lines(report), *late_lines(report), *usage_lines(report)]:
         console.print(line, highlight=False, markup=False)
     console.print(findings_table(report) if report["findings"] else nothing_found(report), highlight=False)
@@ -295,6 +302,18 @@ def findings_table(report: Mapping[str, Any]) -> Table:
         if finding.get("measured"):
             advice += f"; measured: {finding['measured']['title']}"
         table.add_row(*map(Text, (gain, finding["what"], advice)))  # as they are: no markup
+    return table
+
+
+def blocks_table(point: Mapping[str, Any]) -> Table:
+    """What FSDP2's blocks wait for, of a curve's last point."""
+    title = f"Blocks of FSDP2 on {counted(point['num_replicas'], 'replica')}: communication that computing doesn't hide"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("block")
+    table.add_column("all-gather", justify="right")
+    table.add_column("reduce-scatter", justify="right")
+    for block in point["blocks"]:
+        table.add_row(Text(block["name"]), _ms(block["all_gather_s"]), _ms(block["reduce_scatter_s"]))
     return table
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
+from evenstep.bench.measure.fsdp import ShardWatch
 from evenstep.bench.measure.records import SYNC
 from evenstep.bench.measure.torch_buckets import BucketWatch
 from evenstep.compat import torch_pytree as pytree
@@ -45,7 +46,8 @@ class ModelWatch:
     Attributes:
         num_rows: Samples that the first model was given to train on.
         models: Found by `find`.
-        wrapper: "evenstep", "torch" or "": who averages.
+        wrapper: "evenstep", "torch", "fsdp" or "": what averages.
+        shards: The collectives of FSDP2, if it has divided one of the models.
     """
 
     def __init__(self, marks: list[int]) -> None:
@@ -55,6 +57,7 @@ class ModelWatch:
         self._marks = marks
         self._is_in_backward = False
         self._buckets: list[BucketWatch] = []
+        self.shards = ShardWatch(marks)
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for the models, and attach hooks to those that aren't evenstep's."""
@@ -62,8 +65,11 @@ class ModelWatch:
         for number, model in enumerate(self.models):
             if number == 0:
                 model.register_forward_pre_hook(self._count_rows, with_kwargs=True)
+            self.shards.attach(model)
             if self.wrapper != "evenstep":
                 self._attach(model)
+        if self.shards.blocks(1) and not self.wrapper:
+            self.wrapper = "fsdp"
 
     def marks(self) -> list[int]:
         """What evenstep's models have recorded themselves; buckets are numbered over all of them."""

@@ -60,6 +60,7 @@ class Probe:
         self._usage = Usage()
         self._is_written = False
         self._backend = ""
+        self._blocks: tuple[tuple[str, float, float], ...] = ()
 
     def install(self, patches: Patches) -> None:
         """Watch this process until the patches are undone."""
@@ -70,6 +71,7 @@ class Probe:
             # 1 is torch's default; evenstep's own loader gives torch's no batch size.
             replace_batch_sizes(patches, lambda size: rows if size > 1 else size)
         idle_checkpointers(patches)
+        self._models.shards.install(patches)
         self._scratch.install(patches)
         watch_steps(patches, self._optimizer_begins, self._optimizer_ended)
 
@@ -110,10 +112,12 @@ class Probe:
             self._rows_before = 0 if self._models.models else self._rows_before
         if number == asked.num_warmup and self._began is None:
             self._began = _Clock()
+            self._models.shards.restart()
         if number < enough:
             return
         if self._inspection is None:
             self._usage = Usage() if self._began is None else self._began.until_now()
+            self._blocks = tuple(self._models.shards.blocks(asked.num_steps))
             self._inspection = Inspection()
             self._inspection.is_over = not _is_on_gpu(self._models.models)
         if not self._inspection.is_over:
@@ -156,6 +160,7 @@ class Probe:
             syncs=() if self._inspection is None else self._inspection.syncs(),
             device_busy_s=None if self._inspection is None else self._inspection.device_busy_s,
             saved=tuple(self._scratch.saved),
+            blocks=self._blocks,
         )
         write_record(record, record_file(self._asked, self._placement.rank))
 

@@ -7,6 +7,7 @@ one *phase*; a mark changes it. So the phases of a step add up to the step, what
 
     phase       from              to
     data        DATA              DATA_END: what it was before
+    wait        COLLECTIVE        COLLECTIVE_END: what it was before. FSDP2's, in the middle of a pass
     sync        SYNC              the wrapper's own work before the module runs: module buffers are sent
     forward     FORWARD           FORWARD_END
     backward    BACKWARD          WAITING: the gradients of this rank are there, and on their way
@@ -41,6 +42,7 @@ from evenstep.health.telemetry import (
 
 VERSION = 1
 DATA, DATA_END, SYNC = -22, -21, -20
+COLLECTIVE, COLLECTIVE_END = -24, -23
 
 PHASES = ("data", "sync", "forward", "backward", "wait", "engine", "optimizer", "script")
 _BEGINS = {
@@ -80,7 +82,8 @@ class Facts:
 
     Attributes:
         device: "cpu" or "cuda".
-        wrapper: The library that averages the gradients: "evenstep", "torch", or "" if none was found.
+        wrapper: What averages the gradients: "evenstep", "torch" (its DistributedDataParallel), "fsdp", or "" if
+            nothing was found.
         backend: Of the process group; "" without one.
         num_threads: Of the rank's operations on the CPU.
         num_cores: That the rank may use; all ranks of a host share them.
@@ -123,6 +126,7 @@ class RankRecord:
         saved: Files that the script wanted to write and that were kept out of its way.
         batches: By step, samples of the newest batch of a loader: fewer than `rows` where a step takes several, or
             where a model is called twice with the same.
+        blocks: Of FSDP2: (name, seconds in all-gathers, in reduce-scatters) of a step, on average; see `fsdp`.
     """
 
     rank: int
@@ -137,6 +141,7 @@ class RankRecord:
     device_busy_s: float | None = None
     saved: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
+    blocks: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -172,9 +177,11 @@ def read_record(path: Path) -> RankRecord:
         raise UsageError(f"{path.name} is of version {version!r}, and {VERSION} is known. Measure again.")
     facts = found.pop("facts")
     usage = found.pop("usage")
+    blocks = found.pop("blocks", [])
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k != "syncs"}
     return RankRecord(
         **plain,
+        blocks=tuple((name, gathering, scattering) for name, gathering, scattering in blocks),
         syncs=tuple((line, count) for line, count in found["syncs"]),
         facts=Facts(**{**facts, "largest": tuple(facts["largest"]), "bucket_bytes": tuple(facts["bucket_bytes"])}),
         usage=Usage(**{**usage, "cores": tuple(usage["cores"])}),
@@ -197,7 +204,7 @@ def spans(marks: Sequence[int], began_ns: int, ended_ns: int) -> list[tuple[str,
         ended_ns: And ends.
     """
     found: list[tuple[str, int, int]] = []
-    phase, before_data, since = "script", "script", began_ns
+    phase, before_data, before_wait, since = "script", "script", "script", began_ns
     for what, when in zip(marks[::2], marks[1::2], strict=True):
         if what >= 0:
             continue
@@ -207,6 +214,10 @@ def spans(marks: Sequence[int], began_ns: int, ended_ns: int) -> list[tuple[str,
             after = before_data
         elif what == DATA:
             before_data, after = phase if phase != "data" else before_data, "data"
+        elif what == COLLECTIVE:
+            before_wait, after = phase, "wait"
+        elif what == COLLECTIVE_END:
+            after = before_wait
         else:
             after = _BEGINS.get(what, phase)
         if when > since:

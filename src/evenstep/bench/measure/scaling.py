@@ -80,6 +80,15 @@ class Run:
         """The average step in parts."""
         return decompose([steps_in_parts(record) for record in self.records], compute_alone_s=compute_alone_s)
 
+    def blocks(self) -> list[tuple[str, float, float]]:
+        """Of FSDP2's blocks (name, all-gathers, reduce-scatters): seconds of a step that the rank waits which waits
+        least. Others wait longer, for ranks that come late."""
+        by_rank = [{name: times for name, *times in record.blocks} for record in self.records]
+        names = [name for name, *_ in self.records[0].blocks if all(name in each for each in by_rank)]
+        return [
+            (name, min(each[name][0] for each in by_rank), min(each[name][1] for each in by_rank)) for name in names
+        ]
+
     def compute_s(self) -> float:
         """What a typical rank computes in a step."""
         parts = self.decompose().parts

@@ -1,0 +1,44 @@
+"""Bytes of all tensors that are alive, at every operation: the memory of a rank, which torch doesn't count on CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations inside the context have seen, for as long as they live.
+
+    Attributes:
+        peak: The most at once; may be set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._seen: dict[int, StorageWeakRef] = {}
+
+    def add(self, tensors: Any) -> None:
+        """Count the storages of these, which may be in any container."""
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+                storage = leaf.untyped_storage()
+                self._seen[storage._cdata] = StorageWeakRef(storage)
+
+    def now(self) -> int:
+        """At this moment. A storage may have been made smaller: FSDP2 frees gathered parameters so."""
+        self._seen = {key: seen for key, seen in self._seen.items() if not seen.expired()}
+        return sum(torch.UntypedStorage._new_with_weak_ptr(seen.cdata).nbytes() for seen in self._seen.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its parts come here
+        result = func(*args, **(kwargs or {}))
+        self.add((args, kwargs, result))
+        self.peak = max(self.peak, self.now())
+        return result

@@ -184,26 +184,26 @@ def test_generated_set_is_the_same_each_time_and_checked(mnist: ModuleType, tmp_
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(4 * DEADLINE_S)
 def test_a_pipeline_is_one_process_and_goes_on_with_other_stages(tmp_path: Path):
-    """Two pipelines of two stages, then one of three, then one process: losses of an undisturbed run in one."""
+    """Two pipelines of two stages, then one process: losses of an undisturbed run in one."""
 
     def losses(output: str) -> list[str]:
         return [line for line in output.splitlines() if line.startswith("step ")]
 
     program = EXAMPLES / "pipeline.py"
-    straight = losses(call(tmp_path, program, "--steps", "20", "--directory", "straight"))
-    assert [line.split(":")[0] for line in straight] == ["step 5", "step 10", "step 15", "step 20"]
+    straight = losses(call(tmp_path, program, "--steps", "10", "--directory", "straight"))
+    assert [line.split(":")[0] for line in straight] == ["step 5", "step 10"]
     run = ["-m", "evenstep", "run", "--nproc-per-node"]
     carried = losses(call(tmp_path, *run, 4, program, "--stages", "2", "--steps", "5"))
-    carried += losses(call(tmp_path, *run, 3, program, "--stages", "3", "--steps", "10"))
-    carried += losses(call(tmp_path, program, "--steps", "20"))
+    carried += losses(call(tmp_path, program, "--steps", "10"))
     assert len(carried) == len(straight)
     for ours, theirs in zip(carried, straight, strict=True):
         found = [re.fullmatch(r"step (\d+): loss ([\d.]+) of (\d+) tokens", line) for line in (ours, theirs)]
         assert all(found), (ours, theirs)
         assert (found[0][1], found[0][3]) == (found[1][1], found[1][3]), "the same tokens"
         assert float(found[0][2]) == pytest.approx(float(found[1][2]), rel=1e-3)
-    assert float(found[0][2]) < 1.7, "it learns"
+    assert float(found[0][2]) < 2.2, "it learns"
 
 
 @pytest.mark.extended

@@ -88,3 +88,18 @@ def test_a_stopped_worker_delays_nobody_in_async_and_is_named(tmp_path: Path):
     assert {worker for worker, _ in counts(command)} == {"0", "2"}
     assert {each for _, each in counts(command)} == {"4.0"}
     assert re.search(r"rank 1 \(pid \d+\) is stopped \(state T\).*it is killed after 4 s", command.stderr)
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(tmp_path: Path):
+    """Samples that were pushed before are in the checkpoint; the others come when it goes on."""
+    write_script(tmp_path, samples=60, epochs=12, batches_s=0.02, every=1_000_000, mode="async")
+    command = start(tmp_path)
+    command.wait_until(lambda: len(processes_in(tmp_path)) == 5 and (tmp_path / "counts").exists())
+    time.sleep(3)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() != 0
+    assert has_saved(tmp_path), command.stderr
+    again = start(tmp_path)
+    assert again.wait() == 0, again.stderr
+    assert {each for _, each in counts(again)} == {"12.0"}, again.stdout
+    assert "resumed from" in again.stdout + again.stderr

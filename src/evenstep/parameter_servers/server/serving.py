@@ -13,11 +13,14 @@ A worker that is lost ends no era: see `Coordinator.lose`.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +28,7 @@ from torch.distributed import Store
 from torch.futures import Future
 
 from evenstep.console import say
-from evenstep.errors import PeerLostError
+from evenstep.errors import EXIT_PREEMPTED, PeerLostError
 from evenstep.parameter_servers.embeddings.rows import Rows
 from evenstep.parameter_servers.remote import Endpoint, Peer
 from evenstep.parameter_servers.roles import Roles
@@ -48,6 +51,7 @@ _LOOK_EVERY_S = 0.05
 _ANSWERS_S = 0.5  # for answers that are being sent when a server ends after a failure
 _REJOIN_S = 20.0  # for workers to join a later era, before others go on without them
 _BUFFERS_S = 5.0
+_BETWEEN_TRIES_S = 0.5
 
 
 class Server:
@@ -113,7 +117,7 @@ class Server:
         self._failure = ""
         self._error: Exception | None = None
         self._has_ended = False
-        self._leaves = False
+        self._is_stopping = False
         self._endpoint = Endpoint(store, roles.name, self, interface=interface, timeout_s=timeout_s)
 
     def __repr__(self) -> str:
@@ -132,7 +136,8 @@ class Server:
             if self._leads:
                 self._lead()
             else:
-                self._follow()
+                with self._staying_until_saved():
+                    self._follow()
         except BaseException:
             self._endpoint.close()
             raise
@@ -175,6 +180,7 @@ class Server:
                 begun = self._share_out(peers)
                 if begun is not None:
                     break
+                time.sleep(_BETWEEN_TRIES_S)  # until it is known which server has gone, and it comes back
             if self._checkpoints is not None and self._checkpoints.stop_reason is not None:
                 self._checkpoints.stop()
             if time.monotonic() > deadline:
@@ -351,6 +357,8 @@ class Server:
         while not (self._has_ended or self._failure):
             self._changed.wait(_LOOK_EVERY_S)
             self._changed.clear()
+            if self._is_stopping and self._lost:
+                raise SystemExit(EXIT_PREEMPTED)
             if not self._lost:
                 alone_since = None
             elif not self._has_checkpoints:
@@ -359,6 +367,22 @@ class Server:
                 alone_since = time.monotonic()
             elif time.monotonic() - alone_since > self._timeout_s:
                 self._failure = f"{self._names_of_lost()} was lost, and not started again in {self._timeout_s:g} s"
+
+    @contextlib.contextmanager
+    def _staying_until_saved(self) -> Iterator[None]:
+        """Asked to stop, stay until the first server has gone: it saves then, and needs what is here."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._is_stopping = True
+
+        if not self._has_checkpoints or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def _lose_first(self, peer: Peer) -> None:
         if not self._has_ended and peer == self._first:

@@ -131,6 +131,9 @@ class Server:
             SystemExit: With status 75: a stop was requested, and the run has been saved.
             Exception: What the optimizer has raised.
         """
+        if self._store.check([ENDED]):  # started again after that
+            self._endpoint.close()
+            return
         self._endpoint.register()
         try:
             if self._leads:
@@ -359,6 +362,8 @@ class Server:
             self._changed.clear()
             if self._is_stopping and self._lost:
                 raise SystemExit(EXIT_PREEMPTED)
+            if not self._era and self._store.check([ENDED]):
+                break
             if not self._lost:
                 alone_since = None
             elif not self._has_checkpoints:

@@ -35,6 +35,7 @@ from torch.futures import Future
 
 import evenstep
 from evenstep.environment import current_placement
+from evenstep.launcher.pool.ranks import RankGroup
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
@@ -47,6 +48,15 @@ NUM_WORKERS = 4
 STEP_S = 0.02
 TIMES_SLOWER = 5
 TARGETS = {("one slow", "async"): 2.5, ("one slow", "bounded, 4"): 1.5, ("slow in turn", "bounded, 4"): 1.5}
+
+
+def on_ranks(function: Any, num_ranks: int, arguments: tuple[Any, ...], servers: int = 0) -> list[Any]:
+    """What a function returns on each rank, in new processes; servers come behind."""
+    group = RankGroup(num_ranks + servers, servers=servers, device="cpu")
+    try:
+        return group.run(function, arguments)
+    finally:
+        group.close()
 
 
 def pause(kind: str, worker: int, step: int) -> float:
@@ -101,10 +111,10 @@ def unequal(seconds: float) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for kind in ("one slow", "slow in turn"):
         steps = round(seconds / (STEP_S * TIMES_SLOWER))
-        base = sum(evenstep.launch(unequal_by_ddp, NUM_WORKERS, (kind, steps), device="cpu"))
+        base = sum(on_ranks(unequal_by_ddp, NUM_WORKERS, (kind, steps)))
         found[kind] = {"DistributedDataParallel, steps/s": base}
         for name, options in MODES.items():
-            rates = evenstep.launch(unequal_by_servers, NUM_WORKERS, (kind, options, seconds), servers=1, device="cpu")
+            rates = on_ranks(unequal_by_servers, NUM_WORKERS, (kind, options, seconds), servers=1)
             found[kind][name] = sum(rates[:NUM_WORKERS]) / base
     return found
 
@@ -147,9 +157,9 @@ def equal(steps: int, rounds: int) -> dict[str, float]:
     """The time of a step as a multiple of DistributedDataParallel's; medians over rounds."""
     ratios: dict[str, list[float]] = {}
     for _ in range(rounds):
-        base = max(evenstep.launch(equal_by_ddp, 2, (steps,), device="cpu"))
+        base = max(on_ranks(equal_by_ddp, 2, (steps,)))
         for name in ("sync", "async", "async, overlap"):
-            times = evenstep.launch(equal_by_servers, 2, (MODES[name], steps), servers=1, device="cpu")
+            times = on_ranks(equal_by_servers, 2, (MODES[name], steps), servers=1)
             ratios.setdefault(name, []).append(max(times[:2]) / base)
     return {name: statistics.median(each) for name, each in ratios.items()}
 
@@ -251,9 +261,9 @@ def overhead(directory: Path, steps: int, rounds: int) -> dict[str, float]:
     for number in range(rounds):
         folder = directory / f"round-{number}"
         folder.mkdir(parents=True)
-        times["ours, sync"].append(max(evenstep.launch(step_of_ours, 2, (steps,), servers=1, device="cpu")[:2]))
-        times["torch's tutorial"].append(max(evenstep.launch(step_of_tutorial, 3, (str(folder), steps), device="cpu")))
-        times["Gloo all-reduce"].append(max(evenstep.launch(step_of_gloo, 2, (str(folder), steps), device="cpu")))
+        times["ours, sync"].append(max(on_ranks(step_of_ours, 2, (steps,), servers=1)[:2]))
+        times["torch's tutorial"].append(max(on_ranks(step_of_tutorial, 3, (str(folder), steps))))
+        times["Gloo all-reduce"].append(max(on_ranks(step_of_gloo, 2, (str(folder), steps))))
     return {name: 1000 * statistics.median(each) for name, each in times.items()}
 
 
@@ -294,10 +304,7 @@ def accuracies(epochs: int) -> dict[str, dict[str, Any]]:
     cases = {name: MODES[name] for name in ("sync", "backup, 1", "bounded, 4", "async")}
     for name, options in cases.items():
         lr = 0.2 if name in ("sync", "backup, 1") else 0.05
-        results = [
-            evenstep.launch(learn, NUM_WORKERS, (options, lr, epochs, seed), servers=1, device="cpu")[0]
-            for seed in range(3)
-        ]
+        results = [on_ranks(learn, NUM_WORKERS, (options, lr, epochs, seed), servers=1)[0] for seed in range(3)]
         found[name] = {
             "accuracy": statistics.mean(each[0] for each in results),
             "staleness": {str(late): count for late, count in results[0][1].items()},

@@ -3,7 +3,7 @@
     python benchmarks/parameter_servers.py --json build/parameter-servers.json
 
 **Unequal.** Four workers whose step takes a fixed time, as on an accelerator: slept, so that two cores are enough. One
-of them takes five times as long, always ("one slow") or whichever is drawn in each step ("slow in turn"). Samples a
+of them takes five times as long, always ("one slow") or whichever is drawn in each step ("slow by turns"). Samples a
 second of each mode, as a multiple of `DistributedDataParallel`'s with the same steps.
 
 **Equal.** Two workers that compute on a core each, and a server, against two ranks of `DistributedDataParallel`.
@@ -47,7 +47,7 @@ MODES: dict[str, dict[str, Any]] = {
 NUM_WORKERS = 4
 STEP_S = 0.02
 TIMES_SLOWER = 5
-TARGETS = {("one slow", "async"): 2.5, ("one slow", "bounded, 4"): 1.5, ("slow in turn", "bounded, 4"): 1.5}
+TARGETS = {("one slow", "async"): 2.5, ("one slow", "bounded, 4"): 1.5, ("slow by turns", "bounded, 4"): 1.5}
 
 
 def on_ranks(function: Any, num_ranks: int, arguments: tuple[Any, ...], servers: int = 0) -> list[Any]:
@@ -109,7 +109,7 @@ def unequal_by_ddp(kind: str, steps: int) -> float:
 def unequal(seconds: float) -> dict[str, dict[str, float]]:
     """Samples a second as multiples of DistributedDataParallel's, by kind and mode."""
     found: dict[str, dict[str, float]] = {}
-    for kind in ("one slow", "slow in turn"):
+    for kind in ("one slow", "slow by turns"):
         steps = round(seconds / (STEP_S * TIMES_SLOWER))
         base = sum(on_ranks(unequal_by_ddp, NUM_WORKERS, (kind, steps)))
         found[kind] = {"DistributedDataParallel, steps/s": base}

@@ -57,6 +57,7 @@ def load_module(path: Path) -> ModuleType:
 PROGRAMS = {
     "data_parallel.py": ([], []),
     "distributed.py": ([], ["--no-shuffle"]),
+    "parameter_server.py": ([], ["--epochs", "3"]),
     "mnist.py": (RUN, ["--no-shuffle", "--epochs", "2"]),
     "torchrun.py": (RUN, ["--no-shuffle", "--epochs", "4"]),
 }
@@ -204,6 +205,19 @@ def test_a_pipeline_is_one_process_and_goes_on_with_other_stages(tmp_path: Path)
         assert (found[0][1], found[0][3]) == (found[1][1], found[1][3]), "the same tokens"
         assert float(found[0][2]) == pytest.approx(float(found[1][2]), rel=1e-3)
     assert float(found[0][2]) < 2.2, "it learns"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_recommender_learns(mode: str, tmp_path: Path):
+    """Tables on two servers: ratings that nobody has trained on are ranked far better than by chance."""
+    sizes = ["--ratings", 30_000, "--users", 1000, "--items", 300, "--epochs", 3, "--batch-size", 256]
+    servers = ["--servers", 2, "--device", "cpu", "--all-ranks"]
+    output = call(tmp_path, *RUN, *servers, EXAMPLES / "recommender.py", "--mode", mode, *sizes)
+    found = [float(each) for each in re.findall(r"AUC on ratings not seen ([\d.]+)", output)]
+    assert len(found) == 3, output
+    assert found[-1] > 0.7
+    assert "worker 1, epoch 2: loss" in output
 
 
 @pytest.mark.extended

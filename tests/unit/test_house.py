@@ -67,6 +67,7 @@ ORDER: dict[str, list[str]] = {
         "embeddings",
         "layout",
         "roles",
+        "traffic",
         "staleness",
     ],
     "parameter_servers.worker": ["rpc_connection", "connections"],

@@ -15,5 +15,6 @@ Reading order:
     embeddings/          tables of embeddings, divided over servers by row
     layout.py            which server has which parameters, and tensors packed into few
     roles.py             which ranks are workers, and which are servers
+    traffic.py           what a worker sends and receives, and how long it waits
     staleness.py         how late gradients were, drawn
 """

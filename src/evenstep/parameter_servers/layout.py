@@ -50,13 +50,35 @@ def pack(
         piece = torch.zeros_like(model) if tensor is None else tensor
         by_dtype.setdefault(model.dtype, []).append(piece.detach().reshape(-1))
     # `cat` of one tensor copies, too: what is packed must not change while it is sent.
-    return [rounded(torch.cat(pieces), transfer_dtype).cpu() for pieces in by_dtype.values()]
+    return to_host([rounded(torch.cat(pieces), transfer_dtype) for pieces in by_dtype.values()])
 
 
 def rounded(flat: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A tensor in a dtype for the way, if that is the smaller one."""
     is_larger = dtype is not None and flat.is_floating_point() and flat.element_size() > dtype.itemsize
     return flat.to(dtype) if is_larger else flat
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors on the CPU; those of a GPU come through pinned memory, which torch keeps for the next time."""
+    found, streams = [], []
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            found.append(host.copy_(tensor, non_blocking=True))
+            streams.append(torch.cuda.current_stream(tensor.device))
+        else:
+            found.append(tensor.cpu())
+    for stream in streams:  # before anybody reads them
+        stream.synchronize()
+    return found
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Flat tensors on a device, one copy for each; to a GPU through pinned memory, without waiting."""
+    if device.type != "cuda":
+        return list(tensors)
+    return [each.pin_memory().to(device, non_blocking=True) for each in tensors]
 
 
 def unpack(like: Sequence[Tensor], packed: Sequence[Tensor]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -30,7 +31,7 @@ from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_s
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, NonFiniteError, PeerLostError, UsageError
 from evenstep.health import excepthook
 from evenstep.parameter_servers.embeddings.rows import Rows
-from evenstep.parameter_servers.layout import pack, unpack
+from evenstep.parameter_servers.layout import pack, to_device, unpack
 from evenstep.parameter_servers.preparation import WHO, compare
 from evenstep.parameter_servers.recipe import Made, Recipe
 from evenstep.parameter_servers.roles import Roles, assign_roles
@@ -38,6 +39,7 @@ from evenstep.parameter_servers.server.batch_queue import BatchQueue
 from evenstep.parameter_servers.server.checkpoints import CheckpointOptions, Checkpoints
 from evenstep.parameter_servers.server.coordinator import TOGETHER, Mode
 from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
+from evenstep.parameter_servers.traffic import Traffic
 from evenstep.parameter_servers.worker.connections import Connection, EraEnded, LocalConnection, untrained
 
 MODES = ("sync", "backup", "async", "bounded")
@@ -239,6 +241,7 @@ class ParameterServer:
                     f"fewer than the {checks.counted(roles.num_workers, 'worker')}, one of whom a step has to wait for",
                 )
             self._state = "beginning"
+            self._traffic = Traffic(max(1, roles.num_servers))
             self.worker, self.num_workers, self.num_servers = roles.rank, roles.num_workers, roles.num_servers
             if roles.is_alone:
                 self._begin_alone(roles)
@@ -332,9 +335,9 @@ class ParameterServer:
             if self._mode.overlaps:
                 # What the last push has brought, and not what this one will.
                 self._finish()
-                self._finish_push = connection.start(pushes)
+                self._finish_push = self._start(connection, pushes)
             else:
-                self._begin_step(connection.start(pushes)())
+                self._begin_step(self._start(connection, pushes)())
         except EraEnded:
             self._begin_again(connection)
         self._num_steps += 1
@@ -367,9 +370,29 @@ class ParameterServer:
             return
         try:
             self._finish()
-            self._load(connection.start(None)())
+            self._load(self._start(connection, None)())
         except EraEnded:
             self._begin_again(connection)
+
+    def traffic(self) -> dict[str, float]:
+        """This worker's numbers since the last call of this, for `Logger.log`.
+
+        Local: the others need not call it.
+
+        Returns:
+            "pushes_per_s", "pulls_per_s", "lookups_per_s"; "sent_bytes_per_s" and "received_bytes_per_s", of tensors,
+            and each of them for every server ("server_0/sent_bytes_per_s"); "waiting_share", the part of the time in
+            which this worker waited for servers; "staleness", the mean of its gradients that were applied (of all so
+            far, and NaN before the first).
+
+        Raises:
+            UsageError: Not inside the `with` statement.
+            PeerLostError: A server has gone.
+        """
+        counts = self.staleness(by_worker=True).get(self.worker, {})
+        applied = sum(counts.values())
+        mean = sum(late * count for late, count in counts.items()) / applied if applied else math.nan
+        return self._traffic.rates() | {"staleness": mean}
 
     def staleness(self, *, by_worker: bool = False) -> Any:
         """How many gradients were applied how stale: {updates in between: gradients}.
@@ -506,7 +529,7 @@ class ParameterServer:
             self._validate_made().tables.forget_ahead()
             try:
                 self._take_untrained(connection.initial())
-                self._load(connection.start(None)())
+                self._load(self._start(connection, None)())
             except EraEnded:
                 continue
             return
@@ -581,6 +604,10 @@ class ParameterServer:
         if finish is not None:
             self._begin_step(finish())
 
+    def _start(self, connection: Connection, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
+        kind, parts = ("pull", ()) if pushed is None else ("push", pushed)
+        return self._traffic.call(kind, parts, lambda: connection.start(pushed))
+
     def _begin_step(self, answers: list[Answer]) -> None:
         self._load(answers)
         self._validate_made().tables.begin_step([each.changed for each in answers])
@@ -589,7 +616,11 @@ class ParameterServer:
         """See `StartLookup`. Where a server was lost and came back, the forward pass goes on with its rows as they are
         now, and what comes of it isn't pushed."""
         connection = self._validate_training("model")
-        finish = connection.look_up(table, ids, ahead)
+
+        def start(number: int) -> Callable[[], list[Rows]]:
+            return self._traffic.call("lookup", ids, lambda: connection.look_up(table, ids, number))
+
+        finish = start(ahead)
 
         def wait() -> list[Rows]:
             nonlocal finish
@@ -598,7 +629,7 @@ class ParameterServer:
                     return finish()
                 except EraEnded:
                     self._is_outdated = True
-                    finish = connection.look_up(table, ids, 0)
+                    finish = start(0)
 
         return wait
 
@@ -610,8 +641,9 @@ class ParameterServer:
                     f"worker {self.worker} (rank {self.worker}): server {server} ends: {answer.failure}"
                 )
             like = [made.trained[index] for index in indices]
+            packed = to_device(answer.parameters, self._recipe.device)
             with torch.no_grad():
-                for parameter, new in zip(like, unpack(like, answer.parameters), strict=True):
+                for parameter, new in zip(like, unpack(like, packed), strict=True):
                     parameter.copy_(new)
             self._versions[server] = answer.version
 

@@ -25,6 +25,7 @@ from evenstep.errors import ConfigurationError, NonFiniteError, PeerLostError, U
 from evenstep.parameter_servers.embeddings.row_optimizers import ROW_OPTIMIZERS, RowOptimizer, default_eps
 from evenstep.parameter_servers.embeddings.rows import ChangedRows, RowGradients, Rows, add_up, split_by_server
 from evenstep.parameter_servers.embeddings.table import Table, TableSpec
+from evenstep.parameter_servers.layout import to_device, to_host
 from evenstep.randomness import LARGEST_SEED
 
 _WHO = "evenstep.RemoteEmbedding: "
@@ -200,7 +201,8 @@ class RemoteEmbedding(nn.Module):
             )
         ids = self._validate_ids(ids)
         unique, inverse = torch.unique(ids, return_inverse=True)
-        rows = self._finish(self._take_ahead(unique) or self._start(unique)).to(self.like.device)
+        rows = self._finish(self._take_ahead(unique) or self._start(unique))
+        (rows,) = to_device([rows], self.like.device)
         padding = None
         if self.padding_idx is not None and bool((unique == self.padding_idx).any()):
             padding = int(torch.searchsorted(unique, self.padding_idx))
@@ -320,7 +322,7 @@ class RemoteEmbedding(nn.Module):
             return None
         attachment = self._validate_attached("ps.step")
         lr = checks.number(f"{self._who()}: lr", self.lr, least=0)
-        ids, values = add_up([each for each, _ in self._pushed], [each.cpu() for _, each in self._pushed])
+        ids, values = add_up([each for each, _ in self._pushed], to_host([each for _, each in self._pushed]))
         is_finite = torch.isfinite(values).all(1)
         if not bool(is_finite.all()):
             wrong = ids[~is_finite]

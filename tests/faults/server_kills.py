@@ -115,7 +115,7 @@ def main() -> int:
         directory = Path(name)
         epochs = max(4, args.kills * 3)
         write_script(directory, samples=200, epochs=epochs, batches_s=0.02, every=25, mode=args.mode)
-        command, killed = run_with_kills(directory, kills=args.kills, seed=seed, pause_s=(0.5, 3.0), say=True)
+        command, killed = run_with_kills(directory, kills=args.kills, seed=seed, pause_s=(0.5, 3.0))
         status = command.process.wait(900)
         lines = re.findall(r"worker \d: counts .*", command.stdout)
         is_exact = bool(lines) and all(

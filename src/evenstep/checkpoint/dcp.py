@@ -71,8 +71,11 @@ def read(source: str) -> dict[str, Any]:
     return {key: _with_numbers(value) for key, value in state.items()}
 
 
-class _Index(pickle.Unpickler):
-    """Makes records of torch's writer, and nothing else."""
+class _Index(pickle._Unpickler):
+    """Makes records of torch's writer, and nothing else.
+
+    It is python's unpickler that is written in python: the one in C can crash the process on damaged content.
+    """
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))

@@ -152,8 +152,17 @@ NAMES = (
             (f"{_FSDP}._fsdp_param:FSDPParam.__init__~_module_info", "which module has a parameter"),
             (f"{_FSDP}._fsdp_param_group:FSDPParamGroup.post_backward", "adds their gradients over ranks"),
             (f"{_FSDP}._fsdp_param:FSDPParam.init_unsharded_param~_unsharded_param", "a parameter while it is whole"),
-            (f"{_FSDP}._fsdp_param_group:FSDPParamGroup.post_backward~unsharded_accumulated_grad", "its gradient"),
             ("torch.distributed.tensor:DTensor.to_local~_local_tensor", "what a rank has of a DTensor"),
+        )
+    ),
+    *(
+        # Until 2.14 an attribute that the constructor sets, then a property.
+        PrivateName(
+            f"{_FSDP}._fsdp_param:FSDPParam.{where}", "the gradient of a parameter while it is whole", _NO_FSDP, seen
+        )
+        for where, seen in (
+            ("__init__~unsharded_accumulated_grad", SEEN[:-1]),
+            ("unsharded_accumulated_grad", SEEN[-1:]),
         )
     ),
     *(

@@ -35,6 +35,16 @@ def validate_none_left(module: nn.Module, who: str) -> None:
     Raises:
         UsageError: There is one.
     """
+    if _left_over(module) is None:
+        return
+    gc.collect()  # of a training that has ended an optimizer may lie in a cycle
+    found = _left_over(module)
+    if found is not None:
+        raise _too_early(found, who)
+
+
+def _left_over(module: nn.Module) -> optim.Optimizer | None:
+    """An optimizer that may have the parameters from before the model was divided."""
     shapes = Counter(tuple(parameter.shape) for parameter in module.parameters() if is_dtensor(parameter))
     registered: set[int] | None = None
     for optimizer in _optimizers():
@@ -45,7 +55,8 @@ def validate_none_left(module: nn.Module, who: str) -> None:
             modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
             registered = {id(p) for each in modules for p in each.__dict__.get("_parameters", {}).values()}
         if not any(id(p) in registered for p in held):
-            raise _too_early(optimizer, who)
+            return optimizer
+    return None
 
 
 def _too_early(optimizer: optim.Optimizer, who: str) -> UsageError:

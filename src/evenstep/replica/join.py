@@ -43,6 +43,7 @@ class Joining(Protocol):
     module: nn.Module
     world: World
     _join_config: JoinConfig
+    _authoritative_rank: int
 
     @property
     def join_process_group(self) -> dist.ProcessGroup | None:
@@ -257,7 +258,9 @@ class UnevenJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Collective: parameters and module buffers become those of a rank that left last."""
         world = self._model.world
-        src = world.exchange(is_last_joiner).index(True)
+        left_last = world.exchange(is_last_joiner)
+        src = max(rank for rank, is_last in enumerate(left_last) if is_last)  # torch's choice, under torch's name
+        self._model._authoritative_rank = src
         finish_broadcast(start_broadcast(self._model._kept_tensors(), world.transport, src=src))
         if self._uneven.has_joined:
             self._model._drop_gradients()

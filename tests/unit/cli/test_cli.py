@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -314,7 +315,7 @@ def test_a_dry_run_starts_and_writes_nothing(
     (tmp_path / "train.py").write_text("open('ran', 'w')")
     lines = dry_run(capsys, "--nproc-per-node", "2", "--log-dir", "logs", "--device", "cpu", "train.py", "--lr", "a b")
     assert os.listdir() == ["train.py"]
-    assert lines[0] == f"command    {sys.executable} train.py --lr 'a b'"
+    assert lines[0] == f"command    {shlex.quote(sys.executable)} train.py --lr 'a b'"
     assert f"directory  {tmp_path}" in lines
     assert "output     rank 0 to the terminal, the others to logs" in lines
     assert [line for line in lines if line.startswith("rank ")] == [
@@ -336,7 +337,7 @@ def test_a_dry_run_of_one_host_of_several(capsys: pytest.CaptureFixture[str], sc
 
 
 def test_a_dry_run_of_modules_programs_and_the_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry_run(capsys, "-m", "json.tool", "x")[0] == f"command    {sys.executable} -m json.tool x"
+    assert dry_run(capsys, "-m", "json.tool", "x")[0] == f"command    {shlex.quote(sys.executable)} -m json.tool x"
     assert dry_run(capsys, "--no-python", "true")[0] == "command    true"
     assert "evenstep.preflight.rank_check" in dry_run(capsys, "--check")[0]
 

@@ -49,7 +49,7 @@ test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root 
 test-hosts: install ## faults of hosts, in network namespaces: late, cut off, failing, fewer; as root
 	$(RUN) pytest tests/hosts
 
-test-peers: install ## install accelerate, Lightning Fabric and datasets into .venv, and train with them
+test-peers: install ## install accelerate, Lightning Fabric, datasets and webdataset into .venv, and train with them
 	$(RUN) pip install --quiet --requirement requirements/peers.txt --constraint requirements/test.txt
 	$(RUN) pytest tests/procs/transport/test_backend.py tests/procs/data/test_hugging_face.py -k other_libraries
 

@@ -164,7 +164,7 @@ class World:
             transport: As for `evenstep.init`.
             timeout_s: As for `evenstep.init`.
             group: The group; None: the default one, with all ranks.
-            mesh: As for `evenstep.init`; only with the default group.
+            mesh: As for `evenstep.init`; only with the default group. This is the current world then, if none is yet.
 
         Raises:
             UsageError: There is no process group, or this rank isn't in it.
@@ -205,6 +205,8 @@ class World:
             except ConfigurationError:
                 world.close()
                 raise
+            if initialised() is None:
+                set_current(world)  # what takes the current world would else adopt the group again, without the mesh
         return world
 
     # ------------------------------------------------------------------ identity

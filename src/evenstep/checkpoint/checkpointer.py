@@ -245,6 +245,8 @@ class Checkpointer:
         now = time.monotonic()
         is_slow, self._stepped_at = now - self._stepped_at > _SLOW_STEP_S, now
         is_best = self._take_metrics(metrics)
+        if self._last_step is not None and metrics:
+            self._last_step.take_metrics(self._metrics)
         agreed = self._requests.receive(self._status(is_slow))
         if agreed.failed:
             self._finish()

@@ -33,12 +33,12 @@ import fcntl
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evenstep import environment
@@ -49,6 +49,7 @@ from evenstep.checkpoint.save.snapshot import models_among
 from evenstep.checkpoint.save.stream_page import StreamPage, read_streams
 from evenstep.checkpoint.storage.directory import put_in_place, remove_step, steps_in, sweep
 from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.compat.torch_pytree import tree_map
 from evenstep.compat.torch_tensors import is_dtensor
 from evenstep.errors import ConfigurationError
 from evenstep.health import recovery_files
@@ -58,23 +59,42 @@ _SMALL_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
+class _Watched:
+    """What large objects consist of at a step.
+
+    Attributes:
+        tensors: Kept, so that no other tensor comes to lie where one of them lay.
+        versions: Where each lies, and how often it has been changed in place.
+        structures: All but the tensors, by name.
+    """
+
+    tensors: list[Tensor]
+    versions: list[tuple[int, int]]
+    structures: list[Any]
+
+    def is_as(self, other: _Watched) -> bool:
+        """Whether nothing has changed."""
+        return (self.versions, self.structures) == (other.versions, other.structures)
+
+
+@dataclass(frozen=True)
 class _Step:
     """What is remembered of the last step.
 
     Attributes:
         number: Optimizer steps so far.
         metrics: To be stored with a checkpoint of it.
-        versions: How often each parameter has been changed in place.
+        versions: Where each parameter lies, and how often it has been changed in place.
         states: Of the small objects, by name.
-        watched: How often each tensor of the large ones has been changed in place.
+        watched: The same of each tensor of the large ones, and what else they consist of.
         groups: The settings of each optimizer's groups, by its name.
     """
 
     number: int
     metrics: dict[str, float]
-    versions: list[int]
+    versions: list[tuple[int, int]]
     states: dict[str, Any]
-    watched: list[int]
+    watched: _Watched
     groups: dict[str, list[dict[str, Any]]]
 
 
@@ -102,7 +122,9 @@ class LastStep:
         self._page = StreamPage(self._streams_file(world.rank))
         modules = {id(each): each for each in map(unwrapped, objects.values()) if isinstance(each, nn.Module)}.values()
         self._parameters = [p for module in modules for p in module.parameters()]
-        self._buffers = [b for module in modules for b in module.buffers()]
+        parts = {id(part): part for module in modules for part in module.modules()}.values()
+        self._buffer_places = [(part, name) for part in parts for name, b in part._buffers.items() if b is not None]
+        self._buffers = self._current_buffers()
         self._copies = [b.detach().clone() for b in self._buffers]
         self._optimizers = {
             name: target
@@ -137,15 +159,25 @@ class LastStep:
         if self._world.world_size == 1:
             return  # nobody is left to lose
         self._page.write(number, has_diverged=self._world.draws_its_own)
-        if self._buffers:
+        self._buffers = self._current_buffers()
+        if any(
+            kept.shape != b.shape or kept.dtype != b.dtype for kept, b in zip(self._copies, self._buffers, strict=True)
+        ):
+            self._copies = [b.detach().clone() for b in self._buffers]
+        elif self._buffers:
             torch._foreach_copy_(self._copies, self._buffers)
-        states = {name: copy.deepcopy(unwrapped(self._objects[name]).state_dict()) for name in self._small}
+        states = {name: _copied(unwrapped(self._objects[name]).state_dict()) for name in self._small}
         groups = {
             name: [{key: value for key, value in group.items() if key != "params"} for group in each.param_groups]
             for name, each in self._optimizers.items()
         }
         self._step = _Step(number, dict(metrics), self._versions(), states, self._watched(), groups)
         self._has_stepped = False
+
+    def take_metrics(self, metrics: Mapping[str, float]) -> None:
+        """What was measured at the step that is remembered, which ranks agree on after it. Local."""
+        if self._step is not None:
+            self._step = replace(self._step, metrics=dict(metrics))
 
     def _exchange_begins(self) -> None:
         """The gradients of the next step are there, and nothing of them has been sent for the last time."""
@@ -155,14 +187,18 @@ class LastStep:
     def _optimizer_steps(self, *_: object) -> None:
         self._has_stepped = True
 
-    def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+    def _current_buffers(self) -> list[Tensor]:
+        """Those that the modules have now: a forward pass may put another tensor in a buffer's place."""
+        found = (part._buffers[name] for part, name in self._buffer_places)
+        return [torch.empty(0, device="cpu") if each is None else each for each in found]
 
-    def _watched(self) -> list[int]:
-        tensors = (
-            t for name in self._large for t in flatten(unwrapped(self._objects[name]).state_dict(), name)[1].values()
-        )
-        return [tensor._version for tensor in tensors]
+    def _versions(self) -> list[tuple[int, int]]:
+        return list(map(_version, self._parameters))
+
+    def _watched(self) -> _Watched:
+        parts = [flatten(unwrapped(self._objects[name]).state_dict(), name) for name in self._large]
+        tensors = [tensor for _, named in parts for tensor in named.values()]
+        return _Watched(tensors, list(map(_version, tensors)), [copy.deepcopy(structure) for structure, _ in parts])
 
     def close(self) -> None:
         """No more steps are remembered."""
@@ -190,7 +226,7 @@ class LastStep:
     def _try_to_save(self, step: _Step) -> str | None:
         if self._has_stepped or self._versions() != step.versions:
             return f"the parameters have changed since step {step.number} was finished"
-        if self._watched() != step.watched:
+        if not self._watched().is_as(step.watched):
             return f"a large object ({', '.join(self._large)}) has changed since step {step.number} was finished"
         if not all(model.training for model in self._models):
             return "the model was being evaluated"
@@ -225,8 +261,10 @@ class LastStep:
 
     def _put_back(self, step: _Step) -> None:
         with torch.no_grad():
-            for buffer, saved in zip(self._buffers, self._copies, strict=True):
-                buffer.copy_(saved)
+            for (part, name), buffer, saved in zip(self._buffer_places, self._buffers, self._copies, strict=True):
+                if part._buffers[name] is not None:
+                    buffer.copy_(saved)
+                    part._buffers[name] = buffer
         for name, state in step.states.items():
             unwrapped(self._objects[name]).load_state_dict(state)
         for name, groups in step.groups.items():
@@ -259,6 +297,16 @@ class LastStep:
 
     def _streams_file(self, rank: int) -> Path:
         return recovery_files.streams_file(self._run_directory, rank, self._attempt, self._key)
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies, and how often it has been changed in place."""
+    return tensor.data_ptr(), tensor._version
+
+
+def _copied(state: Any) -> Any:
+    """A copy of an object's state; of tensors without what they were computed from."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), state)
 
 
 def why_not(objects: Mapping[str, Any], world: World) -> str | None:

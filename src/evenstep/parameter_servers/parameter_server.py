@@ -311,8 +311,8 @@ class ParameterServer:
         released.
 
         Raises:
-            NonFiniteError: A gradient is infinite or not a number; nothing was sent.
-            UsageError: A gradient is sparse, or this is not inside the `with` statement.
+            NonFiniteError: A gradient is infinite or not a number, or too large for `transfer_dtype`; nothing was sent.
+            UsageError: A gradient is sparse, or came without `ps.backward`, or this is not inside the `with` statement.
             PeerLostError: A server has gone, or another worker failed.
             CollectiveTimeoutError: The others have not come in time; the text names them.
         """
@@ -328,7 +328,13 @@ class ParameterServer:
             gradients = [parameter.grad for parameter in like]
             self._validate_gradients(indices, gradients)
             packed = pack(like, gradients, self._recipe.transfer_dtype)
+            self._validate_range([*packed, *(each.values for each in rows[server].values())])
             used = [each is not None for each in gradients]
+            if self._weight == 0 and (any(used) or rows[server]):
+                raise UsageError(
+                    "ps.step: there are gradients, and no ps.backward since the last step. Call ps.backward(loss, "
+                    "weight=len(x)) instead of loss.backward(): the weight travels with the gradients."
+                )
             pushes.append(Pushed(self._weight, version, used, packed, rows[server], ahead))
         self._release_gradients()
         try:
@@ -597,6 +603,14 @@ class ParameterServer:
                 raise UsageError(f"{where} is sparse, which can't be pushed. Use sparse=False in the embedding.")
             if not bool(torch.isfinite(gradient).all()):
                 raise NonFiniteError(f"{where} is infinite or not a number; nothing was sent. Look at the loss.")
+
+    def _validate_range(self, travelling: list[Tensor]) -> None:
+        dtype = self._recipe.transfer_dtype
+        if dtype is not None and not all(bool(torch.isfinite(each).all()) for each in travelling):
+            raise NonFiniteError(
+                f"worker {self.worker}, step {self._num_steps}: a gradient times its weight ({self._weight:g}) is too "
+                f"large for transfer_dtype={dtype}; nothing was sent. Use torch.bfloat16, or smaller weights."
+            )
 
     def _finish(self) -> None:
         """With overlap: take what the last push has brought."""

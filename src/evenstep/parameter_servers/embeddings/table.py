@@ -53,7 +53,7 @@ class TableSpec:
                 f"evenstep.RemoteEmbedding {self.name!r}: init_fn returned {found} for {len(ids)} ids; return a tensor "
                 f"of shape {wanted} in floating point."
             )
-        return rows.detach().to("cpu", self.dtype)
+        return rows.detach().to("cpu", self.dtype, copy=True).contiguous()  # a step changes it in place
 
 
 class Table:
@@ -74,7 +74,7 @@ class Table:
         count = len(range(server, spec.num_embeddings, num_servers))
         self._rows = torch.empty(count, spec.embedding_dim, dtype=spec.dtype, device="cpu")
         self._state = {
-            name: torch.zeros(count, size, dtype=spec.dtype, device="cpu")
+            name: torch.empty(count, size, dtype=spec.dtype, device="cpu")
             for name, size in spec.optimizer.state_sizes(spec.embedding_dim).items()
         }
         self._is_trained = torch.zeros(count, dtype=torch.bool, device="cpu")
@@ -117,6 +117,9 @@ class Table:
         places = self._places(ids)
         rows = self.look_up(ids)
         state = {name: tensor[places] for name, tensor in self._state.items()}
+        untrained = ~self._is_trained[places]
+        for tensor in state.values():
+            tensor[untrained] = 0
         self.spec.optimizer.step(rows, gradients, state, lr)
         self._rows[places] = rows
         for name, tensor in state.items():
@@ -166,8 +169,6 @@ class Table:
     def clear(self) -> None:
         """All rows are untrained again, as before a saved table is loaded."""
         self._is_trained.zero_()
-        for tensor in self._state.values():
-            tensor.zero_()
 
     def _places(self, ids: Tensor) -> Tensor:
         return (ids - self._server) // self._num_servers

@@ -262,7 +262,8 @@ class Shard:
         for member in decision.gone:
             self._given.pop(member, None)
             self._tables.forget(member)
-            for key in [key for key in self._pushed if key[0] == member]:
+            measured = () if self._mean is None else self._mean[0]  # these are applied all the same
+            for key in [key for key in self._pushed if key[0] == member and key not in measured]:
                 del self._pushed[key]
         if decision.saves:
             self.snapshots.append(self._copy())

@@ -64,7 +64,7 @@ class LocalConnection:
         self._shard, self._queue = shard, queue
         self._coordinator = Coordinator(mode, 1, [0], queue, version=version)
         self._error: Exception | None = None
-        self._number = 0
+        self._number = self._num_pulls = 0
         self._member, decisions = self._coordinator.join(0)
         self._execute(decisions)
 
@@ -74,8 +74,12 @@ class LocalConnection:
 
     def start(self, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
         """See `Connection`."""
-        self._number += 1
-        key = (self._member, self._number)
+        if pushed is None:
+            self._num_pulls += 1  # counted apart: a batch that was taken is known by the number of the next push
+            key = (self._member, -self._num_pulls)
+        else:
+            self._number += 1
+            key = (self._member, self._number)
         future, facts = self._shard.call(key, None if pushed is None else pushed[0])
         self._execute(self._coordinator.pull(key) if facts is None else self._coordinator.push(key, facts))
         if self._error is not None:

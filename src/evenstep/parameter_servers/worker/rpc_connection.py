@@ -49,7 +49,7 @@ class RpcConnection:
         self._roles, self._store, self._endpoint = roles, store, endpoint
         self._timeout_s, self._recovers = timeout_s, recovers
         self._servers: list[Peer] = []
-        self._era = self._member = self._number = 0
+        self._era = self._member = self._number = self._num_pulls = 0
         self._join()
 
     def initial(self) -> dict[str, Tensor]:
@@ -59,8 +59,13 @@ class RpcConnection:
 
     def start(self, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
         """See `Connection`."""
-        self._number += 1
-        era, key = self._era, (self._member, self._number)
+        if pushed is None:
+            self._num_pulls += 1  # counted apart: a batch that was taken is known by the number of the next push
+            number = -self._num_pulls
+        else:
+            self._number += 1
+            number = self._number
+        era, key = self._era, (self._member, number)
         parts: Sequence[Pushed | None] = [None] * len(self._servers) if pushed is None else pushed
         calls = [self._call(server, "ask", era, key, part, later=True) for server, part in enumerate(parts)]
         return lambda: self._finish("pull" if pushed is None else "step", era, calls)

@@ -79,15 +79,15 @@ def test_without_checkpoints_a_dead_server_ends_the_run(tmp_path: Path):
 
 
 def test_a_stopped_worker_delays_nobody_in_async_and_is_named(tmp_path: Path):
-    """It is killed in the end; its batch is the others'."""
-    write_script(tmp_path, samples=60, epochs=4, batches_s=0.02, every=20, mode="async")
-    command = start(tmp_path, "--stopped-grace", "4")
+    """It is killed in the end; its batch is the others', who still have epochs to go then."""
+    write_script(tmp_path, samples=60, epochs=25, batches_s=0.02, every=20, mode="async")
+    command = start(tmp_path, "--stopped-grace", "2")
     command.wait_until(lambda: has_saved(tmp_path))
     os.kill(processes_in(tmp_path)[1], signal.SIGSTOP)
     assert command.wait() == 0, command.stderr
     assert {worker for worker, _ in counts(command)} == {"0", "2"}
-    assert {each for _, each in counts(command)} == {"4.0"}
-    assert re.search(r"rank 1 \(pid \d+\) is stopped \(state T\).*it is killed after 4 s", command.stderr)
+    assert {each for _, each in counts(command)} == {"25.0"}
+    assert re.search(r"rank 1 \(pid \d+\) is stopped \(state T\).*it is killed after 2 s", command.stderr)
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(tmp_path: Path):

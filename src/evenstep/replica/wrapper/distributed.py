@@ -725,7 +725,11 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         sizes = ", ".join(str(bucket.flat.numel() * bucket.flat.element_size()) for bucket in self.engine.buckets)
         dtypes = {_LOGGED_DTYPES.get(parameter.dtype, str(parameter.dtype)[6:]) for parameter in self.engine.parameters}
-        return ({} if self._hook is None else {"comm_hook": self._hook_name}) | {
+        hook = {} if self._hook is None else {"comm_hook": self._hook_name}
+        joined = {"join_uneven_inputs": 1} if "_authoritative_rank" in self.__dict__ else {}  # once a `Join` has ended
+        return {
+            **hook,
+            **joined,
             "world_size": self.world.world_size,
             "rank": self.world.rank,
             "module_name": type(self.module).__name__,

@@ -165,3 +165,21 @@ def flip(path: Path, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
+
+
+class PatientRanks:
+    """The pool, with more time: the first optimizer or mesh in a process imports half of torch."""
+
+    def __init__(self, pool: Any):
+        self.pool = pool
+
+    def run(self, fn: Any, nproc: int, *args: Any) -> list[Any]:
+        return self.pool.run(fn, nproc, *args, timeout_s=160.0)
+
+
+def world_for_this_test() -> evenstep.World:
+    """The world of a rank that is kept between tests, as at its beginning."""
+    world = evenstep.init(quiet=True)
+    world.has_diverged = False
+    world.stop_reason = None
+    return world

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -55,30 +56,35 @@ def train(directory: Path, meeting: Path, rank: int, last_step: int) -> None:
         (meeting / f"ended-{rank}.tmp").rename(meeting / f"ended-{rank}")
 
 
+def fork_rank(meeting: Path, rank: int, run: Callable[[], object]) -> int:
+    """Fork a rank that runs something, with stderr in a file; its pid."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            sys.stderr = (meeting / f"stderr-{rank}").open("w")
+            run()
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc(file=sys.stderr)
+        finally:
+            sys.stderr.flush()
+            # As a process ends that was started: after its last save, which is no daemon's.
+            for thread in threading.enumerate():
+                if thread.name.startswith("evenstep save"):
+                    thread.join()
+            os._exit(status)
+    return pid
+
+
 def start(directory: Path, meeting: Path, last_step: int) -> list[int]:
     """Fork the ranks."""
-    pids = []
-    for rank in range(NUM_RANKS):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                sys.stderr = (meeting / f"stderr-{rank}").open("w")
-                train(directory, meeting, rank, last_step)
-                status = 0
-            except BaseException:
-                import traceback
-
-                traceback.print_exc(file=sys.stderr)
-            finally:
-                sys.stderr.flush()
-                # As a process ends that was started: after its last save, which is no daemon's.
-                for thread in threading.enumerate():
-                    if thread.name.startswith("evenstep save"):
-                        thread.join()
-                os._exit(status)
-        pids.append(pid)
-    return pids
+    return [
+        fork_rank(meeting, rank, lambda rank=rank: train(directory, meeting, rank, last_step))
+        for rank in range(NUM_RANKS)
+    ]
 
 
 def began(meeting: Path) -> list[int]:

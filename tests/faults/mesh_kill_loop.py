@@ -16,9 +16,7 @@ import os
 import random
 import secrets
 import signal
-import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -32,6 +30,7 @@ import evenstep
 from evenstep import environment
 from evenstep.checkpoint.storage.directory import steps_in
 from evenstep.checkpoint.storage.storage import LocalDirectory
+from tests.faults.kill_loop import fork_rank
 from tests.mesh_runs import LAYOUTS, Model, divided, num_ranks, whole_of
 
 __all__ = ["fully_shard"]
@@ -90,27 +89,11 @@ def average_over_replicas(model: torch.nn.Module, world: evenstep.World) -> None
 
 def start(directory: Path, meeting: Path, layout: str, last_step: int, pause_s: float) -> list[int]:
     """Fork the ranks."""
-    pids = []
-    for rank in range(num_ranks(layout)):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                sys.stderr = (meeting / f"stderr-{rank}").open("w")
-                train(directory, meeting, layout, rank, last_step, pause_s)
-                status = 0
-            except BaseException:
-                import traceback
-
-                traceback.print_exc(file=sys.stderr)
-            finally:
-                sys.stderr.flush()
-                for thread in threading.enumerate():
-                    if thread.name.startswith("evenstep save"):
-                        thread.join()
-                os._exit(status)
-        pids.append(pid)
-    return pids
+    ranks = range(num_ranks(layout))
+    return [
+        fork_rank(meeting, rank, lambda rank=rank: train(directory, meeting, layout, rank, last_step, pause_s))
+        for rank in ranks
+    ]
 
 
 def steps_begun(meeting: Path) -> int:

@@ -22,29 +22,12 @@ from evenstep.checkpoint.load.reader import check_checkpoint
 from evenstep.checkpoint.storage.directory import read_manifest, steps_in
 from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.errors import CheckpointError
-from tests.checkpoint_runs import Training, assert_same
-
-
-class PatientRanks:
-    """The pool, with more time: the first optimizer in a process imports half of torch."""
-
-    def __init__(self, pool):
-        self.pool = pool
-
-    def run(self, fn, nproc: int, *args: Any) -> list[Any]:
-        return self.pool.run(fn, nproc, *args, timeout_s=160.0)
+from tests.checkpoint_runs import PatientRanks, Training, assert_same, world_for_this_test
 
 
 @pytest.fixture
 def ranks(ranks):
     return PatientRanks(ranks)
-
-
-def world_for_this_test() -> evenstep.World:
-    world = evenstep.init(quiet=True)
-    world.has_diverged = False
-    world.stop_reason = None
-    return world
 
 
 def train(directory: Path, upto: int, resumes: bool, options: dict[str, Any]):

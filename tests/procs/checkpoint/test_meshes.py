@@ -15,35 +15,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-import evenstep
 from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.load.reader import check_checkpoint
 from evenstep.checkpoint.storage.directory import read_manifest
 from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.errors import CheckpointError
+from tests.checkpoint_runs import PatientRanks, world_for_this_test
 from tests.mesh_runs import LAYOUTS, Model, divided, mesh_of, num_ranks, whole_of
-
-
-class PatientRanks:
-    """The pool, with more time: the first mesh in a process imports half of torch."""
-
-    def __init__(self, pool):
-        self.pool = pool
-
-    def run(self, fn, nproc: int, *args: Any) -> list[Any]:
-        return self.pool.run(fn, nproc, *args, timeout_s=160.0)
 
 
 @pytest.fixture
 def ranks(ranks):
     return PatientRanks(ranks)
-
-
-def world_for_this_test() -> evenstep.World:
-    world = evenstep.init(quiet=True)
-    world.has_diverged = False
-    world.stop_reason = None
-    return world
 
 
 def carry(directory: Path, layout: str, seed: int, num_steps: int, resumes: bool):

@@ -10,7 +10,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
 .PHONY: help install demo test test-all test-failed test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint stress-recovery stress-parameter-servers clean
 .PHONY: bench-recovery bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
-.PHONY: bench-predict bench-compression bench-try bench-house bench-parameter-servers
+.PHONY: bench-predict bench-compression bench-try bench-house bench-parameter-servers bench-start
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -146,6 +146,9 @@ bench-predict: install ## steps of four ranks predicted from one and two, then m
 
 bench-try: install ## `bench run --try` on five scripts that don't scale: predicted and measured gains (network namespaces; needs root)
 	$(RUN:-m=) benchmarks/remedies.py --json build/try.json
+
+bench-start: install ## from the command to the first barrier: `evenstep run` beside torchrun, and the imports; two minutes, on a quiet machine
+	$(RUN:-m=) benchmarks/start.py --json build/start.json
 
 AGAINST ?= HEAD~1
 bench-house: install ## lines, folders, imports and private names of torch, beside those of the commit AGAINST=HEAD~1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
 import socket
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import evenstep
 from evenstep import world as worlds
 from evenstep.cli.main import main
 from evenstep.observe.patching import Patches
@@ -174,7 +172,6 @@ def test_in_float64_gloo_outlives_the_reducer_of_torchs_wrapper(ranks: RankPool,
 
 
 @pytest.mark.extended
-@pytest.mark.skipif("reproducible" not in inspect.signature(evenstep.init).parameters, reason="no reproducible mode")
 def test_reproducible_mode_is_held_to_its_bits_and_the_virtual_rank_is_named(verified: Verify):
     report = verified(REPRODUCIBLE, (1, 2, 4))
     assert report.num_virtual_ranks == 8

@@ -556,5 +556,6 @@ def small_gradients(seed: int, gloo: bool, way: str, dtype: torch.dtype, options
      ("sharded", torch.float32, {"shard_gradients": True}), ("sharded", torch.bfloat16, {"master_weights": True})],
 )  # fmt: skip
 def test_what_a_scaler_has_kept_is_not_lost_when_it_is_unscaled(ranks, fresh_seed, way, dtype, options, gloo):
-    """A divided gradient was unscaled and clipped in the float16 in which it was added."""
-    assert max(ranks.run(small_gradients, 3, fresh_seed, gloo, way, dtype, options)) < 0.03
+    """A divided gradient was unscaled and clipped in the float16 in which it was added, off by half and more."""
+    rounding = 0.1 if dtype == torch.bfloat16 else 0.03  # the model computes in bfloat16, its twin in float32
+    assert max(ranks.run(small_gradients, 3, fresh_seed, gloo, way, dtype, options)) < rounding

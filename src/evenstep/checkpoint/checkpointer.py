@@ -7,11 +7,13 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from evenstep import checks, environment
 from evenstep import world as worlds
+from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.format.plan import Policy, is_better
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.tree import unwrapped
@@ -20,13 +22,13 @@ from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import models_among
 from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals
 from evenstep.checkpoint.save.survivors import LastStep, swept, why_not
-from evenstep.checkpoint.storage.directory import DamagedError, RunDirectory, folder_of, steps_in
+from evenstep.checkpoint.storage.directory import DamagedError, RunDirectory, folder_of, remove_step, steps_in
 from evenstep.checkpoint.storage.storage import LocalDirectory, Storage
 from evenstep.console import say
 from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.data.loader import DataLoader
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, MismatchError, UsageError
-from evenstep.health import heartbeat
+from evenstep.health import heartbeat, recovery_files
 from evenstep.health.first_failure import is_consequence
 from evenstep.world import World, ended_well
 
@@ -115,10 +117,11 @@ class Checkpointer:
         self._continues_on_error = on_save_error == "continue"
         self._asynchronous = bool(asynchronous)
         self.num_steps = 0
-        self._saver = Saver(storage, self.world, objects, self._directory.commit)
+        self._saver = Saver(storage, self.world, objects, self._commit)
         self._requests = StatusExchange(self.world)
         self._signals: StopSignals | None = None
         self._last_step: LastStep | None = None  # with `evenstep run --recover`
+        self._saved_file: Path | None = None  # the same, on rank 0: when the last save began, for the next ranks
         self._is_closed = False
         self._metrics: dict[str, float] = {}  # given since the last checkpoint, or for its step
         self._metrics_are_of: int | None = None  # the step whose checkpoint has them
@@ -371,6 +374,12 @@ class Checkpointer:
         if waits or not self._asynchronous:
             self._finish(raises=raises)
 
+    def _commit(self, temporary: str, manifest: Manifest) -> None:
+        """See `RunDirectory.commit`."""
+        self._directory.commit(temporary, manifest)
+        if self._saved_file is not None:
+            self._saved_file.write_text(repr(self._saved_at))
+
     def _finish(self, *, raises: bool = False) -> None:
         """Collective: wait for the pending save; raise or print its failure."""
         heartbeat.mark(heartbeat.Phase.SAVING)
@@ -456,6 +465,12 @@ class Checkpointer:
                 self._prepare_for_losses()
 
     def _prepare_for_losses(self) -> None:
+        run_directory = environment.current_placement().run_directory
+        if self.world.is_main and run_directory is not None:
+            # Ranks that start again often would never come to a save that is due every ten minutes.
+            self._saved_file = recovery_files.saved_file(run_directory, recovery_files.key_of(self._where))
+            self._saved_at = recovery_files.read_time(self._saved_file) or self._saved_at
+            self._saved_file.write_text(repr(self._saved_at))
         problem = why_not(self._objects, self.world)
         if problem is None:
             self._last_step = LastStep(self._objects, self.world, self._where)
@@ -468,18 +483,30 @@ class Checkpointer:
             return None
         storage = self._last_step.storage
         steps: list[int] = self.world.broadcast_object(swept(storage) if self.world.is_main else None)
-        newest = max(steps, default=-1)
-        if newest < (self._directory.newest or 0):
-            return None
-        try:
-            resumed = self._load(newest, strict=strict, verb="resumed from", storage=storage)
-        except DamagedError as error:
-            self._print(f"damaged: {error}")
-            return None
-        every = self.policy.every_steps
-        if every is not None and resumed % every == 0 and resumed not in self._directory.steps and resumed > 0:
-            self._save()  # that save had begun when the rank was lost
-        return resumed
+        for step in steps:
+            if step < (self._directory.newest or 0):
+                return None
+            try:
+                self._load(step, strict=strict, verb="resumed from", storage=storage)
+            except DamagedError as error:
+                self._print(f"damaged: {error}; removed")
+                if self.world.is_main:
+                    remove_step(storage, step)  # or what survivors save next would look older than it
+                continue
+            if self._is_save_lost(step):
+                self._save()
+            return step
+        return None
+
+    def _is_save_lost(self, step: int) -> bool:
+        """Whether a save of this step had begun when a rank was lost, and can't be a checkpoint any more."""
+        if step in self._directory.steps or step == 0:
+            return False
+        value = self._metrics.get(self.policy.best or "", math.nan)
+        if is_better(value, self._best, self.policy):
+            self._best, self._lacks_best = value, False
+            return True
+        return self.policy.every_steps is not None and step % self.policy.every_steps == 0
 
     def _load(self, step: int, *, strict: bool, verb: str, storage: Storage | None = None) -> int:
         of_survivors = storage is not None

@@ -2,6 +2,7 @@
 
 memory/KEY/step-0000090     a checkpoint in the page cache, written by a survivor; KEY: of a `Checkpointer`
 streams-ATTEMPT-RANK-KEY    a rank's random streams of its last steps
+saved-KEY                   when the last whole save to the disk began: the next one is due some minutes after it
 virtual-ranks               how many there are in reproducible mode
 """
 
@@ -9,10 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import re
+import zlib
 from pathlib import Path
 
 _STEP = re.compile(r"step-(\d{7,})")
 _MEMORY, _VIRTUAL_RANKS = "memory", "virtual-ranks"
+
+
+def key_of(where: str) -> str:
+    """What tells the files of one `Checkpointer` from those of another, by its directory."""
+    return f"{zlib.crc32(where.encode()):08x}"
 
 
 def memory_directory(run_directory: Path, key: str) -> Path:
@@ -33,6 +40,18 @@ def newest_in_memory(run_directory: Path) -> int | None:
 def streams_file(run_directory: Path, rank: int, attempt: int, key: str) -> Path:
     """Where a rank keeps its random streams, for others to read after its death."""
     return run_directory / f"streams-{attempt}-{rank}-{key}"
+
+
+def saved_file(run_directory: Path, key: str) -> Path:
+    """Where the time of a `Checkpointer`'s last save to the disk stands, on the monotonic clock of this host."""
+    return run_directory / f"saved-{key}"
+
+
+def read_time(path: Path) -> float | None:
+    """The time that stands in a file; None: there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return float(path.read_text())
+    return None
 
 
 def note_unsaved(run_directory: Path, rank: int, attempt: int, why: str) -> None:

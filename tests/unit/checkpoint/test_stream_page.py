@@ -49,12 +49,12 @@ def test_the_last_steps_are_read_as_they_were_whatever_was_drawn(tmp_path: Path,
             has_diverged = draw.random() < 0.5
             page.write(step, has_diverged=has_diverged)
             written.append((randomness.capture(), has_diverged))
-            for before in range(max(0, step - 3), step + 1):
+            for before in range(max(0, step - 5), step + 1):
                 found = read_streams(tmp_path / "page", before)
                 assert found is not None, (step, before)
                 assert_same(found[0], written[before][0])
                 assert found[1] is written[before][1]
-            assert read_streams(tmp_path / "page", step - 4) is None
+            assert read_streams(tmp_path / "page", step - 6) is None
         page.close()
 
 
@@ -67,6 +67,24 @@ def test_of_two_entries_of_one_step_the_later_counts(tmp_path: Path) -> None:
         found = read_streams(tmp_path / "page", 7)
         assert found is not None
         assert torch.equal(found[0].torch_cpu, torch.get_rng_state())
+        page.close()
+
+
+@pytest.mark.parametrize("num_windows", [1, 2, 5])
+def test_a_step_of_several_windows_leaves_those_before_it(tmp_path: Path, num_windows: int) -> None:
+    """As of a generator and its critic: each window of a step writes it anew, and a peer may need the step before."""
+    with randomness.preserved():
+        page = StreamPage(tmp_path / "page")
+        of_step = {}
+        for step in range(1, 9):
+            for _ in range(num_windows + 1):
+                torch.rand(1)
+                page.write(step, has_diverged=False)
+                of_step[step] = randomness.capture()
+                for before in range(max(1, step - 2), step + 1):
+                    found = read_streams(tmp_path / "page", before)
+                    assert found is not None, (step, before)
+                    assert_same(found[0], of_step[before])
         page.close()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep import environment, randomness
+from evenstep import Checkpointer, environment, randomness
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.load import restore
 from evenstep.checkpoint.save.stream_page import StreamPage
 from evenstep.checkpoint.save.survivors import LastStep, why_not
 from evenstep.checkpoint.storage.directory import steps_in
+from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.environment import Placement
+from evenstep.errors import PeerLostError
 from evenstep.health import recovery_files
 from evenstep.world import World
 
@@ -217,6 +221,81 @@ def test_each_step_is_written_once_and_the_newest_is_kept(
     last_step.save()
     last_step.save_at_end()
     assert manifest.stat().st_mtime_ns == written
+
+
+@pytest.fixture
+def goes_on(
+    made: Callable[..., tuple[LastStep, dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[Checkpointer, Path]]]:
+    """Makes the `Checkpointer` of a rank that goes on from what a survivor has saved; and where that lies."""
+    monkeypatch.setattr(environment, "recovers", lambda: True)
+    monkeypatch.setattr(recovery_files, "key_of", lambda where: "key")
+    open_ones: list[Checkpointer] = []
+
+    def make(*steps: int, metrics: Mapping[str, float] | None = None, **options: Any) -> tuple[Checkpointer, Path]:
+        last_step, _ = made()
+        for number in steps:
+            last_step.remember(number, metrics or {})
+            last_step.save()
+        checkpoint = Checkpointer(tmp_path / "saved", world=World.alone(device="cpu"), **options, **objects())
+        open_ones.append(checkpoint)
+        return checkpoint, last_step.storage.root
+
+    yield make
+    for each in open_ones:
+        each.close()
+
+
+def test_a_damaged_step_is_removed_so_that_the_next_ones_count(
+    goes_on: Callable[..., tuple[Checkpointer, Path]],
+) -> None:
+    checkpoint, memory = goes_on(2)
+    shutil.copytree(memory / "step-0000002", memory / "step-0000005")  # whose manifest is that of another step
+    assert checkpoint.resume() == 2
+    assert steps_in(LocalDirectory(memory)) == [2]
+
+
+@pytest.mark.parametrize(("metrics", "is_saved"), [({"loss": 0.5}, True), ({"loss": 0.9}, False), ({}, False)])
+def test_a_best_checkpoint_that_was_under_way_is_saved_anew(
+    goes_on: Callable[..., tuple[Checkpointer, Path]], metrics: dict[str, float], is_saved: bool
+) -> None:
+    before, _ = goes_on(best="loss", every_minutes=None)
+    before.step(loss=0.7)
+    before.close()
+    checkpoint, _ = goes_on(3, metrics=metrics, best="loss", every_minutes=None)
+    assert checkpoint.resume() == 3
+    checkpoint.wait()
+    found = {step: dict(each) for step, each in checkpoint._directory.steps.items()}
+    assert found == {1: {"loss": 0.7}, **({3: metrics} if is_saved else {})}
+
+
+def test_a_save_that_is_due_by_time_is_due_however_often_ranks_were_lost(
+    goes_on: Callable[..., tuple[Checkpointer, Path]],
+) -> None:
+    checkpoint, memory = goes_on(2)
+    run_directory = memory.parents[1]
+    began = recovery_files.read_time(recovery_files.saved_file(run_directory, "key"))
+    assert began is None
+    checkpoint.resume()
+    recovery_files.saved_file(run_directory, "key").write_text(repr(time.monotonic() - 601))
+    checkpoint._world_ended(PeerLostError("rank 1 has gone"))
+    again, _ = goes_on()
+    again.resume()
+    again.step()
+    again.wait()
+    assert list(again._directory.steps) == [3]
+    saved = recovery_files.read_time(recovery_files.saved_file(run_directory, "key"))
+    assert saved is not None
+    assert time.monotonic() - saved < 600
+
+
+def test_two_of_them_take_note_of_the_same_exchange(made: Callable[..., tuple[LastStep, dict[str, Any]]]) -> None:
+    model = evenstep.DistributedDataParallel(nn.Linear(2, 1), world=World.alone(device="cpu"))
+    first, _ = made({"model": model})
+    second = LastStep({"model": model}, World.alone(device="cpu"), "elsewhere")
+    assert model.engine.before_exchange == [first._exchange_begins, second._exchange_begins]
+    second.close()
+    assert model.engine.before_exchange == [first._exchange_begins]
 
 
 def test_where_the_state_is_not_on_every_rank_that_is_said() -> None:

@@ -6,6 +6,10 @@ before it changes, and written last.
 
     entries    _NUM_ENTRIES times: number, step, where the streams lie
     places     _NUM_PLACES times: streams. More than there are entries, so that none is overwritten that one refers to
+
+Of each step the last two entries are kept, however often it is written: a model that is trained by several windows a
+step writes it for each. When a rank dies another one may be a step behind it, and it may be in the next step.
+So three steps are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from evenstep.randomness import RandomState
 
 _ENTRY = struct.Struct("=QQQ")
 _NUMBER = struct.Struct("=Q")
-_NUM_ENTRIES, _NUM_PLACES = 4, 6
+_NUM_ENTRIES, _NUM_PLACES = 6, 8
 _NUMPY = "MT19937"
 _WORDS = 625  # of python's generator; numpy's has one less, and a position
 _FIXED = struct.Struct("=?q?dI?I?d")  # diverged, python's version and gauss, bytes of torch's, numpy's
@@ -51,6 +55,7 @@ class StreamPage:
         finally:
             os.close(descriptor)
         self._number = self._place = 0
+        self._entries = [(0, 0, 0)] * _NUM_ENTRIES  # as in the page
         self._numpy = _NumpyStream()
         self._written: tuple[Any, ...] | None = None
 
@@ -64,12 +69,16 @@ class StreamPage:
             data = _pack(has_diverged, python, of_torch, of_numpy)
             if data is None:
                 return
-            self._place = (self._place + 1) % _NUM_PLACES
+            taken = {place for number, _, place in self._entries if number}
+            self._place = next(place for place in range(_NUM_PLACES) if place not in taken)
             begin = _PLACES + self._place * _PLACE_BYTES
             self._map[begin : begin + len(data)] = data
             self._written = found
-        at = self._number % _NUM_ENTRIES * _ENTRY.size
+        of_step = [entry for entry in self._entries if entry[0] and entry[1] == step]
+        index = self._entries.index(min(of_step if len(of_step) > 1 else self._entries))
+        at = index * _ENTRY.size
         self._number += 1
+        self._entries[index] = (self._number, step, self._place)
         _NUMBER.pack_into(self._map, at, 0)
         _ENTRY.pack_into(self._map, at, 0, step, self._place)
         _NUMBER.pack_into(self._map, at, self._number)

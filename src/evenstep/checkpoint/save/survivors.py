@@ -31,7 +31,6 @@ import contextlib
 import copy
 import fcntl
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -114,7 +113,7 @@ class LastStep:
         placement = environment.current_placement()
         assert placement.run_directory is not None
         self._run_directory, self._attempt = placement.run_directory, placement.restart_count
-        self._key = f"{zlib.crc32(where.encode()):08x}"
+        self._key = recovery_files.key_of(where)
         self._objects, self._world = objects, world
         directory = recovery_files.memory_directory(self._run_directory, self._key)
         self.storage = LocalDirectory(directory, durable=False)
@@ -143,7 +142,7 @@ class LastStep:
         self._has_stepped = False
         self._hook = register_optimizer_step_pre_hook(self._optimizer_steps)
         for model in self._models:
-            model.engine.before_exchange = self._exchange_begins
+            model.engine.before_exchange.append(self._exchange_begins)
         if world.virtual_ranks is not None and world.is_main:
             recovery_files.note_virtual_ranks(self._run_directory, world.virtual_ranks.num_virtual_ranks)
 
@@ -204,7 +203,7 @@ class LastStep:
         """No more steps are remembered."""
         self._hook.remove()
         for model in self._models:
-            model.engine.before_exchange = None
+            model.engine.before_exchange.remove(self._exchange_begins)
         self._page.close()
 
     # ------------------------------------------------------------------ after a loss
@@ -337,6 +336,6 @@ def _state_bytes(name: str, value: Any) -> int | None:
 
 
 def swept(storage: LocalDirectory) -> list[int]:
-    """The steps that survivors have saved; what one has left that died over it is removed. On rank 0."""
+    """The steps that survivors have saved, the newest first; what one has left that died over it is removed. Rank 0."""
     sweep(storage)
-    return steps_in(storage)
+    return steps_in(storage)[::-1]

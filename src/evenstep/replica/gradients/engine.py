@@ -77,7 +77,7 @@ class Engine:
 
     Attributes:
         ending: How windows end now; a `LocalSGD` replaces it for a while.
-        before_exchange: Called when a window's gradients are there, before the last of them travels; None: nothing.
+        before_exchange: Each is called when a window's gradients are there, before the last of them travels.
     """
 
     def __init__(self, trained: Trained, exchange: Exchange, ending: WindowEnd, *, label: str) -> None:
@@ -93,7 +93,7 @@ class Engine:
         self.is_apart = False  # local SGD: parameters differ between ranks
         self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
         self.num_reductions, self.has_learned_order = 0, False
-        self.before_exchange: Callable[[], object] | None = None
+        self.before_exchange: list[Callable[[], object]] = []
         self._hooks = OutputHooks(self._outputs_reached)
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
         self._window: Window | None = None
@@ -448,8 +448,8 @@ class Engine:
         if not self.ending.exchanges:
             self.end_local_window()
             return
-        if self.before_exchange is not None:
-            self.before_exchange()
+        for call in self.before_exchange:
+            call()
         self.ending.close(self._window, self.buckets)
         first = self.num_dense if self.exchange.buckets else 0
         for observer in self.observers:

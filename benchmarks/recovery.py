@@ -4,9 +4,17 @@
 
 A multilayer perceptron with AdamW on two ranks, of 5 and of 500 MB of parameters. Rank 1 kills itself in the backward
 pass of a step that isn't saved on disk. In turn: `--max-restarts 1` with a checkpoint on disk every five steps,
-`--recover replace`, `--recover shrink`. Of each run: seconds from the death to the next step that is new, and how many
-steps were repeated until then. Then what `--recover` costs a step while nothing happens, by accounting: the time of its
-calls, over that of a step.
+`--recover replace`, `--recover shrink`. Of each run: seconds from the death to the next step that is new, how many
+steps were repeated until then, and where the time went:
+
+    noticed    the other rank's exchange ends with an error
+    saved      it has left its world, and saved its state if it recovers
+    started    the ranks run the script again: the launcher has seen all of them end, and has forked new ones
+    joined     they have met
+    resumed    model and optimizer are built, and have their state
+    stepped    the first step that is new is finished
+
+Then what `--recover` costs a step while nothing happens, by accounting: the time of its calls, over that of a step.
 """
 
 from __future__ import annotations
@@ -35,7 +43,22 @@ import evenstep, torch
 from torch import nn
 
 width, depth = int(sys.argv[1]), int(sys.argv[2])
-with evenstep.init(seed=1, quiet=True) as world:
+marks = [("started", time.monotonic())]
+is_first = not os.path.exists("died")
+
+
+def mark(name):
+    marks.append((name, time.monotonic()))
+
+
+def write():
+    if os.environ["RANK"] == "0":
+        with open("marks", "a") as file:
+            file.writelines(f"{name} {at!r}\\n" for name, at in marks)
+
+
+def train(world):
+    mark("joined")
     net = nn.Sequential(nn.Linear(64, width), *(nn.Linear(width, width) for _ in range(depth)), nn.Linear(width, 1))
     model = evenstep.DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -44,7 +67,7 @@ with evenstep.init(seed=1, quiet=True) as world:
         "saved", every_steps=5, every_minutes=None, model=model, optimizer=optimizer, loader=loader
     )
     checkpoint.resume()
-    is_first = not os.path.exists("died")
+    mark("resumed")
     if world.is_main:
         size = sum(p.nbytes for p in net.parameters())
         print(f"bytes {size}", flush=True)
@@ -64,6 +87,8 @@ with evenstep.init(seed=1, quiet=True) as world:
             optimizer.step()
             optimizer.zero_grad()
             checkpoint.step()
+            if checkpoint.num_steps == DIES_AT + 1:
+                mark("stepped")
             if world.is_main:
                 print(f"step {checkpoint.num_steps} {time.monotonic()!r} {time.perf_counter() - began!r}", flush=True)
             if checkpoint.num_steps == ENDS_AT:
@@ -79,7 +104,21 @@ with evenstep.init(seed=1, quiet=True) as world:
             last_step._exchange_begins()
             times.append(time.perf_counter() - began)
         print(f"calls {sorted(times)[10]!r}", flush=True)
+
+
+try:
+    with evenstep.init(seed=1, quiet=True) as world:
+        try:
+            train(world)
+        except BaseException:
+            mark("noticed")
+            raise
+finally:
+    if is_first:
+        mark("saved")
+    write()
 """
+PARTS = ("noticed", "saved", "started", "joined", "resumed", "stepped")
 
 
 def run(way: str, width: int, depth: int) -> dict[str, float]:
@@ -96,12 +135,15 @@ def run(way: str, width: int, depth: int) -> dict[str, float]:
         assert done.returncode == 0, done.stderr
         died_s = float((directory / "died").read_text())
         steps = [(int(n), float(at), float(took)) for n, at, took in re.findall(r"step (\d+) (\S+) (\S+)", done.stdout)]
-        new_s = next(at for number, at, _ in steps if number == DIES_AT + 1)
+        marks = [(name, float(at)) for name, at in map(str.split, (directory / "marks").read_text().splitlines())]
+        reached = {name: at for name, at in marks if at > died_s}  # the last of each: of the ranks that went on
+        parts = [died_s, *(reached[name] for name in PARTS)]
         numbers = [number for number, _, _ in steps]
         calls = re.search(r"calls (\S+)", done.stdout)
         return {
             "bytes": float(re.findall(r"bytes (\d+)", done.stdout)[0]),
-            "lost_s": new_s - died_s,
+            "lost_s": reached["stepped"] - died_s,
+            **{name: end - begin for name, begin, end in zip(PARTS, parts, parts[1:], strict=False)},
             "repeated": len(numbers) - len(set(numbers)) + 1,
             "step_s": statistics.median(took for number, _, took in steps if number > 2),
             "calls_s": float(calls[1]) if calls is not None else 0.0,
@@ -122,14 +164,15 @@ def main() -> None:
             for way in WAYS:
                 found.setdefault(f"{size} MB, {way}", []).append(run(way, *shapes[size]))
     print(describe_machine())
+    print(f"{'':18} {'lost s':>8} {'range':>14} {'repeated':>9}  " + " ".join(f"{part:>8}" for part in PARTS))
     for name, runs in found.items():
         lost = sorted(each["lost_s"] for each in runs)
         share = statistics.median(each["calls_s"] / each["step_s"] for each in runs)
-        accounted = f", calls {share:.2%} of a step" if share else ""
-        print(
-            f"{name}: {statistics.median(lost):.2f} s ({lost[0]:.2f} to {lost[-1]:.2f}), "
-            f"{max(each['repeated'] for each in runs):.0f} steps repeated{accounted}"
-        )
+        spread = f"{lost[0]:.2f} to {lost[-1]:.2f}"
+        parts = " ".join(f"{statistics.median(each[part] for each in runs):8.2f}" for part in PARTS)
+        accounted = f"  calls {share:.2%} of a step" if share else ""
+        repeated = max(each["repeated"] for each in runs)
+        print(f"{name:18} {statistics.median(lost):8.2f} {spread:>14} {repeated:9.0f}  {parts}{accounted}")
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"machine": describe_machine(), "runs": found}, indent=1))

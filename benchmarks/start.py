@@ -3,11 +3,12 @@
     python benchmarks/start.py
     python benchmarks/start.py --ranks 4 --rounds 11 --json build/start.json
 
-A start is the time from the command to the moment at which the last rank is past its first barrier; *whole* is the time
-until the command has ended. The script makes nothing but a process group and a barrier. *torchrun* and *evenstep run*
-start the same script, with torch's own `init_process_group` over Gloo; *evenstep.init* is that script with evenstep's in
-its place. Processor time is that of the launcher and all its ranks. The sides take turns; the ratio of neighbours is one
-observation. Imports are timed in fresh interpreters, in processor time, and their memory is the resident size.
+A start is the time from the command to the moment at which the last rank is past its first barrier; *whole* is the
+time until the command has ended. The script makes nothing but a process group and a barrier. *torchrun* and *evenstep
+run* start the same script, with torch's own `init_process_group` over Gloo; *evenstep.init* is that script with
+evenstep's in its place. Processor time is that of the launcher and all its ranks. The sides take turns; the ratio of
+neighbours is one observation. Imports are timed in fresh interpreters, in processor time, and their memory is the
+resident size.
 """
 
 from __future__ import annotations

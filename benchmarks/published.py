@@ -5,7 +5,7 @@
 [Note: fixed beforehand]
 
 Nothing here was chosen so that a result comes out. The parameters are those of data sheets, of the papers' own
-descriptions, and of one table of speeds of a single GPU; `docs/explanation/predictions-checked.md` says where each
+descriptions, and of one table of speeds of a single GPU; `docs/contributing/predictions-measured.md` says where each
 comes from, and shows by how much the simulation misses. What no data sheet has is left out: the share of a wire's rate
 that programs reach, ranks that are late, loaders, the networks of shared clusters. So efficiencies come out too high,
 and by how much is a measure of what was left out.

@@ -82,7 +82,7 @@ def init(
         log_on_all_ranks: Let every rank log and warn where all write to one terminal (`evenstep.launch`, torchrun,
             mpiexec, srun). Else rank 0 alone does, but for errors. Under `evenstep run` ranks have files of their own,
             and all is kept.
-        reproducible: The same bits on any number of ranks: see docs/explanation/reproducible.md. Needs a seed, and
+        reproducible: The same bits on any number of ranks: see docs/how-to/reproducible.md. Needs a seed, and
             training loops over `model.microbatches(batch)`.
         virtual_ranks: With `reproducible`: in how many parts every global batch is computed, a power of two that the
             number of ranks divides; None: 8.

@@ -1,4 +1,4 @@
-"""docs/how-to/checkpoints.md is true: its programs and commands are run, in order."""
+"""The pages on checkpoints are true: their programs and commands are run, in order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from evenstep.cli.main import main
 from tests import pages
 from tests.procs.docs.test_readme import environment
 
-PROGRAMS = pages.programs("how-to/checkpoints.md")
-COMMANDS = pages.commands("how-to/checkpoints.md")
+PAGES = ("how-to/checkpoints.md", "how-to/stop.md", "how-to/checkpoints-mesh.md", "reference/checkpoint-format.md")
+PROGRAMS = pages.programs(*PAGES)
+COMMANDS = pages.commands(*PAGES)
 SAYS = {
     "evenstep run --nproc-per-node 2 train.py": "32 steps, loss ",
     "evenstep checkpoint list runs/first": "        32  ",
@@ -21,7 +22,6 @@ SAYS = {
     "evenstep checkpoint verify runs/first": "step-0000032: whole",
     "evenstep checkpoint list runs/stopped": "         6  ",
     "evenstep verify --resume --kill-at 18 train.py": "identical: steps 15 to 32",
-    "python weights_elsewhere.py": "torch.Size([3, 20])",
     "evenstep run --nproc-per-node 4 sharded.py": "4 steps, ranks: 4",
     "evenstep run --nproc-per-node 3 sharded.py": "8 steps, ranks: 3",
     "python sharded.py": "12 steps, ranks: 1",
@@ -30,9 +30,6 @@ SAYS = {
     "evenstep checkpoint import dcp runs/from-dcp": "runs/from-dcp/step-0000012: model, optimizer",
     "evenstep checkpoint diff runs/sharded runs/from-dcp || test $? = 1": "random",
     "evenstep checkpoint list runs/first --json": '"step": 32',
-    "evenstep checkpoint export runs/first weights.pt --step 30 --object model": "the state of model of step 30",
-    "evenstep checkpoint import weights.pt runs/second --object model": "runs/second/step-0000000: model",
-    "evenstep checkpoint diff runs/first/step-0000030 runs/second || test $? = 1": "optimizer: only in the first",
 }
 
 

@@ -26,8 +26,11 @@ PROGRAMS = [
     if block.startswith("import")
 ]
 RUN_BY = {
-    "explanation/reproducible.md": "tests/procs/docs/test_reproducible_page.py",
-    "how-to/checkpoints.md": "tests/procs/checkpoint/test_docs.py",
+    "how-to/reproducible.md": "tests/procs/docs/test_reproducible_page.py",
+    **dict.fromkeys(
+        ("how-to/checkpoints.md", "how-to/stop.md", "how-to/checkpoints-mesh.md", "reference/checkpoint-format.md"),
+        "tests/procs/checkpoint/test_docs.py",
+    ),
     "how-to/convert.md": "tests/unit/convert/test_convert.py",
     **{
         f"how-to/{page}.md": "tests/procs/data/test_docs.py"

@@ -1,4 +1,4 @@
-"""docs/explanation/reproducible.md is true: its programs say the same on one rank, on two and on four."""
+"""docs/how-to/reproducible.md is true: its programs say the same on one rank, on two and on four."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from evenstep import world as worlds
 from tests import pages
 
-PROGRAMS = pages.programs("explanation/reproducible.md")
+PROGRAMS = pages.programs("how-to/reproducible.md")
 SAYS = {
     "digits.py": r"last losses \[(\d\.\d+, ){3}\d\.\d+\], bits \[-?\d+(, -?\d+){3}\]",
     "resume.py": r"reproducible mode: .* because the CPU",

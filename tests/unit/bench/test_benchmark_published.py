@@ -42,7 +42,7 @@ def test_the_table_in_the_documentation_is_what_the_command_prints() -> None:
     command = [sys.executable, str(modules.ROOT / "benchmarks" / "published.py")]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert printed.count("\n") == 7
-    assert printed in pages.text("explanation/predictions-checked.md")
+    assert printed in pages.text("contributing/predictions-measured.md")
 
 
 def test_cases_are_named_once_and_simulated_within_reason(published: Any) -> None:

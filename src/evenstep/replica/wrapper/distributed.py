@@ -513,7 +513,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         exchanges statistics in every part, all ranks get equally many parts, and some of them may be empty.
 
         In reproducible mode the parts are this rank's virtual ranks, and training has no other way: see
-        docs/explanation/reproducible.md. There `loss.backward()` is averaged over virtual ranks, as over so many ranks.
+        docs/how-to/reproducible.md. There `loss.backward()` is averaged over virtual ranks, as over so many ranks.
 
         Args:
             batch: A pytree of tensors [n_samples, ...], divided along the first dimension.

@@ -49,9 +49,9 @@ test-launchers: install ## the real mpiexec (Open MPI, MPICH) and srun; as root 
 test-hosts: install ## faults of hosts, in network namespaces: late, cut off, failing, fewer; as root
 	$(RUN) pytest tests/hosts
 
-test-peers: install ## install accelerate, Lightning Fabric, datasets and webdataset into .venv, and train with them
+test-peers: install ## install accelerate, Lightning Fabric, datasets, webdataset, wandb and trackio into .venv, and train with them
 	$(RUN) pip install --quiet --requirement requirements/peers.txt --constraint requirements/test.txt
-	$(RUN) pytest tests/procs/transport/test_backend.py tests/procs/data/test_hugging_face.py -k other_libraries
+	$(RUN) pytest tests/procs/transport/test_backend.py tests/procs/data/test_hugging_face.py tests/procs/docs/test_peers_pages.py -k other_libraries
 
 test-torchs-own: install ## torch's own tests, from its wheel, with ours in place of torch's, on 2 to 4 ranks; some 40 minutes
 	CUDA_VISIBLE_DEVICES= $(RUN) pytest tests/torchs_own

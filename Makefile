@@ -8,7 +8,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-failed test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint stress-recovery stress-parameter-servers clean
-.PHONY: bench-recovery bench-faults bench-checks soak soak-clean
+.PHONY: bench-recovery soak-recovery bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
 .PHONY: bench-predict bench-compression bench-try bench-house bench-parameter-servers bench-start
 
@@ -117,6 +117,9 @@ bench-parameter-servers: install ## parameter servers on unequal and equal worke
 
 stress-recovery: install ## 300 kills of random ranks at random instants, which are replaced or not; some minutes
 	$(RUN) tests.faults.recovery_loop --kills 300
+
+soak-recovery: install ## 30 minutes in which a run loses a rank every ten seconds, compared with one that loses none
+	$(RUN) tests.faults.recovery_loop --soak-minutes 30
 
 bench-recovery: install ## what a lost rank costs: restarted from disk, replaced, or left out; 5 and 500 MB; ten minutes
 	$(RUN:-m=) benchmarks/recovery.py --json build/recovery.json

@@ -1,11 +1,15 @@
 """Kills random ranks of `evenstep run --recover` at random instants, and compares how the runs end.
 
     python -m tests.faults.recovery_loop --kills 300
+    python -m tests.faults.recovery_loop --soak-minutes 30
 
-Four kinds of run in turn: ranks are replaced or not, in the ordinary and in reproducible mode, on 2 to 4 ranks. Where
-they are replaced, the run ends with the bits of the undisturbed one, also with dropout and batch normalisation. A run
-that shrinks ends with the same bits in reproducible mode, and else, in float64, within 1e-12. Of the steps that a rank
-had finished one is repeated at most; nothing is loaded from a disk, nothing is left behind.
+Most are killed, some crash, some are stopped until the launcher gives them up. Four kinds of run in turn: ranks are
+replaced or not, in the ordinary and in reproducible mode, on 2 to 4 ranks. Where they are replaced, the run ends with
+the bits of the undisturbed one, also with dropout and batch normalisation. A run that shrinks ends with the same bits
+in reproducible mode, and else, in float64, within 1e-12. Of the steps that a rank had finished one is repeated at
+most; nothing is loaded from a disk, nothing is left behind.
+
+The soak is one run of 3 ranks that loses one every ten seconds. No attempt is restarted.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from tests.commands import Command, is_running, start
 
 NUM_STEPS = 60
 TRAINS = """
-    import os, random, sys
+    import os, random, sys, time
     import evenstep, torch
     from torch import nn
 
@@ -55,10 +59,19 @@ TRAINS = """
             "saved", every_minutes=None, model=model, optimizer=optimizer, scheduler=scheduler, loader=loader
         )
         resumed = checkpoint.resume()
-        with open(f"diary-{os.getpid()}", "w", buffering=1) as diary:
+
+        def is_enough():
+            if "soak" not in sys.argv:
+                return checkpoint.num_steps >= NUM_STEPS
+            time.sleep(0.05)
+            return world.broadcast_object(os.path.exists("enough"))
+
+        def train(diary):
             diary.write(f"{resumed}\\n")
-            for epoch in loader.epochs(100):
-                for batch in loader if checkpoint.num_steps < NUM_STEPS else ():
+            if is_enough():
+                return
+            for epoch in loader.epochs(1_000_000):
+                for batch in loader:
                     for x in model.microbatches(batch) if is_reproducible else [batch]:
                         model.backward(model(x).square().mean(), weight=len(x))
                     optimizer.step()
@@ -66,19 +79,26 @@ TRAINS = """
                     scheduler.step()
                     checkpoint.step()
                     diary.write(f"{checkpoint.num_steps}\\n")
-                    if checkpoint.num_steps == NUM_STEPS:
-                        break
+                    if is_enough():
+                        return
+
+        with open(f"diary-{os.getpid()}", "w", buffering=1) as diary:
+            train(diary)
         if world.is_main:
             torch.save(net.state_dict(), "ended")
 """
+FAULTS = [*[signal.SIGKILL] * 6, signal.SIGSEGV, signal.SIGSTOP]
 KINDS = [("replace", []), ("replace", ["reproducible"]), ("shrink", ["plain"]), ("shrink", ["reproducible"])]
 
 
-def launch(directory: Path, recover: str, num_ranks: int, arguments: list[str]) -> Command:
+def launch(
+    directory: Path, recover: str, num_ranks: int, arguments: list[str], *, num_steps: int = NUM_STEPS
+) -> Command:
     """One run, in a directory of its own."""
     directory.mkdir(parents=True)
     flags = ["--nproc-per-node", str(num_ranks), "--device", "cpu", "--threads-per-rank", "1", "--recover", recover]
-    return start(directory, [*flags, "script.py", *arguments], TRAINS.replace("NUM_STEPS", str(NUM_STEPS)))
+    flags += ["--stopped-grace", "1"]
+    return start(directory, [*flags, "script.py", *arguments], TRAINS.replace("NUM_STEPS", str(num_steps)))
 
 
 def ended(directory: Path) -> dict[str, torch.Tensor]:
@@ -121,7 +141,7 @@ def kill_some(command: Command, generator: random.Random) -> int:
                 command.wait()
             continue
         victim, *left = generator.sample(seen, len(seen))
-        os.kill(victim.pid, signal.SIGKILL)
+        os.kill(victim.pid, generator.choice(FAULTS))
         num_kills += 1
         if len(left) > 1 and generator.random() < 0.3:  # another one, perhaps the one that saves
             time.sleep(generator.uniform(0, 0.3))
@@ -143,14 +163,56 @@ def steps_repeated(directory: Path) -> int:
     return most
 
 
+def assert_nothing_left(command: Command) -> None:
+    """No process and no file, but the calls that ranks note when they wait long."""
+    assert command.leaves_no_process()
+    left = [each for each in command.left_files() if not each.startswith("evenstep-calls-")]
+    assert not left, left
+
+
+def soak(root: Path, generator: random.Random, minutes: float, every_s: float) -> None:
+    """One run that loses a rank every so many seconds, beside one of as many steps that loses none."""
+    directory = root / "soak"
+    command = launch(directory, "replace", 3, ["soak"])
+    ends = time.monotonic() + 60 * minutes
+    num_faults = 0
+    while time.monotonic() < ends:
+        time.sleep(every_s)
+        assert command.process.poll() is None, command.stderr
+        seen = [page for page in pages(command) if page.step]
+        if len(seen) == 3:
+            os.kill(generator.choice(seen).pid, generator.choice(FAULTS))
+            num_faults += 1
+    (directory / "enough").touch()
+    assert command.wait() == 0, command.stderr
+    told = command.stderr
+    assert "restarting" not in told, told
+    assert "on disk" not in told, told
+    assert len(re.findall(r"recovery \d+:", told)) == num_faults, told
+    assert steps_repeated(directory) <= 1, told
+    num_steps = max(int(path.read_text().split()[-1]) for path in directory.glob("diary-*"))
+    undisturbed = launch(root / "undisturbed", "replace", 3, [], num_steps=num_steps)
+    assert undisturbed.process.wait(60 + 60 * minutes) == 0, undisturbed.stderr
+    for key, value in ended(root / "undisturbed").items():
+        assert torch.equal(value, ended(directory)[key]), f"{key}\n{told}"
+    assert_nothing_left(command)
+    print(f"{minutes:g} minutes, {num_steps} steps: {told.splitlines()[-1]}")  # noqa: T201
+
+
 def main() -> None:
     """Exit status 0 if every run ended as it should."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--soak-minutes", type=float, default=0.0)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two faults of the soak")
     parser.add_argument("--seed", type=int, default=secrets.randbits(31))
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)  # noqa: T201
     generator = random.Random(args.seed)
+    if args.soak_minutes:
+        with tempfile.TemporaryDirectory(prefix="evenstep-recoveries-") as name:
+            soak(Path(name), generator, args.soak_minutes, args.every)
+        return
     kills: Counter[str] = Counter()
     lost: list[float] = []
     num_runs = num_recoveries = 0
@@ -182,9 +244,7 @@ def main() -> None:
                     assert torch.allclose(value, other, rtol=0, atol=1e-12), f"{kind}: {key}\n{told}"
                 else:
                     assert torch.equal(value, other), f"{kind}: {key}\n{told}"
-            assert command.leaves_no_process()
-            left = [each for each in command.left_files() if not each.startswith("evenstep-calls-")]
-            assert not left, left
+            assert_nothing_left(command)
     by_kind = ", ".join(f"{count} {kind}" for kind, count in sorted(kills.items()))
     middle_s = sorted(lost)[len(lost) // 2] if lost else 0.0
     print(  # noqa: T201

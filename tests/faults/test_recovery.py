@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -171,6 +172,7 @@ GOES_ON = """
         parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         checkpoint = evenstep.Checkpointer("saved", every_steps=4, every_minutes=None, **parts)
         world.print(f"begins at {checkpoint.resume()}")
+        logger = evenstep.Logger("log", telemetry=True)
         is_first = not os.path.exists("died")
 
         def die(at):
@@ -191,6 +193,7 @@ GOES_ON = """
                     die("middle")
                     world.barrier()
                 checkpoint.step()
+                logger.log({"rate": optimizer.param_groups[0]["lr"]}, step=checkpoint.num_steps)
             die("epoch")
             model.eval()
             with torch.no_grad():
@@ -234,6 +237,10 @@ def test_a_lost_rank_is_replaced_and_the_run_ends_as_if_nothing_had_happened(
     assert killed == undisturbed.replace("begins at 0\n", f"begins at 0\nbegins at {step}\n")
     assert f"evenstep: recovery 1: 2 ranks go on from memory, at step {step}\n" in told
     assert re.search(r"evenstep: 1 rank was lost and replaced, 1 step repeated at most, [\d.]+ s lost\n$", told), told
+    lines = [json.loads(line) for line in (tmp_path / "killed" / "log" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line.get("recovery/ranks_lost", 0) for line in lines] == [0] * step + [1] * (10 - step)
+    assert lines[-1]["recovery/steps_repeated"] == 1
 
 
 @pytest.mark.parametrize(("num_ranks", "left"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.extended)])

@@ -3,18 +3,38 @@
 memory/KEY/step-0000090     a checkpoint in the page cache, written by a survivor; KEY: of a `Checkpointer`
 streams-ATTEMPT-RANK-KEY    a rank's random streams of its last steps
 saved-KEY                   when the last whole save to the disk began: the next one is due some minutes after it
+losses                      what the run has lost so far, written by the launcher
 virtual-ranks               how many there are in reproducible mode
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import zlib
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _STEP = re.compile(r"step-(\d{7,})")
-_MEMORY, _VIRTUAL_RANKS = "memory", "virtual-ranks"
+_MEMORY, _VIRTUAL_RANKS, _LOSSES = "memory", "virtual-ranks", "losses"
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a run of `evenstep run --recover` has lost so far, and what that has cost.
+
+    Attributes:
+        num_ranks: How many ranks were lost.
+        num_repeated: Steps that were made again, at most; without those since a checkpoint on disk.
+        num_from_disk: How often the ranks went on from a checkpoint on disk.
+        lost_s: Seconds from each loss to the next step, of those that have come to one.
+    """
+
+    num_ranks: int
+    num_repeated: int
+    num_from_disk: int
+    lost_s: float
 
 
 def key_of(where: str) -> str:
@@ -75,4 +95,18 @@ def virtual_ranks_of(run_directory: Path) -> int | None:
     """How many virtual ranks the run has; None: it isn't reproducible, or not that far."""
     with contextlib.suppress(OSError, ValueError):
         return int((run_directory / _VIRTUAL_RANKS).read_text())
+    return None
+
+
+def note_losses(run_directory: Path, losses: Losses) -> None:
+    """Say what the run has lost so far; ranks may read it meanwhile."""
+    written = run_directory / f".{_LOSSES}"
+    written.write_text(json.dumps(asdict(losses)))
+    written.rename(run_directory / _LOSSES)
+
+
+def losses_of(run_directory: Path) -> Losses | None:
+    """What the run has lost so far; None: nothing."""
+    with contextlib.suppress(OSError):
+        return Losses(**json.loads((run_directory / _LOSSES).read_text()))
     return None

@@ -28,6 +28,9 @@ from time import perf_counter_ns
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from evenstep import environment
+from evenstep.health.recovery_files import Losses, losses_of
+
 FORWARD, FORWARD_END, BACKWARD, WAITING, REDUCED, END, OPTIMIZER, OPTIMIZER_END = range(-8, 0)
 
 NUM_STEPS_KEPT = 1000
@@ -221,6 +224,13 @@ class Telemetry:
         """
         recorders = self.recorders
         return recorders[model].newest() if model < len(recorders) else None
+
+    def losses(self) -> Losses | None:
+        """What the run has lost so far, and what that has cost; None: nothing, or it runs without `--recover`."""
+        if not environment.recovers():
+            return None
+        run_directory = environment.current_placement().run_directory
+        return None if run_directory is None else losses_of(run_directory)
 
     def __repr__(self) -> str:
         counts = ", ".join(str(len(recorder._ended())) for recorder in self.recorders)

@@ -19,6 +19,7 @@ from torch import Tensor
 from evenstep import world as worlds
 from evenstep.checks import whole
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.health.recovery_files import Losses
 from evenstep.health.telemetry import StepTimes
 from evenstep.logger.files import Csv, JsonLines, TensorBoard, Writer, why_no_tensorboard
 from evenstep.world import World
@@ -50,7 +51,7 @@ class Logger:
         directory: Where the files lie: `metrics.jsonl`, `metrics.csv`, `tensorboard/`.
         formats: Any of "jsonl", "csv", "tensorboard". The last needs `pip install "evenstep[tensorboard]"`.
         telemetry: Add the times of rank 0's newest finished step to every line, as `time/forward_s` and so on (see
-            `world.telemetry`).
+            `world.telemetry`); once the run has lost ranks with `--recover`, what that has cost, as `recovery/lost_s`.
         every: Write only steps that this divides; others return at once, on all ranks.
         world: The ranks that log; None: the current world.
 
@@ -248,8 +249,9 @@ class Logger:
         return dict(zip(numbers, means.tolist(), strict=True))
 
     def _times(self) -> dict[str, float]:
-        newest = self.world.telemetry.newest()
-        return {} if newest is None else times_of(newest)
+        newest, losses = self.world.telemetry.newest(), self.world.telemetry.losses()
+        times = {} if newest is None else times_of(newest)
+        return times if losses is None else times | costs_of(losses)
 
 
 def _acquire(kind: str, directory: Path) -> Writer:
@@ -282,3 +284,9 @@ def times_of(step: StepTimes) -> dict[str, float]:
     if step.ready_s:
         times["ready_s"] = max(step.ready_s)
     return {f"time/{name}": value for name, value in times.items() if math.isfinite(value)}
+
+
+def costs_of(losses: Losses) -> dict[str, float]:
+    """What a run has lost so far by name, for a line of a log. Pure."""
+    costs = {"ranks_lost": losses.num_ranks, "steps_repeated": losses.num_repeated, "lost_s": losses.lost_s}
+    return {f"recovery/{name}": float(value) for name, value in costs.items()}

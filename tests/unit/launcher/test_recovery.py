@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from evenstep.errors import ConfigurationError
 from evenstep.health.first_failure import CrashReport, Exit
 from evenstep.health.heartbeat import Heartbeat, Phase
+from evenstep.health.recovery_files import Losses, losses_of, note_losses
 from evenstep.launcher.elastic.recovery import Recoveries, Recovery, RecoveryPolicy, is_loss
 from evenstep.launcher.failure.detection import Hang
 from evenstep.launcher.failure.report import Failure, RemoteFailure, judge
 from evenstep.launcher.options.flags import parse
+from evenstep.logger.logger import costs_of
 
 
 def report(rank: int, *, is_consequence: bool = False, exit_code: int = 1, traceback: str = "Traceback") -> CrashReport:
@@ -116,6 +119,16 @@ def test_what_it_cost_is_told_at_the_end() -> None:
     assert not recoveries.awaits_step
     recoveries.stepped(9_900_000_000)
     assert recoveries.describe() == "2 ranks were lost and replaced, 2 steps repeated at most, 1.9 s lost"
+    assert recoveries.losses == Losses(num_ranks=2, num_repeated=2, num_from_disk=0, lost_s=1.9)
+
+
+def test_ranks_read_what_the_launcher_has_noted(tmp_path: Path) -> None:
+    assert losses_of(tmp_path) is None
+    losses = Losses(num_ranks=3, num_repeated=2, num_from_disk=1, lost_s=1.9)
+    note_losses(tmp_path, losses)
+    assert losses_of(tmp_path) == losses
+    costs = {"recovery/ranks_lost": 3.0, "recovery/steps_repeated": 2.0, "recovery/lost_s": 1.9}
+    assert costs_of(losses) == costs
     shrinks = Recoveries(RecoveryPolicy(shrinks=True))
     shrinks.note(Recovery(1, (1,), 5, from_memory=False), noticed_ns=0)
     shrinks.stepped(400_000_000)

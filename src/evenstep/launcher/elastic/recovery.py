@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenstep.checks import counted
+from evenstep.health.recovery_files import Losses
 from evenstep.launcher.failure.report import Failure
 
 
@@ -132,18 +133,26 @@ class Recoveries:
             self._lost_ns += max(0, time_ns - self._lost_since_ns)
             self._lost_since_ns = None
 
+    @property
+    def losses(self) -> Losses:
+        """What was lost so far, and what it cost."""
+        return Losses(
+            num_ranks=sum(len(each.lost) for each in self._made),
+            num_repeated=sum(each.num_repeated for each in self._made if each.from_memory),
+            num_from_disk=sum(not each.from_memory for each in self._made),
+            lost_s=self._lost_ns / 1e9,
+        )
+
     def describe(self) -> str:
         """What was lost and what it cost, for the end of the run; "" if nothing was."""
         if not self._made:
             return ""
-        num_lost = sum(len(each.lost) for each in self._made)
-        from_disk = sum(not each.from_memory for each in self._made)
-        verb = "was" if num_lost == 1 else "were"
-        what = f"{counted(num_lost, 'rank')} {verb} lost" + ("" if self.policy.shrinks else " and replaced")
-        num_repeated = sum(each.num_repeated for each in self._made if each.from_memory)
-        steps = f"{counted(num_repeated, 'step')} repeated at most"
-        disk = f", {counted(from_disk, 'time')} from a checkpoint on disk" if from_disk else ""
-        return f"{what}, {steps}{disk}, {self._lost_ns / 1e9:.1f} s lost"
+        losses = self.losses
+        verb = "was" if losses.num_ranks == 1 else "were"
+        what = f"{counted(losses.num_ranks, 'rank')} {verb} lost" + ("" if self.policy.shrinks else " and replaced")
+        steps = f"{counted(losses.num_repeated, 'step')} repeated at most"
+        disk = f", {counted(losses.num_from_disk, 'time')} from a checkpoint on disk" if losses.num_from_disk else ""
+        return f"{what}, {steps}{disk}, {losses.lost_s:.1f} s lost"
 
 
 def is_loss(failure: Failure | None) -> bool:

@@ -20,7 +20,7 @@ from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves_file
 from evenstep.health.heartbeat import Heartbeat, Phase, page_file, read_page
 from evenstep.health.phase_timeouts import PhaseTimeouts
-from evenstep.health.recovery_files import newest_in_memory, virtual_ranks_of, why_unsaved
+from evenstep.health.recovery_files import newest_in_memory, note_losses, virtual_ranks_of, why_unsaved
 from evenstep.launcher.elastic.heartbeat import OtherNodes, Saved
 from evenstep.launcher.elastic.looks import RankProcess, StackRequest, WorkerStacks, packed, unpacked
 from evenstep.launcher.elastic.recovery import Recoveries, Recovery, is_loss
@@ -247,6 +247,7 @@ class WatchedRanks:
             steps = [0 if page is None else page.stepped_ns for page in self._pages().values()]
             if min(steps):
                 self._recoveries.stepped(min(steps))
+                note_losses(self._run_directory, self._recoveries.losses)
         if now - self._last_look >= _LOOK_EVERY_S:
             self._last_look = now
             # Suspended ranks have been named already.
@@ -401,6 +402,8 @@ class WatchedRanks:
             if recovery is not None and self._on_recovery is not None:
                 self.recovery = recovery
                 self._on_recovery(failure, recovery)
+                if self._recoveries is not None:
+                    note_losses(self._run_directory, self._recoveries.losses)
                 return RunProcsResult()
             self._on_failure(failure)
         failures = {

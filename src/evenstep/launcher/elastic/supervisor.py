@@ -338,6 +338,12 @@ class WatchedRanks:
         done |= set(self._ranks) - {self._ranks[local_rank] for local_rank in self._alive()}
         return any(r.rank in done or time.monotonic_ns() - r.time_ns > longest_ns for r in reports)
 
+    def _only_end(self) -> bool:
+        """Whether all ranks that are left have reported an error, and written what they had to write."""
+        pages, reporting = self._pages(), {report.rank for report in self._reports()}
+        ranks = [self._ranks[local_rank] for local_rank in self._alive()]
+        return all(rank in reporting and (seen := pages[rank]) is not None and seen.is_done for rank in ranks)
+
     def _close_context(self) -> None:
         """Close after all ranks have ended or can't be killed. Writes the rest of what goes to the terminal."""
         self._ends.close()
@@ -360,8 +366,11 @@ class WatchedRanks:
                 stacks = self._request_stacks()
             # A suspended rank receives no other signal. Its peers report that they have lost it, as after any death.
             self._processes[self._ranks.index(hang.rank)].signal_group(signal.SIGKILL)
-        evident = False
+        evident, first = False, signal.SIGTERM
         while self._alive() and remote_failure is None:
+            if self._only_end():
+                first = signal.SIGKILL  # python's own end takes a tenth of a second, and nothing comes of it
+                break
             evident = is_evident(self._exits(), self._reports())
             grace_s = self._policy.evident_grace_s if evident else self._policy.grace_s
             if not evident and self._anybody_is_leaving():
@@ -372,7 +381,7 @@ class WatchedRanks:
             time.sleep(_POLL_S)
         if not (evident or remote_failure is not None or hang is not None):
             stacks = self._request_stacks()
-        self._stop(signal.SIGTERM)
+        self._stop(first)
         exits = self._exits()
         failure = judge(exits, self._reports(), attempt=self._attempt)
         if failure is not None:

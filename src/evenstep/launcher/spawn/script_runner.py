@@ -107,6 +107,9 @@ def end_quickly(pid: int, *, has_frozen_types: bool = False) -> None:
         return
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # waits for children, and for what they are sent
     logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or another thing that the script has put there
+            stream.flush()
     for thing in gc.get_objects():  # of what has come since the script began
         if issubclass(type(thing), _io._IOBase):
             with contextlib.suppress(Exception):  # closed, or not of a kind that can be written

@@ -171,6 +171,21 @@ GOES_ON = """
         loader = evenstep.DataLoader(Samples(), global_batch_size=8, shuffle=True)
         parts = dict(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
         checkpoint = evenstep.Checkpointer("saved", every_steps=4, every_minutes=None, **parts)
+
+        def die_once(name):
+            try:
+                os.close(os.open(name, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return
+            os.kill(os.getpid(), 9)
+
+        if "donor" in sys.argv:
+            from evenstep.checkpoint.save import survivors
+
+            put_in_place = survivors.put_in_place
+            survivors.put_in_place = lambda *args: (die_once("donor"), put_in_place(*args))
+        if "replacement" in sys.argv and os.path.exists("died") and world.rank == world.world_size - 1:
+            die_once("replacement")
         world.print(f"begins at {checkpoint.resume()}")
         logger = evenstep.Logger("log", telemetry=True)
         is_first = not os.path.exists("died")
@@ -184,6 +199,8 @@ GOES_ON = """
             for batch in loader:
                 for x in model.microbatches(batch) if "reproducible" in sys.argv else [batch]:
                     die("forward")
+                    if "again" in sys.argv and not is_first and world.rank == 0:
+                        die_once("again")
                     model.backward(model(x).square().mean(), weight=len(x))
                 die("step")
                 optimizer.step()
@@ -241,6 +258,21 @@ def test_a_lost_rank_is_replaced_and_the_run_ends_as_if_nothing_had_happened(
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert [line.get("recovery/ranks_lost", 0) for line in lines] == [0] * step + [1] * (10 - step)
     assert lines[-1]["recovery/steps_repeated"] == 1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("who", ["donor", "replacement", "again"])
+def test_another_rank_that_dies_in_the_recovery_costs_no_other_step(tmp_path: Path, who: str) -> None:
+    """The survivor that saves, over its save; the replacement, before it has its state; another one, right after."""
+    code, undisturbed, _ = goes_on(tmp_path / "undisturbed", [], num_ranks=3)
+    assert code == 0
+    code, killed, told = goes_on(tmp_path / "killed", ["--recover", "replace"], "forward", who, num_ranks=3)
+    assert code == 0, told
+    again = "begins at 6\n" if who == "again" else ""
+    assert killed == undisturbed.replace("begins at 0\n", f"begins at 0\n{again}begins at 6\n")
+    assert told.count("3 ranks go on from memory, at step 6\n") == (1 if who == "donor" else 2)
+    assert "evenstep: 2 ranks were lost and replaced, " in told
+    assert (tmp_path / "killed" / who).exists()
 
 
 @pytest.mark.parametrize(("num_ranks", "left"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.extended)])

@@ -146,7 +146,7 @@ def test_only_what_one_attempt_has_left_is_forgotten(tmp_path: Path) -> None:
 
 
 GOES_ON = """
-    import hashlib, os, random, sys
+    import hashlib, os, random, sys, time
     import evenstep, torch
     from torch import nn
 
@@ -184,6 +184,13 @@ GOES_ON = """
 
             put_in_place = survivors.put_in_place
             survivors.put_in_place = lambda *args: (die_once("donor"), put_in_place(*args))
+        if "two" in sys.argv:
+            from evenstep.checkpoint.save import survivors
+
+            both = evenstep.Checkpointer("net", every_minutes=None, net=net), checkpoint
+            put_in_place = survivors.put_in_place
+            survivors.put_in_place = lambda *args: (time.sleep(2), put_in_place(*args))
+            world.print(f"net begins at {both[0].resume()}")
         if "replacement" in sys.argv and os.path.exists("died") and world.rank == world.world_size - 1:
             die_once("replacement")
         world.print(f"begins at {checkpoint.resume()}")
@@ -209,7 +216,8 @@ GOES_ON = """
                 if "middle" in sys.argv:
                     die("middle")
                     world.barrier()
-                checkpoint.step()
+                for each in both if "two" in sys.argv else (checkpoint,):
+                    each.step()
                 logger.log({"rate": optimizer.param_groups[0]["lr"]}, step=checkpoint.num_steps)
             die("epoch")
             model.eval()
@@ -273,6 +281,18 @@ def test_another_rank_that_dies_in_the_recovery_costs_no_other_step(tmp_path: Pa
     assert told.count("3 ranks go on from memory, at step 6\n") == (1 if who == "donor" else 2)
     assert "evenstep: 2 ranks were lost and replaced, " in told
     assert (tmp_path / "killed" / who).exists()
+
+
+@pytest.mark.extended
+def test_what_several_checkpointers_have_is_awaited_until_all_have_saved(tmp_path: Path) -> None:
+    """Each save takes two seconds here, and a rank that is stopped has one."""
+    code, undisturbed, _ = goes_on(tmp_path / "undisturbed", [], "two")
+    assert code == 0
+    flags = ["--recover", "replace", "--shutdown-timeout", "1"]
+    code, killed, told = goes_on(tmp_path / "killed", flags, "forward", "two")
+    assert code == 0, told
+    begins = "net begins at 0\nbegins at 0\n"
+    assert killed == undisturbed.replace(begins, f"{begins}net begins at 6\nbegins at 6\n")
 
 
 @pytest.mark.parametrize(("num_ranks", "left"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.extended)])

@@ -550,6 +550,7 @@ class Checkpointer:
         if error is not None and is_consequence(error):
             heartbeat.mark(heartbeat.Phase.SAVING)
             last_step.save()
+            heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
         last_step.close()
 
     def _release(self) -> None:

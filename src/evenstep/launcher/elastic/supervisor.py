@@ -432,13 +432,20 @@ class WatchedRanks:
         return RunProcsResult(failures=failures, return_values=dict.fromkeys(self._processes))
 
     def _awaits_survivors(self, started: float) -> bool:
-        """Whether a survivor may still save the last step for those who go on: see `checkpoint.save.survivors`."""
-        if self._recoveries is None or newest_in_memory(self._run_directory) != self._in_memory_before:
+        """Whether a survivor may still save the last step for those who go on: see `checkpoint.save.survivors`.
+
+        While one saves, also where another step is there: a script may have several `Checkpointer`s.
+        """
+        if self._recoveries is None or not self._saves():
             return False
-        if not self._saves() or not is_loss(judge(self._exits(), self._reports(), attempt=self._attempt)):
+        if not is_loss(judge(self._exits(), self._reports(), attempt=self._attempt)):
             return False
-        saving = any(seen is not None and seen.phase is Phase.SAVING for seen in self._pages().values())
-        return time.monotonic() - started < (self._policy.save_s if saving else self._recoveries.policy.save_s)
+        pages, elapsed_s = self._pages(), time.monotonic() - started
+        alive = (pages[self._ranks[local_rank]] for local_rank in self._alive())
+        if any(seen is not None and seen.phase is Phase.SAVING for seen in alive):
+            return elapsed_s < self._policy.save_s
+        has_saved = newest_in_memory(self._run_directory) != self._in_memory_before
+        return not has_saved and elapsed_s < self._recoveries.policy.save_s
 
     def _plan_recovery(self, failure: Failure | None, saved: Saved) -> Recovery | None:
         if self._recoveries is None or failure is None:

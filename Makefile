@@ -9,7 +9,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-failed test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint stress-recovery stress-parameter-servers clean
 .PHONY: bench-recovery soak-recovery bench-faults bench-checks soak soak-clean
-.PHONY: bench-collectives bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
+.PHONY: bench-collectives bench-backend bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
 .PHONY: bench-predict bench-compression bench-try bench-house bench-parameter-servers bench-start
 
 help: ## list these targets
@@ -82,6 +82,9 @@ stress: install ## 1,000 random windows of the engine, 300 random trainings, 100
 
 bench-collectives: install ## shared memory against Gloo, 64 B to 256 MiB on 2 and 4 ranks; some minutes, on a quiet machine
 	$(RUN:-m=) benchmarks/collectives.py --json build/collectives.json
+
+bench-backend: install ## torch's DDP, FSDP2, tensor parallelism, compiled collectives, accelerate and Fabric over the backend, beside Gloo; some minutes, on a quiet machine
+	$(RUN:-m=) benchmarks/backend.py --json build/backend.json
 
 bench-hosts: install ## all-reduce over two hosts at 1 Gbit/s (network namespaces; needs root), against Gloo
 	$(RUN:-m=) benchmarks/hosts.py --json build/hosts.json

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from measuring import describe_machine, quartiles
-from models import CASES, Case
+from models import CASES, Case, shard_parts
 
 import evenstep
 
@@ -35,18 +35,14 @@ SIDES = ("bare", "gloo", "plain", "attached")
 def build_step(case: Case, side: str, world: evenstep.World, gloo: dist.ProcessGroup) -> Callable[[], None]:
     """One side's training step, on a model of its own."""
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     module = case.build()
     x, y = case.draw()
     if side != "bare":
         assert world.mesh is not None
-        mesh = DeviceMesh.from_group(gloo, "cpu", mesh_dim_names=("shard",)) if side == "gloo" else world.mesh
-        parts = next((list(each) for each in module.modules() if isinstance(each, torch.nn.ModuleList)), None)
-        for each in [*(module.children() if parts is None else parts), module]:
-            if any(True for _ in each.parameters()):
-                fully_shard(each, mesh=mesh)
+        over_gloo = DeviceMesh.from_group(gloo, "cpu", mesh_dim_names=("shard",))
+        shard_parts(module, over_gloo if side == "gloo" else world.mesh)
     model = evenstep.attach(module, world) if side == "attached" else module
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,16 @@ class GPT(nn.Module):
         """[n, length] to [n, length, symbols]."""
         x = self.symbols(symbols) + self.places.weight[: symbols.shape[1]]
         return self.head(self.norm(self.layers(x, mask=self.mask, is_causal=True)))
+
+
+def shard_parts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Have torch's FSDP2 shard each of a module's parts by itself (for the GPT its layers), then the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    parts = next((list(each) for each in module.modules() if isinstance(each, nn.ModuleList)), None)
+    for each in [*(module.children() if parts is None else parts), module]:
+        if any(True for _ in each.parameters()):
+            fully_shard(each, mesh=mesh)
 
 
 def _regression(*shape: int, outputs: int) -> Callable[[], tuple[Tensor, Tensor]]:

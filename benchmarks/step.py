@@ -5,7 +5,7 @@
     python benchmarks/step.py --ranks 2 --sides sharded --steps 10
     python benchmarks/step.py --device cuda          # on GPUs alone; else on the CPU, and on GPUs where there are some
 
-Eight sides of the same training take turns within one run, in blocks of equally many steps:
+Seven sides of the same training take turns within one run, in blocks of equally many steps:
 
     bare       the module itself: nothing is exchanged
     tutorial   torch's DistributedDataParallel as its tutorials write it, with their optimizer
@@ -18,8 +18,15 @@ Eight sides of the same training take turns within one run, in blocks of equally
 In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. While others run, torch's
 global optimizer hooks are taken off, through which evenstep sees optimizers. What a side adds is the difference of
 neighbouring blocks to bare. A block is timed from barrier to barrier, on the slowest rank; the tables have medians over
-blocks, with quartiles. On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first: torch's DDP
-has Gloo then, evenstep too. A barrier there waits for all that was queued.
+blocks, with quartiles.
+
+Several CPU ranks have a limit: the bare step, the bytes that have to be moved at the speed of plain copies, and one
+empty barrier, all three measured in blocks of the same run. What has to be moved is, of as many numbers as there are
+parameters: for an all-reduce, this rank's share of all ranks' gradients into all ranks' sums; for sharded, all shares
+into one, and the others' shares of the parameters.
+
+On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first: torch's DDP has Gloo then, evenstep
+too. A barrier there waits for all that was queued.
 """
 
 from __future__ import annotations
@@ -44,6 +51,8 @@ import evenstep
 Step = Callable[[], None]
 SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "flat", "sharded"]
 OURS = SIDES[4:]
+# Parts of the limit, which take turns with the sides.
+COPIES, SHARDED_COPIES, BARRIER = PARTS = ["copies", "sharded copies", "barrier"]
 
 
 def build_step(case: Case, side: str, world: evenstep.World) -> Step:
@@ -78,6 +87,27 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
     return step
 
 
+def build_part(case: Case, part: str, world: evenstep.World) -> Step:
+    """A part of the limit."""
+    if part == BARRIER:
+        return world.barrier
+    num_shares = world.world_size
+    numel = max(1, sum(each.numel() for each in case.build().parameters()) // num_shares)
+    share, *shares = (torch.ones(numel) for _ in range(num_shares + 1))
+
+    def copy() -> None:
+        for each in shares:
+            each.copy_(share)
+
+    def copy_sharded() -> None:
+        for each in shares:
+            share.copy_(each)
+        for each in shares[1:]:
+            each.copy_(share)
+
+    return copy if part == COPIES else copy_sharded
+
+
 @contextlib.contextmanager
 def only_torchs_own() -> Iterator[None]:
     """Without the hooks by which evenstep marks the steps of all optimizers of a process."""
@@ -99,6 +129,9 @@ def measure(
     case = CASES[name]
     world = evenstep.init(quiet=True, device=device.name, transport=device.transport)
     steps = {side: build_step(case, side, world) for side in sides}
+    if world.world_size > 1 and not device.is_cuda:
+        steps |= {part: build_part(case, part, world) for part in PARTS}
+        sides = [*sides, *PARTS]
     for step in steps.values():
         for _ in range(5):
             step()
@@ -143,16 +176,25 @@ def on_ranks(
 
 
 def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, list[float]]]:
-    """For each side: quartiles of the step, of what it adds (microseconds), and of its ratio to bare. Pure."""
+    """For each side: quartiles of the step, of what it adds (microseconds), and of its ratio to bare. Pure.
+
+    Of our sides also the ratio to the limit, where its parts were measured.
+    """
     bare = seconds["bare"]
-    return {
+    found = {
         side: {
             "step_us": quartiles([value * 1e6 for value in each]),
             "added_us": quartiles([(value - other) * 1e6 for value, other in zip(each, bare, strict=True)]),
             "ratio": ratios(each, bare),
         }
         for side, each in seconds.items()
+        if side not in PARTS
     }
+    for side in OURS:
+        if side in found and BARRIER in seconds:
+            parts = (bare, seconds[SHARDED_COPIES if side == "sharded" else COPIES], seconds[BARRIER])
+            found[side]["over_limit"] = ratios(seconds[side], [sum(each) for each in zip(*parts, strict=True)])
+    return found
 
 
 def table(num_ranks: int, where: str, results: dict[str, dict[str, dict[str, list[float]]]]) -> str:
@@ -160,17 +202,20 @@ def table(num_ranks: int, where: str, results: dict[str, dict[str, dict[str, lis
     lines = [
         f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {where}",
         "",
-        "| model | side | step, us | added, us | times bare |",
-        "| --- | --- | ---: | ---: | ---: |",
+        "| model | side | step, us | added, us | times bare | times the limit |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for name, sides in results.items():
         for side, each in sides.items():
             step = f"{each['step_us'][1]:,.0f}"
             added = "" if side == "bare" else spread(each["added_us"], 0)
             ratio = "" if side == "bare" else spread(each["ratio"], 3)
-            lines.append(f"| {name} | {side} | {step} | {added} | {ratio} |")
+            limit = spread(each["over_limit"], 3) if "over_limit" in each else ""
+            lines.append(f"| {name} | {side} | {step} | {added} | {ratio} | {limit} |")
     for side, share in shares_of_best(results).items():
         lines += ["", f"{side} adds {share:.2f} of what torch's DDP at its best adds (geometric mean)"]
+    for side, mean in over_limit(results).items():
+        lines += ["", f"{side} takes {mean:.3f} times as long as the limit (geometric mean)"]
     for side, mean in speeds_of_sharded(results).items():
         lines += ["", f"{side} takes {mean:.2f} times as long as sharded (geometric mean)"]
     return "\n".join(lines)
@@ -190,6 +235,16 @@ def shares_of_best(results: dict[str, dict[str, dict[str, list[float]]]]) -> dic
                 least = 0.02 * each["bare"]["step_us"][1]
                 shares.append(max(least, each[side]["added_us"][1]) / max(least, each["best"]["added_us"][1]))
             found[side] = statistics.geometric_mean(shares)
+    return found
+
+
+def over_limit(results: dict[str, dict[str, dict[str, list[float]]]]) -> dict[str, float]:
+    """Geometric means over models of our sides' steps over the limit; none where that wasn't measured. Pure."""
+    found = {}
+    for side in OURS:
+        measured = [sides[side]["over_limit"][1] for sides in results.values() if "over_limit" in sides.get(side, {})]
+        if measured:
+            found[side] = statistics.geometric_mean(measured)
     return found
 
 
@@ -233,6 +288,7 @@ def main() -> None:
             whole[key] = {
                 "sides": results,
                 "shares_of_best": shares_of_best(results),
+                "over_limit": over_limit(results),
                 "over_sharded": speeds_of_sharded(results),
             }
     if arguments.json is not None:

@@ -16,6 +16,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 _COMM_MODE = "torch.distributed.tensor.debug._comm_mode"  # imported by those who use it
 
 
+def is_profiled() -> bool:
+    """Whether a profiler runs."""
+    return profiler._is_profiler_enabled
+
+
 def is_watched() -> bool:
     """Whether a profiler runs, or a mode that sees each operation. Costs a tenth of a microsecond."""
     return profiler._is_profiler_enabled or _len_torch_dispatch_stack() > 0

@@ -12,6 +12,9 @@ loop. They are turned into times only on demand (`explain`, pure).
     END                       the window has ended, `p.grad` is the mean
     OPTIMIZER, OPTIMIZER_END  around the optimizer's step, seen through torch's global hooks
 
+While torch's profiler runs, these are ranges of the profile, too: "evenstep:forward", "evenstep:backward",
+"evenstep:exchange" (from WAITING to REDUCED) and "evenstep:finish". Of the optimizer's step torch has one of its own.
+
 A step begins with the first forward pass after a window's end. On a GPU these are the host's times: when work was
 queued, not when it was done.
 """
@@ -21,7 +24,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter_ns
@@ -29,6 +32,7 @@ from time import perf_counter_ns
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from evenstep import environment
+from evenstep.compat.torch_profiler import begin_event, is_profiled
 from evenstep.health.recovery_files import Losses, losses_of
 
 FORWARD, FORWARD_END, BACKWARD, WAITING, REDUCED, END, OPTIMIZER, OPTIMIZER_END = range(-8, 0)
@@ -37,6 +41,7 @@ NUM_STEPS_KEPT = 1000
 _MOST_PER_STEP = 20_000  # numbers: a model that isn't trained sees the steps of all optimizers there are
 
 _SPANS = ("forward", "backward", "wait", "finish", "optimizer")
+_RANGES = {"wait": "exchange"}  # of a profile, where they are called otherwise than the spans
 # What a mark ends, and what it begins. A backward pass without an end lasts until something else begins.
 _TRANSITIONS: dict[int, tuple[tuple[str, ...], str | None]] = {
     FORWARD: (("backward",), "forward"),
@@ -106,6 +111,7 @@ class Recorder:
     """The marks of one model's steps.
 
     Attributes:
+        is_profiled: Whether torch's profiler ran when the last forward pass began, so that marks are ranges of it.
         bucket_bytes: Memory of the buckets.
         peak_bucket_bytes: The most it was: for a moment, when buckets are laid out anew, old and new ones exist.
     """
@@ -114,11 +120,21 @@ class Recorder:
         self._marks: deque[int] = deque()  # of all steps: to begin a list for each would take a microsecond
         self._begins: deque[int] = deque([0])  # of each step: how many numbers came before it since `_marks` was cut
         self._is_over = False
+        self._ranges: dict[str, Callable[[], None]] = {}  # by span: ends the range that is open
+        self.is_profiled = False
         self.bucket_bytes = 0
         self.peak_bucket_bytes = 0
 
+    def begin_forward(self) -> None:
+        """A forward pass begins now; marked when it ends."""
+        if is_profiled() or self.is_profiled:
+            self.is_profiled = is_profiled()
+            self._show(FORWARD)
+
     def forward(self, began_ns: int) -> None:
         """A forward pass ends now."""
+        if self.is_profiled:
+            self._show(FORWARD_END)
         if self._is_over:
             self._begin_step()
         if len(self._marks) - self._begins[-1] < _MOST_PER_STEP:
@@ -127,10 +143,12 @@ class Recorder:
     def mark(self, what: int) -> None:
         """Something happens now."""
         self._marks.extend((what, perf_counter_ns()))
+        if self.is_profiled:
+            self._show(what)
 
     def end(self) -> None:
         """The window has ended: what follows, up to the next forward pass, is the optimizer's."""
-        self._marks.extend((END, perf_counter_ns()))
+        self.mark(END)
         self._is_over = True
 
     def whole_backward(self) -> None:
@@ -165,6 +183,15 @@ class Recorder:
         """How often the clock was read, on average."""
         ended = self._ended()
         return sum(map(len, ended)) / 2 / max(1, len(ended))
+
+    def _show(self, what: int) -> None:
+        """End and begin ranges of the running profile."""
+        closes, opens = _TRANSITIONS.get(what, ((), None))
+        for name in closes if opens is None else (*closes, opens):  # one that an error has left open, too
+            if (end := self._ranges.pop(name, None)) is not None:
+                end()
+        if opens is not None and (end := begin_event(f"evenstep:{_RANGES.get(opens, opens)}", (), {})) is not None:
+            self._ranges[opens] = end
 
     def _ended(self) -> Sequence[Sequence[int]]:
         """The marks of each of the last steps that have ended."""

@@ -302,8 +302,8 @@ class Engine:
 
     def _begin_single_pass(self) -> bool:
         """Begin a pass that needs nothing but autograd, if this is one: see `SINGLE_PASS`."""
-        if not self._may_be_single or self.is_in_window or not self.synchronise:
-            return False
+        if not self._may_be_single or self.is_in_window or not self.synchronise or self.recorder.is_profiled:
+            return False  # of a profile's ranges the end is needed, too
         self.was_scaled = False
         self.num_reductions += 1
         self.recorder.whole_backward()

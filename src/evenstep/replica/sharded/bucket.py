@@ -167,13 +167,11 @@ class ShardedBucket(Bucket):
             torch._foreach_zero_(self._gaps)
         self._pack(self._hidden if self.hides else self.views, divide_by, totals)
 
-    def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
+    def _start(self, hooks: HookQueue | None, *, is_last: bool) -> Work:
         """Start adding over ranks; what this rank gets is its shard."""
         if hooks is not None or self.is_replicated:
-            super().launch(hooks, is_last=is_last)
-            return
-        self._version = self._versions()
-        self.work = self.transport.reduce_scatter(self._sum, self.flat)
+            return super()._start(hooks, is_last=is_last)
+        return self.transport.reduce_scatter(self._sum, self.flat)
 
     def wait(self) -> None:
         """Return when `reduced` holds this rank's part of the sum over ranks."""
@@ -431,6 +429,7 @@ class ShardedBucket(Bucket):
         """Collective: begin to give every rank the values of all shards."""
         if self.num_shards == 1:
             return LocalTransport().barrier()  # they are there
+        self._begin_range("parameters of bucket", self.values)
         return self.transport.all_gather(self.values, self.own)
 
     def finish_gather(self, work: Work) -> None:
@@ -441,6 +440,7 @@ class ShardedBucket(Bucket):
         """
         torch.autograd.graph.increment_version(self.parameters)
         work.wait()
+        self._end_range()
 
 
 @dataclass(frozen=True)

@@ -338,6 +338,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         # has driven it out of the processor's caches. See `_settle`.
         engine = self.engine
         engine.begin_forward()
+        engine.recorder.begin_forward()
         began_ns = perf_counter_ns()
         if heartbeat.current is not None:
             heartbeat.mark(heartbeat.Phase.FORWARD)
@@ -364,6 +365,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 if not self.world.has_diverged:
                     self.world.diverge_random_streams()
                 engine.ending.validate_pass("the model was called in training")
+            engine.recorder.begin_forward()
         began_ns = perf_counter_ns()
         heartbeat.mark(heartbeat.Phase.FORWARD if with_grad else heartbeat.Phase.EVALUATING)
         if self.settings.inputs_to is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from evenstep.compat.torch_profiler import begin_event, is_profiled
 from evenstep.errors import UsageError
 from evenstep.replica.gradients.buckets.comm_hooks import HookQueue
 from evenstep.replica.gradients.buckets.layout import BucketLayout
@@ -60,6 +61,7 @@ class Bucket:
         self.sent_views = self.views  # the same of what travels
         self.work: Work | None = None
         self.is_full = False
+        self._at_end: Callable[[], None] | None = None  # ends the range of a profile
         self._graphs: list[tuple[nn.Parameter, Tensor]] = []  # see [Note: gradients that can be differentiated]
         self._version = 0
         self._transport = transport
@@ -124,19 +126,21 @@ class Bucket:
     def _pack(self, shown: Sequence[Tensor | None], divide_by: float, totals: list[float] | None) -> None:
         """`pack`; what there is in `p.grad` becomes what is given for its slot."""
         grads = [parameter.grad for parameter in self.parameters]
-        self.is_full = not [True for grad in grads if grad is None]
         into: list[Tensor] = []
         what: list[Tensor] = []
         there: list[Tensor] = []
-        for index, (grad, view) in enumerate(zip(grads, self.views, strict=True)):
+        self.is_full = True
+        for index, (grad, view, sent) in enumerate(zip(grads, self.views, self.sent_views, strict=True)):
             if grad is None:
-                view.zero_()
-            elif grad is view:
-                if view.data_ptr() != self._addresses_of_views[index]:
-                    raise moved_parameter([self.names[index]])
-                there.append(view)
+                self.is_full = False
+                sent.zero_()
+                continue
+            if grad is view and view.data_ptr() != self._addresses_of_views[index]:
+                raise moved_parameter([self.names[index]])
+            if grad is sent:
+                there.append(sent)
             else:
-                into.append(view)
+                into.append(sent)
                 what.append(grad)
         self._graphs = []
         if torch.is_grad_enabled():  # in a pass with create_graph=True, or behind any
@@ -169,7 +173,7 @@ class Bucket:
         divide_by: float,
         totals: list[float] | None,
     ) -> None:
-        """Copy gradients to their views, and divide them and those that are there."""
+        """Copy gradients to where they travel from, and divide them and those that are there."""
         if (
             self._is_coarse
             and (divide_by != 1.0 or totals is not None)
@@ -198,7 +202,22 @@ class Bucket:
     def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
         """Start adding the flat tensor over ranks, or whatever a communication hook does instead."""
         self._version = self._versions()
-        self.work = self._transport.all_reduce(self.flat) if hooks is None else hooks.submit(self, is_last=is_last)
+        self._begin_range("bucket", self.flat)
+        self.work = self._start(hooks, is_last=is_last)
+
+    def _begin_range(self, what: str, travels: Tensor) -> None:
+        """Begin a range of the profile, if there is one: until `_end_range` something of this bucket travels."""
+        if is_profiled():
+            details = {"Bucket": self.layout.index, "Bytes": travels.nbytes}
+            self._at_end = begin_event(f"evenstep:{what} {self.layout.index}", [travels], details)
+
+    def _end_range(self) -> None:
+        if self._at_end is not None:
+            self._at_end()
+            self._at_end = None
+
+    def _start(self, hooks: HookQueue | None, *, is_last: bool) -> Work:
+        return self._transport.all_reduce(self.flat) if hooks is None else hooks.submit(self, is_last=is_last)
 
     def wait(self) -> None:
         """Return when the flat tensor holds the sum over ranks (see `Work.wait`).
@@ -209,6 +228,7 @@ class Bucket:
         work, self.work = self.work, None
         if work is not None:
             work.wait()
+        self._end_range()
         if self._versions() != self._version:
             raise late_gradient(self.names)
 
@@ -270,8 +290,8 @@ class Bucket:
 class CastBucket(Bucket):
     """A bucket whose gradients are added in another dtype than they have; its arguments are those of `Bucket`.
 
-        own     [numel]   this rank's gradients, and afterwards the mean: what `p.grad` are views of
-        flat    [numel]   the same in the dtype in which they travel, are added and divided
+        flat    [numel]   this rank's gradients in the dtype in which they travel, are added and divided
+        own     [numel]   the mean in the gradients' dtype: what `p.grad` are views of
 
     So a mean of 16-bit gradients that is taken in float32 is rounded once, at its end.
     """
@@ -293,15 +313,6 @@ class CastBucket(Bucket):
     def is_zero(self) -> bool:
         """See `Bucket.is_zero`."""
         return self._own.device.type == "cpu" and not self._own.any()
-
-    def pack(self, divide_by: float = 1.0, totals: list[float] | None = None) -> None:
-        """See `Bucket.pack`; divided in the dtype of the sum, in which a finite gradient may overflow."""
-        super().pack()
-        self.flat.copy_(self._own)
-        if divide_by != 1.0:
-            self.flat.div_(divide_by)
-        if totals is not None:
-            totals.append(total_of(self.flat))
 
     def unpack(self, own_factor: float | Tensor | None = 1.0) -> None:
         """See `Bucket.unpack`."""

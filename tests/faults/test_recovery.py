@@ -200,6 +200,10 @@ GOES_ON = """
         def die(at):
             if is_first and at in sys.argv and checkpoint.num_steps == 6 and world.rank == world.world_size - 1:
                 open("died", "w").close()
+                if "hangs" in sys.argv:
+                    time.sleep(60)
+                if "raises" in sys.argv:
+                    raise OSError("a file that isn't there for once")
                 os.kill(os.getpid(), 9)
 
         for epoch in loader.epochs(2):
@@ -281,6 +285,18 @@ def test_another_rank_that_dies_in_the_recovery_costs_no_other_step(tmp_path: Pa
     assert told.count("3 ranks go on from memory, at step 6\n") == (1 if who == "donor" else 2)
     assert "evenstep: 2 ranks were lost and replaced, " in told
     assert (tmp_path / "killed" / who).exists()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("how", ["hangs", "raises"])
+def test_a_rank_that_hangs_or_raises_is_lost_like_one_that_was_killed(tmp_path: Path, how: str) -> None:
+    code, undisturbed, _ = goes_on(tmp_path / "undisturbed", [])
+    assert code == 0
+    flags = ["--recover", "replace", "--phase-timeout", "between=4"]
+    code, killed, told = goes_on(tmp_path / "killed", flags, "forward", how)
+    assert code == 0, told
+    assert killed == undisturbed.replace("begins at 0\n", "begins at 0\nbegins at 6\n")
+    assert "evenstep: 1 rank was lost and replaced, 1 step repeated at most, " in told
 
 
 @pytest.mark.extended

@@ -7,7 +7,7 @@ pass of a step that isn't saved on disk. In turn: `--max-restarts 1` with a chec
 `--recover replace`, `--recover shrink`. Of each run: seconds from the death to the next step that is new, how many
 steps were repeated until then, and where the time went:
 
-    noticed    the other rank's exchange ends with an error
+    noticed    the other rank's exchange ends with an error; without recovery it may be stopped before that
     saved      it has left its world, and saved its state if it recovers
     started    the ranks run the script again: the launcher has seen all of them end, and has forked new ones
     joined     they have met
@@ -137,7 +137,9 @@ def run(way: str, width: int, depth: int) -> dict[str, float]:
         steps = [(int(n), float(at), float(took)) for n, at, took in re.findall(r"step (\d+) (\S+) (\S+)", done.stdout)]
         marks = [(name, float(at)) for name, at in map(str.split, (directory / "marks").read_text().splitlines())]
         reached = {name: at for name, at in marks if at > died_s}  # the last of each: of the ranks that went on
-        parts = [died_s, *(reached[name] for name in PARTS)]
+        parts = [died_s]
+        for name in PARTS:  # without recovery the other rank may be stopped before it notices anything
+            parts.append(reached.get(name, parts[-1]))
         numbers = [number for number, _, _ in steps]
         calls = re.search(r"calls (\S+)", done.stdout)
         return {

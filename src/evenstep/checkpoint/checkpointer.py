@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -378,7 +379,8 @@ class Checkpointer:
         """See `RunDirectory.commit`."""
         self._directory.commit(temporary, manifest)
         if self._saved_file is not None:
-            self._saved_file.write_text(repr(self._saved_at))
+            with contextlib.suppress(OSError):  # the next ranks save too early
+                self._saved_file.write_text(repr(self._saved_at))
 
     def _finish(self, *, raises: bool = False) -> None:
         """Collective: wait for the pending save; raise or print its failure."""
@@ -441,9 +443,13 @@ class Checkpointer:
         self._names_given |= dict.fromkeys(metrics)
         self._lacks_best = self._lacks_best and self.policy.best not in metrics
         value = self._metrics.get(self.policy.best or "", math.nan) if self.policy.best in metrics else math.nan
+        return self._takes_best(value)
+
+    def _takes_best(self, value: float) -> bool:
+        """Note a value of the metric that `best` names; whether it beats all before."""
         if not is_better(value, self._best, self.policy):
             return False
-        self._best = value
+        self._best, self._lacks_best = value, False
         return True
 
     # ------------------------------------------------------------------ what lies there
@@ -493,20 +499,12 @@ class Checkpointer:
                 if self.world.is_main:
                     remove_step(storage, step)  # or what survivors save next would look older than it
                 continue
-            if self._is_save_lost(step):
-                self._save()
+            is_best = self._takes_best(self._metrics.get(self.policy.best or "", math.nan))
+            by_steps = self.policy.every_steps is not None and step % self.policy.every_steps == 0
+            if (is_best or by_steps) and step > 0 and step not in self._directory.steps:
+                self._save()  # that save had begun when the rank was lost
             return step
         return None
-
-    def _is_save_lost(self, step: int) -> bool:
-        """Whether a save of this step had begun when a rank was lost, and can't be a checkpoint any more."""
-        if step in self._directory.steps or step == 0:
-            return False
-        value = self._metrics.get(self.policy.best or "", math.nan)
-        if is_better(value, self._best, self.policy):
-            self._best, self._lacks_best = value, False
-            return True
-        return self.policy.every_steps is not None and step % self.policy.every_steps == 0
 
     def _load(self, step: int, *, strict: bool, verb: str, storage: Storage | None = None) -> int:
         of_survivors = storage is not None

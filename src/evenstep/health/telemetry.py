@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from time import perf_counter_ns
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -254,10 +255,12 @@ class Telemetry:
 
     def losses(self) -> Losses | None:
         """What the run has lost so far, and what that has cost; None: nothing, or it runs without `--recover`."""
-        if not environment.recovers():
-            return None
-        run_directory = environment.current_placement().run_directory
-        return None if run_directory is None else losses_of(run_directory)
+        return None if self._recovers_in is None else losses_of(self._recovers_in)
+
+    @functools.cached_property
+    def _recovers_in(self) -> Path | None:
+        """The run's directory; None: it runs without `--recover`."""
+        return environment.current_placement().run_directory if environment.recovers() else None
 
     def __repr__(self) -> str:
         counts = ", ".join(str(len(recorder._ended())) for recorder in self.recorders)

@@ -6,9 +6,11 @@ was given which argument, as in "DataLoader: timeout". Numbers and switches may 
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from evenstep.errors import ConfigurationError
@@ -23,6 +25,19 @@ def shown(value: object) -> str:
     except Exception:  # a foreign __repr__
         text = f"a {type(value).__name__}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """ " Did you mean cpu?", where a name that isn't known is close to one that is; else ""."""
+    names = list(known)
+    close = [each for each in names if each.startswith(name)] or difflib.get_close_matches(name, names, n=1)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def option_meant(message: str, options: Iterable[str]) -> str:
+    """The same for an option of which argparse complains, of those with dashes."""
+    wrong = re.match(r"(?:unrecognized arguments|ambiguous option): (--[\w-]+)", message)
+    return meant(wrong[1], [each for each in options if "_" not in each]) if wrong else ""
 
 
 def counted(count: int, noun: str) -> str:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
+from evenstep import checks
 from evenstep.errors import ConfigurationError
 
 
@@ -24,7 +25,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a `ConfigurationError`."""
-        raise ConfigurationError(f"{message}. See `{self.prog} --help`.")
+        guess = checks.option_meant(message, self._option_string_actions)
+        raise ConfigurationError(f"{message}.{guess} See `{self.prog} --help`.")
 
 
 def number(text: str) -> int:

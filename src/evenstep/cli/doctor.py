@@ -47,10 +47,13 @@ def main(arguments: Sequence[str]) -> int:
         ignore=args.ignore,
         say=console.say,
     )
+    report.show(Console(soft_wrap=True))
     misplaced = [each for each in args.arguments if each in ("--no-run", "--select", "--ignore", "--json", "--sarif")]
     if misplaced:
-        console.say(f"evenstep: {misplaced[0]} stands behind the script, so it was given to the script.")
-    report.show(Console(soft_wrap=True))
+        console.say(
+            f"evenstep: {misplaced[0]} stands behind the script, so it was given to the script. An option of doctor "
+            f"stands before it: evenstep doctor {misplaced[0]} ... {args.script}"
+        )
     if args.json is not None:
         Path(args.json).write_text(report.as_json() + "\n")
     if args.sarif is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from evenstep import checks
 from evenstep.doctor.findings import Finding, Watched, merge
 from evenstep.doctor.report import Report
 from evenstep.doctor.rules import GROUPS, RULES
@@ -126,8 +126,7 @@ def _matching(option: str, names: Sequence[str]) -> set[str]:
     for name in names:
         fitting = {key for key, rule in RULES.items() if rule.group == name.lower() or key.startswith(name.upper())}
         if not fitting or name.upper() in ("E", "EV", ""):
-            close = difflib.get_close_matches(name, [*RULES, *GROUPS], n=1)
-            guess = f" Did you mean {close[0]}?" if close else ""
+            guess = checks.meant(name, [*RULES, *GROUPS])
             raise ConfigurationError(
                 f"{option} {name}: there is no such rule.{guess} Rules are EV101 to EV605, groups {', '.join(GROUPS)}."
             )

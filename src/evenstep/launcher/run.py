@@ -107,7 +107,8 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     )
     if args.inject is not None:
         # By name: nothing of evenstep imports `testing`. A mistake in it is reported here, once.
-        importlib.import_module("evenstep.testing.faults").parse_faults(args.inject)
+        faults = importlib.import_module("evenstep.testing.faults").parse_faults(args.inject)
+        _check_faults_ranks([fault.rank for fault in faults], most * plan.num_ranks)
     choices = OutputChoices.parse(
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
     )
@@ -123,6 +124,13 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     with private_directory("run") as directory:
         logs = RankLogs(choices, log_directory, directory)
         return _Run(args, plan, logs, directory, num_nodes=most, announced=line, zygote=zygote).execute()
+
+
+def _check_faults_ranks(ranks: Sequence[int], num_ranks: int) -> None:
+    """Refuse a fault that no rank would inject: a run without a fault would be taken for one that has survived it."""
+    beyond = [rank for rank in ranks if rank >= num_ranks]
+    if beyond:
+        raise ConfigurationError(f"--inject: there is no rank {beyond[0]}; there are {num_ranks}, from 0.")
 
 
 def _print_plan(args: Namespace, plan: RankPlan, host: Host, *, fewest_nodes: int, num_nodes: int) -> int:

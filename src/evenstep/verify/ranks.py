@@ -53,7 +53,7 @@ def verify_ranks(
     if len(set(ranks)) < 2 or min(ranks) < 1:
         received = ",".join(map(str, ranks))
         raise ConfigurationError(
-            f"--nproc-per-node {received}: at least two numbers of ranks, from 1, as in --nproc-per-node 1,2,4."
+            f"--nproc-per-node {received}: give two or more numbers of ranks, each at least 1, as in 1,2,4."
         )
     if num_steps < 1:
         raise ConfigurationError(f"--steps {num_steps}: at least 1.")

@@ -394,3 +394,25 @@ def test_the_page_of_exit_statuses_has_every_status() -> None:
     listed = {int(each) for each in re.findall(r"^\| (\d+) \|", of_run, re.MULTILINE)}
     assert codes(EvenstepError) - {1} | {0, EXIT_PREEMPTED, 130} == listed
     assert {0, 1, EXIT_SCRIPT_FAILED, 74, 78, 130} == {int(n) for n in re.findall(r"^\| (\d+) \|", of_commands, re.M)}
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [("--nprocs-per-node", "--nproc-per-node"), ("--nproc", "--nproc-per-node"), ("--recovr", "--recover")],
+)
+def test_an_option_that_was_meant_is_named(
+    option: str, meant: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f" Did you mean {meant}?" in refused(capsys, option, "2", script)
+
+
+def test_other_commands_name_the_option_that_was_meant(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-rum", script]) == 78
+    assert " Did you mean --no-run?" in capsys.readouterr().err
+    assert main(["doctor", "--nothing-like-it", script]) == 78
+    assert "Did you mean" not in capsys.readouterr().err
+
+
+def test_a_fault_of_a_rank_that_there_is_not(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--nproc-per-node", "2", "--inject", "kill:rank=2,step=1", script)
+    assert "there is no rank 2; there are 2, from 0" in said

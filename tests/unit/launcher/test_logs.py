@@ -114,7 +114,10 @@ def test_old_logs_go_and_what_may_still_be_needed_stays(tmp_path: Path, monkeypa
     assert not old.exists()
     assert all(path.exists() for path in (young, runs, foreign / "notes.txt", written, other, own))
     said = describe_kept_logs(None, keep=None)
-    assert said == f"{tmp_path} has 5 such folders; what is 14 days old goes when a run starts (--keep-logs DAYS)"
+    assert (
+        said
+        == f"{tmp_path} has 5 folders of logs; those of 14 days ago are removed when a run starts (--keep-logs DAYS)"
+    )
     remove_old_logs(None, days=choose_keep_days(0, log_dir=None), keep=own, now=time.time() + 1)
     assert sorted(path for path in tmp_path.iterdir()) == sorted([runs, foreign, other, own])
 
@@ -128,7 +131,7 @@ def test_logs_in_a_directory_of_the_users_go_only_on_request(tmp_path: Path) -> 
     age(old, 400)
     remove_old_logs(str(tmp_path), days=choose_keep_days(None, log_dir=str(tmp_path)), keep=own)
     assert old.exists()
-    assert "has 2 such folders; all are kept (--keep-logs DAYS)" in describe_kept_logs(str(tmp_path), keep=None)
+    assert "has 2 folders of logs; all are kept (--keep-logs DAYS)" in describe_kept_logs(str(tmp_path), keep=None)
     remove_old_logs(str(tmp_path), days=choose_keep_days(30, log_dir=str(tmp_path)), keep=own)
     assert list(tmp_path.iterdir()) == [own]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -184,7 +185,7 @@ def make_parser() -> ArgumentParser:
     parser.epilog = _EPILOG
     parser.formatter_class = _HelpFormatter
     # argparse would print the usage and exit with 2: what is wrong in a command is said in one way, whoever finds it.
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
     ours = parser.add_argument_group("evenstep")
     aliases = [each for each in RANKS_ALIASES if each not in parser._option_string_actions]
     ours.add_argument(*aliases, dest="nproc_per_node", default=SUPPRESS, help=SUPPRESS)
@@ -405,8 +406,9 @@ def validated(args: Namespace) -> Namespace:
     return args
 
 
-def _refuse(message: str) -> NoReturn:
-    raise ConfigurationError(f"{message}. See `evenstep run --help`.")
+def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
+    guess = checks.option_meant(message, parser._option_string_actions)
+    raise ConfigurationError(f"{message}.{guess} See `evenstep run --help`.")
 
 
 def num_nodes(args: Namespace) -> tuple[int, int]:

@@ -158,8 +158,8 @@ def describe_kept_logs(log_dir: str | None, *, keep: float | None) -> str:
     if count < 2:
         return ""
     where = tempfile.gettempdir() if log_dir is None else log_dir
-    stay = "all are kept" if math.isinf(days) else f"what is {days:g} days old goes when a run starts"
-    return f"{where} has {count} such folders; {stay} (--keep-logs DAYS)"
+    stay = "all are kept" if math.isinf(days) else f"those of {days:g} days ago are removed when a run starts"
+    return f"{where} has {count} folders of logs; {stay} (--keep-logs DAYS)"
 
 
 def _log_directories(log_dir: str | None) -> list[Path]:

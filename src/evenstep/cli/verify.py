@@ -18,8 +18,8 @@ _DESCRIPTION = """\
 Run a training script on 1, 2 and 4 ranks and compare losses, gradients and parameters step by step. What differs by
 more than rounding is named (step, parameter, virtual rank), with what usually causes it: batch norm without
 synchronisation, a loss averaged over the wrong number, a wrong accumulation divisor, random state shared between ranks,
-data seen twice, a rank-dependent branch. Rounding is what lies between the script and the script in float64, and no
-tolerance.
+data seen twice, a rank-dependent branch. Rounding is measured: the script also runs in float64. No
+tolerance is set.
 
 With --resume: run the script, run it again, kill it and resume it, and compare."""
 _EPILOG = """\

@@ -187,10 +187,10 @@ class Progress:
         if reads_ahead and not (self._was_recognised or self._has_warned):
             self._has_warned = True
             warnings.warn(
-                "DataLoader: what iterates the loader reads batches ahead (accelerate does), and no wrapped model is "
-                "given the loader's tensors, so the position counted batches that were read and not yet used; a run "
-                "resumed from it leaves them out. Give the model the tensors as they come and convert them inside of "
-                "it, or convert them in collate_fn.",
+                "DataLoader: a library reads batches ahead (accelerate does), and no wrapped model gets the loader's "
+                "tensors. So the position counts batches that were read and not yet used. A resumed run leaves them "
+                "out. Give the model the tensors as they come and convert them inside of it, or convert them in "
+                "collate_fn.",
                 stacklevel=4,
             )
 

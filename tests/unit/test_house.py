@@ -98,6 +98,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "bench.predict": [
         "memory",
+        "servers",
         "memory_probe",
         "predict",
         "network",

@@ -23,8 +23,12 @@ from evenstep.bench.predict.memory_probe import (
     storage_bytes,
 )
 from evenstep.bench.predict.memory_probe import main as run_probe
+from evenstep.bench.predict.servers import server_footprints, server_lines
 from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.parameter_servers.server.batch_queue import BatchQueue
+from evenstep.parameter_servers.server.coordinator import Coordinator, Mode
+from evenstep.parameter_servers.server.shard import Pushed, Shard
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
 
 GIB = 1 << 30
@@ -425,3 +429,44 @@ def test_specs_of_a_model() -> None:
         ("weight", (2, 3)),
         ("bias", (2,)),
     ]
+
+
+def test_workers_and_servers() -> None:
+    """Parameters are divided whole: the larger server has the large one, or one more of the small ones."""
+    sizes = Sizes(specs((512, 512), (256, 512), (1,)), 100, 4 << 20, 5000)
+    mib = 1 << 20
+    worker, server = server_footprints(sizes, 4, 2)
+    assert (worker.name, server.name) == ("worker (2 servers)", "server (2 servers)")
+    assert (worker.parameters, worker.gradients, worker.optimizer) == (3 * mib // 2 + 104, 3 * mib // 2 + 4, 0)
+    assert (worker.passing, worker.activations) == (3 * mib + 8, 5000)
+    assert (server.parameters, server.gradients, server.passing) == (mib, 4 * mib, 5 * mib)
+    assert server.optimizer == pytest.approx(sizes.state_bytes * 2 / 3, rel=1e-4)
+    told = "\n".join(server_lines(sizes, 4, 2, 8 * mib))
+    assert "A worker needs 6.0 MiB.\n" in told
+    assert "A server needs 12.7 MiB, more than the 8.0 MiB that there are." in told
+    assert "a worker sends 1.5 MiB and gets as much; for a step of every worker a server gets and sends 4.0" in told
+    assert "An all-reduce sends and gets 2.3 MiB on each rank" in told
+    with pytest.raises(ConfigurationError, match="4 workers and 0 servers"):
+        server_footprints(sizes, 4, 0)
+
+
+def test_a_server_holds_what_the_formula_says() -> None:
+    """A real one, while all workers but one of a synchronous step have pushed."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32))
+    named = dict(model.named_parameters())
+    sizes = sizes_of(model, lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False), [])
+    shard = Shard(named, torch.optim.AdamW(list(named.items())), Mode("sync"))
+    coordinator = Coordinator(Mode("sync"), 1, [], BatchQueue())
+    members = [coordinator.join(worker)[0] for worker in range(3)]
+    for step in (1, 2):
+        for member in members[: 3 if step == 1 else 2]:
+            pushed = Pushed(1.0, step - 1, [True] * 4, [torch.ones(sizes.parameter_bytes // 4)])
+            _, facts = shard.call((member, step), pushed)
+            assert facts is not None
+            for decision in coordinator.push((member, step), facts):
+                shard.execute(decision)
+    row = server_footprints(sizes, 3, 1)[1]
+    assert row.parameters == storage_bytes(shard._parameters)
+    assert row.gradients * 2 // 3 == storage_bytes(each for push in shard._pushed.values() for each in push.gradients)
+    assert shard._optimizer is not None
+    assert row.optimizer == storage_bytes(state_tensors(shard._optimizer))

@@ -11,6 +11,7 @@ In reading order. The time of a step:
 The memory of a rank:
 
     footprint      what a rank keeps in memory, by way of sharding               pure
+    servers        the same with parameter servers, and what travels         pure
     memory_probe   the sizes behind that, measured in a process that runs the script
     memory         `bench memory`, also called `evenstep estimate`
 

@@ -31,13 +31,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, get_args
 
+from evenstep.checks import counted
 from evenstep.errors import ConfigurationError
 from evenstep.replica.gradients.buckets.layout import BucketPolicy, Layout, ParameterSpec, Sharding, plan_layout
 
-Way = Literal["one rank", "DDP", "sharded", "sharded, stage 2", "HSDP", "FSDP2", "tensor"]
-WAYS: tuple[Way, ...] = get_args(Way)
+WAYS = ("one rank", "DDP", "sharded", "sharded, stage 2", "HSDP", "FSDP2", "tensor")
 
 _NUM_LENT = 2
 _MOST_TENSOR_RANKS = 8  # beyond the GPUs of a node, what travels within a layer takes longer than the layer
@@ -84,9 +83,10 @@ class Footprint:
     """Bytes of a rank, by kind.
 
     Attributes:
-        way: How the work is divided.
-        num_ranks: Over how many.
+        way: How the work is divided, or what the rank is where there are parameter servers.
+        num_ranks: Over how many; of workers where there are servers.
         mesh: Sizes of the mesh of ranks by name; {}: it needs none.
+        num_servers: 0: there are no parameter servers.
         parameters: With frozen ones and module buffers.
         gradients: That stay between backward pass and optimizer; where they are views, the buckets.
         optimizer: State.
@@ -94,7 +94,7 @@ class Footprint:
         activations: Saved for it.
     """
 
-    way: Way
+    way: str
     num_ranks: int
     parameters: int
     gradients: int
@@ -102,6 +102,7 @@ class Footprint:
     passing: int
     activations: int
     mesh: dict[str, int] = field(default_factory=dict)
+    num_servers: int = 0
 
     @property
     def name(self) -> str:
@@ -113,7 +114,7 @@ class Footprint:
             return f"tensor {self.mesh['tensor']}" + (
                 f" x FSDP2 {self.mesh['shard']}" if self.mesh["shard"] > 1 else ""
             )
-        return self.way
+        return f"{self.way} ({counted(self.num_servers, 'server')})" if self.num_servers else self.way
 
     @property
     def lines(self) -> list[str]:
@@ -144,7 +145,7 @@ class Footprint:
 
 
 def footprint(
-    sizes: Sizes, way: Way, num_ranks: int, policy: BucketPolicy | None = None, *, inner: int | None = None
+    sizes: Sizes, way: str, num_ranks: int, policy: BucketPolicy | None = None, *, inner: int | None = None
 ) -> Footprint:
     """What a rank needs; see [Note: what lies where].
 
@@ -188,7 +189,7 @@ def footprint(
     return _row(sizes, way, num_ranks, values, sum(buckets) // num_ranks, state, lent + largest)
 
 
-def _fully_sharded(sizes: Sizes, way: Way, num_ranks: int, inner: int | None) -> Footprint:
+def _fully_sharded(sizes: Sizes, way: str, num_ranks: int, inner: int | None) -> Footprint:
     """FSDP2 alone, among a part of the ranks, or of what tensor parallelism has left."""
     inner = inner or (max(2, num_ranks // 2) if way == "HSDP" else 2)
     if way != "FSDP2" and num_ranks % inner:
@@ -214,7 +215,7 @@ def _tensor_share(spec: ParameterSpec, tensor: int) -> ParameterSpec:
 
 
 def _row(
-    sizes: Sizes, way: Way, num_ranks: int, parameters: int, gradients: int, state: int, passing: int
+    sizes: Sizes, way: str, num_ranks: int, parameters: int, gradients: int, state: int, passing: int
 ) -> Footprint:
     return Footprint(way, num_ranks, parameters + sizes.fixed_bytes, gradients, state, passing, sizes.activation_bytes)
 
@@ -327,7 +328,7 @@ def _activations_warning(sizes: Sizes, row: Footprint, num_ranks: int, memory_by
     return lines
 
 
-def largest_batch(sizes: Sizes, way: Way, num_ranks: int, memory_bytes: int) -> int | None:
+def largest_batch(sizes: Sizes, way: str, num_ranks: int, memory_bytes: int) -> int | None:
     """Samples of a rank that fit; 0 if not even one does, None if activations weren't measured."""
     if sizes.num_samples == 0 or sizes.activation_bytes <= sizes.activation_fixed_bytes:
         return None

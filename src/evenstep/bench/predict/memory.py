@@ -26,6 +26,8 @@ from torch.optim.optimizer import Optimizer
 from evenstep.bench.predict.arguments import add_json_argument, parse_counts, parse_size, write_json
 from evenstep.bench.predict.footprint import Sizes, footprint_table, footprints, verdict
 from evenstep.bench.predict.memory_probe import sizes_of
+from evenstep.bench.predict.servers import server_footprints, server_lines
+from evenstep.checks import counted
 from evenstep.compat import torch_pytree as pytree
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
@@ -57,6 +59,12 @@ def _add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks", default="8", metavar="N,N", help="ranks of all hosts to compute it for (default: 8)")
     parser.add_argument(
         "--nproc-per-node", "--nproc_per_node", "--replicas", dest="ranks", default=SUPPRESS, help=SUPPRESS
+    )
+    parser.add_argument(
+        "--servers",
+        type=int,
+        metavar="N",
+        help="also with so many parameter servers (evenstep.parameter_server) beside the ranks, which are workers then",
     )
     parser.add_argument(
         "--memory",
@@ -190,6 +198,8 @@ def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:
         sizes = sizes.at(args.batch)
     memory_bytes = parse_size(args.memory) if args.memory is not None else device_bytes()
     rows = footprints(sizes, counts)
+    if args.servers is not None:
+        rows += [row for count in counts for row in server_footprints(sizes, count, args.servers)]
     numel = sum(spec.numel for spec in sizes.parameters)
     samples = f", {sizes.num_samples:,} samples a rank" if sizes.num_samples else ""
     lines = [f"{numel:,} trained parameters{samples}", "", footprint_table(rows), ""]
@@ -197,6 +207,13 @@ def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:
     for count in counts:
         received[count] = verdict(sizes, count, memory_bytes)
         lines += [f"{count:,} ranks: {received[count][0]}", *(f"  {line}" for line in received[count][1:])]
+        if args.servers is not None:
+            said = server_lines(sizes, count, args.servers, memory_bytes)
+            lines += [
+                f"{count:,} workers, {counted(args.servers, 'server')}: {said[0]}",
+                *(f"  {line}" for line in said[1:]),
+            ]
+            received[count] += said
     sys.stdout.write("\n".join(lines) + "\n")
     if args.json is not None:
         report = {"kind": "memory", "version": 1, "memory_bytes": memory_bytes} | {

@@ -115,7 +115,7 @@ stress-checkpoint: install ## 200 kills of all ranks at random instants, 30 that
 stress-parameter-servers: install ## 50 kills of random workers and servers of a training, every sample counted; some minutes
 	$(RUN) tests.faults.server_kills --kills 50
 
-bench-parameter-servers: install ## parameter servers on unequal and equal workers, RPC, accuracy; five minutes, on a quiet machine
+bench-parameter-servers: install ## parameter servers on unequal and equal workers, RPC, accuracy; fifteen minutes, on a quiet machine
 	$(RUN:-m=) benchmarks/parameter_servers.py --json build/parameter-servers.json
 
 stress-recovery: install ## 300 kills of random ranks at random instants, which are replaced or not; some minutes

@@ -11,7 +11,14 @@ second of each mode, as a multiple of `DistributedDataParallel`'s with the same 
 **RPC.** A step without computing: gradients of 4 MB to a server, and parameters back. Ours in "sync"; a program after
 torch's tutorial on parameter servers with batched RPC; and a Gloo all-reduce of as much.
 
-**Digits.** Accuracy after equally many epochs, with the histogram of staleness.
+**Bytes.** What a step sends and receives, counted, against the formula: the parameters' bytes each way for each worker,
+over any number of servers, half of it in 16 bits. Behind it what RPC's pickles take besides.
+
+**Digits.** Accuracy after equally many epochs, with the histogram of staleness. Then a training that fails: workers
+push gradients that are twelve of their own steps old, so that each is applied some 50 updates late; once with the rate
+of "async", and once with a tenth of it.
+
+Figures are medians over rounds, with the quartiles. Both sides of a ratio are of one round.
 """
 
 from __future__ import annotations
@@ -20,22 +27,26 @@ import argparse
 import json
 import random
 import statistics
+import tempfile
 import threading
 import time
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from measuring import describe_machine
+from measuring import describe_machine, quartiles, ratios, spread
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.futures import Future
 
 import evenstep
 from evenstep.environment import current_placement
+from evenstep.errors import NonFiniteError
 from evenstep.launcher.pool.ranks import RankGroup
+from evenstep.parameter_servers.server.shard import Answer, Pushed
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
@@ -50,13 +61,15 @@ TIMES_SLOWER = 5
 TARGETS = {("one slow", "async"): 2.5, ("one slow", "bounded, 4"): 1.5, ("slow by turns", "bounded, 4"): 1.5}
 
 
+groups: dict[tuple[int, int], RankGroup] = {}  # those of one shape have waited, asleep, for the next case
+
+
 def on_ranks(function: Any, num_ranks: int, arguments: tuple[Any, ...], servers: int = 0) -> list[Any]:
-    """What a function returns on each rank, in new processes; servers come behind."""
-    group = RankGroup(num_ranks + servers, servers=servers, device="cpu")
-    try:
-        return group.run(function, arguments)
-    finally:
-        group.close()
+    """What a function returns on each rank; servers come behind."""
+    shape = (num_ranks, servers)
+    if shape not in groups:
+        groups[shape] = RankGroup(num_ranks + servers, servers=servers, device="cpu")
+    return groups[shape].run(function, arguments)
 
 
 def pause(kind: str, worker: int, step: int) -> float:
@@ -106,16 +119,18 @@ def unequal_by_ddp(kind: str, steps: int) -> float:
         return steps / (time.monotonic() - begin)
 
 
-def unequal(seconds: float) -> dict[str, dict[str, float]]:
+def unequal(seconds: float, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Samples a second as multiples of DistributedDataParallel's, by kind and mode."""
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for kind in ("one slow", "slow by turns"):
-        steps = round(seconds / (STEP_S * TIMES_SLOWER))
-        base = sum(on_ranks(unequal_by_ddp, NUM_WORKERS, (kind, steps)))
-        found[kind] = {"DistributedDataParallel, steps/s": base}
-        for name, options in MODES.items():
-            rates = on_ranks(unequal_by_servers, NUM_WORKERS, (kind, options, seconds), servers=1)
-            found[kind][name] = sum(rates[:NUM_WORKERS]) / base
+        observed: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            base = sum(on_ranks(unequal_by_ddp, NUM_WORKERS, (kind, round(seconds / (STEP_S * TIMES_SLOWER)))))
+            observed.setdefault("DistributedDataParallel, steps/s", []).append(base)
+            for name, options in MODES.items():
+                rates = on_ranks(unequal_by_servers, NUM_WORKERS, (kind, options, seconds), servers=1)
+                observed.setdefault(name, []).append(sum(rates[:NUM_WORKERS]) / base)
+        found[kind] = {name: quartiles(each) for name, each in observed.items()}
     return found
 
 
@@ -153,15 +168,15 @@ def equal_by_ddp(steps: int) -> float:
         return (time.monotonic() - begin) / steps
 
 
-def equal(steps: int, rounds: int) -> dict[str, float]:
-    """The time of a step as a multiple of DistributedDataParallel's; medians over rounds."""
-    ratios: dict[str, list[float]] = {}
+def equal(steps: int, rounds: int) -> dict[str, list[float]]:
+    """The time of a step as a multiple of DistributedDataParallel's."""
+    found: dict[str, list[float]] = {}
     for _ in range(rounds):
         base = max(on_ranks(equal_by_ddp, 2, (steps,)))
         for name in ("sync", "async", "async, overlap"):
             times = on_ranks(equal_by_servers, 2, (MODES[name], steps), servers=1)
-            ratios.setdefault(name, []).append(max(times[:2]) / base)
-    return {name: statistics.median(each) for name, each in ratios.items()}
+            found.setdefault(name, []).append(max(times[:2]) / base)
+    return {name: quartiles(each) for name, each in found.items()}
 
 
 # ------------------------------------------------------------------ RPC
@@ -255,8 +270,8 @@ def step_of_gloo(directory: str, steps: int) -> float:
     return taken
 
 
-def overhead(directory: Path, steps: int, rounds: int) -> dict[str, float]:
-    """Milliseconds a step: medians over rounds, of the slowest worker."""
+def overhead(directory: Path, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds a step, of the slowest worker; last the ratio of ours to the tutorial's."""
     times: dict[str, list[float]] = {"ours, sync": [], "torch's tutorial": [], "Gloo all-reduce": []}
     for number in range(rounds):
         folder = directory / f"round-{number}"
@@ -264,7 +279,46 @@ def overhead(directory: Path, steps: int, rounds: int) -> dict[str, float]:
         times["ours, sync"].append(max(on_ranks(step_of_ours, 2, (steps,), servers=1)[:2]))
         times["torch's tutorial"].append(max(on_ranks(step_of_tutorial, 3, (str(folder), steps))))
         times["Gloo all-reduce"].append(max(on_ranks(step_of_gloo, 2, (str(folder), steps))))
-    return {name: 1000 * statistics.median(each) for name, each in times.items()}
+    found = {f"{name}, ms": quartiles([1000 * each for each in values]) for name, values in times.items()}
+    return found | {"ours over the tutorial's": ratios(times["ours, sync"], times["torch's tutorial"])}
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def bytes_of_steps(options: dict[str, Any], steps: int) -> dict[str, float]:
+    """Bytes a step of this worker, and those of RPC's pickles of one push and of its answer."""
+    with evenstep.parameter_server(wide, sgd, mode="sync", **options) as ps:
+        before = ps._traffic._state()
+        for _ in range(steps):
+            ps.backward(ps(torch.randn(4, 512)).square().mean())
+            ps.step()
+        moved = [(b - a) / steps for a, b in zip(before, ps._traffic._state(), strict=True)][5:]
+        parameters = sum(each.numel() * each.element_size() for each in ps.model.parameters())
+    message = ("ask", (1, (1, 1), Pushed(1.0, 1, [True] * 4, [torch.empty(0)])))
+    # What isn't a tensor travels as this pickle; torch has no public way to it.
+    pickled = sum(
+        len(rpc.internal._internal_rpc_pickler.serialize(each)[0]) for each in (message, Answer(1, [torch.empty(0)]))
+    )
+    return {
+        "parameters": parameters,
+        "sent": sum(moved[: ps.num_servers]),
+        "received": sum(moved[ps.num_servers :]),
+        "pickles": pickled * ps.num_servers,
+    }
+
+
+def count_bytes(steps: int) -> dict[str, dict[str, float]]:
+    """By case, of worker 0; the formula's share is 1, or 0.5 in 16 bits."""
+    found = {}
+    for name, servers, options in (
+        ("1 server", 1, {}),
+        ("3 servers", 3, {}),
+        ("3 servers, bfloat16", 3, {"transfer_dtype": torch.bfloat16}),
+    ):
+        of_step = on_ranks(bytes_of_steps, 2, (options, steps), servers=servers)[0]
+        found[name] = of_step | {"formula": of_step["parameters"] * (0.5 if options else 1)}
+    return found
 
 
 # ------------------------------------------------------------------ digits
@@ -278,80 +332,146 @@ def digits() -> tuple[Tensor, Tensor]:
     return torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
 
 
-def learn(options: dict[str, Any], lr: float, epochs: int, seed: int) -> tuple[float, dict[int, int]] | None:
-    """(accuracy on a fifth that wasn't trained on, staleness)."""
+class Delayed:
+    """Pushes gradients some steps after they were computed, as a worker does whose way to the servers is that long."""
+
+    def __init__(self, ps: evenstep.ParameterServer, num_steps: int) -> None:
+        self._ps, self._num_steps = ps, num_steps
+        self._waiting: deque[tuple[list[Tensor | None], float, list[int]]] = deque()
+
+    def exchange(self) -> None:
+        """Put this step's gradients away, and have `ps.step` push the oldest: with the version that they are of."""
+        ps = self._ps
+        trained = list(ps.model.parameters())
+        self._waiting.append(([each.grad for each in trained], ps._weight, list(ps._versions)))
+        if len(self._waiting) > self._num_steps:
+            gradients, ps._weight, ps._versions = self._waiting.popleft()
+        else:
+            gradients, ps._weight = [None] * len(trained), 0.0
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def learn(options: dict[str, Any], lr: float, epochs: int, seed: int, delay: int) -> tuple[float, dict[int, int]]:
+    """(accuracy on a fifth that wasn't trained on, staleness); an accuracy of 0: gradients weren't finite."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     x, y = digits()
     is_test = torch.arange(len(x)) % 5 == 0
     data = torch.utils.data.TensorDataset(x[~is_test], y[~is_test])
-    with evenstep.parameter_server(small, lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9), **options) as ps:
+    with evenstep.parameter_server(small, lambda p: torch.optim.SGD(p, lr=lr), **options) as ps:
         loader = evenstep.DataLoader(data, global_batch_size=16, shuffle=True, seed=seed, queue=ps.queue())
-        for _ in loader.epochs(epochs):
-            for features, labels in loader:
-                time.sleep(pause("one slow", ps.worker, 0) / 20)
-                ps.backward(F.cross_entropy(ps(features), labels), weight=len(features))
-                ps.step()
+        late = Delayed(ps, delay)
+        try:
+            for _ in loader.epochs(epochs):
+                for features, labels in loader:
+                    time.sleep(pause("one slow", ps.worker, 0) / 20)
+                    ps.backward(F.cross_entropy(ps(features), labels), weight=len(features))
+                    late.exchange()
+                    ps.step()
+        except NonFiniteError:
+            return 0.0, ps.staleness()
         stale = ps.staleness()
     with torch.no_grad():
         accuracy = (ps(x[is_test]).argmax(1) == y[is_test]).float().mean().item()
     return accuracy, stale
 
 
-def accuracies(epochs: int) -> dict[str, dict[str, Any]]:
-    """Accuracy and staleness by mode; the rate fits each mode's updates."""
+# By name: options, rate, and by how many of its own steps a worker's gradients are delayed.
+RATE = 0.1  # of an update by one push; that of four is four times larger, as the batch
+DIGITS: dict[str, tuple[dict[str, Any], float, int]] = {
+    "sync": (MODES["sync"], 4 * RATE, 0),
+    "backup, 1": (MODES["backup, 1"], 4 * RATE, 0),
+    "bounded, 4": (MODES["bounded, 4"], RATE, 0),
+    "async": (MODES["async"], RATE, 0),
+    "async, 50 updates late": (MODES["async"], RATE, 12),
+    "the same, a tenth of the rate": (MODES["async"], RATE / 10, 12),
+}
+
+
+def accuracies(epochs: int, seeds: int) -> dict[str, dict[str, Any]]:
+    """Accuracy and staleness by case."""
     found = {}
-    cases = {name: MODES[name] for name in ("sync", "backup, 1", "bounded, 4", "async")}
-    for name, options in cases.items():
-        lr = 0.2 if name in ("sync", "backup, 1") else 0.05
-        results = [on_ranks(learn, NUM_WORKERS, (options, lr, epochs, seed), servers=1)[0] for seed in range(3)]
+    for name, (options, lr, delay) in DIGITS.items():
+        results = [
+            on_ranks(learn, NUM_WORKERS, (options, lr, epochs, seed, delay), servers=1)[0] for seed in range(seeds)
+        ]
+        staleness: Counter[int] = Counter()
+        for _, each in results:
+            staleness.update(each)
         found[name] = {
-            "accuracy": statistics.mean(each[0] for each in results),
-            "staleness": {str(late): count for late, count in results[0][1].items()},
+            "lr": lr,
+            "accuracy": [each[0] for each in results],
+            "staleness": {str(late): count for late, count in sorted(staleness.items())},
         }
     return found
+
+
+def drawn(staleness: dict[str, int], most: int = 8) -> str:
+    """A histogram in a line: the shares of so many ranges."""
+    counts = {int(late): count for late, count in staleness.items()}
+    total, width = sum(counts.values()), max(1, -(-(max(counts, default=0) + 1) // most))
+    shares: Counter[int] = Counter()
+    for late, count in counts.items():
+        shares[late // width] += count
+    return ", ".join(
+        f"{n * width}{f' to {(n + 1) * width - 1}' if width > 1 else ''}: {shares[n] / total:.0%}"
+        for n in sorted(shares)
+    )
 
 
 def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each case of unequal workers")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each case of unequal workers")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--epochs", type=int, default=15, help="of the digits")
-    parser.add_argument("--only", nargs="*", default=["unequal", "equal", "rpc", "digits"])
+    parser.add_argument("--epochs", type=int, default=30, help="of the digits")
+    parser.add_argument("--seeds", type=int, default=3, help="of the digits")
+    parser.add_argument("--only", nargs="*", default=["unequal", "equal", "rpc", "bytes", "digits"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result: dict[str, Any] = {"machine": describe_machine()}
     if "unequal" in args.only:
-        result["unequal"] = unequal(args.seconds)
+        result["unequal"] = unequal(args.seconds, args.rounds)
         print("samples a second, as a multiple of DistributedDataParallel's: four workers")
         for kind, rates in result["unequal"].items():
             for name, rate in rates.items():
                 target = TARGETS.get((kind, name))
-                print(f"  {kind:14} {name:34} {rate:7.2f}" + (f"   (to reach: {target})" if target else ""))
+                print(f"  {kind:14} {name:34} {spread(rate)}" + (f"   (to reach: {target})" if target else ""))
     if "equal" in args.only:
         result["equal"] = equal(args.steps, args.rounds)
         print("time of a step, as a multiple of DistributedDataParallel's: two equal workers")
         for name, ratio in result["equal"].items():
-            print(f"  {name:34} {ratio:7.2f}")
+            print(f"  {name:34} {spread(ratio)}")
     if "rpc" in args.only:
-        import tempfile
-
         with tempfile.TemporaryDirectory() as directory:
-            result["rpc_ms"] = overhead(Path(directory), args.steps, args.rounds)
-        print("a step of 4 MB without computing, two workers, ms")
-        for name, time_ms in result["rpc_ms"].items():
-            print(f"  {name:34} {time_ms:7.2f}")
+            result["rpc"] = overhead(Path(directory), args.steps, args.rounds)
+        print("a step of 4 MB without computing, two workers")
+        for name, values in result["rpc"].items():
+            print(f"  {name:34} {spread(values)}")
+    if "bytes" in args.only:
+        result["bytes"] = count_bytes(args.steps)
+        print("bytes of a worker's step: sent, received, of the formula each way, RPC's pickles")
+        for name, each in result["bytes"].items():
+            print(
+                f"  {name:34} {each['sent']:,.0f} {each['received']:,.0f} {each['formula']:,.0f} {each['pickles']:,.0f}"
+            )
     if "digits" in args.only:
-        result["digits"] = accuracies(args.epochs)
-        print("digits: accuracy, mean of three seeds; staleness of the first")
+        result["digits"] = accuracies(args.epochs, args.seeds)
+        print("digits: accuracy, mean and seeds; updates late")
         for name, each in result["digits"].items():
-            print(f"  {name:14} {each['accuracy']:.4f}  {each['staleness']}")
+            seeds = " ".join(f"{accuracy:.3f}" for accuracy in each["accuracy"])
+            mean = statistics.mean(each["accuracy"])
+            print(f"  {name:34} {mean:.4f} ({seeds})  {drawn(each['staleness'])}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        for each in groups.values():
+            each.close()

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from evenstep import checks, environment
 from evenstep import world as worlds
 from evenstep.console import say
 from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_store
+from evenstep.data.loading.fetch import Loaded
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, NonFiniteError, PeerLostError, UsageError
 from evenstep.health import excepthook
 from evenstep.parameter_servers.embeddings.rows import Rows
@@ -35,13 +36,14 @@ from evenstep.parameter_servers.layout import pack, to_device, unpack
 from evenstep.parameter_servers.preparation import WHO, compare
 from evenstep.parameter_servers.recipe import Made, Recipe
 from evenstep.parameter_servers.roles import Roles, assign_roles
-from evenstep.parameter_servers.server.batch_queue import BatchQueue
+from evenstep.parameter_servers.server.batch_queue import BatchQueue, Pass, Taken
 from evenstep.parameter_servers.server.checkpoints import CheckpointOptions, Checkpoints
 from evenstep.parameter_servers.server.coordinator import TOGETHER, Mode
 from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
 from evenstep.parameter_servers.traffic import Traffic
 from evenstep.parameter_servers.worker.connections import Connection, EraEnded, LocalConnection, untrained
 
+Positioned = tuple[int, Loaded]  # with its position at the end
 MODES = ("sync", "backup", "async", "bounded")
 _TRANSFER_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -213,7 +215,9 @@ class ParameterServer:
         self._is_outdated = False  # a lookup has found that its era has ended
         self._weight = 0.0
         self._num_steps = 0
-        self._num_queues = 0
+        self._queues: list[SharedBatches] = []
+        self._num_beginnings = 0  # in all eras
+        self._went_back = False  # to a checkpoint, and no batch was taken since
         self._restore = contextlib.ExitStack()
 
     def __repr__(self) -> str:
@@ -350,18 +354,26 @@ class ParameterServer:
         if self._checkpoints is not None:
             self._save_alone(connection, self._checkpoints)
 
-    def queue(self) -> SharedBatches:
+    def queue(self, *, prefetch: Callable[[Any], object] | None = None) -> SharedBatches:
         """Divides the batches of a `DataLoader` over workers: each once an epoch, whoever is fastest.
 
         For `DataLoader(queue=)`, one for each loader; workers make their loaders in the same order. A batch counts as
         done when `ps.step` has pushed its gradients. What a worker holds when it leaves goes to the others.
 
+        Args:
+            prefetch: Called with a worker's next batch before the loop has the present one, as in `lambda batch:
+                ps.model.users.prefetch(batch[0])`: rows of embeddings come while the present batch is computed. The
+                loop calls `ps.step` once for each batch then. None: no batch is taken ahead.
+
         Raises:
+            ConfigurationError: `prefetch` is no function.
             UsageError: Not inside the `with` statement.
         """
         self._validate_training("queue")
-        self._num_queues += 1
-        return SharedBatches(self, self._num_queues)
+        if prefetch is not None:
+            checks.function("ps.queue: prefetch", prefetch, otherwise="None")
+        self._queues.append(SharedBatches(self, len(self._queues) + 1, prefetch))
+        return self._queues[-1]
 
     def pull(self) -> None:
         """Take the newest parameters, as before an evaluation.
@@ -414,12 +426,13 @@ class ParameterServer:
             PeerLostError: A server has gone.
         """
         connection = self._validate_training("staleness")
-        try:
-            self._finish()
-            found = connection.staleness()
-        except EraEnded:
-            self._begin_again(connection)
-            found = connection.staleness()
+        while True:
+            try:
+                self._finish()
+                found = connection.staleness()
+                break
+            except EraEnded:
+                self._begin_again(connection)
         if by_worker:
             return found
         total: Counter[int] = Counter()
@@ -498,6 +511,7 @@ class ParameterServer:
             raise
         self._connection = connection
         self._begin_again(connection)
+        self._went_back = False
 
     def _serve(self, store: Store, roles: Roles, shard: Shard) -> None:
         """Be a server: [Note: a server's process ends]."""
@@ -528,7 +542,8 @@ class ParameterServer:
 
     def _begin_again(self, connection: Connection) -> None:
         """Take everything as the servers have it, at the beginning or after one of them came back."""
-        self._finish_push = None
+        self._finish_push, self._went_back = None, True
+        self._num_beginnings += 1
         while True:
             self._is_outdated = False
             self._release_gradients()
@@ -536,6 +551,7 @@ class ParameterServer:
             try:
                 self._take_untrained(connection.initial())
                 self._load(self._start(connection, None)())
+                connection.begin_passes([each for queue in self._queues for each in queue.begun])
             except EraEnded:
                 continue
             return
@@ -552,15 +568,9 @@ class ParameterServer:
                 self._finish()
                 if self._checkpoints is not None:
                     self._save_alone(connection, self._checkpoints, is_last=True)
-                self._load(connection.leave(""))
+                self._load(connection.leave("", was_done=self._went_back))
             except EraEnded:
                 self._begin_again(connection)
-                if connection.has_open():
-                    raise PeerLostError(
-                        f"worker {self.worker} (rank {self.worker}) had ended its loop when the servers went back to a "
-                        f"checkpoint, after which batches are left to be trained on. Start the same command again: it "
-                        f"goes on from there."
-                    ) from None
                 continue
             return
 
@@ -665,15 +675,18 @@ class ParameterServer:
 class SharedBatches:
     """One loader's batches, divided over the workers of a run; made by `ParameterServer.queue`."""
 
-    def __init__(self, ps: ParameterServer, number: int) -> None:
-        self._ps, self._number = ps, number
+    def __init__(self, ps: ParameterServer, number: int, prefetch: Callable[[Any], object] | None) -> None:
+        self._ps, self._number, self._prefetch = ps, number, prefetch
         self._num_passes: Counter[int] = Counter()
+        self.begun: list[tuple[Pass, int, str]] = []  # as of `Connection.begin_passes`
 
     def __repr__(self) -> str:
         return f"<SharedBatches {self._number} of {self._ps!r}>"
 
-    def take(self, epoch: int, num_batches: int, facts: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-        """This worker's batches of an epoch, each taken when it is asked for.
+    def take(
+        self, epoch: int, num_batches: int, facts: Mapping[str, Any], load: Callable[[int, int], Positioned]
+    ) -> Iterator[Positioned]:
+        """This worker's batches of an epoch, each taken when it is asked for, or, with `prefetch`, one before.
 
         In "sync" and "backup" a worker without a batch takes part in the others' steps until all batches are done. In
         the other modes it goes on at once.
@@ -682,36 +695,97 @@ class SharedBatches:
             epoch: Number of the epoch.
             num_batches: Of it.
             facts: What decides which samples a batch has, in JSON types.
+            load: Loads a batch, by its epoch and its number in it. The epoch is an earlier one where a batch of a
+                worker came back late.
 
         Yields:
-            (epoch, number of the batch in it). The epoch is an earlier one where a batch of a worker came back late.
+            What `load` returns.
 
         Raises:
             MismatchError: Another worker's loader has other batches.
             PeerLostError: A server has gone, or another worker failed.
-            UsageError: Not inside the `with` statement.
+            UsageError: Not inside the `with` statement, or, with `prefetch`, a batch without a step.
         """
         ps, text = self._ps, json.dumps(facts, sort_keys=True)
         wanted = (self._number, epoch, self._num_passes[epoch])
         self._num_passes[epoch] += 1
+        self.begun.append((wanted, num_batches, text))
+        ahead: _Ahead | None = None
+        try:
+            while True:
+                connection = ps._validate_training("queue")
+                if ps._is_outdated:
+                    ps._begin_again(connection)
+                if ahead is not None and ahead.beginning == ps._num_beginnings:
+                    if connection.num_pushes + 1 != ahead.push:
+                        raise UsageError("ps.queue(prefetch=): call ps.step once for each batch of the loop.")
+                    present, ahead = ahead.loaded, None
+                else:
+                    ahead, taken = None, self._take(connection, (wanted, num_batches, text))
+                    if taken.batch < 0:
+                        if taken.is_over or ps._mode.name not in TOGETHER:
+                            return
+                        ps.step()
+                        continue
+                    present = load(taken.epoch, taken.batch)
+                if self._prefetch is not None:
+                    ahead = self._take_ahead(connection, self._prefetch, (wanted, num_batches, text), load)
+                yield present
+        finally:
+            if ahead is not None and ps._connection is not None and ahead.beginning == ps._num_beginnings:
+                try:
+                    ps._connection.give_back(ahead.push)
+                except EraEnded:  # others have it, in any case
+                    ps._is_outdated = True
+
+    def _take(self, connection: Connection, wanted: tuple[Pass, int, str]) -> Taken:
+        """The batch of the next step."""
+        ps = self._ps
         while True:
-            connection = ps._validate_training("queue")
-            if ps._is_outdated:
-                ps._begin_again(connection)
             try:
-                taken = connection.take(wanted, num_batches, text)
+                taken = connection.take(connection.num_pushes + 1, *wanted)
             except EraEnded:
                 ps._begin_again(connection)
                 continue
+            ps._went_back = False
             if taken.failure:
                 kind = MismatchError if "another loader" in taken.failure else PeerLostError
                 raise kind(f"worker {ps.worker} (rank {ps.worker}): {taken.failure}")
-            if taken.batch >= 0:
-                yield taken.epoch, taken.batch
-            elif taken.is_over or ps._mode.name not in TOGETHER:
-                return
-            else:
-                ps.step()
+            return taken
+
+    def _take_ahead(
+        self,
+        connection: Connection,
+        prefetch: Callable[[Any], object],
+        wanted: tuple[Pass, int, str],
+        load: Callable[[int, int], Positioned],
+    ) -> _Ahead | None:
+        """The batch after the present one; None: there is none now, and why is said when it is asked for again."""
+        push = connection.num_pushes + 2
+        try:
+            taken = connection.take(push, *wanted)
+        except EraEnded:
+            self._ps._is_outdated = True  # the present batch was of the era that has ended: its step begins again
+            return None
+        if taken.batch < 0:
+            return None
+        loaded = load(taken.epoch, taken.batch)
+        prefetch(loaded[1].batch)
+        return _Ahead(self._ps._num_beginnings, push, loaded)
+
+
+class _Ahead(NamedTuple):
+    """A batch that was taken before the step of the one before it.
+
+    Attributes:
+        beginning: Since which it is this worker's.
+        push: With which its gradients come.
+        loaded: It.
+    """
+
+    beginning: int
+    push: int
+    loaded: Positioned
 
 
 def _restore_hook(hook: Any) -> None:

@@ -155,8 +155,8 @@ class Endpoint:
         for future in _staying:
             future.set_result(None)
         _staying.clear()
+        quiet = threading.Thread(target=torch_distributed.rpc_stop_complaining, name="evenstep end", daemon=True)
         if roles:
-            quiet = threading.Thread(target=torch_distributed.rpc_stop_complaining, name="evenstep end", daemon=True)
             quiet.start()
             quiet.join(_QUIET_S)
             self._store.set(f"quiet/{self.role}", "")
@@ -165,6 +165,9 @@ class Endpoint:
                 while not self._store.check([f"quiet/{role}" for role in roles]) and time.monotonic() < deadline:
                     time.sleep(_POLL_S)
         rpc.shutdown(graceful=False)
+        if roles:
+            # The calls that it waited for have failed now. The interpreter must not end while it is inside the agent.
+            quiet.join(_QUIET_S)
         _served = None
 
     def _reach(self, peer: Peer) -> Peer:

@@ -50,6 +50,23 @@ def test_the_program_under_torchrun(tmp_path: Path):
     assert len(re.findall(r"worker \d of 2: accuracy", done.stdout)) == 2, done.stdout
 
 
+@pytest.mark.extended
+def test_a_dead_rank_ends_the_run_under_torchrun(tmp_path: Path):
+    """Nobody hangs: torchrun ends the others."""
+    die = "            ps.step()\n            os.kill(os.getpid(), 9) if ps.worker == 1 else None\n"
+    (tmp_path / "train.py").write_text("import os\n" + PROGRAMS[0].replace("            ps.step()\n", die))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {"EVENSTEP_SERVERS": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "exitcode  : -9" in done.stderr, done.stderr
+
+
 def test_the_training_that_diverges():
     (program,) = pages.blocks("python", "explanation/parameter-servers.md")
     (output,) = pages.blocks("output", "explanation/parameter-servers.md")

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,106 @@ def test_nobody_waits_in_async_and_bounded_holds_back(tmp_path: Path):
             if bound is not None:
                 # Worker 0 writes its step before it has pushed: worker 1 may have ended `bound` steps more.
                 assert results[1][0] <= bound + 1
+
+
+COMPENSATION = 0.5
+
+
+def compensated() -> Tensor:
+    """One worker that overlaps, so that each gradient but the first two is one update late."""
+    torch.manual_seed(5)
+    data = torch.randn(30, 6, dtype=torch.float64)
+    with evenstep.parameter_server(
+        two_layers,
+        lambda p: torch.optim.SGD(p, lr=0.3),
+        mode="async",
+        overlap=True,
+        delay_compensation=COMPENSATION,
+    ) as ps:
+        for x in data:
+            ps.backward(ps(x).square().sum())
+            ps.step()
+    return nn.utils.parameters_to_vector(ps.model.parameters()).detach()
+
+
+def two_layers() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+@pytest.mark.extended
+def test_late_gradients_are_compensated_by_servers():
+    """Zheng et al., equation 10, with a constant lambda, over parameters of two servers."""
+    with group(1, 2) as ranks:
+        found = ranks.run(compensated, ())[0]
+    torch.manual_seed(5)
+    data, model = torch.randn(30, 6, dtype=torch.float64), two_layers()
+    now = nn.utils.parameters_to_vector(model.parameters()).detach()
+    seen = [now, now]  # by step: what its worker had
+    for x in data:
+        then = seen[-2]
+        nn.utils.vector_to_parameters(then, model.parameters())
+        gradients = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+        gradient = torch.cat([each.reshape(-1) for each in gradients])
+        now = now - 0.3 * (gradient + COMPENSATION * gradient * gradient * (now - then))
+        seen.append(now)
+    torch.testing.assert_close(found, now, rtol=0, atol=1e-12)
+
+
+def on_from(path: str, num_epochs: int, *, by_servers: bool) -> tuple[list[int], Tensor]:
+    """Go on from a directory's newest checkpoint: (samples of this rank, parameters)."""
+    seen: list[int] = []
+    optimizer_fn = OPTIMIZERS["sgd"]
+
+    def train(loader: Any, loss_to: Any, step: Any) -> None:
+        for _ in loader.epochs(num_epochs):
+            for batch in loader:
+                if len(batch):
+                    loss_to(batch)
+                step()
+                seen.extend(batch.tolist())
+
+    def loss_of(trained: Any, batch: Tensor) -> Tensor:
+        return trained(torch.sin(batch.double()[:, None] * torch.arange(1, 7))).square().mean()
+
+    data: dict[str, Any] = {"dataset": list(range(22)), "global_batch_size": 4, "shuffle": True, "seed": 3}
+    if by_servers:
+        with evenstep.parameter_server(two_layers, optimizer_fn, mode="sync", checkpoint=path, every_steps=2) as ps:
+            loader = evenstep.DataLoader(queue=ps.queue(), **data)
+            train(loader, lambda batch: ps.backward(loss_of(ps, batch), weight=len(batch)), ps.step)
+        return seen, nn.utils.parameters_to_vector(ps.model.parameters()).detach()
+    with evenstep.init(quiet=True, device="cpu"):
+        model = evenstep.DistributedDataParallel(two_layers())
+        optimizer = optimizer_fn(list(model.module.named_parameters()))
+        loader = evenstep.DataLoader(**data)
+
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpoint.step()
+
+        with evenstep.Checkpointer(path, every_steps=2, model=model, optimizer=optimizer, loader=loader) as checkpoint:
+            checkpoint.resume()
+            train(loader, lambda batch: model.backward(loss_of(model, batch), weight=len(batch)), step)
+        return seen, nn.utils.parameters_to_vector(model.module.parameters()).detach()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("first", ["servers", "ranks"])
+def test_ranks_go_on_from_servers_and_the_reverse(first: str, tmp_path: Path):
+    """Two epochs of one kind, two of the other, as four of ranks: samples and parameters."""
+    with group(2, 0) as ranks, group(1, 2) as servers:
+
+        def run(path: str, num_epochs: int, *, by_servers: bool) -> tuple[list[int], Tensor]:
+            pool, num = (servers, 1) if by_servers else (ranks, 2)
+            results = pool.run(partial(on_from, by_servers=by_servers), (str(tmp_path / path), num_epochs))[:num]
+            return sorted(sample for samples, _ in results for sample in samples), results[0][1]
+
+        samples, expected = run("through", 4, by_servers=False)
+        before, _ = run("parts", 2, by_servers=first == "servers")
+        after, found = run("parts", 4, by_servers=first == "ranks")
+    assert sorted(before + after) == samples == sorted(4 * list(range(22)))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def listening() -> list[str]:

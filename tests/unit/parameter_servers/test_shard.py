@@ -341,9 +341,12 @@ def test_a_share_goes_on_from_a_copy(fresh_seed: int):
     train(through, range(4), 0)
     last = through._next - 1
     through.execute(Decision(last + 1, saves=True))
-    copy = through.take_snapshot()
+    assert through.take_copy(last + 2) is None, "that decision has not come"
+    through.execute(Decision(last + 2, saves=True))
+    copy = through.take_copy(last + 2)
+    assert through.take_copy(last + 1) is None, "nobody wants an earlier one any more"
     assert copy is not None
-    expected = train(through, range(4, 8), last + 1)
+    expected = train(through, range(4, 8), last + 2)
     again = shard()
     again.load(copy)
     assert again.version == 4
@@ -377,3 +380,68 @@ def test_late_gradients_are_compensated(fresh_seed: int):
         call = servers.push(worker, gradient, weight=weight, version=then[worker].version)
         then[worker] = call.answers[0]
         assert servers.value == pytest.approx(expected, abs=1e-12)
+
+
+def test_what_is_kept_to_compensate_does_not_grow():
+    """Also of a worker that has no samples, and of one that only pulls."""
+    servers = Servers(Mode("async", delay_compensation=0.3), 2)
+    for _ in range(20):
+        version = servers.pull(0).version
+        servers.push(0, 1.0, version=version, weight=0)
+        servers.push(1, 1.0, version=version)
+    assert all(len(given) <= 3 for given in servers.shards[0]._given.values())
+
+
+def test_a_pull_is_of_one_version():
+    """Where a server gets the decision before the worker's call, an update in between isn't in its answer."""
+    servers = Servers(Mode("async"), 2, 2)
+    servers.numbers[0] += 1
+    first, _ = servers.shards[0].call(servers.key(0), None)
+    servers.execute(servers.coordinator.pull(servers.key(0)))
+    servers.push(1, 1.0)
+    late, _ = servers.shards[1].call(servers.key(0), None)
+    assert [first.value().version, late.value().version] == [0, 0]
+    assert late.value().parameters[0].tolist() == [0.0, 0.0]
+
+
+def test_a_lost_worker_leaves_nothing_behind():
+    """What comes of it later is told to join again: only its connection may have broken."""
+    servers = Servers(Mode("sync"), 2, 2)
+    waiting = servers.push(0, 1.0)
+    key = servers.key(0)
+    servers.lose(0)
+    assert waiting.answers[0].is_outdated
+    for shard in servers.shards:
+        future, facts = shard.call((key[0], 9), Pushed(1.0, 0, [True], [torch.ones(2, dtype=torch.float64)]))
+        assert future.value().is_outdated
+        assert facts is None
+        assert shard.look_up(key[0], "table", torch.tensor([1]), 1).is_outdated
+        assert not any((shard._pushed, shard._waiting, shard._wanted_ahead, shard._released))
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_run_ends_with_all_batches_or_says_so(goes_on: bool):
+    """Worker 0 had ended its loop when servers went back, to a pass with a batch left. Worker 1 takes it, or not."""
+    servers = Servers(Mode("async"), 2)
+    servers.queue.begin((1, 0, 0), 1, "")
+    servers.numbers[0] += 1
+    servers.execute(servers.coordinator.leave(servers.key(0), was_done=True))
+    if goes_on:
+        assert servers.queue.take(servers.key(1, 1), (1, 0, 0), 1, "").batch == 0
+        servers.push(1, 1.0)
+    failure = servers.leave(1).answers[0].failure
+    assert bool(failure) != goes_on
+    assert goes_on or "all workers had ended their loops when the servers went back" in failure
+
+
+def test_batches_that_nobody_is_left_to_take_are_named():
+    servers = Servers(Mode("async"), 3)
+    taken = {worker: servers.queue.take(servers.key(worker, 1), (1, 4, 0), 3, "").batch for worker in range(3)}
+    servers.lose(2)
+    assert servers.queue.take(servers.key(0, 1), (1, 4, 0), 3, "").batch == taken[2]
+    assert servers.coordinator.untrained == []
+    servers.push(0, 1.0)
+    servers.leave(0)
+    servers.lose(1)
+    assert servers.coordinator.is_done or servers.coordinator._has_ended
+    assert servers.coordinator.untrained == [(1, (1, 4, 0), taken[1])]

@@ -26,8 +26,10 @@ from evenstep.world import World
 class BatchesToTake(Protocol):
     """Divides global batches over processes that take one after the other, each at its own speed."""
 
-    def take(self, epoch: int, num_batches: int, facts: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
-        """(epoch, step) of the batches of this process."""
+    def take(
+        self, epoch: int, num_batches: int, facts: Mapping[str, Any], load: Callable[[int, int], tuple[int, Loaded]]
+    ) -> Iterator[tuple[int, Loaded]]:
+        """The batches of this process, loaded by epoch and step."""
         ...
 
 
@@ -117,12 +119,15 @@ class SampleSource:
 
     def _taken(self, queue: BatchesToTake, number: int) -> Iterator[tuple[int, Loaded]]:
         """The global batches that this process takes from a queue, each whole."""
-        for of_epoch, step in queue.take(number, self.num_steps(number), self.facts()):
+
+        def load(of_epoch: int, step: int) -> tuple[int, Loaded]:
             epoch = self.batch_plan.epoch(of_epoch)
             begin, end = epoch.batches.global_batch(step)
             samples = epoch.order.at(torch.arange(begin, end, device="cpu"))
             wanted: Any = samples if self.fetcher.wants_tensors else samples.tolist()
-            yield end, self.fetcher[Request(of_epoch, step, wanted)]
+            return end, self.fetcher[Request(of_epoch, step, wanted)]
+
+        yield from queue.take(number, self.num_steps(number), self.facts(), load)
 
     def _requests(self, epoch: Epoch, step: int, *, as_tensors: bool = False) -> Iterator[Request]:
         rank, world_size, virtual_ranks = self.world.rank, self.world.world_size, per_rank(self.world.virtual_ranks)

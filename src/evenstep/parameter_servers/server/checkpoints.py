@@ -277,7 +277,9 @@ class Checkpoints:
             self._scheduler.load_state_dict(dict(scheduler))
         self._loader.queue = dict(queue)
         self._tables.state = join_states([share.tables for share in shares])
-        version = max(share.version for share in shares)
+        versions = {share.version for share in shares}
+        assert len(versions) == 1, f"shares of different moments: updates {sorted(versions)}"
+        (version,) = versions
         self._checkpointer.num_steps = version
         if version:
             self._checkpointer.save()

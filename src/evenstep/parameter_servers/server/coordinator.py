@@ -24,9 +24,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from evenstep.parameter_servers.server.batch_queue import BatchQueue, Key
+from evenstep.parameter_servers.server.batch_queue import BatchQueue, Key, Pass
 
 TOGETHER = ("sync", "backup")
+_TOO_LATE = (
+    "all workers had ended their loops when the servers went back to a checkpoint, after which batches are left to be "
+    "trained on. Start the same command again: it goes on from there"
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,8 @@ class Coordinator:
         self._expected = set(workers)
         self._members: dict[int, _Member] = {}  # without those that have left
         self._leaving: dict[int, Key] = {}
+        self._were_done = False  # some that have left had no loop to go back to
+        self._lost: list[tuple[int, Pass, int]] = []  # (worker, where, batch) that lost members held
         self._arriving: dict[Key, list[Facts]] = {}  # what some servers have
         self._held: dict[Key, Facts] = {}  # what all servers have, and no update yet
         self._measured: list[float] = []
@@ -186,13 +192,14 @@ class Coordinator:
     def lose(self, member: int) -> list[Decision]:
         """A member's process has ended before it left: what it holds goes to others."""
         self._leaving.pop(member, None)
-        if self._members.pop(member, None) is None:
+        lost = self._members.pop(member, None)
+        if lost is None:
             return self._advance()
         for pushed in (self._arriving, self._held):
             for key in [key for key in pushed if key[0] == member and key not in self._measuring]:
                 del pushed[key]
-        if not any(key[0] == member for key in self._measuring):
-            self._queue.give_back(member)
+        returned = self._queue.give_back(member, but=self._measuring)
+        self._lost += [(lost.worker, *batch) for batch in returned]
         return [self._decide(gone=[member]), *self._advance()]
 
     def give_up(self, workers: Iterable[int]) -> list[Decision]:
@@ -200,8 +207,15 @@ class Coordinator:
         self._expected -= set(workers)
         return self._advance()
 
-    def leave(self, key: Key, failure: str = "") -> list[Decision]:
-        """A member has ended: done, or with a failure, with which the run can't go on."""
+    def leave(self, key: Key, failure: str = "", *, was_done: bool = False) -> list[Decision]:
+        """A member has ended: done, or with a failure, with which the run can't go on.
+
+        Args:
+            key: Of its call.
+            failure: "": none.
+            was_done: It has taken no batch since the run went back to a checkpoint.
+        """
+        self._were_done = self._were_done or was_done
         self._members.pop(key[0], None)
         self._queue.give_back(key[0])
         self._leaving[key[0]] = key
@@ -221,8 +235,15 @@ class Coordinator:
         """Answer the workers that have left, if all have."""
         if not self.is_done:
             return []
+        if self._were_done and self._queue.has_open:
+            return self.fail(_TOO_LATE)
         self._has_ended = True
         return [self._decide(released=list(self._leaving.values()), has_ended=True)]
+
+    @property
+    def untrained(self) -> list[tuple[int, Pass, int]]:
+        """(worker, where, batch) of what lost workers held, and nobody has taken since."""
+        return [each for each in self._lost if self._queue.is_returned(*each[1:])]
 
     def lagging(self) -> list[tuple[int, int]]:
         """Workers for which others may wait, with the steps that they have pushed."""

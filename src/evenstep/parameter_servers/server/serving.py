@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -72,17 +72,18 @@ class Server:
     CALLS = (
         "join",
         "begin",
+        "begin_passes",
         "take",
+        "give_back",
         "look_up",
         "notice",
         "measured",
         "execute",
         "lagging",
         "staleness",
-        "snapshot",
+        "copy",
         "initial",
         "failed",
-        "has_open",
     )
     LATER = ("ask", "leave")
 
@@ -248,14 +249,29 @@ class Server:
                 if self._checkpoints.stop_reason is not None:
                     self._save()
                     self._checkpoints.stop()
-                if coordinator is not None and (coordinator.is_done or self._checkpoints.is_due(coordinator.version)):
+                # As it is before it is saved: while an earlier state is written, workers may come to their end.
+                is_done = coordinator is not None and coordinator.is_done
+                if coordinator is not None and (is_done or self._checkpoints.is_due(coordinator.version)):
                     has_saved = self._save()
                     # Only now: who restarts the last server of a run whose workers have gone has nobody to go on with.
-                    if coordinator.is_done and has_saved:
+                    if is_done and has_saved:
                         self._happen(lambda coordinator: coordinator.end())
         if self._has_ended and not self._failure:
             names = [self._roles.name_of(rank) for rank in self._server_ranks()]
+            self._tell_of_untrained()
             self._store.set(ENDED, json.dumps([*names, *sorted({peer.role for peer in self._workers.values()})]))
+
+    def _tell_of_untrained(self) -> None:
+        """Name what was lost with a worker when all others had ended their loops."""
+        with self._lock:
+            untrained = [] if self._coordinator is None else self._coordinator.untrained
+        if untrained:
+            named = ", ".join(f"batch {batch} of epoch {at[1]} (worker {worker})" for worker, at, batch in untrained)
+            todo = " Start the same command again: it trains on them." if self._has_checkpoints else ""
+            say(
+                f"evenstep: parameter servers: not trained on, as their worker was lost after the others had ended: "
+                f"{named}.{todo}"
+            )
 
     def _end_era(self) -> set[int]:
         """After a server was lost. Returns the workers that will join the next one."""
@@ -323,16 +339,19 @@ class Server:
         """Save a checkpoint of one moment of all servers; False: one of them was lost meanwhile."""
         assert self._checkpoints is not None
         era, states, workers = self._era, [], dict(self._workers)
+        saves: list[Decision] = []
 
         def decide(coordinator: Coordinator) -> list[Decision]:
             states.append(self._queue.state())
-            return [coordinator.save()]
+            saves.append(coordinator.save())
+            return saves
 
         if not self._happen(decide):
             return False
-        calls = [self._endpoint.call(peer, "snapshot", era) for peer in self._others]
+        number = saves[0].number
+        calls = [self._endpoint.call(peer, "copy", era, number) for peer in self._others]
         try:
-            shares = [self._snapshot(era), *(call.wait() for call in calls)]
+            shares = [self.copy(era, number), *(call.wait() for call in calls)]
         except RuntimeError:
             return False
         whole = [share for share in shares if share is not None]
@@ -435,7 +454,7 @@ class Server:
             return _outdated()
         future, facts = shard.call(key, pushed)
         if self._leads:
-            if pushed is None:
+            if pushed is None and not future.done():
                 self._happen(lambda coordinator: coordinator.pull(key))
             elif facts is not None:
                 self._happen(lambda coordinator: coordinator.push(key, facts))
@@ -459,14 +478,23 @@ class Server:
                 self._endpoint.call(self._first, "failed", era, failure)
             return Rows(OUTDATED_ROWS.values, failure)
 
-    def leave(self, era: int, key: Key, failure: str) -> Future[Any]:
-        """A worker has ended: the last `Answer`, when all have."""
+    def leave(self, era: int, key: Key, failure: str, was_done: bool) -> Future[Any]:
+        """A worker has ended, see `Coordinator.leave`: the last `Answer`, when all have."""
         if era != self._era:
             return _outdated()
         future, _ = self._shard.call(key, None)
-        if self._leads:
-            self._happen(lambda coordinator: coordinator.leave(key, failure))
+        if self._leads and not future.done():
+            self._happen(lambda coordinator: coordinator.leave(key, failure, was_done=was_done))
         return future
+
+    def begin_passes(self, era: int, passes: Sequence[tuple[Pass, int, str]]) -> bool:
+        """A worker has begun these before the servers went back: see `BatchQueue.begin`. Whether this is its era."""
+        with self._lock:
+            if era == self._era and self._coordinator is not None:
+                for each in passes:
+                    self._queue.begin(*each)
+                return True
+        return False
 
     def take(self, era: int, key: Key, worker: int, wanted: Pass, num_batches: int, facts: str) -> Taken | None:
         """A worker's next batch: see `BatchQueue.take`; None: its era has ended."""
@@ -478,10 +506,11 @@ class Server:
                 return None
             return self._queue.take(key, wanted, num_batches, facts, worker)
 
-    def has_open(self) -> bool:
-        """Whether batches wait for a worker."""
+    def give_back(self, era: int, key: Key) -> None:
+        """A worker won't push what it has taken for a push."""
         with self._lock:
-            return self._queue.has_open
+            if era == self._era:
+                self._queue.give_back(key[0], key)
 
     def notice(self, era: int, key: Key, facts: Facts) -> None:
         """Another server has a push."""
@@ -516,9 +545,14 @@ class Server:
         if era == self._era:
             self._happen(lambda coordinator: coordinator.fail(text))
 
-    def snapshot(self, era: int) -> Share | None:
-        """What the last decision to save has copied here."""
-        return self._snapshot(era)
+    def copy(self, era: int, number: int) -> Share | None:
+        """What a decision to save copies here, when that has happened; None: the era has ended."""
+        deadline = time.monotonic() + self._timeout_s
+        while self._era == era and time.monotonic() < deadline and not self._lost:
+            if (share := self._shard.take_copy(number)) is not None:
+                return share
+            time.sleep(0.005)
+        return None
 
     def lagging(self) -> list[tuple[int, int]]:
         """The workers that others wait for, each with the number of steps that it has pushed."""
@@ -539,14 +573,6 @@ class Server:
         return {name: tensor.detach().cpu() for name, tensor in self._initial.items()}
 
     # ------------------------------------------------------------------ both
-
-    def _snapshot(self, era: int) -> Share | None:
-        deadline = time.monotonic() + self._timeout_s
-        while self._era == era and time.monotonic() < deadline and not self._lost:
-            if (share := self._shard.take_snapshot()) is not None:
-                return share
-            time.sleep(0.005)
-        return None
 
     @property
     def _who(self) -> str:

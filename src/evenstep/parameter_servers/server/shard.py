@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +73,9 @@ class Mean(NamedTuple):
     parameters: list[Tensor]
     rows: dict[str, RowGradients]
 
+
+# With overlap a push is of the parameters that were given two answers before its own.
+_MOST_GIVEN = 3
 
 OUTDATED = Answer(0, [], is_outdated=True)
 OUTDATED_ROWS = Rows(torch.empty(0, device="cpu"), is_outdated=True)
@@ -147,14 +151,15 @@ class Shard:
         self._wanted_ahead: dict[Key, Sequence[tuple[str, int]]] = {}  # see Pushed
         self._mean: tuple[Sequence[Key], Mean] | None = None  # of pushes that were measured
         self._waiting: dict[Key, Future[Any]] = {}
-        self._released: dict[Key, bool] = {}  # before their call has come here
+        self._released: dict[Key, Answer] = {}  # before their call has come here: as all servers answer, then
+        self._gone: set[int] = set()
         self._given: dict[int, dict[int, list[Tensor]]] = {}  # to compensate: what a member computes with, by version
         self._decisions: dict[int, Decision] = {}  # that came before an earlier one
         self._next = 1
         self._failure = ""
         self._is_outdated = False
         self.version = 0
-        self.snapshots: list[Share] = []
+        self._copies: dict[int, Share] = {}  # by number of the decision
 
     def __repr__(self) -> str:
         return f"<Shard {self._mode.name}, {len(self._parameters)} parameters, version {self.version}>"
@@ -168,7 +173,7 @@ class Shard:
         future: Future[Any] = Future()
         facts = None
         with self._lock:
-            if self._is_outdated:
+            if self._is_outdated or key[0] in self._gone:
                 future.set_result(OUTDATED)
                 return future, None
             if pushed is not None:
@@ -178,8 +183,11 @@ class Shard:
                 if self._mode.max_norm is not None:
                     square = _square(Mean(pushed.gradients, pushed.rows or {}))
                 facts = Facts(pushed.weight, pushed.version, square)
-            if self._released.pop(key, False) or self._failure:
-                future.set_result(self._answer(key))
+            answer = self._released.pop(key, None)
+            if answer is None and self._failure:
+                answer = self._answer(key)
+            if answer is not None:
+                future.set_result(answer)
             else:
                 self._waiting[key] = future
         return future, facts
@@ -191,7 +199,7 @@ class Shard:
             Exception: What the user's `init_fn` has raised.
         """
         with self._lock:
-            if self._is_outdated:
+            if self._is_outdated or member in self._gone:
                 return OUTDATED_ROWS
             if self._failure:
                 return Rows(OUTDATED_ROWS.values, self._failure)
@@ -220,10 +228,11 @@ class Shard:
         for future in waiting.values():
             future.set_result(OUTDATED)
 
-    def take_snapshot(self) -> Share | None:
-        """The oldest copy that a decision asked for and nobody has taken yet."""
+    def take_copy(self, number: int) -> Share | None:
+        """What a decision to save has copied; None: it wasn't executed yet. Copies of earlier ones are forgotten."""
         with self._lock:
-            return self.snapshots.pop(0) if self.snapshots else None
+            self._copies = {each: copy for each, copy in self._copies.items() if each >= number}
+            return self._copies.pop(number, None)
 
     def load(self, share: Share) -> None:
         """Begin with a state that was saved."""
@@ -265,17 +274,25 @@ class Shard:
             measured = () if self._mean is None else self._mean[0]  # these are applied all the same
             for key in [key for key in self._pushed if key[0] == member and key not in measured]:
                 del self._pushed[key]
+            for kept in (self._released, self._wanted_ahead):
+                for key in [key for key in kept if key[0] == member]:
+                    del kept[key]
+            # It may live, and only its connection have broken: it joins again then.
+            outcome.complete += [
+                partial(self._waiting.pop(key).set_result, OUTDATED) for key in list(self._waiting) if key[0] == member
+            ]
+            self._gone.add(member)
         if decision.saves:
-            self.snapshots.append(self._copy())
+            self._copies[decision.number] = self._copy()
         if decision.released:
             packed = self._packed()
             for key in decision.released:
+                answer = self._answer(key, packed)
                 future = self._waiting.pop(key, None)
                 if future is None:
-                    self._released[key] = True
-                    continue
-                answer = self._answer(key, packed)
-                outcome.complete.append(lambda future=future, answer=answer: future.set_result(answer))  # type: ignore[misc]
+                    self._released[key] = answer
+                else:
+                    outcome.complete.append(partial(future.set_result, answer))
         outcome.has_ended = outcome.has_ended or decision.has_ended
 
     def _packed(self) -> list[Tensor]:
@@ -284,7 +301,10 @@ class Shard:
     def _answer(self, key: Key, packed: list[Tensor] | None = None) -> Answer:
         packed = self._packed() if packed is None else packed
         if self._mode.delay_compensation and not self._failure:
-            self._given.setdefault(key[0], {})[self.version] = packed
+            given = self._given.setdefault(key[0], {})
+            given[self.version] = packed
+            while len(given) > _MOST_GIVEN:
+                del given[min(given)]
         changed: list[ChangedRows] = []
         wanted = self._wanted_ahead.pop(key, None)  # None: it was no push
         if wanted is not None and not self._failure:
@@ -333,10 +353,7 @@ class Shard:
         self.version += 1
 
     def _compensate(self, member: int, version: int, total: list[Tensor]) -> None:
-        given = self._given.get(member, {})
-        then = given.get(version)
-        for older in [each for each in given if each < version]:
-            del given[older]
+        then = self._given.get(member, {}).get(version)
         if then is None:
             return
         moved = torch._foreach_sub(pack(self._parameters, self._parameters), transferred(then, self._parameters))

@@ -36,16 +36,37 @@ class Connection(Protocol):
         """Ask servers for rows of a table: see `StartLookup`."""
         ...
 
-    def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
-        """This worker's next batch, from the first server. Its gradients come with the next push."""
+    @property
+    def num_pushes(self) -> int:
+        """In this era."""
         ...
 
-    def has_open(self) -> bool:
-        """Whether batches wait for a worker."""
+    def take(self, push: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
+        """This worker's next batch, from the first server.
+
+        Args:
+            push: Number of the push with which its gradients will come, from 1.
+            wanted: The pass.
+            num_batches: Of it.
+            facts: See `BatchQueue.take`.
+        """
         ...
 
-    def leave(self, failure: str) -> list[Answer]:
-        """Tell the servers that this worker has ended; waits until all have, unless with a failure."""
+    def give_back(self, push: int) -> None:
+        """What was taken for a push goes to whoever takes it next."""
+        ...
+
+    def begin_passes(self, passes: Sequence[tuple[Pass, int, str]]) -> None:
+        """Begin passes (with their number of batches and facts) that this worker had begun in an era before."""
+        ...
+
+    def leave(self, failure: str, *, was_done: bool = False) -> list[Answer]:
+        """Tell the servers that this worker has ended; waits until all have, unless with a failure.
+
+        Args:
+            failure: "": none.
+            was_done: See `Coordinator.leave`.
+        """
         ...
 
     def staleness(self) -> dict[int, dict[int, int]]:
@@ -91,15 +112,25 @@ class LocalConnection:
         rows = self._shard.look_up(self._member, table, ids[0], ahead)
         return lambda: [rows]
 
-    def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
+    @property
+    def num_pushes(self) -> int:
         """See `Connection`."""
-        return self._queue.take((self._member, self._number + 1), wanted, num_batches, facts, 0)
+        return self._number
 
-    def has_open(self) -> bool:
+    def take(self, push: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
         """See `Connection`."""
-        return self._queue.has_open
+        return self._queue.take((self._member, push), wanted, num_batches, facts, 0)
 
-    def leave(self, failure: str) -> list[Answer]:
+    def give_back(self, push: int) -> None:
+        """See `Connection`."""
+        self._queue.give_back(self._member, (self._member, push))
+
+    def begin_passes(self, passes: Sequence[tuple[Pass, int, str]]) -> None:
+        """See `Connection`."""
+        for each in passes:
+            self._queue.begin(*each)
+
+    def leave(self, failure: str, *, was_done: bool = False) -> list[Answer]:
         """See `Connection`."""
         self._number += 1
         key = (self._member, self._number)
@@ -113,8 +144,9 @@ class LocalConnection:
 
     def save(self) -> tuple[Any, dict[str, Any]]:
         """(The shard's state, the queue's)."""
-        self._execute([self._coordinator.save()])
-        return self._shard.take_snapshot(), self._queue.state()
+        decision = self._coordinator.save()
+        self._execute([decision])
+        return self._shard.take_copy(decision.number), self._queue.state()
 
     def close(self, *, gracefully: bool) -> None:
         """See `Connection`."""

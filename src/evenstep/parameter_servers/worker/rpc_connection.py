@@ -26,8 +26,8 @@ _ASKS_S = 10.0  # for a short question after a deadline has passed
 _POLL_S = 0.05
 
 
-class RunHasEnded(Exception):
-    """The other workers were done before this one began."""
+class RunHasEnded(PeerLostError):
+    """The other workers were done before this one came, or came back."""
 
 
 class RpcConnection:
@@ -79,9 +79,14 @@ class RpcConnection:
         ]
         return lambda: self._finish("a lookup", era, calls)
 
-    def take(self, wanted: Pass, num_batches: int, facts: str) -> Taken:
+    @property
+    def num_pushes(self) -> int:
         """See `Connection`."""
-        key = (self._member, self._number + 1)
+        return self._number
+
+    def take(self, push: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
+        """See `Connection`."""
+        key = (self._member, push)
         call = self._call(0, "take", self._era, key, self._roles.rank, wanted, num_batches, facts)
         taken: Taken | None = self._wait("taking a batch", 0, call)
         if taken is None:
@@ -89,17 +94,26 @@ class RpcConnection:
             raise EraEnded
         return taken
 
-    def has_open(self) -> bool:
+    def give_back(self, push: int) -> None:
         """See `Connection`."""
-        return bool(self._wait("leave", 0, self._call(0, "has_open")))
+        self._wait("taking a batch", 0, self._call(0, "give_back", self._era, (self._member, push)))
 
-    def leave(self, failure: str) -> list[Answer]:
+    def begin_passes(self, passes: Sequence[tuple[Pass, int, str]]) -> None:
+        """See `Connection`."""
+        if not self._wait("taking a batch", 0, self._call(0, "begin_passes", self._era, passes)):
+            self._join()
+            raise EraEnded
+
+    def leave(self, failure: str, *, was_done: bool = False) -> list[Answer]:
         """See `Connection`."""
         before: list[Any] | None = None
         self._number += 1
         era, key = self._era, (self._member, self._number)
         while True:
-            calls = [self._call(server, "leave", era, key, failure, later=True) for server in range(len(self._servers))]
+            calls = [
+                self._call(server, "leave", era, key, failure, was_done, later=True)
+                for server in range(len(self._servers))
+            ]
             try:
                 return self._finish("leave", era, calls)
             except CollectiveTimeoutError:
@@ -134,7 +148,9 @@ class RpcConnection:
         deadline = time.monotonic() + self._timeout_s
         while True:
             if self._store.check([ENDED]):
-                raise RunHasEnded
+                raise RunHasEnded(
+                    f"{self._who}: the run has ended without it. The others have trained on what it held."
+                )
             era = self._store.add(ERAS, 0)
             if era and self._store.check([f"era-{era}"]):
                 self._servers = [Peer(*each) for each in json.loads(self._store.get(f"era-{era}"))]

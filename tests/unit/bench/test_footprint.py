@@ -213,7 +213,7 @@ def test_each_way_is_the_next_one_when_the_one_before_does_not_fit() -> None:
         ),
     ]:
         told = said(billion, 8, totals[way])  # type: ignore[index]
-        assert f"{name} needs {totals[way] / GIB:,.2f} GiB: it is enough." in told  # type: ignore[index]
+        assert f"{name} needs {totals[way] / GIB:,.2f} GiB: it is enough" in told  # type: ignore[index]
         assert lines in told
     least = min(row.total for row in footprints(billion, [8]))
     assert "FSDP2 is enough from 16 ranks on" in said(billion, 8, least - 1)

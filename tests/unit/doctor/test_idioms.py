@@ -193,3 +193,12 @@ def test_conditions_that_hold_in_every_nth_round(condition: str, is_found: bool,
     script.write_text(f"{text}    sampler.set_epoch(1)\n{loop}{tail[tail.index('    dist.destroy') :]}")
     rules = [each.rule for each in read(script)[0]]
     assert rules == (["EV501", "EV502"] if is_found else [])
+
+
+@pytest.mark.parametrize(("device", "is_found"), [('"cuda"', True), ('"cuda", local_rank', False)])
+def test_a_device_with_a_number_of_its_own_is_not_gpu_0(device: str, is_found: bool, tmp_path: Path):
+    head, tail = SCRIPT.split("    for epoch in range(10):\n")
+    own = f'    local_rank = int(os.environ["LOCAL_RANK"])\n    net.to(torch.device({device}))\n'
+    script = tmp_path / "train.py"
+    script.write_text(f"import os\n{head}{own}    for epoch in range(10):\n{tail}")
+    assert ("EV301" in [each.rule for each in read(script)[0]]) is is_found

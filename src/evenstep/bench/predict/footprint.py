@@ -282,8 +282,9 @@ def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
     rows = [footprint(sizes, "one rank", 1)] if num_ranks == 1 else _ways(sizes, num_ranks)
     first, last = rows[0], next((row for row in rows if row.way == "FSDP2"), rows[-1])
     has = f"{_size(memory_bytes)} of memory"
+    note = "" if sizes.num_samples else ", without activations, which were not counted"
     if first.total <= memory_bytes:
-        lines = [f"{first.name} is enough: {_size(first.total)} of {has}."]
+        lines = [f"{first.name} is enough: {_size(first.total)} of {has}{note}."]
         more = largest_batch(sizes, first.way, num_ranks, memory_bytes)
         if more is not None and more > sizes.num_samples:
             lines.append(f"A batch of {more:,} samples a rank would fit, instead of {sizes.num_samples:,}.")
@@ -292,7 +293,7 @@ def verdict(sizes: Sizes, num_ranks: int, memory_bytes: int) -> list[str]:
     warning = _activations_warning(sizes, last, num_ranks, memory_bytes)
     for row in rows[1:]:
         if row.total <= memory_bytes:
-            return [*lines, f"{row.name} needs {_size(row.total)}: it is enough.", *_code(row), *warning]
+            return [*lines, f"{row.name} needs {_size(row.total)}: it is enough{note}.", *_code(row), *warning]
         lines.append(f"{row.name} needs {_size(row.total)}: not enough either.")
     lines += warning
     enough = next((n for n in _doublings(num_ranks) if footprint(sizes, "FSDP2", n).total <= memory_bytes), None)
@@ -321,7 +322,8 @@ def _activations_warning(sizes: Sizes, row: Footprint, num_ranks: int, memory_by
     if row.activations <= memory_bytes / 2:
         return []
     share = f"{row.activations / row.total:.0%} of {row.name} are activations, which none of these divides"
-    lines = [f"{share}: take a smaller batch, or torch.utils.checkpoint, which computes them twice."]
+    smaller = "take a smaller batch, or " if sizes.num_samples > 1 else "use "
+    lines = [f"{share}: {smaller}torch.utils.checkpoint, which computes them twice."]
     less = largest_batch(sizes, row.way, num_ranks, memory_bytes)
     if less:
         lines.append(f"With {row.way} a batch of {less:,} samples a rank fits; accumulate over microbatches.")

@@ -23,6 +23,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import Optimizer
 
+from evenstep import checks
 from evenstep.bench.predict.arguments import add_json_argument, parse_counts, parse_size, write_json
 from evenstep.bench.predict.footprint import Sizes, footprint_table, footprints, verdict
 from evenstep.bench.predict.memory_probe import sizes_of
@@ -80,7 +81,7 @@ def _add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="for a function: of parameters and inputs (default: as built)",
+        help="for a function: of parameters, inputs and with them the optimizer's state (default: as built)",
     )
     add_json_argument(parser)
 
@@ -201,7 +202,7 @@ def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:
     if args.servers is not None:
         rows += [row for count in counts for row in server_footprints(sizes, count, args.servers)]
     numel = sum(spec.numel for spec in sizes.parameters)
-    samples = f", {sizes.num_samples:,} samples a rank" if sizes.num_samples else ""
+    samples = f", {checks.counted(sizes.num_samples, 'sample')} a rank" if sizes.num_samples else ""
     lines = [f"{numel:,} trained parameters{samples}", "", footprint_table(rows), ""]
     received = {}
     for count in counts:
@@ -262,7 +263,11 @@ def _find(where: str, name: str, target: str) -> Callable[[], Any]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
+            sys.path.insert(0, str(Path(where).absolute().parent))  # as for `python FILE.py`
+            try:
+                spec.loader.exec_module(module)
+            finally:
+                del sys.path[0]
         elif Path(where).exists():
             raise ConfigurationError(f"{target}: {where} is no python file. Write FILE.py:FUNCTION.")
         else:

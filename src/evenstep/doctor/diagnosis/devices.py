@@ -46,8 +46,9 @@ def _no_set_device(script: Script) -> Iterator[Finding]:
     for call in script.calls:
         where = call.positional(0) or call.argument("device")
         names_cuda = re.fullmatch(r"[\"']cuda[\"'](?: if .* else .*)?", text_of(where) or "")
+        has_number = call.last == "device" and call.argument("index", 1) is not None
         bare = call.last == "cuda" and call.receiver is not None and not call.node.args and call.name != "torch.cuda"
-        if (bare or (call.last in ("device", "to") and names_cuda)) and on_ranks(script, call):
+        if (bare or (call.last in ("device", "to") and names_cuda and not has_number)) and on_ranks(script, call):
             yield found("EV301", call, f"{call.text} is GPU 0 on every rank: there is no torch.cuda.set_device")
             return
 

@@ -1,4 +1,4 @@
-"""Random collectives, in random company, with random delays: every result bit for bit, no hang.
+"""Random collectives, in random company, from several threads, with random delays: every result bit for bit, no hang.
 
 python -m tests.procs.transport.test_stress 100000        # the long run: that many on each number of ranks, twice
 """
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from evenstep.transport.shm.transport import SharedMemoryTransport
 CPU = torch.device("cpu")
 SIZES = (0, 1, 5, 300, 20_000, 70_000, 300_000)
 KINDS = ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 
 
 def expected_sum(values, op):
@@ -44,6 +45,16 @@ def draw(generator, dtype, numel, world_size):
     return [torch.randint(0, 100, (numel,), generator=generator).to(dtype) for _ in range(world_size)]
 
 
+def lay(values: torch.Tensor, transport: SharedMemoryTransport, own: random.Random) -> torch.Tensor:
+    """A tensor with these values, which lies where this rank draws: in shared memory, elsewhere, or there with gaps."""
+    where = own.choice(("shared", "elsewhere", "with gaps"))
+    if where == "shared":
+        return transport.allocate(values.numel(), dtype=values.dtype, device=CPU).copy_(values)
+    wide = values.new_zeros(values.numel(), 2 if where == "with gaps" else 1)
+    wide[:, 0] = values
+    return wide[:, 0]
+
+
 def start_one(transport: SharedMemoryTransport, shared: random.Random, own: random.Random, seed: int):
     """Launch a collective that all ranks draw alike. Returns the work and what checks it."""
     generator = torch.Generator().manual_seed(seed)
@@ -54,9 +65,11 @@ def start_one(transport: SharedMemoryTransport, shared: random.Random, own: rand
     has_parts = kind in ("reduce_scatter", "scatter", "all_to_all")
     values = draw(generator, dtype, numel * size if has_parts else numel, size)
     own_part = slice(rank * numel, (rank + 1) * numel)
-    mine = values[rank].clone()
-    if own.random() < 0.5:  # each rank decides for itself where its tensor lies
-        mine = transport.allocate(mine.numel(), dtype=dtype, device=CPU).copy_(mine)
+    mine = lay(values[rank], transport, own)
+
+    def empty(numel: int) -> torch.Tensor:
+        return lay(torch.empty(numel, dtype=dtype), transport, own)
+
     beside = expected_beside = torch.empty(0, dtype=torch.float64)
     if seed % 3 == 0:  # numbers travel beside it
         numbers = draw(generator, torch.float64, 1 + seed % 700, size)
@@ -70,22 +83,24 @@ def start_one(transport: SharedMemoryTransport, shared: random.Random, own: rand
         if rank != src:
             got, expected = mine[:0], mine[:0]
     elif kind == "gather":
-        got = torch.empty(numel * size if rank == src else 0, dtype=dtype)
+        got = empty(numel * size if rank == src else 0)
         work, expected = transport.gather(got, mine, src), torch.cat(values)[: got.numel()]
     elif kind == "scatter":
-        got = torch.empty(numel, dtype=dtype)
+        got = empty(numel)
         work, expected = transport.scatter(got, mine if rank == src else None, src), values[src][own_part]
     elif kind == "all_to_all":
-        got = torch.empty(numel * size, dtype=dtype)
+        got = empty(numel * size)
         splits = [numel] * size if seed % 2 else None  # told, or known
         work, expected = transport.all_to_all(got, mine, splits, splits), torch.cat([each[own_part] for each in values])
     elif kind == "broadcast":
         work, got, expected = transport.broadcast(mine, src), mine, values[src]
     elif kind == "all_gather":
-        got = torch.empty(numel * size, dtype=dtype)
+        got = empty(numel * size)
+        if own.random() < 0.3:
+            mine = got[own_part].copy_(mine)  # where it belongs in the result
         work, expected = transport.all_gather(got, mine), torch.cat(values)
     else:
-        got = torch.empty(numel, dtype=dtype)
+        got = empty(numel)
         work = transport.reduce_scatter(got, mine, op)
         expected = expected_sum(values, op)[own_part]
     what = f"{kind}({op}) of {dtype} {numel} on rank {rank}, seed {seed}"
@@ -119,27 +134,33 @@ def open_groups(seed: int) -> list[SharedMemoryTransport | None]:
     return opened
 
 
-def random_collectives(seed: int, count: int, delay_s: float) -> int:
-    """Returns how many of them this rank took part in."""
+def random_collectives(seed: int, count: int, delay_s: float, num_threads: int = 1) -> int:
+    """Each thread makes its part of the calls, over groups of its own. Returns how many this rank took part in."""
     world = evenstep.init(quiet=True)
     groups = open_groups(seed)
-    own = random.Random(seed * 100 + world.rank)
-    in_flight = []
-    num_started = 0
-    for number in range(count):
-        shared = random.Random(seed + number)  # ranks that aren't in this call's group draw nothing of it
-        transport = shared.choice(groups)
-        if transport is None:
-            continue
-        num_started += 1
-        in_flight.append(start_one(transport, shared, own, seed + number))
-        if own.random() < 0.05:
-            time.sleep(own.random() * delay_s)
-        while (in_flight and own.random() < 0.6) or len(in_flight) > 40:
-            check(*in_flight.pop(own.randrange(len(in_flight))))
-    own.shuffle(in_flight)
-    for started in in_flight:
-        check(*started)
+
+    def run(thread: int) -> int:
+        own = random.Random(seed * 100 + world.rank * 10 + thread)
+        in_flight = []
+        num_started = 0
+        for number in range(thread, count, num_threads):
+            shared = random.Random(seed + number)  # ranks that aren't in this call's group draw nothing of it
+            transport = shared.choice(groups[thread::num_threads])
+            if transport is None:
+                continue
+            num_started += 1
+            in_flight.append(start_one(transport, shared, own, seed + number))
+            if own.random() < 0.05:
+                time.sleep(own.random() * delay_s)
+            while (in_flight and own.random() < 0.6) or len(in_flight) > 40:
+                check(*in_flight.pop(own.randrange(len(in_flight))))
+        own.shuffle(in_flight)
+        for started in in_flight:
+            check(*started)
+        return num_started
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        num_started = sum(threads.map(run, range(num_threads)))
     for transport in groups:
         if transport is not None:
             transport.all_reduce(torch.zeros(1)).wait()
@@ -174,7 +195,8 @@ def stopping_at_random(pids: Callable[[], set[int]], seed: int, longest_s: float
 @pytest.mark.extended(ranks=3)
 @pytest.mark.parametrize("nproc", [2, 3, 5])
 def test_random_collectives(ranks: RankPool, fresh_seed: int, nproc: int) -> None:
-    started = ranks.run(random_collectives, nproc, fresh_seed, 300, 0.01, timeout_s=150)
+    num_threads = 1 if nproc == 3 else 3
+    started = ranks.run(random_collectives, nproc, fresh_seed, 300, 0.01, num_threads, timeout_s=150)
     assert min(started) > 100
     assert nproc > 2 or started == [300, 300]
 
@@ -337,12 +359,13 @@ def test_several_threads_with_a_transport_each(ranks: RankPool) -> None:
 if __name__ == "__main__":
     total = int(sys.argv[1])
     for nproc in (2, 3, 4, 5):
-        for longest_s in (0.0, 0.2):
+        for longest_s, num_threads in ((0.0, 3), (0.2, 1)):
             with RankPool() as pool:
                 pool.run(random_collectives, nproc, os.getpid(), 1, 0.0)
                 started = time.monotonic()
                 disturbed = stopping_at_random(lambda: pool.pids, nproc, longest_s)
                 with disturbed if longest_s else contextlib.nullcontext([]) as stopped:
-                    pool.run(random_collectives, nproc, os.getpid(), total, 0.002, timeout_s=36_000)
+                    pool.run(random_collectives, nproc, os.getpid(), total, 0.002, num_threads, timeout_s=36_000)
                 took = time.monotonic() - started
-                print(f"{nproc} ranks: {total} collectives in {took:.0f} s, {len(stopped)} stops", flush=True)  # noqa: T201
+                what = f"{total} collectives from {num_threads} threads in {took:.0f} s, {len(stopped)} stops"
+                print(f"{nproc} ranks: {what}", flush=True)  # noqa: T201

@@ -18,10 +18,13 @@ from evenstep.transport.core.validation import flat_view
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_headers_come_back_as_they_were(dtype):
     fingerprint = Fingerprint("all_reduce", "max", dtype, (3, 0, 5), -1)
-    place, packed = unpack_header(pack_place(4096) + fingerprint.pack() + b"beyond")
+    place, is_ready, packed = unpack_header(pack_place(4096) + fingerprint.pack() + b"beyond")
     assert (place, packed) == (4096, fingerprint.pack())
     assert Fingerprint.unpack(packed) == fingerprint
+    assert not is_ready
     assert unpack_header(pack_place(None) + packed)[0] is None
+    assert unpack_header(pack_place(None, is_ready=True) + packed)[:2] == (None, True)
+    assert unpack_header(pack_place(0, is_ready=True) + packed)[:2] == (0, True)
 
 
 def test_a_mismatch_names_both_sides():

@@ -1,6 +1,7 @@
 """The header of a call: 128 bytes by which ranks check that they make the same call.
 
-0  u64   where this rank's tensor lies in its zone; `ELSEWHERE` if it has to be copied
+0  u64   where this rank's tensor lies in its zone, `ELSEWHERE` if it has to be copied; its highest bit says whether
+         what others read of the first chunk can be read already
 8  92 B  the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, a
          checksum of those beyond, and how many numbers piggyback on the call
 """
@@ -17,7 +18,7 @@ import torch
 from evenstep.health.first_failure import printable
 from evenstep.transport.base import Op
 
-ELSEWHERE = (1 << 64) - 1
+ELSEWHERE = (1 << 63) - 1
 
 _FINGERPRINT = struct.Struct("<4BiQ9QI")
 _PLACE = struct.Struct("<Q")
@@ -150,15 +151,16 @@ class Fingerprint:
         return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}{piggyback}"
 
 
-def pack_place(place: int | None) -> bytes:
-    """The part of a header that says where the tensor lies."""
-    return _PLACE.pack(ELSEWHERE if place is None else place)
+def pack_place(place: int | None, *, is_ready: bool = False) -> bytes:
+    """The part of a header that says where the tensor lies, and whether its first chunk can be read."""
+    return _PLACE.pack((ELSEWHERE if place is None else place) | is_ready << 63)
 
 
-def unpack_header(data: bytes) -> tuple[int | None, bytes]:
-    """Split a header: where the tensor lies, and the packed fingerprint."""
-    (place,) = _PLACE.unpack_from(data)
-    return (None if place == ELSEWHERE else place), data[_PLACE.size : HEADER_USED_BYTES]
+def unpack_header(data: bytes) -> tuple[int | None, bool, bytes]:
+    """Split a header: where the tensor lies, whether its first chunk can be read, and the packed fingerprint."""
+    (packed,) = _PLACE.unpack_from(data)
+    place = packed & ELSEWHERE
+    return (None if place == ELSEWHERE else place), bool(packed >> 63), data[_PLACE.size : HEADER_USED_BYTES]
 
 
 def pack_text(text: str, num_bytes: int = REASON_BYTES) -> bytes:

@@ -18,13 +18,19 @@ chunked     Otherwise a tensor travels through slots that stay in the cache, chu
 
 [Note: three chunks]
 
-Chunk t is staged in slot t % 3 as soon as every rank has signalled FILLED for chunk t - 1. A rank signals that
-after it has staged its own chunk t - 1, and so after it has copied the result of chunk t - 3 out: slot t % 3 is
-free. With two slots a fast rank would overwrite what a slow one still copies out.
+A rank stages chunk t in slot t % 3 when it has read what it needs of chunk t - 2 at least, and knows that every other
+rank has begun with chunk t - 1: has signalled FILLED for it, or, in an all_reduce, REDUCED for chunk t - 2. Whoever has
+begun with chunk t - 1 reads nothing of chunk t - 3 any more, so slot t % 3 is free. With two slots a fast rank would
+overwrite what a slow one still reads.
+
+A rank whose earlier calls are done is *ready*: it stages the first chunk of its next call when it shows the header,
+which says so. Where all ranks were, nobody waits for FILLED signals of that chunk: that all have arrived is enough,
+also to know that all are done with every earlier call.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,6 +86,8 @@ class Call:
         splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to
             and expects from each; None where all are the same.
         piggyback: [n], numbers that are added over the ranks in the same call, in place; None: there are none.
+        is_staged: This rank has staged its first chunk.
+        all_ready: Every rank had when it arrived, and was done with all earlier calls. Known when all are there.
         places: By rank: where its tensor lies in its zone; None where it has to be copied. Known when all are there. A
             program whose result would overwrite a tensor that another rank still reads sets all to None (and `place`,
             where its own result may not be written there), and so takes the way through slots.
@@ -98,6 +106,8 @@ class Call:
     receiver: int = -1
     splits: Tensor | None = None
     piggyback: Tensor | None = None
+    is_staged: bool = False
+    all_ready: bool = False
     places: Sequence[int | None] = ()
     head: bytes = b""
 
@@ -117,9 +127,12 @@ class Call:
 
 
 Program = Generator[tuple[Phase, int], None, None]
-# By collective: what is done of an eager call, once all ranks are there, and the program of a large one.
+Stage = Callable[["ProgramContext", "Call", int], None]  # copies what others read of a chunk to where they read it
+# By collective: what is done of an eager call, once all ranks are there; the program of a large one; and what stages
+# the first chunk of that, where a rank may do so before the others are there.
 Programs = Mapping[
-    str, tuple[Callable[["ProgramContext", "Call"], None], Callable[["ProgramContext", "Call"], Program]]
+    str,
+    tuple[Callable[["ProgramContext", "Call"], None], Callable[["ProgramContext", "Call"], Program], Stage | None],
 ]
 
 _memmove = ctypes.memmove
@@ -154,7 +167,8 @@ class ProgramContext:
         self._views = Views(segment)
         self._scratch = Scratch()
         self._eager_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
-        self._agreed: dict[tuple[bytes, ...], Sequence[int | None]] = {}  # by the headers of all ranks: their places
+        # By the headers of all ranks: their places, and whether all are ready.
+        self._agreed: dict[tuple[bytes, ...], tuple[Sequence[int | None], bool]] = {}
         self._num_chunks = 0
 
     # ------------------------------------------------------------------ the beginning of a call
@@ -167,16 +181,28 @@ class ProgramContext:
         counters = self.counters
         return counters.num_signals(Phase.FINISHED) >= count and counters.all_here(Phase.FINISHED, count)
 
-    def arrive(self, call: Call) -> None:
-        """Show the others the header, with the data of an eager call, and signal ARRIVED."""
+    def arrive(self, call: Call, *, is_next: bool) -> None:
+        """Show the others the header, with the data of an eager call or the first chunk, and signal ARRIVED.
+
+        Args:
+            call: That arrives.
+            is_next: All earlier calls of this rank are done.
+        """
         layout, slot = self.segment.layout, call.slot
         num_bytes = call.flat.nbytes
-        if num_bytes and call.is_eager and call.source in (-1, self.rank):
-            _memmove(self.segment.common.address + layout.eager_slot(self.rank, slot), call.address, num_bytes)
+        is_ready = False
+        if call.is_eager:
+            if num_bytes and call.source in (-1, self.rank):
+                _memmove(self.segment.common.address + layout.eager_slot(self.rank, slot), call.address, num_bytes)
+        elif is_next and call.place is None and (stage := self._programs[call.collective][2]) is not None:
+            call.places = (None,) * self.world_size  # as far as this rank knows
+            with torch.no_grad() if call.flat.requires_grad else contextlib.nullcontext():
+                stage(self, call, 0)
+            is_ready = call.is_staged = True
         if call.piggyback is not None:
             there = self.segment.common.address + layout.piggyback(self.rank, slot)
             _memmove(there, call.piggyback.data_ptr(), call.piggyback.nbytes)
-        call.head = pack_place(call.place) + call.packed
+        call.head = pack_place(call.place, is_ready=is_ready) + call.packed
         self.segment.write(layout.header(self.rank, slot), call.head)
         self.counters.signal(Phase.ARRIVED)
 
@@ -206,13 +232,14 @@ class ProgramContext:
         heads = tuple(
             own if r == self.rank else self.segment.read(layout.header(r, slot), len(own)) for r in self.ranks
         )
-        places = self._agreed.get(heads)  # a bucket has the same header step after step
-        if places is not None:
-            call.places = places
+        agreed = self._agreed.get(heads)  # a bucket has the same header step after step
+        if agreed is not None:
+            call.places, call.all_ready = agreed
             return
         headers = [unpack_header(head) for head in heads]
-        call.places = tuple(place for place, _ in headers)
-        fingerprints = [packed for _, packed in headers]
+        call.places = tuple(place for place, _, _ in headers)
+        call.all_ready = all(is_ready for _, is_ready, _ in headers)
+        fingerprints = [packed for _, _, packed in headers]
         texts = {
             r: unpack_text(self.segment.read(layout.eager_slot(r, slot), num_bytes))
             for r, packed in enumerate(fingerprints)
@@ -229,7 +256,7 @@ class ProgramContext:
             raise MismatchError(problem + peer_heartbeats.exchange_sites(key, pids))
         if len(self._agreed) >= _MAX_AGREED:
             self._agreed.clear()
-        self._agreed[heads] = call.places
+        self._agreed[heads] = call.places, call.all_ready
 
     # ------------------------------------------------------------------ primitives of programs
 
@@ -261,12 +288,17 @@ class ProgramContext:
         dtype = call.flat.dtype
         place = call.places[rank]
         if place is None:
-            slot = self.segment.layout.chunk(rank, (self._num_chunks + chunk) % NUM_CHUNKS)
-            return self._views.common(slot + begin * dtype.itemsize, dtype, end - begin)
+            return self.slot_view(call, rank, chunk, begin, end)
         first = begin + (chunk and chunk * self.chunk_numel(call))
         if rank == self.rank:
             return call.flat[first : first + end - begin]
         return self._views.zone(rank, place + first * dtype.itemsize, dtype, end - begin)
+
+    def slot_view(self, call: Call, rank: int, chunk: int, begin: int, end: int) -> Tensor:
+        """[end - begin], elements of a chunk in its slot of a rank. See `shared_view`."""
+        dtype = call.flat.dtype
+        slot = self.segment.layout.chunk(rank, (self._num_chunks + chunk) % NUM_CHUNKS)
+        return self._views.common(slot + begin * dtype.itemsize, dtype, end - begin)
 
     def chunk_numel(self, call: Call) -> int:
         """Elements of one chunk: all of the tensor if no rank's tensor has to be copied."""
@@ -276,12 +308,12 @@ class ProgramContext:
             in_place = None not in call.places
         return call.flat.numel() if in_place else CHUNK_BYTES // call.flat.dtype.itemsize
 
-    def stage(self, call: Call, chunk: int) -> int:
-        """Copy a chunk of this rank's tensor to where the others read it, and signal FILLED. Returns the count."""
-        if call.places[self.rank] is None and call.source in (-1, self.rank):
-            begin, end = self.chunk_bounds(call, chunk)
-            self.shared_view(call, self.rank, chunk, 0, end - begin).copy_(call.flat[begin:end])
-        return self.counters.signal(Phase.FILLED)
+    def fill_first(self, call: Call, stage: Stage) -> Program:
+        """Return when every rank has staged its first chunk."""
+        if not call.is_staged:
+            stage(self, call, 0)
+        if not call.all_ready:
+            yield Phase.FILLED, self.counters.signal(Phase.FILLED)
 
     def chunk_bounds(self, call: Call, chunk: int) -> tuple[int, int]:
         """The elements of a chunk: (begin, end)."""
@@ -362,30 +394,42 @@ def _eager_barrier(at: ProgramContext, call: Call) -> None:
 
 
 def _chunk_by_chunk(
-    at: ProgramContext, num_chunks: int, stage: Callable[[int], int], read: Callable[[int], object]
+    at: ProgramContext, call: Call, num_chunks: int, stage: Stage, read: Callable[[int], object]
 ) -> Program:
     """Go through the chunks of a call: every rank stages the next one before it reads this one.
 
     Args:
         at: Whose chunk slots are used. See [Note: three chunks].
+        call: Whose chunks.
         num_chunks: How many.
-        stage: Copies this rank's part of a chunk to where the others read it; returns the count of its FILLED signal.
+        stage: Copies this rank's part of a chunk to where the others read it.
         read: Reads a chunk that all ranks have staged.
     """
-    filled = stage(0) if num_chunks else 0
+    if num_chunks:
+        yield from at.fill_first(call, stage)
     for chunk in range(num_chunks):
-        yield Phase.FILLED, filled
+        filled = 0
         if chunk + 1 < num_chunks:
-            filled = stage(chunk + 1)
+            stage(at, call, chunk + 1)
+            filled = at.counters.signal(Phase.FILLED)
         read(chunk)
+        if filled:
+            yield Phase.FILLED, filled
     at.chunks_done(num_chunks)
+
+
+def _stage(at: ProgramContext, call: Call, chunk: int) -> None:
+    """A chunk of this rank's tensor, if it is not where the others read it already."""
+    if call.place is None and call.source in (-1, at.rank):
+        begin, end = at.chunk_bounds(call, chunk)
+        at.slot_view(call, at.rank, chunk, 0, end - begin).copy_(call.flat[begin:end])
 
 
 def _read_chunks(at: ProgramContext, call: Call, read: Callable[[int], object]) -> Program:
     """Have all of a call's tensors read: where they lie, if they all lie in zones; else chunk by chunk."""
     places = call.places if call.source < 0 else [call.places[call.source]]
     if None in places:
-        yield from _chunk_by_chunk(at, at.count_chunks(call), lambda chunk: at.stage(call, chunk), read)
+        yield from _chunk_by_chunk(at, call, at.count_chunks(call), _stage, read)
     else:
         read(0)
     if any(place is not None for place in places):
@@ -408,22 +452,21 @@ def _all_reduce(at: ProgramContext, call: Call) -> Program:
     yield Phase.REDUCED, at.counters.signal(Phase.REDUCED)
 
 
+def _stage_slices(at: ProgramContext, call: Call, chunk: int) -> None:
+    """As `_stage`, but for this rank's own slice, which only this rank reads."""
+    if call.place is None:
+        first, last = at.chunk_bounds(call, chunk)
+        begin, end = plan_slices(last - first, at.world_size, call.flat.dtype.itemsize)[at.rank]
+        for start, stop in ((0, begin), (end, last - first)):
+            if start < stop:
+                slot = at.slot_view(call, at.rank, chunk, start, stop)
+                slot.copy_(call.flat[first + start : first + stop])
+
+
 def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
     num_chunks = at.count_chunks(call)
     gets_result = call.receiver in (-1, at.rank)
-
-    def stage(chunk: int) -> int:
-        """As `at.stage`, but for this rank's own slice, which only this rank reads."""
-        if call.place is None:
-            first, last = at.chunk_bounds(call, chunk)
-            slot = at.shared_view(call, at.rank, chunk, 0, last - first)
-            begin, end = plan_slices(last - first, at.world_size, call.flat.dtype.itemsize)[at.rank]
-            for start, stop in ((0, begin), (end, last - first)):
-                if start < stop:
-                    slot[start:stop].copy_(call.flat[first + start : first + stop])
-        return at.counters.signal(Phase.FILLED)
-
-    yield Phase.FILLED, stage(0)
+    yield from at.fill_first(call, _stage_slices)
     for chunk in range(num_chunks):
         first, last = at.chunk_bounds(call, chunk)
         slices = plan_slices(last - first, at.world_size, call.flat.dtype.itemsize)
@@ -437,16 +480,13 @@ def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
                 if gets_result:  # while it is in the cache
                     outputs.append(call.out[first + begin : first + end])
             at.reduce(call, outputs, views, first + begin)
-        reduced = at.counters.signal(Phase.REDUCED)
-        has_next = chunk + 1 < num_chunks
-        filled = stage(chunk + 1) if has_next else 0
-        yield Phase.REDUCED, reduced
+        if chunk + 1 < num_chunks:
+            _stage_slices(at, call, chunk + 1)
+        yield Phase.REDUCED, at.counters.signal(Phase.REDUCED)  # this chunk, and staged the next
         if call.place is None and gets_result:
             for owner, (begin, end) in enumerate(slices):
                 if begin < end and owner != at.rank:
                     call.out[first + begin : first + end].copy_(at.shared_view(call, owner, chunk, begin, end))
-        if has_next:
-            yield Phase.FILLED, filled
     at.chunks_done(num_chunks)
     if any(place is not None for place in call.places):
         # A rank whose result lies in its zone may not change it before the others have copied it.
@@ -476,7 +516,9 @@ def _all_gather(at: ProgramContext, call: Call) -> Program:
             begin, end = at.chunk_bounds(call, chunk)
             for rank in at.ranks:
                 out = call.out[rank * numel + begin : rank * numel + end]
-                out.copy_(at.shared_view(call, rank, chunk, 0, end - begin))
+                given = call.flat[begin:end] if rank == at.rank else at.shared_view(call, rank, chunk, 0, end - begin)
+                if given.data_ptr() != out.data_ptr():  # this rank's part often is where it belongs
+                    out.copy_(given)
 
     yield from _read_chunks(at, call, read)
 
@@ -505,22 +547,25 @@ def _reduce_scatter(at: ProgramContext, call: Call) -> Program:
     call.places = (None,) * at.world_size  # a chunk holds a part of every rank's share, so all are copied
     length = CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
 
-    def stage(chunk: int) -> int:
-        begin, end = chunk * length, min(numel, (chunk + 1) * length)
-        for rank in at.ranks:
-            if rank != at.rank:  # nobody else reads this rank's own share
-                into = at.shared_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
-                into.copy_(call.flat[rank * numel + begin : rank * numel + end])
-        return at.counters.signal(Phase.FILLED)
-
     def read(chunk: int) -> None:
         begin, end = chunk * length, min(numel, (chunk + 1) * length)
         first = at.rank * length
-        inputs = [at.shared_view(call, rank, chunk, first, first + end - begin) for rank in at.ranks]
+        inputs = [at.slot_view(call, rank, chunk, first, first + end - begin) for rank in at.ranks]
         inputs[at.rank] = call.flat[at.rank * numel + begin : at.rank * numel + end]
         at.reduce(call, [call.out[begin:end]], inputs, at.rank * numel + begin)
 
-    yield from _chunk_by_chunk(at, -(-numel // length), stage, read)
+    yield from _chunk_by_chunk(at, call, -(-numel // length), _stage_shares, read)
+
+
+def _stage_shares(at: ProgramContext, call: Call, chunk: int) -> None:
+    """A part of every other rank's share."""
+    numel = call.out.numel()
+    length = CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
+    begin, end = chunk * length, min(numel, (chunk + 1) * length)
+    for rank in at.ranks:
+        if rank != at.rank:
+            into = at.slot_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
+            into.copy_(call.flat[rank * numel + begin : rank * numel + end])
 
 
 def _all_to_all(at: ProgramContext, call: Call) -> Program:
@@ -535,15 +580,14 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
     call.place, call.places = None, [None] * at.world_size
     length = CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
 
-    def stage(chunk: int) -> int:
+    def stage(at: ProgramContext, call: Call, chunk: int) -> None:
         start = 0
         for rank, numel in enumerate(sent[at.rank]):
             begin, end = chunk * length, min(numel, (chunk + 1) * length)
             if begin < end:
-                into = at.shared_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
+                into = at.slot_view(call, at.rank, chunk, rank * length, rank * length + end - begin)
                 into.copy_(call.flat[start + begin : start + end])
             start += numel
-        return at.counters.signal(Phase.FILLED)
 
     def read(chunk: int) -> None:
         start = 0
@@ -551,12 +595,12 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
             numel = sent[rank][at.rank]
             begin, end = chunk * length, min(numel, (chunk + 1) * length)
             if begin < end:
-                mine = at.shared_view(call, rank, chunk, at.rank * length, at.rank * length + end - begin)
+                mine = at.slot_view(call, rank, chunk, at.rank * length, at.rank * length + end - begin)
                 call.out[start + begin : start + end].copy_(mine)
             start += numel
 
     num_chunks = -(-max(max(row) for row in sent) // length)
-    yield from _chunk_by_chunk(at, num_chunks, stage, read)
+    yield from _chunk_by_chunk(at, call, num_chunks, stage, read)
 
 
 def explain_splits(splits: Tensor) -> str | None:
@@ -581,19 +625,19 @@ def _barrier(at: ProgramContext, call: Call) -> Program:
     yield from ()
 
 
-# By collective, what is done of an eager call, and the program of a large one.
+# See `Programs`.
 PROGRAMS: Programs = {
-    "all_reduce": (_eager_all_reduce, _all_reduce),
-    "broadcast": (_eager_broadcast, _broadcast),
-    "all_gather": (_eager_all_gather, _all_gather),
-    "reduce_scatter": (_eager_reduce_scatter, _reduce_scatter),
-    "barrier": (_eager_barrier, _barrier),
-    "reduce": (_eager_reduce, _reduce),
-    "gather": (_eager_all_gather, _all_gather),
-    "scatter": (_eager_scatter, _scatter),
-    "all_to_all": (_eager_all_to_all, _all_to_all),
+    "all_reduce": (_eager_all_reduce, _all_reduce, _stage_slices),
+    "broadcast": (_eager_broadcast, _broadcast, _stage),
+    "all_gather": (_eager_all_gather, _all_gather, _stage),
+    "reduce_scatter": (_eager_reduce_scatter, _reduce_scatter, _stage_shares),
+    "barrier": (_eager_barrier, _barrier, None),
+    "reduce": (_eager_reduce, _reduce, _stage_slices),
+    "gather": (_eager_all_gather, _all_gather, _stage),
+    "scatter": (_eager_scatter, _scatter, None),
+    "all_to_all": (_eager_all_to_all, _all_to_all, None),
     **{
-        name: (_eager_barrier, _barrier)  # only compared
+        name: (_eager_barrier, _barrier, None)  # only compared
         for name in COLLECTIVES
         if name in (REFUSED, REPORT) or name.endswith(OVER_GLOO)
     },

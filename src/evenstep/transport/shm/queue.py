@@ -239,8 +239,8 @@ class CallQueue:
             heartbeat.mark_collective(self._num_calls)
             record(self.recorded, self._num_calls, packed)
             work = SharedWork(self, call, back)
-            self._unarrived.append(work)
             self._queue.append(work)
+            self._unarrived.append(work)  # second: another thread may show it at once, and looks for it in the queue
         if self._stepping.acquire(blocking=False):
             try:
                 self._arrive()
@@ -260,7 +260,7 @@ class CallQueue:
             work = self._unarrived[0]
             if not self._context.has_slot(work._call.number):
                 return
-            self._context.arrive(work._call)
+            self._context.arrive(work._call, is_next=work is self._queue[0])
             work.has_arrived = True
             self.recorded.num_started = work._call.number + 1
             self._unarrived.popleft()

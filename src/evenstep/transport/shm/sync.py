@@ -89,7 +89,7 @@ class Phase(enum.IntEnum):
 
     ARRIVED = 0  # its call has begun: the header, and the data of an eager call, can be read
     FILLED = 1  # its next chunk of a chunked call can be read
-    REDUCED = 2  # it has written its slice of the result, or read what it needed of others' tensors
+    REDUCED = 2  # it has written its slice of the result, and staged its next chunk; or has read what it needed
     FINISHED = 3  # it reads nothing more of this call
 
 

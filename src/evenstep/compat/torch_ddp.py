@@ -132,6 +132,15 @@ class ShardedParts:
             for root in self.roots:
                 root.set_requires_gradient_sync(is_on)
 
+    def rescale(self, by: float) -> None:
+        """Multiply the gradients that passes have kept whole on this rank."""
+        for group in self.groups.values():
+            for each in group.fsdp_params:
+                whole = getattr(each, "_unsharded_param", None)
+                for grad in (each.unsharded_accumulated_grad, None if whole is None else whole.grad):
+                    if grad is not None:
+                        grad.mul_(by)
+
     def when_ended(self, then: Callable[[], None]) -> None:
         """Call `then` when torch has ended the backward pass whose autograd ends: at once, if it has already.
 

@@ -15,6 +15,7 @@ weights are divided by how many they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,16 +25,14 @@ from torch import Tensor, nn
 from evenstep.compat.torch_ddp import ShardedParts
 from evenstep.compat.torch_tensors import is_dtensor, local_part
 from evenstep.health.telemetry import REDUCED, WAITING
-from evenstep.replica.gradients.exchange.base import Exchange, Trained
-from evenstep.replica.gradients.exchange.header import Header, LateKinds
-from evenstep.replica.gradients.exchange.weights import WeightScale
+from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
+from evenstep.replica.gradients.exchange.across_ranks import AcrossRanks
+from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.window import Kind, SavedGradients, Window
 from evenstep.transport.base import Transport
 
-_HALF = (torch.float16, torch.bfloat16)
 
-
-class MeshExchange(Exchange):
+class MeshExchange(AcrossRanks):
     """Ends the windows of a model that FSDP2 or tensor parallelism has divided; see [Note: one division].
 
     Args:
@@ -42,41 +41,23 @@ class MeshExchange(Exchange):
         data_transport: Of the data ranks, for the gradients that FSDP2 doesn't add.
     """
 
-    travels = True
-
     def __init__(self, trained: Trained, sharded: ShardedParts, data_transport: Transport) -> None:
-        super().__init__(trained.parameters, trained.ending)
+        super().__init__(trained, trained.world.device)
         self.takes_every_pass = bool(sharded)
         self._sharded = sharded
         self._data = data_transport
-        self._transport = trained.transport
         self._num_copies = trained.world.world_size // data_transport.world_size
-        self._recorder, self._module_buffers = trained.recorder, trained.module_buffers
         self._managed = sharded.parameters  # read once: to look again lets go of gathered ones, which autograd may need
         managed = set(map(id, self._managed))
         self._others = [index for index, p in enumerate(trained.parameters) if id(p) not in managed]
-        device = trained.world.device
-        self._header = Header(len(trained.parameters), device, trained.observers)
-        self._late_kinds = None if device.type == "cpu" else LateKinds()
-        self._was_weighted = False
-        self._used = [True] * len(trained.parameters)
-        self._all_used = [True] * len(trained.parameters)
-        has_half = not {*sharded.dtypes, *(p.dtype for p in trained.parameters)}.isdisjoint(_HALF)
-        self._weights = WeightScale(trained.parameters, trained.transport, is_needed=has_half)
+        dtypes = {*sharded.dtypes, *(p.dtype for p in trained.parameters)}
+        self._scale_weights(has_half_precision=not dtypes.isdisjoint(HALF_PRECISION))
 
     # ------------------------------------------------------------------ while a window runs
 
-    def agree_scale(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
-        """See `Exchange`. Collective in the first windows of 16-bit models: see `WeightScale`."""
-        if weight is not None and self._weights.is_due:
-            self._weights.start_agreement(weight)
-            self._weights.finish_agreement(reads=True)
-        self._weights.use(self._weights.agreed, opens_window=opens_window)
-        return self._weights.agreed
-
-    def adopt_scale(self, scale: float, *, opens_window: bool) -> None:
-        """See `Exchange`."""
-        self._weights.use(scale, opens_window=opens_window)
+    def _rescale(self, by: float) -> None:
+        super()._rescale(by)
+        self._sharded.rescale(by)
 
     def begin_pass(self, *, travels: bool) -> None:
         """See `Exchange`."""
@@ -94,10 +75,6 @@ class MeshExchange(Exchange):
         elif left:  # a loss of `loss.backward()` that uses parameters directly: they may have their gradients already
             saved.save([parameter for parameter in self._managed if parameter.grad is not None], is_copied=False)
 
-    def was_weighted(self) -> bool:
-        """See `Exchange`."""
-        return self._was_weighted
-
     # ------------------------------------------------------------------ when it ends
 
     def finish(self, window: Window) -> None:
@@ -109,12 +86,7 @@ class MeshExchange(Exchange):
         used = self._used_here()
         self._header.fill(window, used, scale=scale)
         self._transport.all_reduce(self._header.tensor).wait()
-        if self._late_kinds is None:
-            num_weighted, num_plain = self._header.kinds()
-            self._was_weighted = num_weighted > 0 or (self._was_weighted and num_plain == 0)
-        else:
-            self._late_kinds.note(self._header)
-        self._header.read_observers()
+        self._read_header(window)
         self._used = used
         if used is not self._all_used:
             self._used = self._header.used_anywhere()
@@ -122,7 +94,7 @@ class MeshExchange(Exchange):
         sent_buffers = self._module_buffers.start(0)
         self._add_others()
         self._recorder.mark(REDUCED)
-        self._divide(window)
+        self._divide(window, scale)
         self._module_buffers.finish(sent_buffers)
 
     def _used_here(self) -> list[bool]:
@@ -168,13 +140,14 @@ class MeshExchange(Exchange):
             pieces = torch.split(flat, [part.numel() for part in parts])
             torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
 
-    def _divide(self, window: Window) -> None:
-        # A rank whose share was empty knows only from the header which kind the others had.
-        weighted = window.kind is Kind.WEIGHTED or (window.kind is None and bool(self._header.tensor[1] > 0))
+    def _divide(self, window: Window, scale: float) -> None:
         divisor: float | Tensor = float(self._ending.num_shares)
-        if weighted:
+        if self._is_weighted(window):
             divisor = self._header.divisor() / self._num_copies
-            divisor = float(divisor) if divisor.device.type == "cpu" else divisor
+            if divisor.device.type == "cpu":
+                divisor = float(divisor)
+                if math.isfinite(divisor):
+                    self._weights.expect(divisor * scale)
         if isinstance(divisor, float) and divisor == 1.0:
             return
         for same in _by_kind([local_part(p.grad) for p in self._parameters if p.grad is not None]):
@@ -182,10 +155,6 @@ class MeshExchange(Exchange):
                 torch._foreach_div_(same, divisor.to(same[0].device))
             else:
                 torch._foreach_div_(same, divisor)
-
-    def unused(self) -> list[int]:
-        """See `Exchange`."""
-        return [index for index, used in enumerate(self._used) if not used]
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

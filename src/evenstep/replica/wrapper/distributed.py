@@ -422,6 +422,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         return tensor.to(self.settings.inputs_to, non_blocking=True)
 
     def _validate_parameters(self) -> None:
+        """Raise for what was frozen and is trained now, and for what is registered since."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UsageError(
@@ -430,22 +431,25 @@ class DistributedDataParallel(TorchDistributedDataParallel):
                 )
         if _num_registered != self._num_registrations:
             counted = _num_registered
-            trained = [(name, p) for name, p in self.settings.kept(self.module) if p.requires_grad]
-            known, own = set(self._names), set(map(id, self._module_parameters))
-            replaced = [name for name, p in trained if name in known and id(p) not in own]
-            if replaced:  # whose gradients would come where nobody looks
-                raise UsageError(
-                    f"parameter {replaced[0]!r} is another one than when the model was wrapped "
-                    f"(load_state_dict(assign=True), or an nn.Parameter put in its place); its gradient would not be "
-                    f"averaged. Copy into parameters instead, or wrap the model, and make its optimizer, behind that."
-                )
-            new = [name for name, _ in trained if name not in known]
-            if new:
-                raise UsageError(
-                    f"parameter {new[0]!r} was added after the model was wrapped; its gradient would not be averaged. "
-                    f"Wrap the module again."
-                )
+            self._validate_registered()
             self._num_registrations = counted  # not before: who catches these is told again
+
+    def _validate_registered(self) -> None:
+        trained = [(name, p) for name, p in self.settings.kept(self.module) if p.requires_grad]
+        known, own = set(self._names), set(map(id, self._module_parameters))
+        replaced = [name for name, p in trained if name in known and id(p) not in own]
+        if replaced:  # whose gradients would come where nobody looks
+            raise UsageError(
+                f"parameter {replaced[0]!r} is another one than when the model was wrapped "
+                f"(load_state_dict(assign=True), or an nn.Parameter put in its place); its gradient would not be "
+                f"averaged. Copy into parameters instead, or wrap the model, and make its optimizer, behind that."
+            )
+        new = [name for name, _ in trained if name not in known]
+        if new:
+            raise UsageError(
+                f"parameter {new[0]!r} was added after the model was wrapped; its gradient would not be averaged. "
+                f"Wrap the module again."
+            )
 
     # ------------------------------------------------------------------ backward
 

@@ -7,16 +7,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from evenstep.errors import UsageError
 from evenstep.health.telemetry import REDUCED, WAITING
 from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION, Bucket, CastBucket
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook, HookQueue
 from evenstep.replica.gradients.buckets.launch import LaunchOrder
 from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, ParameterSpec, plan_layout
-from evenstep.replica.gradients.exchange.base import Exchange, Trained
-from evenstep.replica.gradients.exchange.header import Header, LateKinds
+from evenstep.replica.gradients.exchange.across_ranks import AcrossRanks
+from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.exchange.sparse import sum_over_ranks
-from evenstep.replica.gradients.exchange.weights import WeightScale
 from evenstep.replica.gradients.window import Kind, Window, zero_where
 from evenstep.replica.join import Uneven
 from evenstep.transport.base import Transport, Work
@@ -25,38 +23,29 @@ from evenstep.transport.shm.segment import MAX_PIGGYBACK_BYTES
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 
-class AllReduceExchange(Exchange):
+class AllReduceExchange(AcrossRanks):
     """Adds gradients over ranks in buckets, in order, while the backward pass runs.
 
     Args:
         trained: Whose gradients.
     """
 
-    travels = True
-
     def __init__(self, trained: Trained) -> None:
-        super().__init__(trained.parameters, trained.ending)
+        super().__init__(trained, trained.parameters[0].device)
         self._names = trained.names
         self._num_dense, self._policy = trained.num_dense, trained.policy
-        self._world, self._transport, self._control = trained.world, trained.transport, trained.control
-        self._recorder, self._module_buffers = trained.recorder, trained.module_buffers
         self._specs = [self._describe(index) for index in range(trained.num_dense)]
-        self._header = Header(len(trained.parameters), trained.parameters[0].device, trained.observers)
-        self._late_kinds = None if self._header.tensor.device.type == "cpu" else LateKinds()
-        self._was_weighted: bool | None = None  # the last window; None: not known, as always on a GPU
         self._observers = trained.observers
         self._inspectors = [each for each in trained.observers if each.inspects_buckets]
         self._hooks: HookQueue | None = None
         self._uneven: Uneven | None = None
-        self._used: list[bool] = []
-        self._all_used = [True] * len(trained.parameters)
         # A backward pass reaches the last layers first; the second layout knows better.
         self._build(self._plan(range(trained.num_dense - 1, -1, -1)))
         # Autograd multiplies weights into gradients of the parameters' dtype, whatever these are added in.
-        has_half_precision = any(each.dtype in HALF_PRECISION for each in trained.parameters) or any(
-            bucket.has_half_precision for bucket in self.buckets
+        self._scale_weights(
+            has_half_precision=any(each.dtype in HALF_PRECISION for each in trained.parameters)
+            or any(bucket.has_half_precision for bucket in self.buckets)
         )
-        self._weights = WeightScale(trained.parameters, trained.transport, is_needed=has_half_precision)
 
     def _describe(self, index: int) -> ParameterSpec:
         parameter = self._parameters[index]
@@ -85,20 +74,6 @@ class AllReduceExchange(Exchange):
         is_cast = layout.dtype is not self._parameters[layout.slots[0].parameter].dtype
         kind = CastBucket if is_cast else Bucket
         return kind(layout, self._parameters, self._names, self._transport, allocator=allocator)
-
-    def agree_scale(self, weight: float | Tensor | None, *, opens_window: bool) -> float:
-        """See `Exchange`. Collective in the first windows of 16-bit models: see `WeightScale`."""
-        if weight is not None and self._weights.is_due:
-            self.announce()
-            self._weights.start_agreement(weight)
-            self._weights.finish_agreement(reads=True)
-        # Also of a weight of 0: what ranks add up has one scale on all of them.
-        self._weights.use(self._weights.agreed, opens_window=opens_window)
-        return self._weights.agreed
-
-    def adopt_scale(self, scale: float, *, opens_window: bool) -> None:
-        """See `Exchange`."""
-        self._weights.use(scale, opens_window=opens_window)
 
     def last_pass_begins(self, window: Window) -> None:
         """See `Exchange`; collective where there is a hook, which is handed means."""
@@ -154,11 +129,7 @@ class AllReduceExchange(Exchange):
             header_work.wait()
         self._recorder.mark(REDUCED)
         self._launches.reset()
-        if self._late_kinds is None:
-            self._note_kind(window)
-        else:
-            self._late_kinds.note(self._header)
-        self._header.read_observers()
+        self._read_header(window)
         if not all(self._used) or self._num_dense < len(self._parameters):
             self._used = self._header.used_anywhere()
             for bucket in self.buckets:
@@ -198,30 +169,6 @@ class AllReduceExchange(Exchange):
             return self._all_used
         return [parameter.grad is not None for parameter in self._parameters]
 
-    def was_weighted(self) -> bool:
-        """See `Exchange`."""
-        return bool(self._header.kinds()[0]) if self._was_weighted is None else self._was_weighted
-
-    def _note_kind(self, window: Window) -> None:
-        """After the header has come. Collective where the kind has changed and a rank had no pass, which all know.
-
-        Such a rank has done with what was left in `p.grad` as it would have been right for the kind before.
-        """
-        num_weighted, num_plain = self._header.kinds()
-        if not num_weighted and not num_plain:
-            return
-        before, self._was_weighted = self._was_weighted, num_weighted > 0
-        if before in (None, self._was_weighted) or num_weighted + num_plain == self._world.world_size:
-            return
-        wrong = torch.tensor([float(window.has_leftovers)], dtype=torch.float64, device=self._header.tensor.device)
-        self._transport.all_reduce(wrong).wait()
-        if wrong.item():
-            raise UsageError(
-                "ranks changed between loss.backward() and model.backward(loss, ...) where an earlier step's gradients "
-                "are left in p.grad and a rank's share is empty: what is left counts otherwise for the two. Call "
-                "zero_grad between them."
-            )
-
     def learn_order(self, ready_order: Sequence[int]) -> None:
         """See `Exchange`."""
         seen = [index for index in ready_order if index < self._num_dense]
@@ -250,10 +197,6 @@ class AllReduceExchange(Exchange):
         self._uneven = uneven
         for observer in self._observers:
             observer.set_join(uneven is not None)
-
-    def unused(self) -> list[int]:
-        """See `Exchange`."""
-        return [index for index, used in enumerate(self._used) if not used]
 
     def in_flight(self) -> range:
         """See `Exchange`."""
@@ -305,10 +248,7 @@ class AllReduceExchange(Exchange):
         """Prepare a bucket's memory before it is packed; where buckets share memory, take it over."""
 
     def _divide(self, window: Window) -> None:
-        # A rank whose share was empty knows only from the header which kind the others had.
-        weighted = window.kind is Kind.WEIGHTED
-        if window.kind is None:
-            weighted = bool(self._header.tensor[1] > 0)
+        weighted = self._is_weighted(window)
         num_ranks = float(self._world.world_size)
         divisor: float | Tensor = float(self._ending.num_shares)
         if weighted:

@@ -13,12 +13,16 @@ overflow in 16 bits; and what PowerSGD leaves out for the next step would count 
 full batch and before a short one many times too much. So hooks are handed means: weights of all ranks are added as the
 last pass begins, and awaited before the first bucket is launched. This rank's all-reduce is already issued then, so
 peers can't block on it, not even those that wait in the statistics of a SyncBatchNorm.
+
+*To save a division.* To divide the sums is to read and write them once more. Where gradients have more than 16 bits
+every power of two is an exact scale, and a divided model takes that of the last window's weights: where these are a
+power of two, and the same again, nothing is left to divide by.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +39,9 @@ class WeightScale:
     Within a window what is in `p.grad` is a sum of weight / scale * gradient.
 
     Args:
-        parameters: Those of the model.
         transport: Carries the agreements.
+        device: Of what it carries.
+        rescale: Multiplies the gradients of the window that runs.
         is_needed: Gradients have 16 bits, or are added in 16 bits. The same on all ranks.
 
     Attributes:
@@ -44,12 +49,13 @@ class WeightScale:
         is_due: In this window ranks agree, and this one hasn't begun to.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], transport: Transport, *, is_needed: bool) -> None:
+    def __init__(
+        self, transport: Transport, device: torch.device, rescale: Callable[[float], object], *, is_needed: bool
+    ) -> None:
         self.agreed = 1.0
-        self.is_due = is_needed
+        self.is_due = self._is_needed = is_needed
         self._windows_left = _NUM_WINDOWS if is_needed else 0
-        self._parameters = parameters
-        self._transport = transport
+        self._transport, self._device, self._rescale = transport, device, rescale
         self._agreement: tuple[Work, Tensor] | None = None
         self._of_window: float | None = None
         self._total: tuple[Work, Tensor] | None = None
@@ -61,7 +67,7 @@ class WeightScale:
             weight: Of a WEIGHTED pass; None: there is none on this rank so far.
         """
         self.is_due = False
-        total = torch.zeros(2, dtype=torch.float64, device=self._parameters[0].device)
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
         if weight is not None:
             total[:1].add_(weight)
             total[1:].fill_(1.0)
@@ -86,8 +92,17 @@ class WeightScale:
     def use(self, scale: float, *, opens_window: bool) -> None:
         """Bring what there is of the window to the scale of its next pass."""
         if not opens_window and self._of_window is not None and scale != self._of_window:
-            rescale(self._parameters, self._of_window / scale)
+            self._rescale(self._of_window / scale)
         self._of_window = scale
+
+    def expect(self, total: float) -> None:
+        """Take the scale of the next windows from the weights of one, unless gradients have 16 bits.
+
+        Args:
+            total: Of all ranks; the same on all of them.
+        """
+        if not self._is_needed:
+            self.agreed = nearest_power_of_two(total)
 
     def start_total(self, window: Window) -> None:
         """Begin to add all ranks' weights. Collective, once per window; again in the same window: nothing.
@@ -97,7 +112,7 @@ class WeightScale:
         """
         if self._total is not None:
             return
-        total = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
         if window.kind is Kind.WEIGHTED:
             weight = window.weight / (self._of_window or 1.0)
             total += torch.as_tensor(weight, dtype=total.dtype, device=total.device)

@@ -293,12 +293,16 @@ class World:
         assert sizes is not None
         sizes = complete_mesh(what, sizes, self.world_size)
         self.mesh = build_mesh(mesh, sizes, self.device.type)
-        self.data_parallel = self._along(*DATA)
-        self.model_ranks = self._along(*DATA, "tensor")
+        self.data_parallel = self.along(*DATA)
+        self.model_ranks = self.along(*DATA, "tensor")
         self.model_ranks.data_parallel = self.data_parallel
 
-    def _along(self, *names: str) -> World:
-        """The world of the ranks that differ from this one only along some dimensions of the mesh. Collective."""
+    def along(self, *names: str) -> World:
+        """The world of the ranks that differ from this one only along some dimensions of the mesh. Collective.
+
+        Args:
+            names: Of the dimensions; those that the mesh doesn't have count as of size 1.
+        """
         assert self.mesh is not None
         ranks, group = group_along(self.mesh, names)
         if len(ranks) == self.world_size:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from evenstep.compat.torch_ddp import ShardedParts
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.optim.clipping import clip_grad_norm_
+from evenstep.parallel.drift import build_drift
 from evenstep.parallel.exchange import MeshExchange
 from evenstep.parallel.layout import validate_layout
 from evenstep.parallel.watch import build_watch
@@ -46,12 +47,20 @@ class DividedModel(DistributedDataParallel):
         who: The function that was called, for messages.
         on_nonfinite: As for `DistributedDataParallel`; what is inspected is each rank's part of the sum over ranks.
         broadcast_buffers: As there, among the data ranks.
+        compare_every: As there: between replicas of the same parts.
     """
 
     is_divided = True
 
     def __init__(
-        self, module: nn.Module, world: World, *, who: str, on_nonfinite: Policy | None, broadcast_buffers: bool | None
+        self,
+        module: nn.Module,
+        world: World,
+        *,
+        who: str,
+        on_nonfinite: Policy | None,
+        broadcast_buffers: bool | None,
+        compare_every: int | None,
     ) -> None:
         nn.Module.__init__(self)
         validate_thread(world, self)
@@ -66,7 +75,7 @@ class DividedModel(DistributedDataParallel):
             delayed=(None, None),
             init_sync=True,
             on_nonfinite=on_nonfinite,
-            compare_every=0,
+            compare_every=compare_every,
             mixed_precision=None,
             reduce_dtype=None,
         )
@@ -87,7 +96,7 @@ class DividedModel(DistributedDataParallel):
         self.bucket_bytes_cap_list: list[int] = []
         self.mixed_precision = None
         self.device_mesh = world.mesh
-        self._data = world.data_parallel
+        self._everybody, self._data = world, world.data_parallel
         self._set_up(ranks, settings, bucket_transport(ranks, self))
         ranks.compare_random_streams()
         self._dummy = DummyBatch(self.dim)
@@ -97,9 +106,10 @@ class DividedModel(DistributedDataParallel):
         named = settings.trained(self.module)
         names, parameters = [name for name, _ in named], [parameter for _, parameter in named]
         control = for_messages(transport, world.device)
-        options = OptionsWatch(world, control, world.device, lambda: False)
+        drift = build_drift(names, parameters, self._everybody, self, control, settings.compare_every)
+        options = OptionsWatch(world, control, world.device, lambda: drift is not None and drift.is_on)
         watch = build_watch(settings.on_nonfinite, world, transport, control)
-        monitors = Monitors(options, None, watch, InBackward(()))
+        monitors = Monitors(options, drift, watch, InBackward(()))
         ending = WindowEnd(self._data.world_size)
         data_transport = transport
         if self._data is not world:
@@ -125,14 +135,8 @@ class DividedModel(DistributedDataParallel):
         exchange = MeshExchange(trained, self._sharded, data_transport)
         return Engine(trained, exchange, ending, label=type(self.module).__name__), monitors
 
-    def _validate_parameters(self) -> None:
-        """Raise for a parameter that was frozen; others come and go, as FSDP2 gathers them and lets them go."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise UsageError(
-                    f"parameter {name!r} was frozen when the model was divided and is trained now; its gradient would "
-                    f"not be averaged. Freeze parameters afterwards, or divide the model again."
-                )
+    def _validate_registered(self) -> None:
+        """Nothing: parameters come and go, as FSDP2 gathers them and lets them go."""
 
     def _pad(self, parts: list[Batch], batch: Batch) -> list[Batch]:
         """FSDP2 gathers parameters in every part, so every data rank needs as many."""

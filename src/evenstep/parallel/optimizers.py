@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Callable
 
 from torch import nn, optim
 
 from evenstep.compat.torch_tensors import is_dtensor
 from evenstep.errors import UsageError
-
-
-def _optimizers() -> list[optim.Optimizer]:
-    return [each for each in gc.get_objects() if issubclass(type(each), optim.Optimizer)]
 
 
 def validate_none_yet(module: nn.Module, who: str) -> None:
@@ -22,45 +19,54 @@ def validate_none_yet(module: nn.Module, who: str) -> None:
         UsageError: There is one.
     """
     own = set(map(id, module.parameters()))
-    for optimizer in _optimizers():
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise _too_early(optimizer, who)
+    _refuse(who, lambda optimizer: any(id(p) in own for p in _parameters_of(optimizer)))
 
 
 def validate_none_left(module: nn.Module, who: str) -> None:
-    """Refuse a model that was divided, if an optimizer has the parameters from before.
+    """Refuse a model that was divided, if optimizers have the parameters from before.
 
-    Such an optimizer has parameters of the whole model's shapes that belong to no module any more.
+    Such parameters have the shapes of the whole model's, belong to no module any more, and were never stepped. A script
+    may also optimize tensors that belong to no module, so some of these shapes are not enough.
 
     Raises:
-        UsageError: There is one.
+        UsageError: There are such optimizers.
     """
-    if _left_over(module) is None:
+    wanted = Counter(tuple(p.shape) for p in module.parameters() if is_dtensor(p) and p.requires_grad)
+    loose = {
+        id(p): p
+        for optimizer in _optimizers()
+        if not optimizer.state
+        for p in _parameters_of(optimizer)
+        if type(p) is nn.Parameter and not is_dtensor(p)
+    }
+    if not wanted or wanted - _shapes(loose):
+        return  # the usual case, without a look at all modules
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    registered = {id(p) for each in modules for p in each.__dict__.get("_parameters", {}).values()}
+    orphans = {key: p for key, p in loose.items() if key not in registered}
+    if not wanted - _shapes(orphans):
+        del modules  # which keep alive what the collector is to find
+        _refuse(who, lambda optimizer: any(id(p) in orphans for p in _parameters_of(optimizer)))
+
+
+def _shapes(parameters: dict[int, nn.Parameter]) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(p.shape) for p in parameters.values())
+
+
+def _refuse(who: str, is_too_early: Callable[[optim.Optimizer], bool]) -> None:
+    if not any(map(is_too_early, _optimizers())):
         return
     gc.collect()  # of a training that has ended an optimizer may lie in a cycle
-    found = _left_over(module)
-    if found is not None:
-        raise _too_early(found, who)
+    for optimizer in filter(is_too_early, _optimizers()):
+        raise UsageError(
+            f"{who}: {type(optimizer).__name__} was made before the model was divided, and has the whole parameters, "
+            f"which are not trained any more. Make the optimizer after {who}, of model.parameters()."
+        )
 
 
-def _left_over(module: nn.Module) -> optim.Optimizer | None:
-    """An optimizer that may have the parameters from before the model was divided."""
-    shapes = Counter(tuple(parameter.shape) for parameter in module.parameters() if is_dtensor(parameter))
-    registered: set[int] | None = None
-    for optimizer in _optimizers():
-        held = [p for group in optimizer.param_groups for p in group["params"] if not is_dtensor(p)]
-        if not held or Counter(tuple(p.shape) for p in held) - shapes:
-            continue
-        if registered is None:
-            modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-            registered = {id(p) for each in modules for p in each.__dict__.get("_parameters", {}).values()}
-        if not any(id(p) in registered for p in held):
-            return optimizer
-    return None
+def _optimizers() -> list[optim.Optimizer]:
+    return [each for each in gc.get_objects() if issubclass(type(each), optim.Optimizer)]
 
 
-def _too_early(optimizer: optim.Optimizer, who: str) -> UsageError:
-    return UsageError(
-        f"{who}: {type(optimizer).__name__} was made before the model was divided, and has the whole parameters, which "
-        f"are not trained any more. Make the optimizer after {who}, of model.parameters()."
-    )
+def _parameters_of(optimizer: optim.Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

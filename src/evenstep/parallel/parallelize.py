@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def parallelize(
     offload_policy: Any = None,
     on_nonfinite: Policy | None = "warn",
     broadcast_buffers: bool | None = None,
+    compare_every: int | None = None,
 ) -> DistributedDataParallel:
     """Divide a model over the ranks of the world's mesh, by torch's own functions, under evenstep's loop.
 
@@ -56,6 +58,7 @@ def parallelize(
         offload_policy: torch's `CPUOffloadPolicy`; needs "shard".
         on_nonfinite: As for `DistributedDataParallel`.
         broadcast_buffers: As there.
+        compare_every: As there; of a divided model replicas of the same parts are compared.
 
     Returns:
         The model with `backward`, `microbatches` and so on, and torch's modules in `.module`.
@@ -85,10 +88,14 @@ def parallelize(
         validate_none_yet(module, "parallelize")
         return {"the number of blocks": len(chosen), "reshard_after_forward": reshard_after_forward}
 
-    validate_on_all_ranks(world, "parallelize", validate)
+    _validate_together(module, world, "parallelize", validate)
     if not {"shard", "tensor"} & set(names):
         return DistributedDataParallel(
-            module, world=world, on_nonfinite=on_nonfinite, broadcast_buffers=broadcast_buffers
+            module,
+            world=world,
+            on_nonfinite=on_nonfinite,
+            broadcast_buffers=broadcast_buffers,
+            compare_every=compare_every,
         )
     assert world.mesh is not None
     _make_equal(module, world.model_ranks)
@@ -105,7 +112,12 @@ def parallelize(
         for each in [*chosen, module]:
             fully_shard(each, mesh=mesh, reshard_after_forward=reshard_after_forward, **options)
     return DividedModel(
-        module, world, who="parallelize", on_nonfinite=on_nonfinite, broadcast_buffers=broadcast_buffers
+        module,
+        world,
+        who="parallelize",
+        on_nonfinite=on_nonfinite,
+        broadcast_buffers=broadcast_buffers,
+        compare_every=compare_every,
     )
 
 
@@ -115,6 +127,7 @@ def attach(
     *,
     on_nonfinite: Policy | None = "warn",
     broadcast_buffers: bool | None = None,
+    compare_every: int | None = None,
 ) -> DistributedDataParallel:
     """Put a model that torch's functions have divided under evenstep's loop.
 
@@ -126,6 +139,7 @@ def attach(
         world: The ranks; None: the current world.
         on_nonfinite: As for `DistributedDataParallel`.
         broadcast_buffers: As there.
+        compare_every: As there; of a divided model replicas of the same parts are compared.
 
     Returns:
         As `parallelize`.
@@ -151,13 +165,50 @@ def attach(
             )
         return {"whether the model is divided": is_divided}
 
-    validate_on_all_ranks(world, "attach", validate)
+    _validate_together(module, world, "attach", validate)
     if not is_divided_module(module):
         return DistributedDataParallel(
-            module, world=world, on_nonfinite=on_nonfinite, broadcast_buffers=broadcast_buffers
+            module,
+            world=world,
+            on_nonfinite=on_nonfinite,
+            broadcast_buffers=broadcast_buffers,
+            compare_every=compare_every,
         )
-    validate_same_model(module.named_parameters(), module.named_buffers(), world.model_ranks)
-    return DividedModel(module, world, who="attach", on_nonfinite=on_nonfinite, broadcast_buffers=broadcast_buffers)
+    return DividedModel(
+        module,
+        world,
+        who="attach",
+        on_nonfinite=on_nonfinite,
+        broadcast_buffers=broadcast_buffers,
+        compare_every=compare_every,
+    )
+
+
+def _validate_together(module: nn.Module, world: World, who: str, validate: Callable[[], dict[str, Any]]) -> None:
+    """Raise on all ranks what is wrong on one; of the same stage of a pipeline all ranks have the same model.
+
+    Collective: every rank calls this.
+
+    Args:
+        module: The model.
+        world: All ranks.
+        who: The caller, for messages.
+        validate: As for `validate_on_all_ranks`; what it returns is compared within a stage.
+    """
+    stage = world.model_ranks
+    facts: dict[str, Any] = {}
+
+    def alone() -> dict[str, Any]:
+        facts.update(validate())
+        return {}
+
+    def with_stage() -> dict[str, Any]:
+        validate_on_all_ranks(stage, who, lambda: facts)
+        validate_same_model(module.named_parameters(), module.named_buffers(), stage)
+        return {}
+
+    validate_on_all_ranks(world, who, alone)
+    validate_on_all_ranks(world, who, with_stage)
 
 
 def _validate_mode(module: Any, world: World, who: str, on_nonfinite: Any) -> None:
@@ -198,6 +249,5 @@ def _make_equal(module: nn.Module, ranks: World) -> None:
     """Collective: give all ranks the parameters and module buffers of the first."""
     if ranks.is_initialised:
         module.to(ranks.device)
-    validate_same_model(module.named_parameters(), module.named_buffers(), ranks)
     tensors = [*(p.data for p in module.parameters()), *module.buffers()]
     finish_broadcast(start_broadcast(tensors, ranks.transport))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import math
 import warnings
 from typing import Any
 
@@ -11,7 +14,7 @@ from torch import nn
 
 import evenstep
 from evenstep import world as worlds
-from evenstep.errors import EvenstepError, NonFiniteError, UsageError
+from evenstep.errors import DriftError, EvenstepError, NonFiniteError, UsageError
 from tests.procs.parallel import gpt
 
 MESHES = {
@@ -44,10 +47,10 @@ def trained(mesh, *, transport=None, dtype=torch.float64, with_attach=False, pol
         model = gpt.made(arguments["seed"], dtype)
         options = {} if policy is None else {"mp_policy": policy()}
         if with_attach:
-            model = evenstep.attach(by_torch(model, world))
+            model = evenstep.attach(by_torch(model, world), compare_every=2)
         else:
             plan = gpt.plan() if "tensor" in mesh else None
-            model = evenstep.parallelize(model, world, tensor_plan=plan, **options)
+            model = evenstep.parallelize(model, world, tensor_plan=plan, compare_every=2, **options)
         _, norms = gpt.train(model, lambda tensor: share_of(world, tensor), **arguments)
         assert model.unused_parameters() == []
         return {name: each.clone() for name, each in gpt.whole(model).items()}, norms
@@ -195,6 +198,59 @@ def test_windows_on_other_meshes(ranks, mesh, nproc):
     ranks.run(odd_steps, nproc, mesh)
 
 
+def with_weights(weights):
+    """Parameters after a step with each of these weights on every rank."""
+    with world_of({"shard": 2}) as world:
+        torch.manual_seed(6)
+        model = evenstep.parallelize(nn.Linear(5, 3), world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for weight in weights:
+            model.backward(model(torch.randn(4, 5)).square().mean(), weight=weight)
+            optimizer.step()
+            optimizer.zero_grad()
+        return gpt.whole(model)["weight"].clone()
+
+
+def test_the_scale_of_weights_changes_no_bit(ranks):
+    """It follows the weights of the last step, and a resumed run begins without."""
+    first, *others = (ranks.run(with_weights, 2, weights)[0] for weights in ([8, 8, 8], [1, 1, 1], [1 << 40, 2, 0.125]))
+    assert all(torch.equal(first, other) for other in others)
+
+
+def sharing_a_loss():
+    """Gradients of a decoder whose window goes on while the encoder's ends, over those of one process."""
+    with world_of({"shard": 2}) as world:
+        torch.manual_seed(7)
+        alone = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+        parts = [evenstep.parallelize(copy.deepcopy(each), world) for each in alone]
+        x = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+        weights = [[8, 8], [3, 2]]  # of a pass, by rank
+        for number, of_ranks in enumerate(weights):
+            with parts[1].accumulate() if number == 0 else contextlib.nullcontext():
+                loss = parts[1](parts[0](x[world.rank] + number)).square().mean()
+                evenstep.backward(parts, loss, weight=of_ranks[world.rank])
+            for rank, weight in enumerate(of_ranks):
+                (alone[1](alone[0](x[rank] + number)).square().mean() * weight / 21).backward()
+        for p, expected in zip(parts[1].parameters(), alone[1].parameters(), strict=True):
+            torch.testing.assert_close(p.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_windows_of_models_that_share_a_loss_are_their_own(ranks):
+    """Their weights have one scale in each pass, and that of the encoder follows its last window."""
+    ranks.run(sharing_a_loss, 2)
+
+
+def in_reproducible_mode():
+    with world_of(None, reproducible=True, virtual_ranks=2) as world:
+        for divide in (evenstep.parallelize, evenstep.attach):
+            with pytest.raises(UsageError, match="in reproducible mode: a divided layer adds in another order"):
+                divide(nn.Linear(2, 2), world)
+
+
+def test_reproducible_mode_is_refused(ranks):
+    ranks.run(in_reproducible_mode, 2)
+
+
 def nonfinite(policy):
     with world_of({"shard": 2}) as world:
         torch.manual_seed(1)
@@ -321,7 +377,7 @@ def refusal(make, mesh):
         try:
             make(world)
         except EvenstepError as error:
-            return type(error).__name__, str(error), world.mean(float(world.rank))
+            return type(error).__name__, str(error), world.exchange(world.rank) == list(range(world.world_size))
     raise AssertionError("no error")
 
 
@@ -384,7 +440,16 @@ def other_mesh(world):
     evenstep.attach(fully_shard(nn.Linear(2, 2), mesh=world.mesh["tensor"]))
 
 
-SHARD, TENSOR = {"shard": 2}, {"tensor": 2}
+def other_stage(world):
+    evenstep.parallelize(nn.Linear(2 + (world.rank == 3), 2), world)
+
+
+def other_blocks(world):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    evenstep.parallelize(model, world, blocks="Linear" if world.rank == 3 else None)
+
+
+SHARD, TENSOR, STAGES = {"shard": 2}, {"tensor": 2}, {"pipeline": 2, "shard": 2}
 
 
 @pytest.mark.parametrize(
@@ -401,11 +466,71 @@ SHARD, TENSOR = {"shard": 2}, {"tensor": 2}
         (twice, SHARD, "UsageError", "divided already"),
         (one_rank_alone, SHARD, "ConfigurationError", "blocks='Blok'"),
         (other_model, SHARD, "MismatchError", "the ranks don't have the same model"),
+        (other_stage, STAGES, "MismatchError", "the ranks don't have the same model: parameter 'weight' has shape"),
+        (other_blocks, STAGES, "MismatchError", "the number of blocks is 0 on rank 0 and 2 on rank 1"),
         (other_mesh, TENSOR, "ConfigurationError", "fully_shard has divided 'weight' over ranks [0, 1]"),
     ],
 )
 def test_a_mistake_is_one_error_on_all_ranks(ranks, make, mesh, kind, told):
-    found = ranks.run(refusal, 2, make, mesh)
+    found = ranks.run(refusal, math.prod(mesh.values()), make, mesh)
     assert {each[0] for each in found} == {kind}
     assert all(told in each[1] for each in found)
-    assert {each[2] for each in found} == {0.5}
+    assert all(each[2] for each in found)
+
+
+def uneven_stages():
+    """Stages of one and of two layers; each has a step of its own."""
+    with world_of(STAGES) as world:
+        stage = world.rank // 2
+        layers = [nn.Linear(3, 3) for _ in range(1 + stage)]
+        model = evenstep.parallelize(nn.Sequential(*layers), world, blocks="Linear")
+        model.backward(model(torch.ones(2, 3)).square().mean(), weight=1 + world.data_rank)
+        return len(model.engine.parameters), model.unused_parameters()
+
+
+def test_stages_of_a_pipeline_may_differ(ranks):
+    assert ranks.run(uneven_stages, 4) == [(2, [])] * 2 + [(4, [])] * 2
+
+
+def loose_tensors():
+    """An optimizer over tensors that belong to no module, of which some have the shapes of parameters."""
+    from torch.distributed.fsdp import fully_shard
+
+    with world_of(SHARD) as world:
+        temperature, prompt = nn.Parameter(torch.zeros(3)), torch.ones(3, 2, requires_grad=True)
+        optimizer = torch.optim.SGD([temperature, prompt], lr=0.1)
+        model = evenstep.attach(fully_shard(nn.Linear(2, 3), mesh=world.mesh))
+        loss = (model(torch.ones(1, 2)) * temperature + prompt.sum()).square().mean()
+        model.backward(loss, weight=1)
+        optimizer.step()
+
+
+def test_optimizers_may_have_tensors_of_no_module(ranks):
+    ranks.run(loose_tensors, 2)
+
+
+def drifting(changed):
+    """The error, and the step in which it came, if a rank's part of a parameter is changed before the second step."""
+    with world_of({"replicate": 2, "shard": 2}) as world:
+        torch.manual_seed(3)
+        model = evenstep.parallelize(nn.Linear(6, 4), world, compare_every=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            if step == 1 and world.rank == changed:
+                with torch.no_grad():
+                    model.module.weight.to_local()[0] += 1
+            try:
+                model.backward(model(torch.ones(2, 6)).square().mean(), weight=2)
+            except DriftError as error:
+                return str(error), step
+            optimizer.step()
+            optimizer.zero_grad()
+        return "", step
+
+
+def test_replicas_of_parts_that_differ_are_one_error_on_all_ranks(ranks):
+    found = ranks.run(drifting, 4, 3)
+    assert len(set(found)) == 1
+    assert found[0][1] == 2, "found in the second step, and still there after it"
+    assert "ranks 1 and 3 differ in parameter 'weight'" in found[0][0]
+    assert ranks.run(drifting, 4, None) == [("", 3)] * 4

@@ -149,6 +149,9 @@ class DriftWatch(Observer):
         control: Carries messages on the CPU, in order with that.
         every: In how many windows all are compared once.
         is_vouched: The user has set `compare_every`, so there is no doubt.
+
+    Attributes:
+        numbers: Of these ranks, for messages.
     """
 
     num_numbers = _NUM_NUMBERS
@@ -170,10 +173,12 @@ class DriftWatch(Observer):
         self._transport = transport
         self._control = control
         self._is_vouched = is_vouched
+        self.numbers: Sequence[int] = range(world.world_size)
         self._device = parameters[0].device
         self._is_late = self._device.type != "cpu"  # what is told is read a window later, when nobody waits for it
-        plain = [type(p.data) is Tensor and p.layout is torch.strided for p in parameters]
-        sizes = [_rows(p) if is_plain else (0, 0) for p, is_plain in zip(parameters, plain, strict=True)]
+        values = [self._values_of(index) for index in range(len(parameters))]
+        plain = [type(each) is Tensor and each.layout is torch.strided for each in values]
+        sizes = [_rows(each) if is_plain else (0, 0) for each, is_plain in zip(values, plain, strict=True)]
         portions = plan_portions(sizes, every)
         # The first window has something else to tell.
         places = [(1 + number * every // len(portions)) % every for number in range(len(portions))]
@@ -316,8 +321,12 @@ class DriftWatch(Observer):
 
     def _rows_of(self, piece: Piece) -> Tensor:
         """[rows, ...], or the whole of a parameter that has no dimensions."""
-        values = self._parameters[piece.parameter].data
+        values = self._values_of(piece.parameter)
         return values[piece.begin : piece.end] if values.dim() else values
+
+    def _values_of(self, parameter: int) -> Tensor:
+        """What replicas have alike of a parameter."""
+        return self._parameters[parameter].data
 
     def _digest(self, portion: Portion) -> Tensor:
         return digest([self._rows_of(piece) for piece in portion]).to(self._device)
@@ -377,11 +386,12 @@ class DriftWatch(Observer):
         amount = "by what isn't a number" if most == float("inf") else f"by up to {most:.1e} of the largest value there"
         when = f"noticed in backward pass {self._num_windows}"
         if minority:
-            ranks = f"rank{'s' if len(minority) > 1 else ''} {', '.join(map(str, minority))}"
+            ranks = f"rank{'s' if len(minority) > 1 else ''} {', '.join(str(self.numbers[rank]) for rank in minority)}"
             verb = "differ" if len(minority) > 1 else "differs"
             who = f"{ranks} {verb} from the other ranks in {which}, {amount}"
         elif self._world.world_size == 2:
-            who = f"ranks 0 and 1 differ in {which}, {amount}; of two ranks it is undecidable which is right"
+            pair = " and ".join(map(str, self.numbers))
+            who = f"ranks {pair} differ in {which}, {amount}; of two ranks it is undecidable which is right"
         else:
             who = f"the ranks differ in {which}, {amount}; no majority agrees, so it is undecidable which are right"
         return f"the replicas have drifted apart: {who} ({when})."

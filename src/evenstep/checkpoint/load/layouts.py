@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from evenstep.checkpoint.format.manifest import ObjectEntry, Part
 from evenstep.checkpoint.format.regions import Region, Shape, common, held_regions, whole
-from evenstep.checkpoint.format.tree import flatten, unwrapped
+from evenstep.checkpoint.format.tree import flatten, shown, unwrapped
 from evenstep.compat.torch_tensors import is_dtensor, local_part, wrapped_like
+from evenstep.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -83,15 +84,19 @@ def plan_copies(part: Part, shape: Shape, layout: Layout) -> list[Copy]:
     return copies
 
 
-def find_layouts(saved: ObjectEntry, target: Any) -> dict[str, Layout]:
+def find_layouts(owner: str, saved: ObjectEntry, target: Any) -> dict[str, Layout]:
     """The layouts of those tensors that are DTensors in an object of this run.
 
     An optimizer that has made no step has no state to look at: what it keeps in a parameter's shape is divided as the
     parameter is, and other tensors of a divided parameter are the same on all ranks of its mesh.
 
     Args:
+        owner: Name of the object, for messages.
         saved: Its entry in the manifest.
         target: The object of this run.
+
+    Raises:
+        ConfigurationError: It can't be told which elements of a DTensor this rank has.
     """
     target = unwrapped(target)
     if hasattr(target, "state_shards"):
@@ -118,7 +123,12 @@ def find_layouts(saved: ObjectEntry, target: Any) -> dict[str, Layout]:
             continue
         shape = saved.tensors[key].shape
         if tuple(value.shape) == shape:
-            found[key] = Layout(tuple(local_part(value).shape), tuple(held_regions(value)), value)
+            try:
+                regions = tuple(held_regions(value))
+            except ValueError as error:
+                message = f"{shown((owner, name))} is a DTensor that can't be loaded into: {error}."
+                raise ConfigurationError(message) from None
+            found[key] = Layout(tuple(local_part(value).shape), regions, value)
         else:
             found[key] = Layout(shape, (whole(shape),), value)
     return found

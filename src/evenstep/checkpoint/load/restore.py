@@ -16,7 +16,7 @@ from evenstep.checkpoint.load.layouts import find_layouts
 from evenstep.checkpoint.load.reader import fill, read_objects, unlisted_files
 from evenstep.checkpoint.storage.directory import DamagedError, UnreadableError, folder_of, read_manifest
 from evenstep.checkpoint.storage.storage import Storage
-from evenstep.errors import CheckpointError
+from evenstep.errors import CheckpointError, ConfigurationError
 from evenstep.world import World
 
 _MAX_LINES = 60
@@ -47,11 +47,12 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
     Raises:
         DamagedError: At least one rank finds it damaged.
         UnreadableError: At least one rank can't read it.
-        CheckpointError: It is good, but doesn't fit the objects.
+        CheckpointError: It is good, but doesn't fit the objects, or a tensor of theirs can't be loaded into.
     """
     folder = folder_of(step)
     damage: str | None = None
     unread: str | None = None
+    refused: str | None = None
     misfits: list[str] = []
     found: Found | None = None
     try:
@@ -64,7 +65,7 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
             if name in manifest.objects:
                 lines = compare.differences(name, manifest.objects[name], target)
                 targets[name] = {} if lines else in_place_targets(manifest.objects[name], target)
-                layouts[name] = find_layouts(manifest.objects[name], target)
+                layouts[name] = find_layouts(name, manifest.objects[name], target)
                 misfits += lines
         share = (world.local_rank, world.local_world_size)
         states: dict[str, Any] = {}
@@ -81,13 +82,18 @@ def find(storage: Storage, world: World, step: int, objects: Mapping[str, Any], 
         damage = str(error)
     except UnreadableError as error:
         unread = f"{storage.where}/{error} (on rank {world.rank}). The checkpoint may be good: it is left as it is."
-    seen = world.exchange({"damage": damage, "unread": unread, "misfits": misfits})
+    except ConfigurationError as error:
+        refused = f"{storage.where}/{folder}: {error} That is so on rank {world.rank}."
+    seen = world.exchange({"damage": damage, "unread": unread, "refused": refused, "misfits": misfits})
     unread = next((each["unread"] for each in seen if each["unread"] is not None), None)
     if unread is not None:
         raise UnreadableError(unread)
     damage = next((each["damage"] for each in seen if each["damage"] is not None), None)
     if damage is not None:
         raise DamagedError(damage)
+    refused = next((each["refused"] for each in seen if each["refused"] is not None), None)
+    if refused is not None:
+        raise CheckpointError(refused)
     listed: list[str] = next((each["misfits"] for each in seen if each["misfits"]), [])
     if listed and strict:
         more = [f"... and {len(listed) - _MAX_LINES} more"] if len(listed) > _MAX_LINES else []

@@ -10,7 +10,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= $(RUN) pytest --numprocesses 2 --dist loadfile
 .PHONY: help install demo test test-all test-failed test-torch test-gpu test-launchers test-hosts test-peers test-torchs-own dist docs lint format stress stress-checkpoint stress-recovery stress-parameter-servers clean
 .PHONY: bench-recovery soak-recovery bench-faults bench-checks soak soak-clean
 .PHONY: bench-collectives bench-backend bench-hosts bench-step bench-reproducible bench-data-parallel bench-memory bench-sampler bench-records bench-checkpoint
-.PHONY: bench-predict bench-compression bench-try bench-house bench-parameter-servers bench-start
+.PHONY: bench-predict bench-meshes bench-compression bench-try bench-house bench-parameter-servers bench-start
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1|/p' Makefile | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -143,6 +143,9 @@ soak-clean: install ## SOAK_STEPS=100000 steps with twice as many ranks as cores
 
 bench-memory: install ## memory per rank: parameters, gradients, optimizer, buckets, peak; a minute
 	$(RUN:-m=) benchmarks/memory.py --json build/memory.json
+
+bench-meshes: install ## a step of torch's FSDP2 over Gloo, over our backend, and under our loop; a minute, on a quiet machine
+	$(RUN:-m=) benchmarks/meshes.py --json build/meshes.json
 
 bench-compression: install ## compression hooks of torch's over two hosts at 1 Gbit/s, beside torch's DDP (network namespaces; needs root)
 	$(RUN:-m=) benchmarks/compression.py --json build/compression.json

@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import Namespaces, describe_machine, ratios, run_on_hosts, spread
+from measuring import Namespaces, describe_machine, ratios, run_on_hosts, spread, take_turns
 from models import CASES
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
@@ -83,18 +82,9 @@ class Training:
 def measure(hook: str, world: evenstep.World, blocks: int, num_steps: int) -> dict[str, object]:
     """On a rank: seconds per step of each side, block by block, and both losses at the end."""
     trainings = {side: Training(side, hook, world.rank) for side in SIDES}
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-    for block in range(blocks + 1):
-        for side in SIDES if block % 2 else SIDES[::-1]:
-            world.barrier()
-            started = time.perf_counter()
-            for _ in range(num_steps):
-                trainings[side].step()
-            world.barrier()
-            if block > 0:  # the first one warms up
-                seconds[side].append((time.perf_counter() - started) / num_steps)
+    steps = {side: training.step for side, training in trainings.items()}
     return {
-        "seconds": {side: world.gather(torch.tensor([each])).amax(0).tolist() for side, each in seconds.items()},
+        "seconds": take_turns(steps, world, blocks, num_steps),
         "loss": {side: training.loss(world) for side, training in trainings.items()},
     }
 

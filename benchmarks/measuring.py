@@ -1,7 +1,8 @@
-"""What the benchmarks share: spreads, the machine's description, and ranks on several nodes."""
+"""What the benchmarks share: sides that take turns, spreads, the machine's description, and ranks on several nodes."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -9,12 +10,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
+
+import evenstep
 
 sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is, also when a benchmark runs from elsewhere
 from tests.namespaces import Namespaces
@@ -67,6 +72,70 @@ def synchronise(device: torch.device) -> None:
     """Return when all that was queued on a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def only_torchs_own() -> Iterator[None]:
+    """Without the hooks by which evenstep marks the steps of all optimizers of a process."""
+    hooks = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
+
+
+def take_turns(
+    steps: Mapping[str, Callable[[], object]],
+    world: evenstep.World,
+    blocks: int,
+    num_steps: int,
+    around: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> dict[str, list[float]]:
+    """On a rank: time several sides of the same training, in blocks of equally many steps that take turns.
+
+    A block is timed from barrier to barrier, on the slowest rank: what a side puts off until later counts. The order
+    of the sides is turned round from block to block.
+
+    Args:
+        steps: By side, what makes a step.
+        world: Of the ranks.
+        blocks: Of each side; one more, the first, warms up.
+        num_steps: Of a block.
+        around: Surrounds a block of a side.
+
+    Returns:
+        By side, seconds of a step in each block.
+    """
+    seconds: dict[str, list[float]] = {side: [] for side in steps}
+    for block in range(blocks + 1):
+        for side in list(steps) if block % 2 else list(steps)[::-1]:
+            with around(side):
+                synchronise(world.device)
+                world.barrier()
+                started = time.perf_counter()
+                for _ in range(num_steps):
+                    steps[side]()
+                synchronise(world.device)
+                world.barrier()
+                took = (time.perf_counter() - started) / num_steps
+            if block > 0:
+                seconds[side].append(took)
+    return {side: world.gather(torch.tensor([each])).amax(0).tolist() for side, each in seconds.items()}
+
+
+def steps_within(step: Callable[[], object], seconds: float, world: evenstep.World) -> int:
+    """On a rank: how many steps take about so long, at least 3; the same on all ranks."""
+    synchronise(world.device)
+    world.barrier()
+    started = time.perf_counter()
+    for _ in range(5):
+        step()
+    synchronise(world.device)
+    return int(world.broadcast_object(max(3, round(seconds / ((time.perf_counter() - started) / 5)))))
 
 
 def quartiles(values: Sequence[float]) -> list[float]:

@@ -11,29 +11,38 @@ Four sides of the same training take turns within one run, in blocks of equally 
     attached   the same under evenstep.attach, with model.backward(loss, weight=)
 
 Each of the model's parts is sharded by itself (for the GPT its layers). A block is timed from barrier to barrier, on
-the slowest rank. Ratios and differences are of neighbouring blocks; the tables have medians with quartiles.
+the slowest rank. While others run than `attached`, torch's global optimizer hooks are taken off, through which evenstep
+sees optimizers. Ratios and differences are of neighbouring blocks; the tables have medians with quartiles. At the end
+some steps of each side are made once more, and the time within FSDP2's collectives is added up.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import describe_machine, quartiles
+from measuring import describe_machine, only_torchs_own, quartiles, ratios, spread, steps_within, take_turns
 from models import CASES, Case, shard_parts
 
 import evenstep
+from evenstep.bench.measure.fsdp import ShardWatch
+from evenstep.observe.patching import Patches
 
 SIDES = ("bare", "gloo", "plain", "attached")
+DIVIDED = SIDES[1:]
+WATCHED_STEPS = 10
 
 
-def build_step(case: Case, side: str, world: evenstep.World, gloo: dist.ProcessGroup) -> Callable[[], None]:
-    """One side's training step, on a model of its own."""
+def build_step(
+    case: Case, side: str, world: evenstep.World, gloo: dist.ProcessGroup
+) -> tuple[torch.nn.Module, Callable[[], None]]:
+    """One side's model, and its training step."""
     from torch.distributed.device_mesh import DeviceMesh
 
     torch.manual_seed(0)
@@ -41,9 +50,9 @@ def build_step(case: Case, side: str, world: evenstep.World, gloo: dist.ProcessG
     x, y = case.draw()
     if side != "bare":
         assert world.mesh is not None
-        over_gloo = DeviceMesh.from_group(gloo, "cpu", mesh_dim_names=("shard",))
-        shard_parts(module, over_gloo if side == "gloo" else world.mesh)
-    model = evenstep.attach(module, world) if side == "attached" else module
+        over_gloo = DeviceMesh.from_group(gloo, "cpu", mesh_dim_names=("shard",)) if side == "gloo" else None
+        shard_parts(module, over_gloo or world.mesh)
+    model: Any = evenstep.attach(module, world) if side == "attached" else module
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -55,34 +64,39 @@ def build_step(case: Case, side: str, world: evenstep.World, gloo: dist.ProcessG
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    return module, step
 
 
-def measure(name: str, blocks: int, block_s: float) -> dict[str, list[float]]:
-    """On a rank: seconds per step of each side, block by block, on the slowest rank."""
+def within_collectives(module: torch.nn.Module, step: Callable[[], None]) -> tuple[float, float]:
+    """On a rank: seconds of a step within all-gathers, and within reduce-scatters, of a model that FSDP2 divides."""
+    watch = ShardWatch([])
+    with Patches() as patches:
+        watch.install(patches)
+        watch.attach(module)
+        for _ in range(WATCHED_STEPS):
+            step()
+    blocks = watch.blocks(WATCHED_STEPS)
+    return sum(gathering for _, gathering, _ in blocks), sum(scattering for *_, scattering in blocks)
+
+
+def measure(name: str, blocks: int, block_s: float) -> dict[str, Any]:
+    """On a rank: seconds per step of each side, block by block, on the slowest rank; and rank 0's in collectives."""
     torch.set_num_threads(1)  # a rank that is alone would have all cores
     with evenstep.init(quiet=True, mesh={"shard": -1}) as world:
         gloo = dist.new_group(backend="gloo")
-        steps = {side: build_step(CASES[name], side, world, gloo) for side in SIDES}
+        assert isinstance(gloo, dist.ProcessGroup)
+        built = {side: build_step(CASES[name], side, world, gloo) for side in SIDES}
+        steps = {side: step for side, (_, step) in built.items()}
         for step in steps.values():
             for _ in range(5):
                 step()
-        world.barrier()
-        started = time.perf_counter()
-        for _ in range(5):
-            steps["plain"]()
-        num_steps = int(world.broadcast_object(max(3, round(block_s / ((time.perf_counter() - started) / 5)))))
-        seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-        for block in range(blocks + 1):
-            for side in SIDES if block % 2 else SIDES[::-1]:
-                world.barrier()
-                started = time.perf_counter()
-                for _ in range(num_steps):
-                    steps[side]()
-                world.barrier()
-                if block > 0:  # the first one warms up
-                    seconds[side].append((time.perf_counter() - started) / num_steps)
-        return {side: world.gather(torch.tensor([each])).amax(0).tolist() for side, each in seconds.items()}
+        num_steps = steps_within(steps["plain"], block_s, world)
+
+        def around(side: str) -> contextlib.AbstractContextManager[object]:
+            return contextlib.nullcontext() if side == "attached" else only_torchs_own()
+
+        seconds = take_turns(steps, world, blocks, num_steps, around)
+        return {"seconds": seconds, "collectives": {side: within_collectives(*built[side]) for side in DIVIDED}}
 
 
 def summarise(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -90,10 +104,20 @@ def summarise(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     found = {f"{side}, ms": quartiles([each * 1e3 for each in values]) for side, values in seconds.items()}
     pairs = list(zip(seconds["attached"], seconds["plain"], strict=True))
     found["attached adds to plain, us"] = quartiles([(one - other) * 1e6 for one, other in pairs])
-    found["attached over plain"] = quartiles([one / other for one, other in pairs])
-    found["gloo over plain"] = quartiles([a / b for a, b in zip(seconds["gloo"], seconds["plain"], strict=True)])
-    found["gloo over attached"] = quartiles([a / b for a, b in zip(seconds["gloo"], seconds["attached"], strict=True)])
+    found["attached over plain"] = ratios(seconds["attached"], seconds["plain"])
+    found["gloo over plain"] = ratios(seconds["gloo"], seconds["plain"])
+    found["gloo over attached"] = ratios(seconds["gloo"], seconds["attached"])
     return found
+
+
+def table(name: str, num_ranks: int, measured: dict[str, Any]) -> str:
+    """For people, and for the documentation. Pure."""
+    lines = [f"{name}, {num_ranks} ranks", "", "| | median (quartiles) |", "| --- | ---: |"]
+    lines += [f"| {what} | {spread(three, 3)} |" for what, three in summarise(measured["seconds"]).items()]
+    lines += ["", "| of a step, ms | in all-gathers | in reduce-scatters |", "| --- | ---: | ---: |"]
+    for side, (gathering, scattering) in measured["collectives"].items():
+        lines.append(f"| {side} | {gathering * 1e3:.2f} | {scattering * 1e3:.2f} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -105,16 +129,17 @@ def main() -> None:
     parser.add_argument("--block-seconds", type=float, default=0.4)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    print(describe_machine())
+    machine = describe_machine()
+    print(machine)
     results = {}
     for name in options.models:
-        seconds = evenstep.launch(measure, options.ranks, args=(name, options.blocks, options.block_seconds))
-        results[name] = {"seconds": seconds, "summary": summarise(seconds)}
-        print(f"\n{name}, {options.ranks} ranks")
-        for what, (low, middle, high) in results[name]["summary"].items():
-            print(f"  {what:28} {middle:10.3f}  ({low:.3f} to {high:.3f})")
+        given = (name, options.blocks, options.block_seconds)
+        measured = evenstep.launch(measure, options.ranks, args=given)
+        results[name] = {**measured, "summary": summarise(measured["seconds"])}
+        print(f"\n{table(name, options.ranks, measured)}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(results))
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"machine": machine, "ranks": options.ranks, "models": results}, indent=1))
 
 
 if __name__ == "__main__":

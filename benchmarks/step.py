@@ -35,16 +35,24 @@ import argparse
 import contextlib
 import json
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from measuring import Device, choose_devices, describe_machine, quartiles, ratios, spread, synchronise
+from measuring import (
+    Device,
+    choose_devices,
+    describe_machine,
+    only_torchs_own,
+    quartiles,
+    ratios,
+    spread,
+    steps_within,
+    take_turns,
+)
 from models import CASES, Case
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim import optimizer as torch_optimizer
 
 import evenstep
 
@@ -108,20 +116,6 @@ def build_part(case: Case, part: str, world: evenstep.World) -> Step:
     return copy if part == COPIES else copy_sharded
 
 
-@contextlib.contextmanager
-def only_torchs_own() -> Iterator[None]:
-    """Without the hooks by which evenstep marks the steps of all optimizers of a process."""
-    hooks = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
-    kept = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, before in zip(hooks, kept, strict=True):
-            each.update(before)
-
-
 def measure(
     name: str, sides: list[str], blocks: int, block_s: float, asked_steps: int | None, device: Device
 ) -> dict[str, list[float]]:
@@ -131,36 +125,18 @@ def measure(
     steps = {side: build_step(case, side, world) for side in sides}
     if world.world_size > 1 and not device.is_cuda:
         steps |= {part: build_part(case, part, world) for part in PARTS}
-        sides = [*sides, *PARTS]
     for step in steps.values():
         for _ in range(5):
             step()
-    synchronise(world.device)
-    started = time.perf_counter()
-    for _ in range(5):
-        steps["bare"]()
-    synchronise(world.device)
-    fitting = max(3, round(block_s / ((time.perf_counter() - started) / 5)))
-    fitting = int(world.broadcast_object(fitting))
+    fitting = steps_within(steps["bare"], block_s, world)
     num_steps = asked_steps or fitting
     if num_steps < fitting:  # of short blocks there are more, for as long as the others take
         blocks = round(blocks * min(10, fitting / num_steps))
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for block in range(blocks + 1):
-        for side in sides if block % 2 else sides[::-1]:
-            with contextlib.nullcontext() if side in OURS else only_torchs_own():
-                synchronise(world.device)
-                world.barrier()
-                started = time.perf_counter()
-                for _ in range(num_steps):
-                    steps[side]()
-                synchronise(world.device)
-                world.barrier()
-                took = (time.perf_counter() - started) / num_steps
-            if block > 0:  # the first one warms up
-                seconds[side].append(took)
-    # From barrier to barrier, on the slowest rank: what a side puts off until later counts.
-    return {side: world.gather(torch.tensor([each])).amax(0).tolist() for side, each in seconds.items()}
+
+    def around(side: str) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if side in OURS else only_torchs_own()
+
+    return take_turns(steps, world, blocks, num_steps, around)
 
 
 def on_ranks(

@@ -152,6 +152,14 @@ fully_shard(model[0], mesh=mesh)
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 {_LOOP}""",
+    "hsdp": f"""{_TORCH}
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (max(1, size // 2), min(2, size)), mesh_dim_names=("replicate", "shard"))
+model = {_MLP}
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+{_LOOP}""",
     "fsdp_mixed": f"""{_TORCH}
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 model = {_MLP}
@@ -212,6 +220,35 @@ with evenstep.init(seed=0, quiet=True) as world:
             loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), targets, ignore_index=0)
             model.backward(loss, weight=(targets != 0).sum())
         evenstep.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "evenstep_hsdp": f"""{_EVENSTEP}
+import os
+{_LM}
+size = int(os.environ.get("WORLD_SIZE", "1"))
+with evenstep.init(seed=0, quiet=True, mesh={{"replicate": max(1, size // 2), "shard": -1}}) as world:
+    model = evenstep.parallelize(Model(), world)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in evenstep.DataLoader(tokens, global_batch_size=16, shuffle=True):
+        for ids, in model.microbatches(batch, 2):
+            targets = ids[:, 1:].flatten()
+            loss = F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), targets, ignore_index=0)
+            model.backward(loss, weight=(targets != 0).sum())
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "evenstep_tensor": f"""{_EVENSTEP}
+import os
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+tensor = min(2, int(os.environ.get("WORLD_SIZE", "1")))
+with evenstep.init(seed=0, quiet=True, mesh={{"shard": -1, "tensor": tensor}}) as world:
+    plan = {{"0": ColwiseParallel(), "2": RowwiseParallel()}}
+    model = evenstep.parallelize({_MLP}, world, tensor_plan=plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in evenstep.DataLoader(train_set, global_batch_size=24, shuffle=True):
+        model.backward(F.cross_entropy(model(x), y), weight=len(x))
         optimizer.step()
         optimizer.zero_grad()
 """,

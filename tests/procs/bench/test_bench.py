@@ -193,6 +193,55 @@ def test_a_planted_cause_is_found_and_no_other(cause: str, changed: dict[str, An
         assert f"2 ranks compute with {2 * NUM_THREADS} threads" in findings[0]["what"]
 
 
+DIVIDED = """
+import time
+import torch, evenstep
+from evenstep.transport.backend.calls import GroupCalls
+from torch.utils.data import TensorDataset
+
+gather = GroupCalls.all_gather_single
+def over_a_wire(self, output, input, *args):
+    time.sleep(output.nbytes / 8e6)
+    return gather(self, output, input, *args)
+GroupCalls.all_gather_single = GroupCalls._allgather_base = over_a_wire
+
+class Work(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(16, 16), torch.nn.Linear(16, 16000)])
+    def forward(self, x):
+        time.sleep(0.1)
+        return self.blocks[1](self.blocks[0](x))
+
+with evenstep.init(seed=0, mesh={"shard": -1}) as world:
+    model = evenstep.parallelize(Work(), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    loader = evenstep.DataLoader(TensorDataset(torch.randn(4096, 16)), global_batch_size=8)
+    for epoch in loader.epochs(1000):
+        for x, in loader:
+            model.backward(model(x).square().mean(), weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.extended
+def test_a_divided_model_is_seen_block_by_block(tmp_path: Path) -> None:
+    """Parameters of the second block travel for an eighth of a second, twice in a step."""
+    (tmp_path / "train.py").write_text(DIVIDED)
+    usual = ["--replicas", "1,2", "--mode", "weak", "--steps", "8", "--repeats", "1", "--device", "cpu"]
+    report = bench(tmp_path, *usual, "train.py")
+    one, two = report["curves"]["weak"]
+    assert one["blocks"] == [] or max(each["all_gather_s"] for each in one["blocks"]) < 0.1
+    by_name = {each["name"]: each for each in two["blocks"]}
+    assert by_name.keys() == {"(root)", "blocks.0", "blocks.1"}
+    assert by_name["blocks.1"]["all_gather_s"] > 0.25
+    assert by_name["blocks.0"]["all_gather_s"] < by_name["blocks.1"]["all_gather_s"] / 2
+    assert two["parts"]["exposed"] > 0.2
+    findings = {finding["cause"]: finding["what"] for finding in report["findings"]}
+    assert "most in blocks.1" in findings["sharded parameters"], report
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 

@@ -175,32 +175,38 @@ def blocks_of(width: int, num_blocks: int) -> torch.nn.Module:
     return model
 
 
-def peak_of_fsdp2(width: int, num_blocks: int, batch: int) -> int:
-    """The most bytes at once in a step with AdamW, over Gloo: the shared memory of our backend is the whole group's."""
+def memory_of_fsdp2(side: str, width: int, num_blocks: int, batch: int) -> tuple[int, list[int]]:
+    """The most bytes at once in a step with AdamW; and of each segment that ranks share for it."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    from tests.live_bytes import LiveBytes
+    from tests.live_bytes import LiveBytes, shared_bytes
 
-    evenstep.init(quiet=True)
-    group = dist.new_group(backend="gloo")
+    world = evenstep.init(quiet=True)
+    before = shared_bytes()
+    group = dist.new_group(backend="gloo" if side == "gloo" else "evenstep")
     assert isinstance(group, dist.ProcessGroup)
     mesh = DeviceMesh.from_group(group, "cpu")
-    model = blocks_of(width, num_blocks)
-    for each in model.blocks:  # type: ignore[union-attr]
+    module = blocks_of(width, num_blocks)
+    for each in module.blocks:  # type: ignore[union-attr]
         fully_shard(each, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    model: Any = evenstep.attach(module, world) if side == "attached" else module
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     x = torch.randn(batch, width)
     with LiveBytes() as live:
-        live.add([p.to_local() for p in model.parameters()])  # type: ignore[attr-defined]
+        live.add([p.to_local() for p in model.parameters()])
         for _ in range(3):
             live.peak = 0
-            model(x).square().mean().backward()
+            loss = model(x).square().mean()
+            if side == "attached":
+                model.backward(loss, weight=batch)
+            else:
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return live.peak
+    return live.peak, [num_bytes for file, num_bytes in shared_bytes().items() if file not in before]
 
 
 @pytest.mark.extended
@@ -210,12 +216,23 @@ def peak_of_fsdp2(width: int, num_blocks: int, batch: int) -> int:
 def test_the_memory_of_a_rank_is_within_a_tenth_of_the_estimate(
     ranks: RankPool, nproc: int, width: int, num_blocks: int, batch: int
 ) -> None:
-    """FSDP2 with many small blocks, with few large ones, and where activations are most."""
+    """FSDP2 with many small blocks, with few large ones, and where activations are most.
+
+    Over Gloo and over our backend, whose segments come on top; and no more under our loop than without.
+    """
+    from evenstep.transport.shm.segment import plan_segment
+
     with torch.device("meta"):
         inputs = [torch.empty(batch, width)]
         sizes = sizes_of(blocks_of(width, num_blocks), lambda p: torch.optim.AdamW(p, foreach=False), inputs)
-    told = ranks.run(peak_of_fsdp2, nproc, width, num_blocks, batch, timeout_s=120.0)
-    assert max(told) == pytest.approx(footprint(sizes, "FSDP2", nproc).total, rel=0.1)
+    peaks = {}
+    for side in ("gloo", "plain", "attached"):
+        told = ranks.run(memory_of_fsdp2, nproc, side, width, num_blocks, batch, timeout_s=120.0)
+        peaks[side] = max(peak for peak, _ in told)
+        assert peaks[side] == pytest.approx(footprint(sizes, "FSDP2", nproc).total, rel=0.1), side
+        segments = {num_bytes for _, each in told for num_bytes in each}
+        assert segments == (set() if side == "gloo" else {plan_segment(nproc, memory_bytes=0).common_bytes})
+    assert peaks["attached"] <= peaks["plain"] + 4096, "a header, and a sum for each tensor"
 
 
 # ---------------------------------------------------------------------- loggers

@@ -66,7 +66,7 @@ class ShardWatch:
             module.reshard()  # an evaluation may have left the root's parameters gathered
             own = [p for p in module.parameters() if is_dtensor(p) and id(p) not in inner]
             inner |= {id(p) for p in own}
-            shown = name.removeprefix("module.") or "(root)"
+            shown = "(root)" if name in ("", "module") else name.removeprefix("module.")
             shards = {_shards(p) for p in own}
             for numel in {sum(map(_gathered_numel, own)), *(sum(map(_gathered_numel, own)) // each for each in shards)}:
                 self._sizes.setdefault(numel, []).append(shown)

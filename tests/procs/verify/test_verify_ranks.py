@@ -63,9 +63,10 @@ def _forget_groups() -> None:
     if dist.is_initialized():
         _KEPT.append(dist.group.WORLD)
         dist.destroy_process_group()
-    debug = sys.modules.get("torch.distributed.tensor.debug")
-    if debug is not None:  # what torch has cached of DTensors names the groups of the script before
-        debug._clear_sharding_prop_cache()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()  # what torch has cached of DTensors names the groups of the script before
 
 
 def _keep_groups(patches: Patches) -> None:

@@ -50,8 +50,8 @@ def build_step(
     x, y = case.draw()
     if side != "bare":
         assert world.mesh is not None
-        over_gloo = DeviceMesh.from_group(gloo, "cpu", mesh_dim_names=("shard",)) if side == "gloo" else None
-        shard_parts(module, over_gloo or world.mesh)
+        mesh = DeviceMesh.from_group(gloo, "cpu", mesh_dim_names=("shard",)) if side == "gloo" else world.mesh
+        shard_parts(module, mesh)
     model: Any = evenstep.attach(module, world) if side == "attached" else module
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

@@ -330,9 +330,10 @@ class ParameterServer:
         for server, (indices, version) in enumerate(zip(made.division, self._versions, strict=True)):
             like = [made.trained[index] for index in indices]
             gradients = [parameter.grad for parameter in like]
-            self._validate_gradients(indices, gradients)
+            self._validate_layouts(indices, gradients)
             packed = pack(like, gradients, self._recipe.transfer_dtype)
-            self._validate_range([*packed, *(each.values for each in rows[server].values())])
+            if not _are_finite([*packed, *(each.values for each in rows[server].values())]):
+                raise self._explain_not_finite(indices, gradients)
             used = [each is not None for each in gradients]
             if self._weight == 0 and (any(used) or rows[server]):
                 raise UsageError(
@@ -603,24 +604,28 @@ class ParameterServer:
         assert self._made is not None
         return self._made
 
-    def _validate_gradients(self, indices: list[int], gradients: list[Tensor | None]) -> None:
-        names = self._validate_made().names
+    def _validate_layouts(self, indices: list[int], gradients: list[Tensor | None]) -> None:
         for index, gradient in zip(indices, gradients, strict=True):
-            if gradient is None:
-                continue
-            where = f"worker {self.worker}, step {self._num_steps}: the gradient of {names[index]!r}"
-            if gradient.layout != torch.strided:
-                raise UsageError(f"{where} is sparse, which can't be pushed. Use sparse=False in the embedding.")
-            if not bool(torch.isfinite(gradient).all()):
-                raise NonFiniteError(f"{where} is infinite or not a number; nothing was sent. Look at the loss.")
+            if gradient is not None and gradient.layout != torch.strided:
+                raise UsageError(
+                    f"{self._gradient_of(index)} is sparse, which can't be pushed. Use sparse=False in the embedding."
+                )
 
-    def _validate_range(self, travelling: list[Tensor]) -> None:
-        dtype = self._recipe.transfer_dtype
-        if dtype is not None and not all(bool(torch.isfinite(each).all()) for each in travelling):
-            raise NonFiniteError(
-                f"worker {self.worker}, step {self._num_steps}: a gradient times its weight ({self._weight:g}) is too "
-                f"large for transfer_dtype={dtype}; nothing was sent. Use torch.bfloat16, or smaller weights."
-            )
+    def _explain_not_finite(self, indices: list[int], gradients: list[Tensor | None]) -> NonFiniteError:
+        for index, gradient in zip(indices, gradients, strict=True):
+            if gradient is not None and not _are_finite([gradient]):
+                return NonFiniteError(
+                    f"{self._gradient_of(index)} is infinite or not a number; nothing was sent. Look at the loss."
+                )
+        return NonFiniteError(
+            f"worker {self.worker}, step {self._num_steps}: a gradient times its weight ({self._weight:g}) is too "
+            f"large for transfer_dtype={self._recipe.transfer_dtype}; nothing was sent. Use torch.bfloat16, or smaller "
+            f"weights."
+        )
+
+    def _gradient_of(self, index: int) -> str:
+        name = self._validate_made().names[index]
+        return f"worker {self.worker}, step {self._num_steps}: the gradient of {name!r}"
 
     def _finish(self) -> None:
         """With overlap: take what the last push has brought."""
@@ -786,6 +791,11 @@ class _Ahead(NamedTuple):
     beginning: int
     push: int
     loaded: Positioned
+
+
+def _are_finite(tensors: Sequence[Tensor]) -> bool:
+    # A sum that is finite has no other parts. Flags of all elements take memory, and longer than all else in a step.
+    return all(bool(torch.isfinite(each.sum())) or bool(torch.isfinite(each).all()) for each in tensors)
 
 
 def _restore_hook(hook: Any) -> None:

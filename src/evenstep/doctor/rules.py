@@ -108,7 +108,7 @@ _ALL = [
         "A batch size meant for all ranks together is used by each of them, or the reverse.",
         "The real batch is larger or smaller than meant by the number of ranks, and the learning rate doesn't fit it.",
         "loader = DataLoader(train_set, batch_size=global_batch_size // world_size, sampler=sampler)",
-        _BOTH,
+        _READING,
         _ERROR,
     ),
     Rule(
@@ -264,7 +264,7 @@ _ALL = [
         "A tensor goes from GPU to GPU through the host's memory: `.cpu()` and back, or as a pickled object.",
         "Each copy waits for the device and crosses the bus twice, where NCCL would send it directly.",
         "dist.all_gather_into_tensor(gathered, tensor)  # stays on the GPUs",
-        _BOTH,
+        _READING,
         _WARNING,
     ),
     Rule(

@@ -2,7 +2,7 @@
 
 [Note: what torch's RPC does]
 
-docs/explanation/parameter-servers.md tells what torch's TensorPipe does besides: it listens on several ports of one
+docs/reference/parameter-servers.md tells what torch's TensorPipe does besides: it listens on several ports of one
 interface, and neither encrypts nor authenticates; what it receives it unpickles. An agent belongs to one process alone
 ([Note: an agent of its own] in compat/torch_distributed.py), and processes find each other in the run's store, where
 each writes its agent's name and address under its role. Who comes back under a role has another name.

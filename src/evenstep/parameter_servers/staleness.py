@@ -29,7 +29,7 @@ def plot(staleness: Mapping[int, Any], path: str | os.PathLike[str], *, title: s
         ConfigurationError: matplotlib isn't installed, or this is no such histogram.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(f"{_WHO}matplotlib is missing. Install evenstep with its plots: evenstep[plots].")
+        raise ConfigurationError(f"{_WHO}matplotlib is missing: pip install 'evenstep[bench]'.")
     if not isinstance(staleness, Mapping):
         raise checks.refuse(f"{_WHO}staleness", staleness, "what ps.staleness() returns")
     from matplotlib.figure import Figure  # an extra

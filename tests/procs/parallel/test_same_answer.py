@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 import warnings
 from typing import Any
 
@@ -282,7 +283,7 @@ def test_what_isnt_finite_is_found_in_the_sums(ranks):
 
 
 def with_torchs_options():
-    """Policies, scaler, average, rates, checkpointed activations: they go through, and training goes on."""
+    """Policies, scaler, average, rates: they go through, and training goes on."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     with world_of({"shard": 2}) as world:
@@ -300,7 +301,9 @@ def with_torchs_options():
         for name, each in gpt.whole(offloaded).items():
             torch.testing.assert_close(each, expected[name], rtol=0, atol=1e-12)
         model = evenstep.parallelize(gpt.made(3, torch.float64), world, blocks=500)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        assert evenstep.scale_learning_rate(optimizer, base_batch_size=4, global_batch_size=8) == 2.0
+        assert optimizer.param_groups[0]["lr"] == 0.1
         average = evenstep.ExponentialMovingAverage(model, 0.5, ramp_up=False)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         warmup = evenstep.LinearWarmup(optimizer, 4)
@@ -334,6 +337,7 @@ def test_torchs_options_and_our_optimizers_go_through(ranks):
 
 def made_elsewhere(how):
     """Three steps of SGD with a model that was divided in some other way; True if they are those of one process."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
 
     with world_of({"replicate": 1, "shard": 2} if how == "meta" else None) as world:
@@ -342,6 +346,9 @@ def made_elsewhere(how):
         if how == "compiled":
             for block in model.blocks:
                 block.compile(backend="eager")
+        if how == "checkpointed":
+            for index, block in enumerate(model.blocks):
+                model.blocks[index] = checkpoint_wrapper(block)
         if how == "meta":
             given, mesh = model, world.mesh["replicate", "shard"]
             with torch.device("meta"):
@@ -362,11 +369,13 @@ def made_elsewhere(how):
         gpt.train(model, lambda tensor: share_of(world, tensor), micro=2, **arguments)
         expected, _ = gpt.reference(**arguments)
         for name, each in gpt.whole(model).items():
-            torch.testing.assert_close(each, expected[name.replace("_orig_mod.", "")], rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                each, expected[re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name)], rtol=0, atol=1e-12
+            )
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("how", ["without a mesh", "meta", "compiled"])
+@pytest.mark.parametrize("how", ["without a mesh", "meta", "compiled", "checkpointed"])
 def test_models_that_were_made_otherwise(ranks, how):
     ranks.run(made_elsewhere, 2, how)
 

@@ -476,7 +476,8 @@ class Checkpointer:
             # Ranks that start again often would never come to a save that is due every ten minutes.
             self._saved_file = recovery_files.saved_file(run_directory, recovery_files.key_of(self._where))
             self._saved_at = recovery_files.read_time(self._saved_file) or self._saved_at
-            self._saved_file.write_text(repr(self._saved_at))
+            with contextlib.suppress(OSError):
+                self._saved_file.write_text(repr(self._saved_at))
         problem = why_not(self._objects, self.world)
         if problem is None:
             self._last_step = LastStep(self._objects, self.world, self._where)

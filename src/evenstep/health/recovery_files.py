@@ -57,6 +57,11 @@ def newest_in_memory(run_directory: Path) -> int | None:
     return max(steps, default=None)
 
 
+def is_newer(step: int | None, before: int | None) -> bool:
+    """Whether survivors have saved since `newest_in_memory` told `before`; a damaged step may have gone meanwhile."""
+    return step is not None and (before is None or step > before)
+
+
 def streams_file(run_directory: Path, rank: int, attempt: int, key: str) -> Path:
     """Where a rank keeps its random streams, for others to read after its death."""
     return run_directory / f"streams-{attempt}-{rank}-{key}"
@@ -101,8 +106,9 @@ def virtual_ranks_of(run_directory: Path) -> int | None:
 def note_losses(run_directory: Path, losses: Losses) -> None:
     """Say what the run has lost so far; ranks may read it meanwhile."""
     written = run_directory / f".{_LOSSES}"
-    written.write_text(json.dumps(asdict(losses)))
-    written.rename(run_directory / _LOSSES)
+    with contextlib.suppress(OSError):  # a full disk is no reason not to go on
+        written.write_text(json.dumps(asdict(losses)))
+        written.rename(run_directory / _LOSSES)
 
 
 def losses_of(run_directory: Path) -> Losses | None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from evenstep.compat.torch_tensors import local_part
+from evenstep.compat.torch_tensors import is_dtensor, local_part
 from evenstep.device import Coming, arrived, start_copy
 from evenstep.errors import DriftError
 from evenstep.parallel.layout import ranks_of
@@ -95,14 +95,18 @@ class ReplicaDrift(DriftWatch):
         """See `Observer`: collective on all ranks of the model, where a group has found something."""
         if not self._is_told:
             return
-        text = ""
+        text, raised = "", None
         try:
             super().raise_found()
         except DriftError as error:
             text = str(error)
+        except Exception as error:  # such as a warning that is an error here: the others wait all the same
+            raised = error
         found = next(filter(None, exchange(self._everybody, text)), None)
         if found is not None:
             raise DriftError(found)
+        if raised is not None:
+            raise raised
 
 
 def build_drift(
@@ -131,4 +135,18 @@ def build_drift(
     # Parts that were offloaded to the host are not where the ranks' tensors travel.
     if compare_every == 0 or any(local_part(p).device.type != world.device.type for p in parameters):
         return None
-    return ReplicaDrift(names, parameters, world.along("replicate"), owner, control, compare_every)
+    replicas = world.along("replicate")
+    if not all(_is_alike(parameter, ranks_of(replicas)) for parameter in parameters):
+        return None  # fully_shard over all ranks, whatever the mesh calls them: there are no replicas
+    return ReplicaDrift(names, parameters, replicas, owner, control, compare_every)
+
+
+def _is_alike(parameter: nn.Parameter, ranks: Sequence[int]) -> bool:
+    """Whether ranks have the same part of a parameter: they don't differ along a mesh dimension that divides it."""
+    if not is_dtensor(parameter):
+        return True
+    mesh, placements = parameter.device_mesh.mesh, parameter.placements
+    places = [(mesh == rank).nonzero() for rank in ranks]
+    inside = [place[0].tolist() for place in places if len(place)]
+    dividing = [index for index, placement in enumerate(placements) if not placement.is_replicate()]
+    return len({tuple(place[index] for index in dividing) for place in inside}) <= 1

@@ -146,7 +146,10 @@ class MeshExchange(AcrossRanks):
             divisor = self._header.divisor() / self._num_copies
             if divisor.device.type == "cpu":
                 divisor = float(divisor)
-                if math.isfinite(divisor):
+                # A rank without a pass may have another scale than those with one, and only they know theirs. Gradients
+                # of 16 bits before a scaler have theirs from the first window on, so that a resumed run has it too.
+                all_weighted = self._header.kinds()[0] == self._world.world_size
+                if math.isfinite(divisor) and all_weighted and not window.is_scaled:
                     self._weights.expect(divisor * scale)
         if isinstance(divisor, float) and divisor == 1.0:
             return

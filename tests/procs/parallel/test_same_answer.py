@@ -340,7 +340,8 @@ def made_elsewhere(how):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
 
-    with world_of({"replicate": 1, "shard": 2} if how == "meta" else None) as world:
+    meshes = {"meta": {"replicate": 1, "shard": 2}, "called replicas": {"replicate": 2}}
+    with world_of(meshes.get(how)) as world:
         arguments = {"seed": 4, "steps": 3, "rows": 5, "optimizer": torch.optim.SGD}
         model = gpt.made(4, torch.float64)
         if how == "compiled":
@@ -365,7 +366,7 @@ def made_elsewhere(how):
         else:
             for each in [*model.blocks, model]:
                 fully_shard(each)  # torch's default mesh, of all ranks
-        model = evenstep.attach(model)
+        model = evenstep.attach(model, compare_every=1 if how == "called replicas" else None)
         gpt.train(model, lambda tensor: share_of(world, tensor), micro=2, **arguments)
         expected, _ = gpt.reference(**arguments)
         for name, each in gpt.whole(model).items():
@@ -375,7 +376,7 @@ def made_elsewhere(how):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("how", ["without a mesh", "meta", "compiled", "checkpointed"])
+@pytest.mark.parametrize("how", ["without a mesh", "meta", "compiled", "checkpointed", "called replicas"])
 def test_models_that_were_made_otherwise(ranks, how):
     ranks.run(made_elsewhere, 2, how)
 

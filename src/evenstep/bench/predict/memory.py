@@ -8,6 +8,7 @@ steps.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -15,7 +16,7 @@ import os
 import subprocess
 import sys
 from argparse import REMAINDER, SUPPRESS, ArgumentError, ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,13 +246,26 @@ def _call(target: str) -> Any:
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
         raise ConfigurationError(f"{target}: write FILE.py:FUNCTION, such as train.py:build_model.")
-    function = _find(where, name, target)
+    with _neighbours(where):
+        function = _find(where, name, target)
+        try:
+            return function()
+        except EvenstepError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{target} failed: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _neighbours(where: str) -> Iterator[None]:
+    """Modules beside a file can be imported, as with `python FILE.py`."""
+    folder = str(Path(where).absolute().parent)
+    sys.path.insert(0, folder)
     try:
-        return function()
-    except EvenstepError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{target} failed: {type(error).__name__}: {error}") from error
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the file may have removed it
+            sys.path.remove(folder)
 
 
 def _find(where: str, name: str, target: str) -> Callable[[], Any]:
@@ -263,11 +277,7 @@ def _find(where: str, name: str, target: str) -> Callable[[], Any]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.path.insert(0, str(Path(where).absolute().parent))  # as for `python FILE.py`
-            try:
-                spec.loader.exec_module(module)
-            finally:
-                del sys.path[0]
+            spec.loader.exec_module(module)
         elif Path(where).exists():
             raise ConfigurationError(f"{target}: {where} is no python file. Write FILE.py:FUNCTION.")
         else:

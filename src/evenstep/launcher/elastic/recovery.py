@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenstep.checks import counted
-from evenstep.health.recovery_files import Losses
+from evenstep.health.recovery_files import Losses, is_newer
 from evenstep.launcher.failure.report import Failure
 
 
@@ -101,7 +101,7 @@ class Recoveries:
             left = next((n for n in range(left, 0, -1) if virtual_ranks % n == 0), 0)
         if left < max(1, self.policy.min_ranks):
             return None
-        is_new = in_memory != in_memory_before
+        is_new = is_newer(in_memory, in_memory_before)
         num_repeated = 1 if is_new else 1 + max((page.step for page in failure.pages.values()), default=0)
         return Recovery(left, lost, step, from_memory=in_memory == step, num_repeated=num_repeated)
 

@@ -20,7 +20,7 @@ from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves_file
 from evenstep.health.heartbeat import Heartbeat, Phase, page_file, read_page
 from evenstep.health.phase_timeouts import PhaseTimeouts
-from evenstep.health.recovery_files import newest_in_memory, note_losses, virtual_ranks_of, why_unsaved
+from evenstep.health.recovery_files import is_newer, newest_in_memory, note_losses, virtual_ranks_of, why_unsaved
 from evenstep.launcher.elastic.heartbeat import OtherNodes, Saved
 from evenstep.launcher.elastic.looks import RankProcess, StackRequest, WorkerStacks, packed, unpacked
 from evenstep.launcher.elastic.recovery import Recoveries, Recovery, is_loss
@@ -376,7 +376,7 @@ class WatchedRanks:
             if not evident and self._anybody_is_leaving():
                 # It left its world as it should, and early: how it ends decides which rank is the root cause.
                 grace_s = max(grace_s, self._policy.terminate_s)
-            if time.monotonic() - started >= grace_s and not self._awaits_survivors(started):
+            if time.monotonic() - started >= grace_s and not self._awaits_survivors(started, noticed_ns):
                 break
             time.sleep(_POLL_S)
         if not (evident or remote_failure is not None or hang is not None):
@@ -431,20 +431,22 @@ class WatchedRanks:
             failures[local_rank] = ProcessFailure(local_rank=local_rank, pid=pid, exitcode=1, error_file=file)
         return RunProcsResult(failures=failures, return_values=dict.fromkeys(self._processes))
 
-    def _awaits_survivors(self, started: float) -> bool:
+    def _awaits_survivors(self, started: float, noticed_ns: int) -> bool:
         """Whether a survivor may still save the last step for those who go on: see `checkpoint.save.survivors`.
 
-        While one saves, also where another step is there: a script may have several `Checkpointer`s.
+        While one saves, also where another step is there: a script may have several `Checkpointer`s. A save that began
+        before the loss may be one that waits for the lost rank; it counts as long as no step is there.
         """
         if self._recoveries is None or not self._saves():
             return False
         if not is_loss(judge(self._exits(), self._reports(), attempt=self._attempt)):
             return False
         pages, elapsed_s = self._pages(), time.monotonic() - started
+        has_saved = is_newer(newest_in_memory(self._run_directory), self._in_memory_before)
         alive = (pages[self._ranks[local_rank]] for local_rank in self._alive())
-        if any(seen is not None and seen.phase is Phase.SAVING for seen in alive):
+        saving = [seen for seen in alive if seen is not None and seen.phase is Phase.SAVING]
+        if any(not has_saved or seen.time_ns > noticed_ns for seen in saving):
             return elapsed_s < self._policy.save_s
-        has_saved = newest_in_memory(self._run_directory) != self._in_memory_before
         return not has_saved and elapsed_s < self._recoveries.policy.save_s
 
     def _plan_recovery(self, failure: Failure | None, saved: Saved) -> Recovery | None:

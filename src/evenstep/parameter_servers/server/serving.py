@@ -336,7 +336,7 @@ class Server:
         return True
 
     def _save(self) -> bool:
-        """Save a checkpoint of one moment of all servers; False: one of them was lost meanwhile."""
+        """Save a checkpoint of one moment of all servers; False: one of them was lost, or has failed, meanwhile."""
         assert self._checkpoints is not None
         era, states, workers = self._era, [], dict(self._workers)
         saves: list[Decision] = []
@@ -355,8 +355,8 @@ class Server:
         except RuntimeError:
             return False
         whole = [share for share in shares if share is not None]
-        if len(whole) < len(shares):
-            return False
+        if len(whole) < len(shares) or len({share.version for share in whole}) > 1:
+            return False  # lost, or an update has failed on one of them, whose error ends the run
         self._checkpoints.save(whole, states[0], self._buffers(workers))
         return True
 

@@ -514,7 +514,8 @@ def _all_gather(at: ProgramContext, call: Call) -> Program:
     def read(chunk: int) -> None:
         if call.receiver in (-1, at.rank):
             begin, end = at.chunk_bounds(call, chunk)
-            for rank in at.ranks:
+            # This rank's part first: it may lie in the result where another's belongs.
+            for rank in (at.rank, *(each for each in at.ranks if each != at.rank)):
                 out = call.out[rank * numel + begin : rank * numel + end]
                 given = call.flat[begin:end] if rank == at.rank else at.shared_view(call, rank, chunk, 0, end - begin)
                 if given.data_ptr() != out.data_ptr():  # this rank's part often is where it belongs

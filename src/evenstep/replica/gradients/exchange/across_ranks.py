@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -34,8 +36,14 @@ class AcrossRanks(Exchange):
 
     def _scale_weights(self, *, has_half_precision: bool) -> None:
         """Build the scale of weights, before the first window; ranks agree on one where gradients have 16 bits."""
+        method = weakref.WeakMethod(self._rescale)  # or an exchange that is replaced would keep its buckets
+
+        def rescale_window(by: float) -> None:
+            if (rescales := method()) is not None:
+                rescales(by)
+
         device = self._header.tensor.device
-        self._weights = WeightScale(self._transport, device, self._rescale, is_needed=has_half_precision)
+        self._weights = WeightScale(self._transport, device, rescale_window, is_needed=has_half_precision)
 
     def _rescale(self, by: float) -> None:
         """Multiply the gradients of the window that runs."""

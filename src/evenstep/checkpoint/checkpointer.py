@@ -378,6 +378,10 @@ class Checkpointer:
     def _commit(self, temporary: str, manifest: Manifest) -> None:
         """See `RunDirectory.commit`."""
         self._directory.commit(temporary, manifest)
+        self._note_saved_at()
+
+    def _note_saved_at(self) -> None:
+        """Tell the next ranks when the last save began, on rank 0 and with `evenstep run --recover`."""
         if self._saved_file is not None:
             with contextlib.suppress(OSError):  # the next ranks save too early
                 self._saved_file.write_text(repr(self._saved_at))
@@ -476,8 +480,7 @@ class Checkpointer:
             # Ranks that start again often would never come to a save that is due every ten minutes.
             self._saved_file = recovery_files.saved_file(run_directory, recovery_files.key_of(self._where))
             self._saved_at = recovery_files.read_time(self._saved_file) or self._saved_at
-            with contextlib.suppress(OSError):
-                self._saved_file.write_text(repr(self._saved_at))
+            self._note_saved_at()
         problem = why_not(self._objects, self.world)
         if problem is None:
             self._last_step = LastStep(self._objects, self.world, self._where)

@@ -34,18 +34,23 @@ def test_the_program_with_servers(tmp_path: Path):
     assert all(float(each) > 0.6 for each in told)
 
 
-@pytest.mark.extended
-def test_the_program_under_torchrun(tmp_path: Path):
-    """The last of three ranks is the server, by the variable alone."""
-    (tmp_path / "train.py").write_text(PROGRAMS[0])
-    done = subprocess.run(
+def under_torchrun(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `train.py` on two workers and a server."""
+    return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"],
-        cwd=tmp_path,
+        cwd=folder,
         env=os.environ | {"EVENSTEP_SERVERS": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+@pytest.mark.extended
+def test_the_program_under_torchrun(tmp_path: Path):
+    """The last of three ranks is the server, by the variable alone."""
+    (tmp_path / "train.py").write_text(PROGRAMS[0])
+    done = under_torchrun(tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"worker \d of 2: accuracy", done.stdout)) == 2, done.stdout
 
@@ -55,14 +60,7 @@ def test_a_dead_rank_ends_the_run_under_torchrun(tmp_path: Path):
     """Nobody hangs: torchrun ends the others."""
     die = "            ps.step()\n            os.kill(os.getpid(), 9) if ps.worker == 1 else None\n"
     (tmp_path / "train.py").write_text("import os\n" + PROGRAMS[0].replace("            ps.step()\n", die))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"],
-        cwd=tmp_path,
-        env=os.environ | {"EVENSTEP_SERVERS": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = under_torchrun(tmp_path)
     assert done.returncode == 1, done.stderr
     assert "exitcode  : -9" in done.stderr, done.stderr
 

@@ -546,7 +546,7 @@ def _reduce_scatter(at: ProgramContext, call: Call) -> Program:
         yield from at.sync_point()
         return
     call.places = (None,) * at.world_size  # a chunk holds a part of every rank's share, so all are copied
-    length = CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
+    length = _share_numel(at, call)
 
     def read(chunk: int) -> None:
         begin, end = chunk * length, min(numel, (chunk + 1) * length)
@@ -558,10 +558,15 @@ def _reduce_scatter(at: ProgramContext, call: Call) -> Program:
     yield from _chunk_by_chunk(at, call, -(-numel // length), _stage_shares, read)
 
 
+def _share_numel(at: ProgramContext, call: Call) -> int:
+    """Elements of each rank's share in a chunk that has a part of all."""
+    return CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
+
+
 def _stage_shares(at: ProgramContext, call: Call, chunk: int) -> None:
     """A part of every other rank's share."""
     numel = call.out.numel()
-    length = CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
+    length = _share_numel(at, call)
     begin, end = chunk * length, min(numel, (chunk + 1) * length)
     for rank in at.ranks:
         if rank != at.rank:
@@ -579,7 +584,7 @@ def _all_to_all(at: ProgramContext, call: Call) -> Program:
             raise MismatchError(problem)
         sent = call.splits[:, 0].tolist()
     call.place, call.places = None, [None] * at.world_size
-    length = CHUNK_BYTES // call.flat.dtype.itemsize // at.world_size
+    length = _share_numel(at, call)
 
     def stage(at: ProgramContext, call: Call, chunk: int) -> None:
         start = 0

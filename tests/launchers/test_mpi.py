@@ -178,3 +178,30 @@ def test_the_last_ranks_are_parameter_servers(kind: str, tmp_path: Path) -> None
     done = call(tmp_path, [*mpiexec(kind), "-n", "3"], SERVED, EVENSTEP_SERVERS="1")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")[:-1]) == ["worker 0 of 2", "worker 1 of 2"], done
+
+
+ENDLESS = """
+    import os, pathlib, signal
+    import evenstep, torch
+    from evenstep.environment import current_placement
+
+    rank = current_placement().rank
+    pathlib.Path(f"{rank}-is-{os.getpid()}").touch()
+    with evenstep.parameter_server(
+        lambda: torch.nn.Linear(4, 1), lambda p: torch.optim.SGD(p, lr=0.1), mode="async"
+    ) as ps:
+        for step in range(10**9):
+            ps.step()
+            if step == 50 and ps.worker == 1:
+                (victim,) = pathlib.Path.cwd().glob("{VICTIM}-is-*")
+                os.kill(int(victim.name.split("-")[-1]), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["worker", "server"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dead_rank_ends_a_run_with_parameter_servers(kind: str, victim: int, tmp_path: Path) -> None:
+    """Nobody hangs: mpiexec ends the others."""
+    script = ENDLESS.replace("{VICTIM}", str(victim))
+    done = call(tmp_path, [*mpiexec(kind), "-n", "3"], script, EVENSTEP_SERVERS="1")
+    assert done.returncode != 0, done

@@ -236,6 +236,12 @@ class ParameterServer:
                     f"collectives would wait for servers. Leave it out: parameter_server connects workers and servers "
                     f"itself."
                 )
+            if environment.measurement() is not None:
+                raise ConfigurationError(
+                    f"{WHO}evenstep bench measures ranks that all train, and can't compare numbers of servers. Start "
+                    f"the script with `evenstep run --servers N` and look at ps.traffic(), which evenstep.Logger "
+                    f"writes: pushes and bytes a second, and the share of the time that is waited for each server."
+                )
             placement = environment.current_placement()
             roles = assign_roles(placement, environment.num_servers())
             if self._mode.backup_workers >= max(2, roles.num_workers):
@@ -399,10 +405,10 @@ class ParameterServer:
         Local: the others need not call it.
 
         Returns:
-            "pushes_per_s", "pulls_per_s", "lookups_per_s"; "sent_bytes_per_s" and "received_bytes_per_s", of tensors,
-            and each of them for every server ("server_0/sent_bytes_per_s"); "waiting_share", the part of the time in
-            which this worker waited for servers; "staleness", the mean of its gradients that were applied (of all so
-            far, and NaN before the first).
+            "pushes_per_s", "pulls_per_s", "lookups_per_s"; "sent_bytes_per_s" and "received_bytes_per_s", of tensors;
+            "waiting_share", the part of the time in which this worker waited for servers; "staleness", the mean of its
+            gradients that were applied (of all so far, and NaN before the first). Bytes and shares also for every
+            server, as "server_0/waiting_share": a worker waits for all of them at once, so these overlap.
 
         Raises:
             UsageError: Not inside the `with` statement.
@@ -463,7 +469,7 @@ class ParameterServer:
                 queue.load_state(found.queue)
                 self._take_untrained(self._checkpoints.untrained())
         self._connection = LocalConnection(shard, self._mode, queue, version)
-        self._load(self._connection.start(None)())
+        self._load(self._connection.start(None, lambda _: None)())
 
     def _join(self, placement: environment.Placement, roles: Roles) -> None:
         # Only where it is used. Builds of torch without RPC may lack the module.
@@ -635,7 +641,7 @@ class ParameterServer:
 
     def _start(self, connection: Connection, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
         kind, parts = ("pull", ()) if pushed is None else ("push", pushed)
-        return self._traffic.call(kind, parts, lambda: connection.start(pushed))
+        return self._traffic.call(kind, parts, lambda on_answer: connection.start(pushed, on_answer))
 
     def _begin_step(self, answers: list[Answer]) -> None:
         self._load(answers)
@@ -647,7 +653,9 @@ class ParameterServer:
         connection = self._validate_training("model")
 
         def start(number: int) -> Callable[[], list[Rows]]:
-            return self._traffic.call("lookup", ids, lambda: connection.look_up(table, ids, number))
+            return self._traffic.call(
+                "lookup", ids, lambda on_answer: connection.look_up(table, ids, number, on_answer)
+            )
 
         finish = start(ahead)
 

@@ -132,8 +132,17 @@ class Endpoint:
             future.set_exception(error)
         return future
 
+    def who_answers(self, peers: Sequence[Peer], *, timeout_s: float) -> set[str]:
+        """Roles of the processes that answer in time."""
+        found = set()
+        for peer, call in [(peer, self.call(peer, "", timeout_s=timeout_s)) for peer in peers]:
+            with contextlib.suppress(RuntimeError):
+                call.wait()
+                found.add(peer.role)
+        return found
+
     def watch(self, peer: Peer, on_lost: Callable[[], object]) -> None:
-        """Call `on_lost`, in another thread, when a process has ended without `close`."""
+        """Call `on_lost`, in another thread, when a process has ended, but for one that has closed in good order."""
 
         def done(future: Future[Any]) -> None:
             try:
@@ -152,9 +161,10 @@ class Endpoint:
         """
         global _served
         self._is_closing = True
-        for future in _staying:
-            future.set_result(None)
-        _staying.clear()
+        if roles:
+            # Only then: an answer says that this process isn't lost, and may arrive before the connection breaks.
+            for future in _staying:
+                future.set_result(None)
         quiet = threading.Thread(target=torch_distributed.rpc_stop_complaining, name="evenstep end", daemon=True)
         if roles:
             quiet.start()
@@ -168,6 +178,7 @@ class Endpoint:
         if roles:
             # The calls that it waited for have failed now. The interpreter must not end while it is inside the agent.
             quiet.join(_QUIET_S)
+        _staying.clear()
         _served = None
 
     def _reach(self, peer: Peer) -> Peer:
@@ -181,6 +192,8 @@ class Endpoint:
 
 
 def _answer(method: str, arguments: tuple[Any, ...]) -> Any:
+    if not method:
+        return None
     if method not in getattr(_served, "CALLS", ()):
         raise RuntimeError(f"this process has no {method!r} to call")
     return getattr(_served, method)(*arguments)

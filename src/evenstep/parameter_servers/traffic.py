@@ -9,6 +9,8 @@ from typing import TypeVar
 from torch import Tensor
 
 KINDS = ("push", "pull", "lookup")
+OnAnswer = Callable[[int], None]
+"""Called, in any thread, with the number of a server whose answer has come."""
 Answered = TypeVar("Answered")
 
 
@@ -23,26 +25,32 @@ class Traffic:
         self.num = dict.fromkeys(KINDS, 0)
         self.sent = [0] * num_servers  # bytes, by server
         self.received = [0] * num_servers
-        self.waited_s = 0.0
+        self.waited_s = 0.0  # for the last of the servers
+        self.waited_for_s = [0.0] * num_servers  # by server; these waits overlap
         self._last = self._state()
 
     def __repr__(self) -> str:
         return f"<Traffic {self.num}, {sum(self.sent)} bytes sent, {sum(self.received)} received>"
 
     def call(
-        self, kind: str, parts: Sequence[object], start: Callable[[], Callable[[], list[Answered]]]
+        self, kind: str, parts: Sequence[object], start: Callable[[OnAnswer], Callable[[], list[Answered]]]
     ) -> Callable[[], list[Answered]]:
         """Start a call of all servers, counted.
 
         Args:
             kind: One of `KINDS`.
             parts: What is sent to each server.
-            start: Sends it, and returns what waits.
+            start: Sends it, and returns what waits. A server whose answer it doesn't report has answered at the end.
 
         Returns:
             What waits, counted when it ends.
         """
-        finish = start()
+        came: dict[int, float] = {}
+
+        def note(server: int) -> None:
+            came[server] = time.perf_counter()
+
+        finish = start(note)
         self.num[kind] += 1
         for server, part in enumerate(parts):
             self.sent[server] += payload_bytes(part)
@@ -52,7 +60,10 @@ class Traffic:
             try:
                 answers = finish()
             finally:
-                self.waited_s += time.perf_counter() - begun
+                ended = time.perf_counter()
+                self.waited_s += ended - begun
+                for server in range(len(self.waited_for_s)):
+                    self.waited_for_s[server] += min(max(came.get(server, ended) - begun, 0.0), ended - begun)
             for server, answer in enumerate(answers):
                 self.received[server] += payload_bytes(answer)
             return answers
@@ -66,16 +77,16 @@ class Traffic:
         seconds = max(now[0] - before[0], 1e-9)
         rate = [(new - old) / seconds for new, old in zip(now, before, strict=True)]
         found = {"pushes_per_s": rate[1], "pulls_per_s": rate[2], "lookups_per_s": rate[3], "waiting_share": rate[4]}
-        num_servers = len(self.sent)
-        sent, received = rate[5 : 5 + num_servers], rate[5 + num_servers :]
-        found |= {"sent_bytes_per_s": sum(sent), "received_bytes_per_s": sum(received)}
-        for server in range(num_servers):
-            found[f"server_{server}/sent_bytes_per_s"] = sent[server]
-            found[f"server_{server}/received_bytes_per_s"] = received[server]
+        by_server = rate[5:]
+        for number, name in enumerate(("sent_bytes_per_s", "received_bytes_per_s", "waiting_share")):
+            each = by_server[number * len(self.sent) : (number + 1) * len(self.sent)]
+            found |= {f"server_{server}/{name}": value for server, value in enumerate(each)}
+            if name != "waiting_share":  # shares overlap
+                found[name] = sum(each)
         return found
 
     def _state(self) -> list[float]:
-        return [time.perf_counter(), *self.num.values(), self.waited_s, *self.sent, *self.received]
+        return [time.perf_counter(), *self.num.values(), self.waited_s, *self.sent, *self.received, *self.waited_for_s]
 
 
 def payload_bytes(value: object) -> int:

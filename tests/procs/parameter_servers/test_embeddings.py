@@ -199,9 +199,38 @@ def asynchronous(mode: str, bound: int | None) -> float:
         return -float(table(ids)[0, 0])
 
 
+def from_the_queue(seed: int) -> tuple[list[float], float]:
+    """(What all rows have lost when all batches of 3 epochs are applied, lookups of this worker for each push).
+
+    Each batch's rows are looked up ahead, and each of its ids takes 1 from its row.
+    """
+    with evenstep.parameter_server(
+        lambda: evenstep.RemoteEmbedding(11, 1, optimizer="sgd", lr=1.0, init_std=0, dtype=DOUBLE),
+        torch.optim.SGD,
+        mode="async",
+    ) as ps:
+        ids = torch.randint(11, (40, 3), generator=torch.Generator().manual_seed(seed))
+        queue = ps.queue(prefetch=ps.model.prefetch)  # type: ignore[arg-type]
+        loader = evenstep.DataLoader(ids, global_batch_size=2, shuffle=True, queue=queue)
+        for _ in loader.epochs(3):
+            for batch in loader:
+                ps.backward(ps.model(batch).sum())
+                ps.step()
+        rates = ps.traffic()
+        while -ps.model.rows().sum() < 3 * ids.numel():  # type: ignore[operator]
+            time.sleep(0.01)  # until the other's pushes have come: the test's limit ends it if one is lost
+        rows = -ps.model.rows()[:, 0]  # type: ignore[operator]
+        return rows.tolist(), rates["lookups_per_s"] / rates["pushes_per_s"]
+
+
 @pytest.mark.extended
-def test_each_push_of_rows_counts_once_in_every_mode():
+def test_each_push_of_rows_counts_once_in_every_mode(fresh_seed: int):
     with group(2, 2) as ranks:
+        ids = torch.randint(11, (40, 3), generator=torch.Generator().manual_seed(fresh_seed))
+        expected = 3.0 * torch.bincount(ids.flatten(), minlength=11)
+        for rows, lookups in ranks.run(from_the_queue, (fresh_seed,))[:2]:
+            assert rows == expected.tolist()
+            assert lookups == pytest.approx(1, abs=0.2), "rows that were looked up ahead aren't asked for again"
         for mode, bound in (("async", None), ("bounded", 2)):
             assert ranks.run(asynchronous, (mode, bound))[0] == pytest.approx(80, abs=1e-9)
 

@@ -111,6 +111,12 @@ def test_what_is_refused(model_fn: Any, optimizer_fn: Any, options: dict[str, An
         pass
 
 
+def test_bench_refuses_it_and_says_what_to_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("EVENSTEP_BENCH_DIR", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"evenstep bench measures.*ps\.traffic"):
+        evenstep.parameter_server(model, sgd).__enter__()
+
+
 def test_the_handle_says_what_is_wrong():
     with evenstep.parameter_server(model, sgd) as ps:
         with pytest.raises(ConfigurationError, match="a tensor of one number"):

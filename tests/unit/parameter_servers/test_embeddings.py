@@ -496,13 +496,13 @@ def test_the_bytes_of_a_step_are_those_of_the_formula(monkeypatch: pytest.Monkey
     sent: list[tuple[str, int]] = []
     look_up, start = LocalConnection.look_up, LocalConnection.start
 
-    def counted_look_up(self: Any, table: str, ids: Any, ahead: int) -> Any:
-        finish = look_up(self, table, ids, ahead)
+    def counted_look_up(self: Any, table: str, ids: Any, ahead: int, on_answer: Any) -> Any:
+        finish = look_up(self, table, ids, ahead, on_answer)
         sent.append(("lookup", tensor_bytes(ids) + tensor_bytes(finish())))
         return finish
 
-    def counted_start(self: Any, pushed: Any) -> Any:
-        finish = start(self, pushed)
+    def counted_start(self: Any, pushed: Any, on_answer: Any) -> Any:
+        finish = start(self, pushed, on_answer)
         if pushed is not None:
             sent.append(("push", tensor_bytes(pushed)))
             sent.append(("answer", tensor_bytes(finish())))

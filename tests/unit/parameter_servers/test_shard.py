@@ -225,6 +225,15 @@ def test_a_failure_reaches_all_who_wait_and_all_who_come():
     assert servers.pull(2).failure
 
 
+def test_a_pull_that_one_server_has_answered_with_its_failure_is_answered_by_all():
+    """Nothing is decided for it: the first server, which decides, knows of the failure already."""
+    servers = Servers(Mode("async"), 1, 2)
+    early, _ = servers.shards[1].call(servers.key(0, 1), None)
+    servers.execute(servers.coordinator.fail("out of memory"))
+    late, _ = servers.shards[0].call(servers.key(0, 1), None)
+    assert [call.done() and call.value().failure for call in (early, late)] == ["out of memory"] * 2
+
+
 def test_an_optimizer_that_fails_is_said():
     servers = Servers(Mode("async"), 1, 2)
     servers.shards[1]._optimizer = torch.optim.SparseAdam([servers.parameters[1]])
@@ -417,6 +426,13 @@ def test_a_lost_worker_leaves_nothing_behind():
         assert facts is None
         assert shard.look_up(key[0], "table", torch.tensor([1]), 1).is_outdated
         assert not any((shard._pushed, shard._waiting, shard._wanted_ahead, shard._released))
+
+
+def test_who_waits_to_leave_joins_again_when_a_server_is_lost():
+    servers = Servers(Mode("async"), 3)
+    servers.leave(0)
+    servers.lose(1)
+    assert servers.coordinator.workers == {0, 2}
 
 
 @pytest.mark.parametrize("goes_on", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import evenstep
 from evenstep.errors import UsageError
 from evenstep.parameter_servers.embeddings.rows import RowGradients
-from evenstep.parameter_servers.traffic import Traffic, payload_bytes
+from evenstep.parameter_servers.traffic import OnAnswer, Traffic, payload_bytes
 
 
 def test_bytes_are_those_of_tensors():
@@ -26,8 +27,9 @@ def test_calls_are_counted_by_server():
     traffic = Traffic(2)
     sent = [torch.zeros(4), torch.zeros(1)]
 
-    def start():
+    def start(on_answer: OnAnswer) -> Callable[[], list[torch.Tensor]]:
         def finish() -> list[torch.Tensor]:
+            on_answer(1)
             time.sleep(0.02)
             return [torch.zeros(2), torch.zeros(3)]
 
@@ -45,6 +47,7 @@ def test_calls_are_counted_by_server():
     assert rates["server_1/received_bytes_per_s"] * seconds == pytest.approx(36)
     assert 0 < rates["waiting_share"] <= 1
     assert traffic.waited_s >= 0.06
+    assert rates["server_1/waiting_share"] < rates["server_0/waiting_share"] == rates["waiting_share"]
     assert not any(traffic.rates().values()), "nothing since then"
 
 
@@ -56,7 +59,7 @@ def test_a_wait_that_fails_is_counted():
         raise ConnectionError
 
     with pytest.raises(ConnectionError):
-        traffic.call("lookup", [None], lambda: finish)()
+        traffic.call("lookup", [None], lambda _: finish)()
     assert traffic.waited_s >= 0.01
 
 

@@ -80,7 +80,7 @@ class Decision(NamedTuple):
         released: Calls that are answered now, with the parameters as they are then.
         gone: Members that will push no more.
         saves: A copy of the state is taken here.
-        failure: Why the run can't go on; "": it can.
+        failure: Why the run can't go on, which answers whoever waits or calls from now on; "": it can.
         has_ended: All workers have left.
     """
 
@@ -139,7 +139,7 @@ class Coordinator:
         self._ends_itself = ends_itself
         self._expected = set(workers)
         self._members: dict[int, _Member] = {}  # without those that have left
-        self._leaving: dict[int, Key] = {}
+        self._leaving: dict[int, tuple[int, Key]] = {}  # worker and call of each member that has left
         self._were_done = False  # some that have left had no loop to go back to
         self._lost: list[tuple[int, Pass, int]] = []  # (worker, where, batch) that lost members held
         self._arriving: dict[Key, list[Facts]] = {}  # what some servers have
@@ -168,6 +168,12 @@ class Coordinator:
     def expected(self) -> set[int]:
         """Workers that have not joined yet."""
         return set(self._expected)
+
+    @property
+    def workers(self) -> set[int]:
+        """Workers that join again if a server is lost: those that train, have left and wait, or have not joined yet."""
+        leaving = {worker for worker, _ in self._leaving.values()}
+        return {member.worker for member in self._members.values()} | leaving | self._expected
 
     @property
     def num_members(self) -> int:
@@ -216,9 +222,10 @@ class Coordinator:
             was_done: It has taken no batch since the run went back to a checkpoint.
         """
         self._were_done = self._were_done or was_done
-        self._members.pop(key[0], None)
+        member = self._members.pop(key[0], None)
+        if member is not None:  # else it was lost, or asks again
+            self._leaving[key[0]] = (member.worker, key)
         self._queue.give_back(key[0])
-        self._leaving[key[0]] = key
         return self.fail(failure) if failure else self._advance()
 
     def fail(self, failure: str) -> list[Decision]:
@@ -238,7 +245,7 @@ class Coordinator:
         if self._were_done and self._queue.has_open:
             return self.fail(_TOO_LATE)
         self._has_ended = True
-        return [self._decide(released=list(self._leaving.values()), has_ended=True)]
+        return [self._decide(released=[key for _, key in self._leaving.values()], has_ended=True)]
 
     @property
     def untrained(self) -> list[tuple[int, Pass, int]]:
@@ -254,16 +261,12 @@ class Coordinator:
 
     def pull(self, key: Key) -> list[Decision]:
         """A member wants the parameters as they are."""
-        if self._failure:
-            return [self._decide(released=[key], failure=self._failure)]
-        return [self._decide(released=[key])]
+        return [] if self._failure else [self._decide(released=[key])]
 
     def push(self, key: Key, facts: Facts) -> list[Decision]:
         """One more server has a push."""
-        if self._failure:
-            return [self._decide(released=[key], failure=self._failure)]
         member = self._members.get(key[0])
-        if member is None:
+        if member is None or self._failure:
             return []
         seen = self._arriving.setdefault(key, [])
         seen.append(facts)
@@ -318,12 +321,7 @@ class Coordinator:
     def _advance(self) -> list[Decision]:
         decisions = []
         if self._failure:
-            waiting = [key for member in self._members.values() for key in member.calls]
-            for member in self._members.values():
-                member.calls.clear()
-            released = [*waiting, *self._leaving.values()]
-            self._leaving.clear()
-            return [self._decide(released=released, failure=self._failure, has_ended=True)]
+            return [self._decide(failure=self._failure, has_ended=True)]
         if self._mode.name in TOGETHER and not self._measuring and self._is_step_complete():
             keys = sorted(self._held, key=self._order)
             if self._mode.max_norm is not None and any(self._held[key].weight for key in keys):

@@ -49,8 +49,8 @@ ENDED = "ended"
 ERAS = "eras"
 _LOOK_EVERY_S = 0.05
 _ANSWERS_S = 0.5  # for answers that are being sent when a server ends after a failure
-_REJOIN_S = 20.0  # for workers to join a later era, before others go on without them
-_BUFFERS_S = 5.0
+_REJOIN_S = 20.0  # for workers to join a later era, before others go on without those that are gone
+_WORKER_ANSWERS_S = 5.0
 _BETWEEN_TRIES_S = 0.5
 
 
@@ -242,9 +242,8 @@ class Server:
             self._changed.clear()
             coordinator = self._coordinator
             if coordinator is not None and coordinator.expected and time.monotonic() > self._give_up_at:
-                missing = sorted(coordinator.expected)
-                say(f"evenstep: parameter servers: workers {missing} have not come; the others go on without them")
-                self._happen(lambda coordinator: coordinator.give_up(coordinator.expected))
+                self._give_up(coordinator.expected)
+                self._give_up_at = time.monotonic() + _REJOIN_S
             if self._checkpoints is not None:
                 if self._checkpoints.stop_reason is not None:
                     self._save()
@@ -260,6 +259,15 @@ class Server:
             names = [self._roles.name_of(rank) for rank in self._server_ranks()]
             self._tell_of_untrained()
             self._store.set(ENDED, json.dumps([*names, *sorted({peer.role for peer in self._workers.values()})]))
+
+    def _give_up(self, workers: set[int]) -> None:
+        """Go on without those that don't answer. A worker that does is in a long step, and joins after it."""
+        peers = [self._endpoint.find(self._roles.name_of(worker)) for worker in workers]
+        alive = self._endpoint.who_answers([peer for peer in peers if peer], timeout_s=_WORKER_ANSWERS_S)
+        missing = sorted(worker for worker in workers if self._roles.name_of(worker) not in alive)
+        if missing:
+            say(f"evenstep: parameter servers: workers {missing} have not come; the others go on without them")
+            self._happen(lambda coordinator: coordinator.give_up(missing))
 
     def _tell_of_untrained(self) -> None:
         """Name what was lost with a worker when all others had ended their loops."""
@@ -286,7 +294,7 @@ class Server:
         if coordinator is None:
             return set(range(self._roles.num_workers))
         self._num_members = coordinator.num_members
-        return set(coordinator.members.values()) | coordinator.expected
+        return coordinator.workers
 
     def _names_of_lost(self) -> str:
         names = []
@@ -366,7 +374,7 @@ class Server:
             return {}
         for _, peer in sorted(workers.items(), key=lambda each: each[1].role):
             try:
-                buffers: dict[str, Tensor] = self._endpoint.call(peer, "buffers", timeout_s=_BUFFERS_S).wait()
+                buffers: dict[str, Tensor] = self._endpoint.call(peer, "buffers", timeout_s=_WORKER_ANSWERS_S).wait()
             except RuntimeError:
                 continue
             return buffers
@@ -379,7 +387,7 @@ class Server:
         while not (self._has_ended or self._failure):
             self._changed.wait(_LOOK_EVERY_S)
             self._changed.clear()
-            if self._is_stopping and self._lost:
+            if self._is_stopping and (self._lost or not self._era):  # before an era there is nothing to save
                 raise SystemExit(EXIT_PREEMPTED)
             if not self._era and self._store.check([ENDED]):
                 break

@@ -218,6 +218,11 @@ class Shard:
                     outcome.error = error
                     self._failure = self._failure or failure_of(error)
                     break
+            if self._failure:
+                # Nothing is decided any more for those that wait.
+                for key, future in self._waiting.items():
+                    outcome.complete.append(partial(future.set_result, self._answer(key)))
+                self._waiting.clear()
         return outcome
 
     def end_era(self) -> None:

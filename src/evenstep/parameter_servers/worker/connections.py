@@ -11,6 +11,7 @@ from evenstep.parameter_servers.embeddings.rows import Rows
 from evenstep.parameter_servers.server.batch_queue import BatchQueue, Pass, Taken
 from evenstep.parameter_servers.server.coordinator import Coordinator, Decision, Mode
 from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
+from evenstep.parameter_servers.traffic import OnAnswer
 
 
 class EraEnded(Exception):
@@ -24,15 +25,19 @@ class Connection(Protocol):
         """Tensors of the model that aren't trained, by name, as they are on the first server."""
         ...
 
-    def start(self, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
+    def start(self, pushed: Sequence[Pushed] | None, on_answer: OnAnswer) -> Callable[[], list[Answer]]:
         """Send each server its gradients, or ask for the parameters alone.
+
+        Args:
+            pushed: For each server; None: nothing.
+            on_answer: See there.
 
         Returns:
             What waits until this worker may go on, with the parameters of every server.
         """
         ...
 
-    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int) -> Callable[[], list[Rows]]:
+    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int, on_answer: OnAnswer) -> Callable[[], list[Rows]]:
         """Ask servers for rows of a table: see `StartLookup`."""
         ...
 
@@ -93,7 +98,7 @@ class LocalConnection:
         """See `Connection`."""
         return {}
 
-    def start(self, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
+    def start(self, pushed: Sequence[Pushed] | None, on_answer: OnAnswer) -> Callable[[], list[Answer]]:
         """See `Connection`."""
         if pushed is None:
             self._num_pulls += 1  # counted apart: a batch that was taken is known by the number of the next push
@@ -107,7 +112,7 @@ class LocalConnection:
             raise self._error
         return lambda: [future.wait()]
 
-    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int) -> Callable[[], list[Rows]]:
+    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int, on_answer: OnAnswer) -> Callable[[], list[Rows]]:
         """See `Connection`."""
         rows = self._shard.look_up(self._member, table, ids[0], ahead)
         return lambda: [rows]

@@ -20,6 +20,7 @@ from evenstep.parameter_servers.roles import Roles
 from evenstep.parameter_servers.server.batch_queue import Pass, Taken
 from evenstep.parameter_servers.server.serving import ENDED, ERAS
 from evenstep.parameter_servers.server.shard import Answer, Pushed
+from evenstep.parameter_servers.traffic import OnAnswer
 from evenstep.parameter_servers.worker.connections import EraEnded
 
 _ASKS_S = 10.0  # for a short question after a deadline has passed
@@ -50,6 +51,7 @@ class RpcConnection:
         self._timeout_s, self._recovers = timeout_s, recovers
         self._servers: list[Peer] = []
         self._era = self._member = self._number = self._num_pulls = 0
+        endpoint.register()
         self._join()
 
     def initial(self) -> dict[str, Tensor]:
@@ -57,7 +59,7 @@ class RpcConnection:
         found: dict[str, Tensor] = self._wait("the first pull", 0, self._call(0, "initial"))
         return found
 
-    def start(self, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
+    def start(self, pushed: Sequence[Pushed] | None, on_answer: OnAnswer) -> Callable[[], list[Answer]]:
         """See `Connection`."""
         if pushed is None:
             self._num_pulls += 1  # counted apart: a batch that was taken is known by the number of the next push
@@ -68,15 +70,17 @@ class RpcConnection:
         era, key = self._era, (self._member, number)
         parts: Sequence[Pushed | None] = [None] * len(self._servers) if pushed is None else pushed
         calls = [self._call(server, "ask", era, key, part, later=True) for server, part in enumerate(parts)]
+        _report(calls, on_answer)
         return lambda: self._finish("pull" if pushed is None else "step", era, calls)
 
-    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int) -> Callable[[], list[Rows]]:
+    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int, on_answer: OnAnswer) -> Callable[[], list[Rows]]:
         """See `Connection`. Servers without ids aren't asked."""
         era = self._era
         calls = [
             self._call(server, "look_up", era, self._member, table, each, ahead) if len(each) else _nothing()
             for server, each in enumerate(ids)
         ]
+        _report(calls, on_answer)
         return lambda: self._finish("a lookup", era, calls)
 
     @property
@@ -227,6 +231,11 @@ class RpcConnection:
 
     def _name_of(self, server: int) -> str:
         return f"server {server} (rank {self._roles.num_workers + server})"
+
+
+def _report(calls: Sequence[Future[Any]], on_answer: OnAnswer) -> None:
+    for server, call in enumerate(calls):
+        call.add_done_callback(lambda _, server=server: on_answer(server))  # type: ignore[misc]
 
 
 def _nothing() -> Future[Any]:

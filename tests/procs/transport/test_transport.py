@@ -29,8 +29,8 @@ from evenstep.transport.process_group.gloo import connect_gloo, open_gloo
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 from evenstep.transport.shm import handshake
 from evenstep.transport.shm.handshake import connect_shared_memory
-from evenstep.transport.shm.segment import MAX_PIGGYBACK_BYTES, plan_segment
-from evenstep.transport.shm.sync import plan_waiting
+from evenstep.transport.shm.segment import CHUNK_BYTES, MAX_PIGGYBACK_BYTES, plan_segment
+from evenstep.transport.shm.sync import Phase, plan_waiting
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 TIMEOUT_S = 60.0
@@ -109,6 +109,37 @@ def test_numbers_travel_beside_a_tensor(ranks: RankPool, nproc: int, fresh_seed:
     for (message,) in ranks.run(with_numbers_beside, nproc, fresh_seed):
         assert "rank 0: all_reduce(sum) of float32 [3], with 2 piggybacked numbers; rank 1: " in message
         assert "all_reduce(sum) of float32 [3], with 3 piggybacked numbers" in message
+
+
+def around_the_size_that_is_summed_whole() -> list[int]:
+    """Sums of tensors in shared memory, elsewhere, and on some ranks so; how many sync points each took besides."""
+    world = evenstep.init(quiet=True)
+    transport = new_shared_memory()
+    limit = CHUNK_BYTES // transport.world_size // 4
+    sync_points = []
+    for numel in (limit, limit + 1):
+        for num_shared in range(transport.world_size):
+            begun = transport.counters.num_signals(Phase.REDUCED)
+            tensor = torch.empty(numel)
+            if world.rank < num_shared:
+                tensor = transport.allocate(numel, dtype=tensor.dtype, device=tensor.device)
+            for _ in range(4):
+                tensor.copy_(torch.arange(numel) * (world.rank + 1))
+                transport.all_reduce(tensor).wait()
+                factor = sum(range(transport.world_size + 1))
+                assert torch.equal(tensor, torch.arange(numel) * float(factor))
+            sync_points.append(transport.counters.num_signals(Phase.REDUCED) - begun)
+    world.barrier()
+    transport.close()
+    return sync_points
+
+
+def test_small_tensors_are_summed_whole(ranks: RankPool) -> None:
+    for small_elsewhere, small_mixed, large_elsewhere, large_mixed in ranks.run(
+        around_the_size_that_is_summed_whole, 2
+    ):
+        assert (small_elsewhere, small_mixed) == (0, 0)
+        assert (large_elsewhere, large_mixed) == (4, 8)
 
 
 @pytest.mark.extended(ranks=3)

@@ -14,7 +14,8 @@ zero-copy   Every tensor lies in its rank's zone. Ranks read and write each othe
             reduces one slice over all ranks and writes it to all. Two sync points, no copy.
 chunked     Otherwise a tensor travels through slots that stay in the cache, chunk by chunk. Tensors that do lie in a
             zone are still used where they are. In reductions a rank's own slice doesn't travel: only that rank reads
-            it, from the caller's tensor, and it writes the sum to the caller's as well as to the slot.
+            it, from the caller's tensor, and it writes the sum to the caller's as well as to the slot. Small tensors
+            (`ProgramContext.sums_whole`) each rank adds up by itself, from all slots: one sync point less.
 
 [Note: three chunks]
 
@@ -320,6 +321,13 @@ class ProgramContext:
         length = self.chunk_numel(call)
         return chunk * length, min(call.flat.numel(), (chunk + 1) * length)
 
+    def sums_whole(self, call: Call) -> bool:
+        """Whether every rank adds up all of an all_reduce in chunks: that of all ranks together is one chunk at most.
+
+        More ranks read more, and what another core has written is slow to read.
+        """
+        return call.flat.nbytes * self.world_size <= CHUNK_BYTES
+
     def count_chunks(self, call: Call) -> int:
         """How many chunks a call has."""
         return -(-call.flat.numel() // self.chunk_numel(call))
@@ -355,10 +363,8 @@ def _eager_broadcast(at: ProgramContext, call: Call) -> None:
 
 
 def _eager_all_gather(at: ProgramContext, call: Call) -> None:
-    numel = call.flat.numel()
-    if numel and call.receiver in (-1, at.rank):
-        for rank, data in enumerate(at.eager_data(call)):
-            call.out[rank * numel : (rank + 1) * numel].copy_(data)
+    if call.flat.numel() and call.receiver in (-1, at.rank):
+        torch.cat(at.eager_data(call), out=call.out)
 
 
 def _eager_reduce_scatter(at: ProgramContext, call: Call) -> None:
@@ -381,9 +387,8 @@ def _eager_scatter(at: ProgramContext, call: Call) -> None:
 def _eager_all_to_all(at: ProgramContext, call: Call) -> None:
     numel = call.flat.numel() // at.world_size
     if numel:
-        for rank, data in enumerate(at.eager_data(call)):
-            mine = data[at.rank * numel : (at.rank + 1) * numel]
-            call.out[rank * numel : (rank + 1) * numel].copy_(mine)
+        begin, end = at.rank * numel, (at.rank + 1) * numel
+        torch.cat([data[begin:end] for data in at.eager_data(call)], out=call.out)
 
 
 def _eager_barrier(at: ProgramContext, call: Call) -> None:
@@ -440,9 +445,9 @@ def _read_chunks(at: ProgramContext, call: Call, read: Callable[[int], object]) 
 
 
 def _all_reduce(at: ProgramContext, call: Call) -> Program:
-    """Each rank reduces its slice, zero-copy or chunk by chunk."""
+    """Each rank reduces its slice, zero-copy or chunk by chunk; in chunks small tensors whole."""
     if None in call.places:
-        yield from _chunked_all_reduce(at, call)
+        yield from (_whole_all_reduce if at.sums_whole(call) else _chunked_all_reduce)(at, call)
         return
     # Zero-copy: the sync point at the beginning has shown that everything is there.
     begin, end = plan_slices(call.flat.numel(), at.world_size, call.flat.dtype.itemsize)[at.rank]
@@ -461,6 +466,24 @@ def _stage_slices(at: ProgramContext, call: Call, chunk: int) -> None:
             if start < stop:
                 slot = at.slot_view(call, at.rank, chunk, start, stop)
                 slot.copy_(call.flat[first + start : first + stop])
+
+
+def _stage_summands(at: ProgramContext, call: Call, chunk: int) -> None:
+    """What the others read of an all_reduce in chunks."""
+    (_stage if at.sums_whole(call) else _stage_slices)(at, call, chunk)
+
+
+def _whole_all_reduce(at: ProgramContext, call: Call) -> Program:
+    # Also from zones through the slots: the result is written where the others would still read.
+    call.place, call.places = None, (None,) * at.world_size
+
+    def read(chunk: int) -> None:
+        if call.receiver in (-1, at.rank):
+            inputs = [at.slot_view(call, rank, chunk, 0, call.flat.numel()) for rank in at.ranks]
+            inputs[at.rank] = call.flat
+            at.reduce(call, [call.out], inputs)
+
+    yield from _chunk_by_chunk(at, call, 1, _stage, read)
 
 
 def _chunked_all_reduce(at: ProgramContext, call: Call) -> Program:
@@ -633,12 +656,12 @@ def _barrier(at: ProgramContext, call: Call) -> Program:
 
 # See `Programs`.
 PROGRAMS: Programs = {
-    "all_reduce": (_eager_all_reduce, _all_reduce, _stage_slices),
+    "all_reduce": (_eager_all_reduce, _all_reduce, _stage_summands),
     "broadcast": (_eager_broadcast, _broadcast, _stage),
     "all_gather": (_eager_all_gather, _all_gather, _stage),
     "reduce_scatter": (_eager_reduce_scatter, _reduce_scatter, _stage_shares),
     "barrier": (_eager_barrier, _barrier, None),
-    "reduce": (_eager_reduce, _reduce, _stage_slices),
+    "reduce": (_eager_reduce, _reduce, _stage_summands),
     "gather": (_eager_all_gather, _all_gather, _stage),
     "scatter": (_eager_scatter, _scatter, None),
     "all_to_all": (_eager_all_to_all, _all_to_all, None),

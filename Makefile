@@ -124,8 +124,8 @@ stress-recovery: install ## 300 kills of random ranks at random instants, which 
 soak-recovery: install ## 30 minutes in which a run loses a rank every ten seconds, compared with one that loses none
 	$(RUN) tests.faults.recovery_loop --soak-minutes 30
 
-bench-recovery: install ## what a lost rank costs: restarted from disk, replaced, or left out; 5 and 500 MB; ten minutes
-	$(RUN:-m=) benchmarks/recovery.py --json build/recovery.json
+bench-recovery: install ## what a lost rank costs, beside torchft if TORCHFT=.../bin/python has it; 5 and 500 MB; 8 minutes
+	$(RUN:-m=) benchmarks/recovery.py --repeats-large 2 $(if $(TORCHFT),--torchft $(TORCHFT)) --json build/recovery.json
 
 bench-faults: install ## faults at every phase, rank and transport, 200 cascades, torch's DDP beside; 40 minutes
 	$(RUN:-m=) benchmarks/faults.py --recoveries 20 --cascades 200 --ddp-cascades 10 --json build/faults.json

@@ -1,6 +1,7 @@
 """What a lost rank costs: from its death to the next whole step, restarted from disk, replaced, or left out.
 
     python benchmarks/recovery.py --json build/recovery.json
+    python benchmarks/recovery.py --torchft /tmp/torchft/bin/python --json build/recovery.json   # torchft beside it
 
 A multilayer perceptron with AdamW on two ranks, of 5 and of 500 MB of parameters. Rank 1 kills itself in the backward
 pass of a step that isn't saved on disk. In turn: `--max-restarts 1` with a checkpoint on disk every five steps,
@@ -15,11 +16,31 @@ steps were repeated until then, and where the time went:
     stepped    the first step that is new is finished
 
 Then what `--recover` costs a step while nothing happens, by accounting: the time of its calls, over that of a step.
+
+With `--torchft` the same training runs as two replica groups of one rank each under torchft's `Manager`, over Gloo, and
+is killed at the same place: `recovery_torchft.py`. "alone" goes on with the survivor. "replaced" starts the killed rank
+again at once, with a new python. It needs an environment of its own, as torchft brings packages that `.venv` lacks:
+
+    python3.11 -m venv /tmp/torchft
+    /tmp/torchft/bin/pip install torch==2.13.0 && /tmp/torchft/bin/pip install torchft-nightly==2026.10.26
+
+torchft does something else in kind. Its survivor isn't ended, and goes on without the lost rank until the replacement
+has come: "lost" ends with the survivor's next step, "whole" with the first step that the replacement takes part in. The
+batch of the failed step is "dropped", and the steps between are made without the lost rank's half of their batches:
+these samples are "missing". Ours hands out the same global batch again, so that the run ends with the parameters of an
+undisturbed one. torchft's parts, of "replaced" those of the replacement, which builds its model before it joins:
+
+    noticed    the survivor's backward pass is over, with an error
+    started    the replacement has its imports
+    joined     the lighthouse has decided who takes part, and they are connected
+    resumed    model and optimizer have the state that the survivor has sent over HTTP, torchft's default
+    stepped    the step is finished
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -27,6 +48,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from measuring import describe_machine
@@ -36,7 +59,9 @@ WAYS = {
     "replace": ["--recover", "replace"],
     "shrink": ["--recover", "shrink"],
 }
+OF_TORCHFT = ("torchft, alone", "torchft, replaced")
 DIES_AT, ENDS_AT = 8, 11
+SHARE_OF_BATCH = 8  # samples of a rank in a step
 TRAINS = """
 import os, sys, time
 import evenstep, torch
@@ -121,6 +146,17 @@ finally:
 PARTS = ("noticed", "saved", "started", "joined", "resumed", "stepped")
 
 
+def parts_of(died_s: float, reached: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each part; of one that wasn't reached none. Pure.
+
+    Without recovery the other rank may be stopped before it notices anything.
+    """
+    times = [died_s]
+    for name in PARTS:
+        times.append(max(times[-1], reached.get(name, times[-1])))
+    return {name: end - begin for name, begin, end in zip(PARTS, times, times[1:], strict=False)}
+
+
 def run(way: str, width: int, depth: int) -> dict[str, float]:
     """One run of one way."""
     with tempfile.TemporaryDirectory(prefix="evenstep-bench-recovery-") as name:
@@ -137,47 +173,174 @@ def run(way: str, width: int, depth: int) -> dict[str, float]:
         steps = [(int(n), float(at), float(took)) for n, at, took in re.findall(r"step (\d+) (\S+) (\S+)", done.stdout)]
         marks = [(name, float(at)) for name, at in map(str.split, (directory / "marks").read_text().splitlines())]
         reached = {name: at for name, at in marks if at > died_s}  # the last of each: of the ranks that went on
-        parts = [died_s]
-        for name in PARTS:  # without recovery the other rank may be stopped before it notices anything
-            parts.append(reached.get(name, parts[-1]))
         numbers = [number for number, _, _ in steps]
         calls = re.search(r"calls (\S+)", done.stdout)
         return {
             "bytes": float(re.findall(r"bytes (\d+)", done.stdout)[0]),
             "lost_s": reached["stepped"] - died_s,
-            **{name: end - begin for name, begin, end in zip(PARTS, parts, parts[1:], strict=False)},
+            "whole_s": 0.0 if way == "shrink" else reached["stepped"] - died_s,
+            **parts_of(died_s, reached),
             "repeated": len(numbers) - len(set(numbers)) + 1,
+            "dropped": 0,
+            "missing": 0,
             "step_s": statistics.median(took for number, _, took in steps if number > 2),
             "calls_s": float(calls[1]) if calls is not None else 0.0,
         }
+
+
+class TorchftRun:
+    """The processes of one run of torchft, in a directory of their own.
+
+    Args:
+        python: Of the environment that has torchft.
+        directory: Where they run; empty.
+        shape: Width and depth of the model.
+    """
+
+    def __init__(self, python: Path, directory: Path, shape: tuple[int, int]) -> None:
+        self._command = [str(python), str(Path(__file__).with_name("recovery_torchft.py"))]
+        self._directory, self._shape = directory, shape
+        self._env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start_lighthouse(self) -> None:
+        """Start the lighthouse at which the ranks that follow meet."""
+        lighthouse = self._start("lighthouse", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert lighthouse.stdout is not None
+        self._env["TORCHFT_LIGHTHOUSE"] = lighthouse.stdout.readline().strip()
+
+    def start_rank(self, rank: int) -> subprocess.Popen[str]:
+        """Start a replica group of one rank."""
+        return self._start(str(rank), *map(str, self._shape), stdout=subprocess.DEVNULL)
+
+    def died_s(self) -> float:
+        """When rank 1 was killed."""
+        return float((self._directory / "died").read_text())
+
+    def marks(self, rank: int, *, after_s: float = 0.0) -> list[tuple[str, float, int]]:
+        """What the ranks of this number have reached so far, when, and with how many; only whole lines."""
+        lines = (self._directory / f"marks-{rank}").read_text().rpartition("\n")[0].splitlines()
+        found = ((name, float(at), int(number)) for name, at, number in map(str.split, lines))
+        return [each for each in found if each[1] > after_s]
+
+    def wait_for_step(self, rank: int, num_ranks: int) -> None:
+        """Return when a rank has made a step after the death in which so many ranks took part."""
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline:
+            if any(n == "stepped" and number == num_ranks for n, _, number in self.marks(rank, after_s=self.died_s())):
+                return
+            time.sleep(0.01)
+        raise SystemExit(f"torchft made no step with {num_ranks} ranks: {self._told()}")
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self._started:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    stream.close()
+
+    def _start(self, *arguments: str, **streams: int) -> subprocess.Popen[str]:
+        with (self._directory / "stderr").open("a") as stderr:
+            started = subprocess.Popen(
+                [*self._command, *arguments], cwd=self._directory, env=self._env, stderr=stderr, text=True, **streams
+            )
+        self._started.append(started)
+        return started
+
+    def _told(self) -> str:
+        return (self._directory / "stderr").read_text()[-4000:]
+
+
+def run_torchft(python: Path, way: str, width: int, depth: int) -> dict[str, float]:
+    """One run of torchft, with the figures of `run`."""
+    with tempfile.TemporaryDirectory(prefix="evenstep-bench-torchft-") as name, contextlib.ExitStack() as stack:
+        job = TorchftRun(python, Path(name), (width, depth))
+        stack.callback(job.end)
+        job.start_lighthouse()
+        job.start_rank(0)
+        job.start_rank(1).wait()
+        if way == "torchft, replaced":
+            job.start_rank(1)
+            job.wait_for_step(1, 2)
+        else:
+            job.wait_for_step(0, 1)
+        died_s = job.died_s()
+        before = [number for mark, at, number in job.marks(0) if mark == "stepped" and at < died_s]
+        assert before == [2] * DIES_AT, f"the ranks haven't trained together from the start: {before}"
+        of_survivor, of_replacement = job.marks(0, after_s=died_s), job.marks(1, after_s=died_s)
+    first = {mark: at for mark, at, _ in reversed(of_survivor)}
+    if of_replacement:
+        reached = {"noticed": first["noticed"], **{mark: at for mark, at, _ in reversed(of_replacement)}}
+        whole_s = reached["stepped"] - died_s
+    else:
+        reached, whole_s = first, 0.0
+    until = max(reached["stepped"], first["stepped"])
+    num_void = sum(mark == "dropped" for mark, at, _ in of_survivor if at <= until)
+    num_alone = sum(mark == "stepped" and number == 1 for mark, at, number in of_survivor if at <= until)
+    return {
+        "lost_s": first["stepped"] - died_s,
+        "whole_s": whole_s,
+        **parts_of(died_s, reached),
+        "repeated": 0,
+        "dropped": SHARE_OF_BATCH * 2 * num_void,
+        "missing": SHARE_OF_BATCH * num_alone,
+    }
+
+
+def versions(python: Path) -> str:
+    """Of torchft and torch in an environment."""
+    code = "from importlib.metadata import version as v; print('torchft', v('torchft-nightly'), 'torch', v('torch'))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:
     """Print a table and write it as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats-large", type=int, help="of the 500 MB; default: as --repeats")
     parser.add_argument("--sizes", default="5,500", help="MB of parameters")
+    parser.add_argument("--torchft", type=Path, metavar="PYTHON", help="of an environment with torchft, beside which")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     shapes = {"5": (512, 4), "500": (4096, 7)}
+    repeats = {"5": args.repeats, "500": args.repeats_large or args.repeats}
+    if args.torchft is None:
+        print("without torchft: --torchft PYTHON names the python of an environment that has it")
     found: dict[str, list[dict[str, float]]] = {}
-    for _ in range(args.repeats):
+    for number in range(args.repeats):
         for size in args.sizes.split(","):
+            if number >= repeats[size]:
+                continue
             for way in WAYS:
                 found.setdefault(f"{size} MB, {way}", []).append(run(way, *shapes[size]))
-    print(describe_machine())
-    print(f"{'':18} {'lost s':>8} {'range':>14} {'repeated':>9}  " + " ".join(f"{part:>8}" for part in PARTS))
+            for way in OF_TORCHFT if args.torchft is not None else ():
+                found.setdefault(f"{size} MB, {way}", []).append(run_torchft(args.torchft, way, *shapes[size]))
+    machine = describe_machine() | ({} if args.torchft is None else {"torchft": versions(args.torchft)})
+    print(machine)
+    columns = " ".join(f"{part:>8}" for part in PARTS)
+    print(
+        f"{'':26} {'lost s':>8} {'range':>14} {'whole s':>8} {'repeated':>8} {'dropped':>8} {'missing':>8}  {columns}"
+    )
     for name, runs in found.items():
-        lost = sorted(each["lost_s"] for each in runs)
-        share = statistics.median(each["calls_s"] / each["step_s"] for each in runs)
-        spread = f"{lost[0]:.2f} to {lost[-1]:.2f}"
-        parts = " ".join(f"{statistics.median(each[part] for each in runs):8.2f}" for part in PARTS)
-        accounted = f"  calls {share:.2%} of a step" if share else ""
-        repeated = max(each["repeated"] for each in runs)
-        print(f"{name:18} {statistics.median(lost):8.2f} {spread:>14} {repeated:9.0f}  {parts}{accounted}")
+        print(f"{name:26} {line(runs)}")
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"machine": describe_machine(), "runs": found}, indent=1))
+        args.json.write_text(json.dumps({"machine": machine, "runs": found}, indent=1))
+
+
+def line(runs: list[dict[str, float]]) -> str:
+    """Medians of the runs of one way, with the range of what is lost. Pure."""
+    lost = sorted(each["lost_s"] for each in runs)
+    whole = statistics.median(each["whole_s"] for each in runs)
+    counts = " ".join(f"{max(each[key] for each in runs):8.0f}" for key in ("repeated", "dropped", "missing"))
+    share = statistics.median(each["calls_s"] / each["step_s"] if "calls_s" in each else 0.0 for each in runs)
+    spread = f"{lost[0]:.2f} to {lost[-1]:.2f}"
+    parts = " ".join(f"{statistics.median(each[part] for each in runs):8.2f}" for part in PARTS)
+    accounted = f"  calls {share:.2%} of a step" if share else ""
+    whole_s = f"{whole:8.2f}" if whole else f"{'never':>8}"
+    return f"{statistics.median(lost):8.2f} {spread:>14} {whole_s} {counts}  {parts}{accounted}"
 
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ def events_of(directory: str) -> list[dict[str, Any]]:
             path = Path(directory) / f"{name}-{group.rank()}.json"
             profiled.export_chrome_trace(str(path))
             shown = [each for each in json.loads(path.read_text())["traceEvents"] if "evenstep:" in each["name"]]
-            events += [{"call": name, "name": each["name"], **each["args"]} for each in shown]
+            events += [
+                {"call": name, "Group": group.group_name, "name": each["name"], **each["args"]} for each in shown
+            ]
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             works = [dist.all_reduce(torch.ones(9), group=group, async_op=True) for _ in range(3)]
             for work in reversed(works):
@@ -82,6 +84,7 @@ def test_a_profile_shows_each_call_with_its_shapes_and_bytes(ranks, tmp_path):
         assert first["Input Dims"] == [[3, 4]]
         assert first["Input type"] == ["float"]
         assert (first["Bytes"], first["Group size"]) == (48, 2)
+        assert first["Process Group Name"] == first["Group"]
         assert [each["Seq"] for each in shown] == list(range(first["Seq"], first["Seq"] + 11))
         assert [each["count"] for each in events if each["name"] == "evenstep:all_reduce" and "count" in each] == [3]
 

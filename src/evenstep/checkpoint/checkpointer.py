@@ -17,8 +17,9 @@ from evenstep import world as worlds
 from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.format.plan import Policy, is_better
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
+from evenstep.checkpoint.format.random_streams import left_streams
 from evenstep.checkpoint.format.tree import unwrapped
-from evenstep.checkpoint.load import restore
+from evenstep.checkpoint.load import hosts, restore
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import models_among
 from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals
@@ -491,16 +492,16 @@ class Checkpointer:
         """Collective: load what the survivors of a lost rank have saved, unless the directory has a newer step."""
         if self._last_step is None:
             return None
-        storage = self._last_step.storage
-        steps: list[int] = self.world.broadcast_object(swept(storage) if self.world.is_main else None)
-        for step in steps:
+        storage, keeps = self._last_step.storage, hosts.keeps_storage(self.world)
+        for step, holders in hosts.steps_on_hosts(self.world, swept(storage) if keeps else []).items():
             if step < (self._directory.newest or 0):
                 return None
             try:
-                self._load(step, strict=strict, verb="resumed from", storage=storage)
+                hosts.bring_to_all(self.world, storage, step, holders)
+                self._load(step, strict=strict, verb="resumed from", memory=storage)
             except DamagedError as error:
                 self._print(f"damaged: {error}; removed")
-                if self.world.is_main:
+                if keeps:
                     remove_step(storage, step)  # or what survivors save next would look older than it
                 continue
             is_best = self._takes_best(self._metrics.get(self.policy.best or "", math.nan))
@@ -510,15 +511,18 @@ class Checkpointer:
             return step
         return None
 
-    def _load(self, step: int, *, strict: bool, verb: str, storage: Storage | None = None) -> int:
-        of_survivors = storage is not None
-        storage = storage or self._directory.storage
+    def _load(self, step: int, *, strict: bool, verb: str, memory: LocalDirectory | None = None) -> int:
+        storage = memory or self._directory.storage
         found = restore.find(storage, self.world, step, self._objects, strict=strict)
         where = f"{storage.where}/{folder_of(step)}"
+        if memory is not None:
+            random = found.states[RANDOM]
+            left = left_streams(memory.root, step)
+            random["ranks"] = hosts.streams_of_hosts(self.world, left, random["ranks"])
         restore.apply(found, self.world, self._objects, where)
         self.num_steps = found.manifest.step
-        self._last_saved = step if self._directory.is_open and not of_survivors else None
-        self._metrics, self._metrics_are_of = dict(found.manifest.metrics), None if of_survivors else step
+        self._last_saved = step if self._directory.is_open and memory is None else None
+        self._metrics, self._metrics_are_of = dict(found.manifest.metrics), step if memory is None else None
         num_ranks = found.manifest.world_size
         saved_by = f", saved by {checks.counted(num_ranks, 'rank')}"
         ranks = "" if num_ranks == self.world.world_size else saved_by

@@ -2,6 +2,7 @@
 
 memory/KEY/step-0000090     a checkpoint in the page cache, written by a survivor; KEY: of a `Checkpointer`
 streams-ATTEMPT-RANK-KEY    a rank's random streams of its last steps
+lost-ATTEMPT-peers          which peers on other nodes are lost, written by the launcher for ranks that wait for them
 saved-KEY                   when the last whole save to the disk began: the next one is due some minutes after it
 losses                      what the run has lost so far, written by the launcher
 virtual-ranks               how many there are in reproducible mode
@@ -89,6 +90,23 @@ def why_unsaved(run_directory: Path, rank: int, attempt: int) -> str | None:
     with contextlib.suppress(OSError):
         return (run_directory / f"unsaved-{attempt}-{rank}").read_text()
     return None
+
+
+def note_lost_peers(run_directory: Path, attempt: int, which: str) -> None:
+    """Tell this node's ranks that peers on other nodes are lost: the network may never say so."""
+    with contextlib.suppress(OSError):
+        _lost_file(run_directory, attempt).write_text(which)
+
+
+def lost_peers(run_directory: Path, attempt: int) -> str | None:
+    """Which peers on other nodes are lost, as far as the launcher has said; None: none."""
+    with contextlib.suppress(OSError):
+        return _lost_file(run_directory, attempt).read_text()
+    return None
+
+
+def _lost_file(run_directory: Path, attempt: int) -> Path:
+    return run_directory / f"lost-{attempt}-peers"
 
 
 def note_virtual_ranks(run_directory: Path, count: int) -> None:

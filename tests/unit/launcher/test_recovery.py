@@ -103,9 +103,9 @@ def test_a_loss_is_no_mistake() -> None:
 def test_where_no_rank_is_left_to_save_all_steps_of_the_attempt_are_repeated() -> None:
     page = Heartbeat(pid=100, phase=Phase.FORWARD, step=17, collective=3, is_waiting=False, time_ns=0)
     failure = replace(killed(0, 1, of=2), pages={0: page, 1: replace(page, step=16)})
-    found = Recoveries(RecoveryPolicy()).plan(failure, num_ranks=2, in_memory=5, on_disk=None, in_memory_before=5)
+    found = Recoveries(RecoveryPolicy()).plan(failure, num_ranks=2, in_memory=5, on_disk=None, is_new=False)
     assert found == Recovery(2, (0, 1), 5, from_memory=True, num_repeated=18)
-    found = Recoveries(RecoveryPolicy()).plan(failure, num_ranks=2, in_memory=22, on_disk=None, in_memory_before=5)
+    found = Recoveries(RecoveryPolicy()).plan(failure, num_ranks=2, in_memory=22, on_disk=None)
     assert found == Recovery(2, (0, 1), 22, from_memory=True, num_repeated=1)
 
 

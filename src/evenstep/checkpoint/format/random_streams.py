@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from evenstep import randomness
 from evenstep.randomness import RandomState
+from evenstep.transport.core.codec import decode, encode
 from evenstep.world import World
 
 NAME = "random"
@@ -51,20 +54,41 @@ def as_data(state: RandomState, *, has_diverged: bool, data_rank: int) -> dict[s
     return streams
 
 
-def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
+def leave_streams(directory: Path, step: int, ranks: Sequence[Mapping[str, Any] | None]) -> None:
+    """Write a step's streams of some ranks to a file of their own; None: of another node's."""
+    written = directory / f".streams-{step}-{os.getpid()}"
+    written.write_bytes(encode(list(ranks)))
+    written.rename(_streams_file(directory, step))
+
+
+def left_streams(directory: Path, step: int) -> list[Mapping[str, Any] | None]:
+    """What `leave_streams` has written, by rank; nothing if it hasn't."""
+    with contextlib.suppress(OSError):
+        found: list[Mapping[str, Any] | None] = decode(_streams_file(directory, step).read_bytes())
+        return found
+    return []
+
+
+def _streams_file(directory: Path, step: int) -> Path:
+    return directory / f"streams-{step}"
+
+
+def restore_streams(ranks: Sequence[Mapping[str, Any] | None], world: World) -> None:
     """Restore this rank's random streams.
 
-    A new rank gets streams derived from rank 0's; or rank 0's own where all ranks draw the same (before they diverge,
-    in reproducible mode, and where the script has seeded them alike). Ranks that share samples on a mesh get the same.
+    A new rank, or one whose streams are lost, gets streams derived from the first rank's; or these themselves where all
+    ranks draw the same (before they diverge, in reproducible mode, and where the script has seeded them alike). Ranks
+    that share samples on a mesh get the same.
 
     Args:
-        ranks: Results of `capture_streams` on each rank of the run that saved.
+        ranks: Results of `capture_streams` on each rank of the run that saved; None: lost.
         world: This rank and its world.
     """
-    by_data_rank = {int(each.get("data_rank", rank)): each for rank, each in reversed(list(enumerate(ranks)))}
-    ranks = [by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]
+    known = [(rank, each) for rank, each in enumerate(ranks) if each is not None]
+    by_data_rank = {int(each.get("data_rank", rank)): each for rank, each in reversed(known)}
+    in_order = [by_data_rank[data_rank] for data_rank in sorted(by_data_rank)]
     rank = world.data_rank
-    mine = ranks[rank] if rank < len(ranks) else ranks[0]
+    mine = by_data_rank.get(rank, in_order[0])
     numpy_state = None
     if mine["numpy"] is not None:
         with contextlib.suppress(ImportError):
@@ -86,8 +110,8 @@ def restore_streams(ranks: Sequence[Mapping[str, Any]], world: World) -> None:
         )
     )
     has_diverged = bool(mine["has_diverged"])
-    if rank >= len(ranks) and has_diverged:
-        randomness.diverge(rank, [name for name in randomness.STREAMS if not _is_shared(ranks, name)])
+    if rank not in by_data_rank and has_diverged:
+        randomness.diverge(rank, [name for name in randomness.STREAMS if not _is_shared(in_order, name)])
     world.draws_its_own = has_diverged
 
 

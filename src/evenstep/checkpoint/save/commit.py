@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import HashStore
 
 from evenstep.checkpoint.format import manifest as manifests
@@ -24,8 +25,8 @@ from evenstep.checkpoint.format.plan import FilePlan, plan_files, shard_file
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import capture_streams
 from evenstep.checkpoint.format.regions import Shape
-from evenstep.checkpoint.save.snapshot import Captured, Staging, capture, capture_one, shard_key
-from evenstep.checkpoint.save.writer import Job, Receipt, StagedFile, Writer, is_secondary
+from evenstep.checkpoint.save.snapshot import Captured, Files, InPlace, Staging, capture, capture_one, shard_key
+from evenstep.checkpoint.save.writer import Job, Receipt, Writer, is_secondary
 from evenstep.checkpoint.storage.directory import saving_folder
 from evenstep.checkpoint.storage.storage import Storage
 from evenstep.errors import CheckpointError, ConfigurationError
@@ -42,6 +43,7 @@ class Saver:
         objects: Objects to save, by name; the same names on all ranks.
         commit: Called on rank 0, in the writer's thread, with a folder that is written and durable, and its manifest:
             makes it the checkpoint of its step.
+        staging: Where the state is copied before it is written; None: to memory.
 
     Attributes:
         blocked_s: Seconds that the last `start` took.
@@ -53,13 +55,15 @@ class Saver:
         world: World,
         objects: Mapping[str, Any],
         commit: Callable[[str, Manifest], None],
+        *,
+        staging: Staging | InPlace | None = None,
     ) -> None:
         self._storage, self._world, self._objects = storage, world, objects
         self._put_in_place = commit
         store = HashStore() if world.store is None else world.store
         self.writer = Writer(storage, store, world.rank, world.world_size, timeout_s=world.timeout_s)
         self.blocked_s = 0.0
-        self._staging = Staging()
+        self._staging = staging or Staging()
         self._run = ""
         self._num_saves = 0
         self._step = -1
@@ -73,7 +77,7 @@ class Saver:
         self.writer.abandon(self._run)
 
     def start(
-        self, step: int, metrics: Mapping[str, float], *, streams: Sequence[Mapping[str, Any]] | None = None
+        self, step: int, metrics: Mapping[str, float], *, streams: Sequence[Mapping[str, Any] | None] | None = None
     ) -> None:
         """Copy the state to memory and begin to write it.
 
@@ -82,8 +86,8 @@ class Saver:
         Args:
             step: Optimizer steps so far.
             metrics: Numbers to store with it.
-            streams: The random streams of all ranks (`random_streams.as_data`), where this rank saves for all of them;
-                None: every rank gives its own.
+            streams: The random streams of all ranks (`random_streams.as_data`), where this rank saves for all of them,
+                None for those that it doesn't know; without it every rank gives its own.
         """
         began = time.perf_counter()
         self._num_saves += 1
@@ -92,7 +96,7 @@ class Saver:
         folder = saving_folder(step, key)
         try:
             plan = _Plan(self._objects, self._world)
-            staged = plan.stage(self._staging)
+            staged = self._staging.stage(plan.files_of_this_rank())
         except ConfigurationError as error:
             self.writer.start(Job(folder, key, [], {}, None, CheckpointError(str(error))))
             return
@@ -153,7 +157,7 @@ class Saver:
         metrics: dict[str, float],
         plan: _Plan,
         receipts: Sequence[Receipt],
-        of_ranks: Sequence[Mapping[str, Any]],
+        of_ranks: Sequence[Mapping[str, Any] | None],
         began_at: float,
     ) -> None:
         """Check that all ranks saved the same tensors; write random streams and manifest; rename."""
@@ -166,8 +170,8 @@ class Saver:
         streams = capture_one(RANDOM, {"ranks": list(of_ranks)})
         random_plan = FilePlan(f"{RANDOM}.safetensors", RANDOM, 0, tuple(streams.entries))
         random_layout = plan_layout(streams.entries)
-        payload = Staging().copy([(random_plan.name, random_layout, streams.tensors)])[random_plan.name]
-        random_receipt = self.writer.write_file(folder, StagedFile(random_plan.name, random_layout, payload))
+        [staged] = InPlace().stage([(random_plan.name, random_layout, streams.tensors)])
+        random_receipt = self.writer.write_file(folder, staged)
         builder = _ManifestBuilder()
         for file, layout in plan.layouts.items():
             receipt = receipts[plan.files[file].rank]
@@ -217,9 +221,9 @@ class _Plan:
         text = json.dumps([divided, [[n, [(e.key, e.dtype, e.shape) for e in es]] for n, es in replicated.items()]])
         self.fingerprint = zlib.crc32(text.encode())
 
-    def stage(self, staging: Staging) -> list[StagedFile]:
-        """Copy the tensors that this rank writes."""
-        mine = [
+    def files_of_this_rank(self) -> Files:
+        """What this rank writes."""
+        mine: list[tuple[str, Layout, Mapping[str, Tensor]]] = [
             (
                 name,
                 self.layouts[name],
@@ -233,8 +237,7 @@ class _Plan:
             if shards:
                 layout = plan_layout([entry_of(key, tensor) for key, tensor in shards.items()])
                 mine.append((shard_file(owner, self._world.rank, self._world.world_size), layout, shards))
-        payloads = staging.copy(mine)
-        return [StagedFile(name, layout, payloads[name]) for name, layout, _ in mine]
+        return mine
 
     def describe_shards(self) -> dict[str, list[Any]]:
         """This rank's shards of each object, in JSON types for its receipt."""

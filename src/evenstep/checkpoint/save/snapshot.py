@@ -222,6 +222,24 @@ def _memory_of(value: DTensor) -> tuple[Any, ...]:
     return local.untyped_storage(), local.storage_offset(), value.placements
 
 
+@dataclass(frozen=True, eq=False)
+class StagedFile:
+    """A file of this rank, ready to be written.
+
+    Attributes:
+        name: Inside the checkpoint's folder.
+        layout: Where the tensors stand.
+        tensors: By key, contiguous and on the CPU; they don't change until the save is finished.
+    """
+
+    name: str
+    layout: Layout
+    tensors: Mapping[str, Tensor]
+
+
+Files = Sequence[tuple[str, Layout, Mapping[str, Tensor]]]  # name, layout, and tensors by key
+
+
 class Staging:
     """Memory for copies of files, reused by the next save: fresh memory costs more than the copy."""
 
@@ -233,29 +251,39 @@ class Staging:
         """Bytes held."""
         return sum(memory.numel() for memory in self._memory.values())
 
-    def copy(self, files: Sequence[tuple[str, Layout, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-        """Copy tensors to their places in their files; complete on return.
-
-        Args:
-            files: Name, layout, and tensors by key.
-
-        Returns:
-            The bytes after the header of each file: [payload_bytes], uint8.
-        """
+    def stage(self, files: Files) -> list[StagedFile]:
+        """Copy tensors to their places in their files; complete on return."""
         wanted = {name: layout.payload_bytes for name, layout, _ in files}
         self._memory = {n: memory for n, memory in self._memory.items() if wanted.get(n) == memory.numel()}
-        devices = set()
+        staged, devices = [], set()
         for name, layout, tensors in files:
             if name not in self._memory:
                 pin = any(tensor.device.type == "cuda" for tensor in tensors.values())
                 self._memory[name] = torch.empty(layout.payload_bytes, dtype=torch.uint8, pin_memory=pin, device="cpu")
-            payload = self._memory[name]
+            copies = {}
             for entry, offset in zip(layout.entries, layout.offsets, strict=True):
                 source = tensors[entry.key]
-                target = payload[offset : offset + entry.num_bytes].view(source.dtype).view(source.shape)
-                target.copy_(source, non_blocking=True)
+                place = self._memory[name][offset : offset + entry.num_bytes]
+                copies[entry.key] = place.view(source.dtype).view(source.shape)
+                copies[entry.key].copy_(source, non_blocking=True)
                 devices.add(source.device)
+            staged.append(StagedFile(name, layout, copies))
         for device in devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        return {name: self._memory[name] for name in wanted}
+        return staged
+
+
+class InPlace:
+    """Instead of copies the tensors themselves, where nothing changes them until the save is finished."""
+
+    def stage(self, files: Files) -> list[StagedFile]:
+        """Files of these tensors; only what isn't contiguous, or not on the CPU, is copied."""
+        return [
+            StagedFile(name, layout, {key: _as_stored(tensor) for key, tensor in tensors.items()})
+            for name, layout, tensors in files
+        ]
+
+
+def _as_stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

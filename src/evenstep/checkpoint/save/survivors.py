@@ -2,6 +2,7 @@
 
 Every replica holds all that a checkpoint holds, but for the random streams of the other ranks. So nothing is saved
 while nothing happens; a rank remembers little at each step, and writes a checkpoint only when it has lost another one.
+Of several nodes each saves, with the streams of its own ranks; the next ranks put these together (`load.hosts`).
 The idea is that of just-in-time checkpointing (Gupta et al., EuroSys 2024).
 
 [Note: the state at a step]
@@ -41,10 +42,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evenstep import environment
-from evenstep.checkpoint.format.random_streams import as_data
+from evenstep.checkpoint.format.random_streams import as_data, leave_streams
 from evenstep.checkpoint.format.tree import flatten, unwrapped
 from evenstep.checkpoint.save.commit import Saver
-from evenstep.checkpoint.save.snapshot import models_among
+from evenstep.checkpoint.save.snapshot import InPlace, models_among
 from evenstep.checkpoint.save.stream_page import StreamPage, read_streams
 from evenstep.checkpoint.storage.directory import put_in_place, remove_step, steps_in, sweep
 from evenstep.checkpoint.storage.storage import LocalDirectory
@@ -98,7 +99,7 @@ class _Step:
 
 
 class LastStep:
-    """What this rank needs to save the last finished step when it has lost another rank.
+    """What this rank needs to save the last finished step when it has lost another rank. Made on all ranks at once.
 
     Args:
         objects: What the `Checkpointer` saves, by name.
@@ -118,6 +119,8 @@ class LastStep:
         directory = recovery_files.memory_directory(self._run_directory, self._key)
         self.storage = LocalDirectory(directory, durable=False)
         self.storage.where = "memory"
+        node_ranks = world.exchange(world.node_rank)
+        self._near = [node == world.node_rank for node in node_ranks]  # by rank: whether it is on this node
         self._page = StreamPage(self._streams_file(world.rank))
         modules = {id(each): each for each in map(unwrapped, objects.values()) if isinstance(each, nn.Module)}.values()
         self._parameters = [p for module in modules for p in module.parameters()]
@@ -229,7 +232,7 @@ class LastStep:
             return f"a large object ({', '.join(self._large)}) has changed since step {step.number} was finished"
         if not all(model.training for model in self._models):
             return "the model was being evaluated"
-        streams = self._streams_of_all(step)
+        streams = self._streams_of_node(step.number)
         if isinstance(streams, int):
             return f"rank {streams} has not left its random streams of step {step.number}"
         self._put_back(step)
@@ -244,15 +247,18 @@ class LastStep:
         if self._step is None:
             return
         with contextlib.suppress(Exception):  # a second chance for a save that is made anyway
-            streams = self._streams_of_all(self._step)
+            streams = self._streams_of_node(self._step.number)
             if not isinstance(streams, int):
                 self._save_once(self._step, streams)
 
-    def _streams_of_all(self, step: _Step) -> list[Mapping[str, Any]] | int:
-        """The random streams of all ranks at a step; or a rank that has not left them."""
-        streams: list[Mapping[str, Any]] = []
-        for rank in range(self._world.world_size):
-            found = read_streams(self._streams_file(rank), step.number)
+    def _streams_of_node(self, step: int) -> list[Mapping[str, Any] | None] | int:
+        """The random streams of this node's ranks at a step, by rank of all; or a rank that has not left them."""
+        streams: list[Mapping[str, Any] | None] = []
+        for rank, is_near in enumerate(self._near):
+            if not is_near:
+                streams.append(None)
+                continue
+            found = read_streams(self._streams_file(rank), step)
             if found is None:
                 return rank
             streams.append(as_data(found[0], has_diverged=found[1], data_rank=rank))
@@ -270,8 +276,12 @@ class LastStep:
             for group, before in zip(self._optimizers[name].param_groups, groups, strict=True):
                 group.update(before)
 
-    def _save_once(self, step: _Step, streams: Sequence[Mapping[str, Any]]) -> None:
+    def _save_once(self, step: _Step, streams: Sequence[Mapping[str, Any] | None]) -> None:
         self.storage.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for number in (step.number, step.number + 1):  # survivors on other nodes may be one ahead
+            of_node = self._streams_of_node(number)
+            if not isinstance(of_node, int):
+                leave_streams(self.storage.root, number, of_node)
         lock = os.open(self.storage.root / f"lock-{step.number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -282,6 +292,7 @@ class LastStep:
                 World.alone(device="cpu"),
                 self._objects,
                 lambda folder, manifest: put_in_place(self.storage, folder, manifest.step),
+                staging=InPlace(),  # nothing changes them any more
             )
             saver.open()
             saver.start(step.number, step.metrics, streams=streams)
@@ -310,8 +321,6 @@ def _copied(state: Any) -> Any:
 
 def why_not(objects: Mapping[str, Any], world: World) -> str | None:
     """Why a lost rank's state can't be had from the others; None if it can."""
-    if world.num_nodes > 1:
-        return "there are several nodes"
     if world.device.type != "cpu":
         return f"the ranks compute on {world.device.type}"
     if world.mesh is not None or world._of_groups:
@@ -336,6 +345,6 @@ def _state_bytes(name: str, value: Any) -> int | None:
 
 
 def swept(storage: LocalDirectory) -> list[int]:
-    """The steps that survivors have saved, the newest first; what one has left that died over it is removed. Rank 0."""
+    """The steps that survivors on this node have saved; what one has left that died over it is removed. One rank."""
     sweep(storage)
-    return steps_in(storage)[::-1]
+    return steps_in(storage)

@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.distributed import Store
 
-from evenstep.checkpoint.format.payload import Layout, bytes_of
+from evenstep.checkpoint.format.payload import bytes_of
+from evenstep.checkpoint.save.snapshot import StagedFile
 from evenstep.checkpoint.storage.storage import Storage
 from evenstep.errors import CheckpointError
 
@@ -32,21 +32,6 @@ _NUM_THREADS = 2
 _POLL_S = 0.01
 _CHECK_PEERS_EVERY_S = 0.5
 _LAST_WAIT_S = 2.0  # for the peers' receipts when this process is about to end
-
-
-@dataclass(frozen=True, eq=False)
-class StagedFile:
-    """A file of this rank, ready to be written.
-
-    Attributes:
-        name: Inside the checkpoint's folder.
-        layout: Where the tensors stand.
-        payload: [payload_bytes], uint8.
-    """
-
-    name: str
-    layout: Layout
-    payload: Tensor
 
 
 @dataclass(frozen=True)
@@ -184,12 +169,12 @@ class Writer:
         self, file: StagedFile, checksums: list[int], check_peers: Callable[[], None]
     ) -> Iterator[bytes | memoryview]:
         """Yield the file's bytes, and fill in the checksums while the bytes are in the cache."""
-        layout, memory = file.layout, bytes_of(file.payload)
-        small = bytearray(layout.header)
+        small = bytearray(file.layout.header)
         checked = time.monotonic()
-        for index, (entry, offset) in enumerate(zip(layout.entries, layout.offsets, strict=True)):
-            for begin in range(offset, offset + entry.num_bytes, _CHUNK_BYTES):
-                chunk = memory[begin : min(begin + _CHUNK_BYTES, offset + entry.num_bytes)]
+        for index, entry in enumerate(file.layout.entries):
+            memory = bytes_of(file.tensors[entry.key])
+            for begin in range(0, len(memory), _CHUNK_BYTES):
+                chunk = memory[begin : begin + _CHUNK_BYTES]
                 checksums[index] = zlib.crc32(chunk, checksums[index])
                 if len(small) + len(chunk) <= _CHUNK_BYTES:
                     small += chunk  # a call of the system per bias would cost more than copying it

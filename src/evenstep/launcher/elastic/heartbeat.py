@@ -22,7 +22,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -45,17 +45,31 @@ class Saved:
     Attributes:
         has_checkpointer: There was a `Checkpointer`.
         step: Of the last checkpoint that was committed; None: none.
+        in_memory: The newest step that a survivor of a lost rank has saved; None: none.
+        is_new: It was saved in this attempt.
+        is_loss: Why the attempt ended: True: ranks or nodes were lost; False: a mistake; None: another node knows.
     """
 
     has_checkpointer: bool
     step: int | None
+    in_memory: int | None = None
+    is_new: bool = False
+    is_loss: bool | None = None
 
     @staticmethod
     def of_all_nodes(each: Iterable[Saved]) -> Saved:
         """What all nodes together have saved. Pure."""
         nodes = list(each)
         steps = [node.step for node in nodes if node.step is not None]
-        return Saved(any(node.has_checkpointer for node in nodes), max(steps, default=None))
+        in_memory = [node.in_memory for node in nodes if node.in_memory is not None]
+        reasons = [node.is_loss for node in nodes if node.is_loss is not None]
+        return Saved(
+            any(node.has_checkpointer for node in nodes),
+            max(steps, default=None),
+            max(in_memory, default=None),
+            any(node.is_new for node in nodes),
+            all(reasons) if reasons else None,
+        )
 
 
 class Heartbeats:
@@ -83,21 +97,28 @@ class Heartbeats:
 
     def lost(self, now: float, *, store_at: str) -> str | None:
         """A sentence on a node that is lost; None while all are alive or haven't sent their first heartbeat."""
-        if not self._has_begun:
-            return None  # the ranks' own rendezvous has its own deadline
-        silent_s = now - self._answered
-        if silent_s > self._lost_after_s:
+        if self.is_cut_off(now):
+            silent_s = now - self._answered
             return (
                 f"the node of the store, {store_at}, has not answered for {silent_s:.1f} s: it or the way to it is lost"
             )
-        for node, (beat, since) in self._last.items():
-            # A node without a first heartbeat still starts.
-            if beat and now - since > self._lost_after_s:
-                name = beat.partition(" ")[2]
-                return (
-                    f"node {node} ({name}) has not been heard of for {now - since:.1f} s: it or the way to it is lost"
-                )
+        for node in self.lost_nodes(now):
+            beat, since = self._last[node]
+            name = beat.partition(" ")[2]
+            return f"node {node} ({name}) has not been heard of for {now - since:.1f} s: it or the way to it is lost"
         return None
+
+    def is_cut_off(self, now: float) -> bool:
+        """Whether the store has not answered for too long."""
+        # Before the first answer the ranks' own rendezvous has its own deadline.
+        return self._has_begun and now - self._answered > self._lost_after_s
+
+    def lost_nodes(self, now: float) -> list[int]:
+        """The nodes that have not been heard of for too long, as far as the store answers."""
+        if not self._has_begun:
+            return []
+        # A node without a first heartbeat still starts.
+        return [node for node, (beat, since) in self._last.items() if beat and now - since > self._lost_after_s]
 
 
 class OtherNodes:
@@ -109,6 +130,7 @@ class OtherNodes:
         session: Name of this session: another one for every rendezvous.
         node_rank: This node.
         num_nodes: All nodes.
+        num_ranks_each: Ranks of every node.
         lost_after_s: See `Heartbeats`.
         describe: Returns a line on what this node's ranks are doing; called several times a second, by the thread.
 
@@ -126,11 +148,12 @@ class OtherNodes:
         session: str,
         node_rank: int,
         num_nodes: int,
+        num_ranks_each: int = 1,
         lost_after_s: float = 4.0,  # so that it is named within 5
         describe: Callable[[], str] = lambda: "",
     ) -> None:
         self._address, self._port = address, port
-        self._node_rank = node_rank
+        self._node_rank, self._num_ranks_each = node_rank, num_ranks_each
         self._prefix = f"evenstep/nodes/{session}"
         self._others = [node for node in range(num_nodes) if node != node_rank]
         self._heartbeats = Heartbeats(self._others, lost_after_s=lost_after_s, now=time.monotonic())
@@ -149,7 +172,7 @@ class OtherNodes:
         self._looks: list[tuple[str, str]] = []
         self._wakes = threading.Event()
         self._saved: dict[int, Saved] = {}  # by node, this one's included
-        self._num_agreed = 0
+        self._agreed: set[int] = set()  # nodes that know what all have saved
         self._has_ended = threading.Event()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evenstep nodes", daemon=True)
@@ -159,15 +182,29 @@ class OtherNodes:
         """A failure on another node, as far as it is known. Never blocks."""
         if self._remote_failure is not None:
             return self._remote_failure
-        lost = self._heartbeats.lost(time.monotonic(), store_at=f"{self._address}:{self._port}")
-        return None if lost is None else RemoteFailure(lost, self.LOST_STATUS)
+        now = time.monotonic()
+        text = self._heartbeats.lost(now, store_at=f"{self._address}:{self._port}")
+        if text is None:
+            return None
+        each = self._num_ranks_each
+        lost = [rank for node in self._heartbeats.lost_nodes(now) for rank in range(node * each, (node + 1) * each)]
+        # Without the store nobody can agree with others on how to go on: that is left to those who have it.
+        return RemoteFailure(text, self.LOST_STATUS, is_loss=not self._heartbeats.is_cut_off(now), lost=tuple(lost))
 
-    def publish_failure(self, text: str, status: int, *, state: str = "", wait_s: float = 1.0) -> None:
+    def publish_failure(
+        self,
+        text: str,
+        status: int,
+        *,
+        state: str = "",
+        is_loss: bool = False,
+        lost: Iterable[int] = (),
+        wait_s: float = 1.0,
+    ) -> None:
         """Publish this node's failure as the first, unless another node's was. Waits a moment until that is done."""
         where = f"node {self._node_rank} ({socket.gethostname()})"
-        self._own_failure = json.dumps(
-            asdict(RemoteFailure(f"on {where}: {text}"[:_MAX_TEXT], status, state[:_MAX_TEXT]))
-        )
+        failure = RemoteFailure(f"on {where}: {text}"[:_MAX_TEXT], status, state[:_MAX_TEXT], is_loss, tuple(lost))
+        self._own_failure = json.dumps(asdict(failure))
         self._wakes.set()
         self._is_published.wait(wait_s)
 
@@ -208,17 +245,20 @@ class OtherNodes:
         """What all nodes have saved, once their attempts have ended too; without nodes that are lost or too late."""
         self._saved[self._node_rank] = own
         deadline = time.monotonic() + longest_s
-        while len(self._saved) <= len(self._others) and time.monotonic() < deadline and not self._is_cut_off():
+        while self._lack(self._saved) and time.monotonic() < deadline:
             time.sleep(_HURRY_S)
         # The store ends with its node, which therefore stays until the others have read it.
         deadline = time.monotonic() + _PARTING_S
-        while self._num_agreed < len(self._others) and time.monotonic() < deadline and not self._is_cut_off():
+        while self._lack(self._agreed) and time.monotonic() < deadline:
             time.sleep(_HURRY_S)
         return Saved.of_all_nodes(self._saved.values())
 
-    def _is_cut_off(self) -> bool:
-        lost = self._heartbeats.lost(time.monotonic(), store_at="")
-        return lost is not None or self._has_ended.is_set()
+    def _lack(self, heard: Collection[int]) -> bool:
+        """Whether a node is missing here that may still be heard of."""
+        now = time.monotonic()
+        if self._has_ended.is_set() or self._heartbeats.is_cut_off(now):
+            return False
+        return not set(self._others) <= {*heard, *self._heartbeats.lost_nodes(now)}
 
     def close(self) -> None:
         """Stop the heartbeat. Doesn't wait for a store that is silent."""
@@ -272,7 +312,13 @@ class OtherNodes:
                     with contextlib.suppress(ValueError, TypeError):
                         found = RemoteFailure(**json.loads(published))
                         texts = (printable(str(text))[:_MAX_TEXT] for text in (found.text, found.state))
-                        self._remote_failure = RemoteFailure(next(texts), int(found.status), next(texts))
+                        self._remote_failure = RemoteFailure(
+                            next(texts),
+                            int(found.status),
+                            next(texts),
+                            bool(found.is_loss),
+                            tuple(map(int, found.lost)),
+                        )
             if self._node_rank in self._saved:
                 self._compare_saved(store)
             self._num_looks += 1
@@ -293,6 +339,6 @@ class OtherNodes:
             if node not in self._saved and store.check([f"saved-{node}"]):
                 with contextlib.suppress(ValueError, TypeError):
                     self._saved[node] = Saved(**json.loads(store.get(f"saved-{node}")))
-        if len(self._saved) > len(self._others):
+        if not self._lack(self._saved):
             store.set(f"agreed-{self._node_rank}", "yes")
-            self._num_agreed = sum(store.check([f"agreed-{node}"]) for node in self._others)
+            self._agreed = {node for node in self._others if store.check([f"agreed-{node}"])}

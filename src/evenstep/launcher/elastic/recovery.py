@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenstep.checks import counted
-from evenstep.health.recovery_files import Losses, is_newer
+from evenstep.health.recovery_files import Losses
 from evenstep.launcher.failure.report import Failure
 
 
@@ -35,14 +35,14 @@ class Recovery:
     """How the run goes on after one loss.
 
     Attributes:
-        num_ranks: With how many ranks.
+        num_ranks: With how many ranks; None: with all that the nodes have, several of them.
         lost: The ranks that were lost.
         step: From which step.
         from_memory: A survivor has saved it; else it is the newest checkpoint on disk.
         num_repeated: How many steps are made again, at most; from disk that isn't known.
     """
 
-    num_ranks: int
+    num_ranks: int | None
     lost: tuple[int, ...]
     step: int
     from_memory: bool
@@ -50,8 +50,9 @@ class Recovery:
 
     def __str__(self) -> str:
         where = "memory" if self.from_memory else "the newest checkpoint on disk"
+        who = "all ranks" if self.num_ranks is None else counted(self.num_ranks, "rank")
         verb = "goes" if self.num_ranks == 1 else "go"
-        return f"{counted(self.num_ranks, 'rank')} {verb} on from {where}, at step {self.step}"
+        return f"{who} {verb} on from {where}, at step {self.step}"
 
 
 class Recoveries:
@@ -72,21 +73,20 @@ class Recoveries:
         self,
         failure: Failure,
         *,
-        num_ranks: int,
+        num_ranks: int | None,
         in_memory: int | None,
         on_disk: int | None,
-        in_memory_before: int | None = None,
+        is_new: bool = True,
         virtual_ranks: int | None = None,
     ) -> Recovery | None:
         """How the run goes on after a failure; None: it doesn't.
 
         Args:
             failure: Of an attempt, all of whose ranks have ended.
-            num_ranks: How many there were.
+            num_ranks: How many there were; None: on several nodes, which go on with all ranks that they have then.
             in_memory: The newest step that a survivor has saved; None: none.
             on_disk: The newest checkpoint of this run; None: none.
-            in_memory_before: The newest step that a survivor had saved when the attempt began. If it still is, the
-                attempt was lost with all its ranks.
+            is_new: A survivor has saved in this attempt; else it was lost with all its ranks.
             virtual_ranks: In reproducible mode, how many; the number of ranks divides it.
         """
         step = max((each for each in (in_memory, on_disk) if each is not None), default=None)
@@ -96,12 +96,13 @@ class Recoveries:
         if in_vain >= self.policy.most_in_vain:
             return None
         lost = lost_ranks(failure)
-        left = num_ranks - len(lost) if self.policy.shrinks else num_ranks
-        if virtual_ranks is not None:
-            left = next((n for n in range(left, 0, -1) if virtual_ranks % n == 0), 0)
-        if left < max(1, self.policy.min_ranks):
-            return None
-        is_new = is_newer(in_memory, in_memory_before)
+        left = num_ranks
+        if left is not None:
+            left -= len(lost) if self.policy.shrinks else 0
+            if virtual_ranks is not None:
+                left = next((n for n in range(left, 0, -1) if virtual_ranks % n == 0), 0)
+            if left < max(1, self.policy.min_ranks):
+                return None
         num_repeated = 1 if is_new else 1 + max((page.step for page in failure.pages.values()), default=0)
         return Recovery(left, lost, step, from_memory=in_memory == step, num_repeated=num_repeated)
 
@@ -161,8 +162,10 @@ def is_loss(failure: Failure | None) -> bool:
     A loss is a rank that was killed, crashed, ended without a word, hung, or raised an exception that isn't one of
     evenstep's own about a mistake.
     """
-    if failure is None or failure.remote_failure is not None:
+    if failure is None:
         return False
+    if failure.remote_failure is not None:
+        return failure.remote_failure.is_loss
     if failure.hang is not None:
         return True
     if failure.only_secondary:
@@ -171,8 +174,17 @@ def is_loss(failure: Failure | None) -> bool:
     return failure.root_cause.exit_code != 0 if report is None else report.exit_code == 1 and bool(report.traceback)
 
 
+def is_known_here(failure: Failure) -> bool:
+    """Whether this node knows why the attempt failed: it happened here, or to a node that can't say it. Pure."""
+    if failure.remote_failure is not None:
+        return failure.remote_failure.is_loss
+    return failure.hang is not None or not failure.only_secondary
+
+
 def lost_ranks(failure: Failure) -> tuple[int, ...]:
     """The ranks that ended by themselves, and not because another one did. Pure."""
+    if failure.remote_failure is not None:
+        return failure.remote_failure.lost
     secondary = {report.rank for report in failure.reports if report.is_consequence}
     return tuple(
         end.rank

@@ -20,10 +20,17 @@ from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves_file
 from evenstep.health.heartbeat import Heartbeat, Phase, page_file, read_page
 from evenstep.health.phase_timeouts import PhaseTimeouts
-from evenstep.health.recovery_files import is_newer, newest_in_memory, note_losses, virtual_ranks_of, why_unsaved
+from evenstep.health.recovery_files import (
+    is_newer,
+    newest_in_memory,
+    note_losses,
+    note_lost_peers,
+    virtual_ranks_of,
+    why_unsaved,
+)
 from evenstep.launcher.elastic.heartbeat import OtherNodes, Saved
 from evenstep.launcher.elastic.looks import RankProcess, StackRequest, WorkerStacks, packed, unpacked
-from evenstep.launcher.elastic.recovery import Recoveries, Recovery, is_loss
+from evenstep.launcher.elastic.recovery import Recoveries, Recovery, is_known_here, is_loss, lost_ranks
 from evenstep.launcher.failure.detection import (
     Ends,
     Hang,
@@ -367,7 +374,11 @@ class WatchedRanks:
             # A suspended rank receives no other signal. Its peers report that they have lost it, as after any death.
             self._processes[self._ranks.index(hang.rank)].signal_group(signal.SIGKILL)
         evident, first = False, signal.SIGTERM
-        while self._alive() and remote_failure is None:
+        if remote_failure is not None and remote_failure.is_loss:
+            note_lost_peers(self._run_directory, self._attempt, remote_failure.text)  # for those who wait for them
+        while self._alive():
+            if remote_failure is not None and not self._awaits_survivors(started, noticed_ns, remote_failure):
+                break
             if self._only_end():
                 first = signal.SIGKILL  # python's own end takes a tenth of a second, and nothing comes of it
                 break
@@ -376,7 +387,9 @@ class WatchedRanks:
             if not evident and self._anybody_is_leaving():
                 # It left its world as it should, and early: how it ends decides which rank is the root cause.
                 grace_s = max(grace_s, self._policy.terminate_s)
-            if time.monotonic() - started >= grace_s and not self._awaits_survivors(started, noticed_ns):
+            if time.monotonic() - started >= grace_s and not self._awaits_survivors(
+                started, noticed_ns, remote_failure or self._look_at_others()
+            ):
                 break
             time.sleep(_POLL_S)
         if not (evident or remote_failure is not None or hang is not None):
@@ -391,16 +404,17 @@ class WatchedRanks:
         states = self._others.states() if self._others is not None else ()
         if self._others is not None and self._others.new_node_waits and (failure is None or failure.only_secondary):
             return self._yield_to_new_node()
-        saved = self._saved_anywhere(self._pages())  # a save behind the loop may have ended meanwhile
-        self._close_context()
-        recovery = self._plan_recovery(failure, saved) if remote_failure is None else None
         if failure is None and remote_failure is not None:
             failure = Failure(self._attempt, exits[0], None, noticed_ns=noticed_ns)  # nothing failed on this node
+        if failure is not None:
+            failure = replace(failure, remote_failure=remote_failure)
+        saved = self._saved_anywhere(self._pages(), failure)  # a save behind the loop may have ended meanwhile
+        self._close_context()
+        recovery = self._plan_recovery(failure, saved)
         if failure is not None:
             kills, before = count_memory_kills(), self._num_memory_kills
             failure = replace(
                 failure,
-                remote_failure=remote_failure,
                 stacks=stacks,
                 on_other_nodes=states,
                 resident_bytes=self._watch.resident_bytes,
@@ -431,7 +445,10 @@ class WatchedRanks:
             failures[local_rank] = ProcessFailure(local_rank=local_rank, pid=pid, exitcode=1, error_file=file)
         return RunProcsResult(failures=failures, return_values=dict.fromkeys(self._processes))
 
-    def _awaits_survivors(self, started: float, noticed_ns: int) -> bool:
+    def _look_at_others(self) -> RemoteFailure | None:
+        return None if self._others is None else self._others.look()
+
+    def _awaits_survivors(self, started: float, noticed_ns: int, remote_failure: RemoteFailure | None) -> bool:
         """Whether a survivor may still save the last step for those who go on: see `checkpoint.save.survivors`.
 
         While one saves, also where another step is there: a script may have several `Checkpointer`s. A save that began
@@ -439,7 +456,13 @@ class WatchedRanks:
         """
         if self._recoveries is None or not self._saves():
             return False
-        if not is_loss(judge(self._exits(), self._reports(), attempt=self._attempt)):
+        failure = judge(self._exits(), self._reports(), attempt=self._attempt)
+        if remote_failure is not None and failure is None:
+            if not remote_failure.is_loss:
+                return False
+        elif remote_failure is None and self._others is not None and failure is not None and failure.only_secondary:
+            pass  # whether ranks were lost is known on the node where that happened, and not yet here
+        elif failure is None or not is_loss(replace(failure, remote_failure=remote_failure)):
             return False
         pages, elapsed_s = self._pages(), time.monotonic() - started
         has_saved = is_newer(newest_in_memory(self._run_directory), self._in_memory_before)
@@ -450,7 +473,7 @@ class WatchedRanks:
         return not has_saved and elapsed_s < self._recoveries.policy.save_s
 
     def _plan_recovery(self, failure: Failure | None, saved: Saved) -> Recovery | None:
-        if self._recoveries is None or failure is None:
+        if self._recoveries is None or failure is None or not saved.is_loss:
             return None
         if is_loss(failure):
             for rank in self._ranks:
@@ -459,10 +482,10 @@ class WatchedRanks:
                     say(f"evenstep: rank {rank} could not save the last step: {why}")
         return self._recoveries.plan(
             failure,
-            num_ranks=len(self._ranks),
-            in_memory=newest_in_memory(self._run_directory),
+            num_ranks=len(self._ranks) if self._others is None else None,
+            in_memory=saved.in_memory,
             on_disk=saved.step,
-            in_memory_before=self._in_memory_before,
+            is_new=saved.is_new,
             virtual_ranks=virtual_ranks_of(self._run_directory),
         )
 
@@ -471,25 +494,45 @@ class WatchedRanks:
         if self._others is None or failure is None:
             return None
         if not failure.only_secondary:
-            self._others.publish_failure(summary_of(failure), status_of(failure), state=state_of(failure))
+            self._others.publish_failure(
+                summary_of(failure),
+                status_of(failure),
+                state=state_of(failure),
+                is_loss=is_loss(failure),
+                lost=lost_ranks(failure),
+            )
             return None
-        deadline = time.monotonic() + self._policy.grace_s
+        # Survivors on the node where it happened may have much to save before that node says what it was.
+        longest_s = self._policy.grace_s if self._recoveries is None else self._policy.save_s
+        deadline = time.monotonic() + longest_s
         while (published := self._others.look()) is None and time.monotonic() < deadline:
             if self._others.new_node_waits:
                 return None
             time.sleep(_POLL_S)
         return published
 
-    def _saved_here(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
+    def _saved_here(self, pages: Mapping[int, Heartbeat | None], failure: Failure | None = None) -> Saved:
         steps = (seen.saved_step for seen in pages.values() if seen is not None)
-        return Saved(self._saves(), max((step for step in steps if step is not None), default=None))
+        in_memory = newest_in_memory(self._run_directory)
+        is_new = is_newer(in_memory, self._in_memory_before)
+        knows = failure is not None and (self._others is None or is_known_here(failure))
+        return Saved(
+            self._saves(),
+            max((step for step in steps if step is not None), default=None),
+            in_memory,
+            is_new,
+            is_loss(failure) if knows else None,
+        )
 
-    def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
+    def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None], failure: Failure | None) -> Saved:
         """What this attempt has saved on any node, so that all nodes decide alike whether to restart."""
-        saved = self._saved_here(pages)
-        if self._others is None or not self._may_restart:
+        saved = self._saved_here(pages, failure)
+        if self._others is None or not (self._may_restart or self._recoveries is not None):
             return saved
-        return self._others.agree_on_saved(saved, longest_s=self._policy.terminate_s + self._policy.grace_s)
+        longest_s = self._policy.terminate_s + self._policy.grace_s
+        return self._others.agree_on_saved(
+            saved, longest_s=longest_s if self._recoveries is None else self._policy.save_s
+        )
 
     def _reports(self) -> list[CrashReport]:
         """What ranks have reported. What another process has reported in a rank's name counts only with the rank's end.

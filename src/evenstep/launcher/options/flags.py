@@ -226,7 +226,7 @@ def make_parser() -> ArgumentParser:
         "--recover",
         choices=[REPLACE, SHRINK],
         help="When a rank is lost, go on from the step that all had finished, out of a survivor's memory: with as many "
-        "ranks as before (replace), or with those that are left (shrink). Needs a Checkpointer. One node, CPU ranks.",
+        "ranks as before (replace), or on one node with those that are left (shrink). Needs a Checkpointer. CPU ranks.",
     )
     ours.add_argument(
         "--min-ranks",
@@ -394,10 +394,15 @@ def validated(args: Namespace) -> Namespace:
     checks.whole("--min-ranks", args.min_ranks, least=1)
     if args.min_ranks > 1 and args.recover != SHRINK:
         raise ConfigurationError(f"--min-ranks {args.min_ranks} says how far --recover {SHRINK} may go. Pass both.")
-    if args.recover is not None and (num_nodes(args)[1] > 1 or args.servers):
+    if args.recover is not None and args.servers:
         raise ConfigurationError(
-            f"--recover {args.recover}: a lost rank is recovered on one node, without parameter servers, so far. Leave "
-            f"it out: with --max-restarts and a Checkpointer, all ranks go on from the newest checkpoint."
+            f"--recover {args.recover} is for replicas, and a server holds what nobody else has. Leave it out: with "
+            f"--max-restarts and a Checkpointer, all ranks go on from the newest checkpoint."
+        )
+    if args.recover == SHRINK and num_nodes(args)[1] > 1:
+        raise ConfigurationError(
+            f"--recover {SHRINK} is for one node. On several, --recover {REPLACE} starts lost ranks again, and "
+            f"--nnodes MIN:MAX says with how few nodes the run goes on."
         )
     if args.shutdown_timeout is not None:
         checks.whole("--shutdown-timeout", args.shutdown_timeout, least=0)

@@ -36,7 +36,7 @@ class RankAgent(ElasticAgent):
 
     `on_failure` receives a failed attempt and the number of restarts left, and returns whether to restart. `limit`
     counts restarts in vain; nodes that join later adopt its count. `recoveries` says how a run goes on after a
-    loss, which isn't counted as a restart; `on_recovery` is called then. `on_meeting` is called when the nodes have met.
+    loss, which isn't counted as a restart; `on_recovery` is called then. `on_meeting` is called when nodes have met.
 
     A node that joins is no failure: torchelastic restarts the ranks without counting that. But its nodes find out one
     by one, while ranks of one end because those of another were stopped; and a node that joins later counts from 0.

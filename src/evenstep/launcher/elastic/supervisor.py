@@ -178,7 +178,8 @@ class WatchedRanks:
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the ranks that are left; `timeout` is torchelastic's, the policy's counts."""
-        self._stop(death_sig, patience_s=self._policy.save_s if self._saves() else self._policy.terminate_s)
+        saves = self._saves() and self._look_at_others() is None  # a save needs all ranks
+        self._stop(death_sig, patience_s=self._policy.save_s if saves else self._policy.terminate_s)
         self._close_context()
         self._tell_preempted()
 

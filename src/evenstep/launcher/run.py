@@ -29,7 +29,6 @@ from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
 from evenstep.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic import rendezvous
 from evenstep.launcher.elastic.agent import RankAgent
-from evenstep.launcher.elastic.heartbeat import OtherNodes
 from evenstep.launcher.elastic.recovery import Recoveries, Recovery, RecoveryPolicy
 from evenstep.launcher.elastic.restarts import RestartLimit
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, exit_status
@@ -172,7 +171,7 @@ class _Run:
         self._num_nodes = num_nodes
         self._num_attempts = args.max_restarts + 1
         self._failure: Failure | None = None
-        self._was_preempted = self._has_met = False
+        self._was_preempted = False
         self._limit = RestartLimit()
         self._recoveries: Recoveries | None = None
         if args.recover is not None:
@@ -207,11 +206,6 @@ class _Run:
             say(f"evenstep: {what}; all ranks were stopped")
             return 128 + stopped_by
         except RendezvousError as error:
-            if self._has_met:
-                place = ":".join(map(str, rendezvous_endpoint(self._args)))
-                lost = f"the node of the store, {place}, does not answer: it or the way to it is lost"
-                say(f"evenstep: {lost}; all ranks were stopped")
-                return OtherNodes.LOST_STATUS
             cause = error.__cause__ or error
             raise ConfigurationError(
                 f"the nodes could not meet at {self._args.rdzv_endpoint or self._args.master_addr}: {cause}. Check "
@@ -258,7 +252,6 @@ class _Run:
             timeouts=self._timeouts,
             on_failure=self._on_failure,
             on_preempted=self._on_preempted,
-            on_meeting=self._on_meeting,
             limit=self._limit,
             name_after_s=self._args.name_after,
             losses=LossPolicy(self._num_ranks - self._args.servers, self._args.servers, self._args.max_restarts),
@@ -307,9 +300,6 @@ class _Run:
             kept_logs=describe_kept_logs(self._args.log_dir, keep=self._args.keep_logs) if has_logs else "",
             saved_step=self._limit.saved_step,
         )
-
-    def _on_meeting(self) -> None:
-        self._has_met = True
 
     def _on_preempted(self) -> None:
         self._was_preempted = True

@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,15 +19,13 @@ from evenstep.compat.torch_elastic import ElasticAgent, fresh_store, is_stop_han
 from evenstep.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.heartbeat import OtherNodes
 from evenstep.launcher.elastic.recovery import Recoveries, Recovery
-from evenstep.launcher.elastic.rendezvous import open_store
+from evenstep.launcher.elastic.rendezvous import bound_answers, open_store
 from evenstep.launcher.elastic.restarts import RestartLimit, compare_standings, forget_attempt
 from evenstep.launcher.elastic.supervisor import WatchedRanks, read_pages
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy
 from evenstep.launcher.failure.report import Failure, describe_ranks
 
 _SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
-_MEETING_S = 60.0  # as torch has it
-_ANSWER_S = 5.0  # of a store that nobody has to be waited for at
 
 
 class RankAgent(ElasticAgent):
@@ -36,7 +33,7 @@ class RankAgent(ElasticAgent):
 
     `on_failure` receives a failed attempt and the number of restarts left, and returns whether to restart. `limit`
     counts restarts in vain; nodes that join later adopt its count. `recoveries` says how a run goes on after a
-    loss, which isn't counted as a restart; `on_recovery` is called then. `on_meeting` is called when nodes have met.
+    loss, which isn't counted as a restart; `on_recovery` is called then.
 
     A node that joins is no failure: torchelastic restarts the ranks without counting that. But its nodes find out one
     by one, while ranks of one end because those of another were stopped; and a node that joins later counts from 0.
@@ -51,7 +48,6 @@ class RankAgent(ElasticAgent):
         timeouts: PhaseTimeouts,
         on_failure: Callable[[Failure, int], bool],
         on_preempted: Callable[[], None],
-        on_meeting: Callable[[], None],
         limit: RestartLimit,
         name_after_s: float,
         losses: LossPolicy,
@@ -60,11 +56,12 @@ class RankAgent(ElasticAgent):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        bound_answers(kwargs["spec"].rdzv_handler)
         self._run_directory = run_directory
         self._policy = policy
         self._timeouts = timeouts
         self._on_failure = on_failure
-        self._on_preempted, self._on_meeting = on_preempted, on_meeting
+        self._on_preempted = on_preempted
         self._limit = limit
         self._name_after_s = name_after_s
         self._losses = losses
@@ -74,11 +71,8 @@ class RankAgent(ElasticAgent):
 
     def meet(self, worker_group: Any) -> None:
         """See base class."""
-        if worker_group.store is not None:
-            worker_group.store.set_timeout(timedelta(seconds=_MEETING_S))
         with fresh_store(worker_group.spec.rdzv_handler, open_store):
             super().meet(worker_group)
-        self._on_meeting()
         if worker_group.group_world_size > 1:
             most = worker_group.spec.max_restarts
             together = compare_standings(
@@ -89,8 +83,6 @@ class RankAgent(ElasticAgent):
             )
             self._limit.adopt(together)
             self.restarts_left = max(0, most - together.num_restarts)
-        # torchelastic asks it for new nodes, and would hang there when this host is cut off.
-        worker_group.store.set_timeout(timedelta(seconds=_ANSWER_S))
 
     def look(self, worker_group: Any) -> RunResult:
         """See base class."""

@@ -7,7 +7,11 @@ change (`--nnodes 1:4`) is left to torch's own "c10d" rendezvous.
 from __future__ import annotations
 
 import errno
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +30,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.launcher.options.flags import FIXED_NODES, ONE_NODE
 
 _TIMEOUT_S = 600.0
+_ANSWER_S = 2.0
 _REPORT_AFTER_S = 10.0
 _LOOK_S = 0.1
 _LINGER_S = 1.0  # before the store goes with its node: the others have yet to read why
@@ -243,6 +248,42 @@ class FixedNodesRendezvous(RendezvousHandler):
                 is_reported = True
                 say(f"evenstep: waiting for {names}")
             time.sleep(_LOOK_S)
+
+
+def bound_answers(handler: RendezvousHandler) -> None:
+    """Have a rendezvous answer soon what torchelastic asks it while ranks run, or when they have ended.
+
+    torch's own asks its store, and on a host that is cut off that store never answers, whatever its timeout: the
+    launcher couldn't say what has happened, nor end.
+    """
+    bounded: Any = handler
+    bounded.num_nodes_waiting = _Bounded(handler.num_nodes_waiting, otherwise=0)
+    bounded.shutdown = _Bounded(handler.shutdown, otherwise=False)
+
+
+class _Bounded:
+    """A function that is called in a thread, and whose answer is awaited for a moment only."""
+
+    def __init__(self, function: Callable[[], Any], *, otherwise: object) -> None:
+        self._function, self._otherwise = function, otherwise
+        self._call: Future[Any] | None = None
+
+    def __call__(self) -> Any:
+        """The answer, or the error; `otherwise` if it doesn't come, now or to an earlier call."""
+        if self._call is not None and not self._call.done():
+            return self._otherwise
+        self._call = Future()
+        threading.Thread(target=self._answer, args=(self._call,), name="evenstep rendezvous", daemon=True).start()
+        try:
+            return self._call.result(_ANSWER_S)
+        except FutureTimeoutError:
+            return self._otherwise
+
+    def _answer(self, call: Future[Any]) -> None:
+        try:
+            call.set_result(self._function())
+        except BaseException as error:
+            call.set_exception(error)
 
 
 def register() -> None:

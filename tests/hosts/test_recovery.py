@@ -36,7 +36,7 @@ TRAINS = """
                 checkpoint.step()
                 if checkpoint.num_steps in (12, 30):
                     pathlib.Path(f"at-{{checkpoint.num_steps}}-{{size}}").touch()
-                if size == 3 or checkpoint.num_steps >= 30:
+                if size == {whole} or checkpoint.num_steps >= 30:
                     time.sleep({pause})  # until a host is lost, or has come
         values = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
         digest = hashlib.sha256(values).hexdigest()
@@ -44,9 +44,13 @@ TRAINS = """
 """
 
 
-def script(saved: Path, *, die: tuple[int, ...] = (), reproducible: bool = False, pause: float = 0.0) -> str:
+def script(
+    saved: Path, *, die: tuple[int, ...] = (), reproducible: bool = False, pause: float = 0.0, whole: int = 0
+) -> str:
     dropout = 0.0 if reproducible else 0.3
-    return TRAINS.format(saved=str(saved), die=die, reproducible=reproducible, pause=pause, dropout=dropout)
+    return TRAINS.format(
+        saved=str(saved), die=die, reproducible=reproducible, pause=pause, dropout=dropout, whole=whole
+    )
 
 
 def errors(*hosts: Host) -> str:
@@ -81,22 +85,25 @@ def test_lost_ranks_go_on_where_all_were(
     assert ends["lost"].split()[-1] == ends["undisturbed"].split()[-1]
 
 
-def test_a_host_is_cut_off_and_another_one_comes(make_hosts: Callable[..., Hosts], tmp_path: Path) -> None:
-    """The two that are left go on from memory; the lost one trains no more, and then a new one joins."""
-    text = script(tmp_path / "saved", pause=0.7)
-    hosts = make_hosts(3)
-    flags = [*hosts.elastic("2:3"), "--recover", "replace"]
-    started = [hosts.start(host, text, flags, static=False) for host in range(3)]
-    started[0].wait_until((started[0].directory / "at-12-3").exists)
-    hosts.cut(2)
-    started[0].wait_until((started[0].directory / "at-30-2").exists)
-    assert started[2].wait() != 0
-    assert "recovery" not in started[2].stderr, "it trains on without the others"
-    assert "it or the way to it is lost" in started[2].stderr
-    for host in started[:2]:
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_a_host_is_cut_off_and_another_one_comes(
+    make_hosts: Callable[..., Hosts], tmp_path: Path, num_hosts: int
+) -> None:
+    """Those that are left go on from memory; the lost one trains no more, and then a new one joins."""
+    text = script(tmp_path / "saved", pause=0.7, whole=num_hosts)
+    hosts = make_hosts(num_hosts)
+    flags = [*hosts.elastic(f"{num_hosts - 1}:{num_hosts}"), "--recover", "replace"]
+    *started, lost = (hosts.start(host, text, flags, static=False) for host in range(num_hosts))
+    started[0].wait_until((started[0].directory / f"at-12-{num_hosts}").exists)
+    hosts.cut(num_hosts - 1)
+    started[0].wait_until((started[0].directory / f"at-30-{num_hosts - 1}").exists)
+    assert lost.wait() != 0
+    assert "recovery" not in lost.stderr, "it trains on without the others"
+    assert "it or the way to it is lost" in lost.stderr
+    for host in started:
         assert re.search(r"recovery 1: all ranks go on from memory, at step 1[2-9]\n", host.stderr), host.stderr
-    hosts.mend(2)
-    late = hosts.start(2, text, flags, static=False)
-    assert [host.wait() for host in (*started[:2], late)] == [0, 0, 0], errors(*started[:2], late)
+    hosts.mend(num_hosts - 1)
+    late = hosts.start(num_hosts - 1, text, flags, static=False)
+    assert {host.wait() for host in (*started, late)} == {0}, errors(*started, late)
     [line] = started[0].stdout.splitlines()
-    assert re.match(r"3 ranks from step [3-5]\d to 60, ", line), line
+    assert re.match(rf"{num_hosts} ranks from step [3-5]\d to 60, ", line), line

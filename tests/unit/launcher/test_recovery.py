@@ -11,6 +11,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.health.first_failure import CrashReport, Exit
 from evenstep.health.heartbeat import Heartbeat, Phase
 from evenstep.health.recovery_files import Losses, losses_of, note_losses
+from evenstep.launcher.elastic.heartbeat import Saved
 from evenstep.launcher.elastic.recovery import Recoveries, Recovery, RecoveryPolicy, is_loss
 from evenstep.launcher.failure.detection import Hang
 from evenstep.launcher.failure.report import Failure, RemoteFailure, judge
@@ -144,8 +145,8 @@ def test_ranks_read_what_the_launcher_has_noted(tmp_path: Path) -> None:
         (["--recover", "shrink", "--min-ranks", "0"], ["--min-ranks", "0"]),
         (["--recover", "replace", "--min-ranks", "2"], ["--min-ranks 2", "--recover shrink"]),
         (["--min-ranks", "2"], ["--min-ranks 2", "--recover shrink"]),
-        (["--recover", "replace", "--nnodes", "2"], ["--recover replace", "one node", "--max-restarts"]),
-        (["--recover", "shrink", "--servers", "1"], ["--recover shrink", "parameter servers"]),
+        (["--recover", "shrink", "--nnodes", "2"], ["--recover shrink", "one node", "--nnodes MIN:MAX"]),
+        (["--recover", "shrink", "--servers", "1"], ["--recover shrink", "server", "--max-restarts"]),
     ],
 )
 def test_flags_that_make_no_sense(flags: list[str], words: list[str]) -> None:
@@ -153,3 +154,24 @@ def test_flags_that_make_no_sense(flags: list[str], words: list[str]) -> None:
         parse([*flags, "train.py"])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_all_nodes_decide_alike() -> None:
+    """Whatever each of them knows: of the loss, and of steps in memory and on disk."""
+    here = Saved(True, 5, in_memory=7, is_new=True, is_loss=True)
+    elsewhere = Saved(True, 10, in_memory=8, is_new=False, is_loss=None)
+    for each in ([here, elsewhere], [elsewhere, here]):
+        assert Saved.of_all_nodes(each) == Saved(True, 10, in_memory=8, is_new=True, is_loss=True)
+    mistake = replace(elsewhere, is_loss=False)
+    assert Saved.of_all_nodes([here, mistake]).is_loss is False, "the next ranks would make it, too"
+    assert Saved.of_all_nodes([elsewhere, elsewhere]).is_loss is None, "nobody knows why: no reason to go on"
+
+
+def test_on_several_nodes_as_many_ranks_go_on_as_they_have_then() -> None:
+    remote = RemoteFailure("on node 1: rank 2 was killed", 137, is_loss=True, lost=(2, 3))
+    failure = replace(killed(0, of=2), remote_failure=remote)
+    assert is_loss(failure)
+    found = Recoveries(RecoveryPolicy()).plan(failure, num_ranks=None, in_memory=7, on_disk=None)
+    assert found == Recovery(None, (2, 3), 7, from_memory=True)
+    assert str(found) == "all ranks go on from memory, at step 7"
+    assert not is_loss(replace(failure, remote_failure=replace(remote, is_loss=False)))

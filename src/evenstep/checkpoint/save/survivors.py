@@ -119,8 +119,8 @@ class LastStep:
         directory = recovery_files.memory_directory(self._run_directory, self._key)
         self.storage = LocalDirectory(directory, durable=False)
         self.storage.where = "memory"
-        node_ranks = world.exchange(world.node_rank)
-        self._near = [node == world.node_rank for node in node_ranks]  # by rank: whether it is on this node
+        nodes = [world.node_rank] * world.world_size if world.num_nodes == 1 else world.exchange(world.node_rank)
+        self._near = [node == world.node_rank for node in nodes]  # by rank: whether it is on this node
         self._page = StreamPage(self._streams_file(world.rank))
         modules = {id(each): each for each in map(unwrapped, objects.values()) if isinstance(each, nn.Module)}.values()
         self._parameters = [p for module in modules for p in module.parameters()]

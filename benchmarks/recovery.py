@@ -30,7 +30,7 @@ batch of the failed step is "dropped", and the steps between are made without th
 these samples are "missing". Ours hands out the same global batch again, so that the run ends with the parameters of an
 undisturbed one. torchft's parts, of "replaced" those of the replacement, which builds its model before it joins:
 
-    noticed    the survivor's backward pass is over, with an error
+    noticed    the survivor's backward pass is over, with an error; or the lighthouse had noticed before it began
     started    the replacement has its imports
     joined     the lighthouse has decided who takes part, and they are connected
     resumed    model and optimizer have the state that the survivor has sent over HTTP, torchft's default
@@ -266,13 +266,15 @@ def run_torchft(python: Path, way: str, width: int, depth: int) -> dict[str, flo
             job.wait_for_step(1, 2)
         else:
             job.wait_for_step(0, 1)
-        died_s = job.died_s()
-        before = [number for mark, at, number in job.marks(0) if mark == "stepped" and at < died_s]
-        assert before == [2] * DIES_AT, f"the ranks haven't trained together from the start: {before}"
-        of_survivor, of_replacement = job.marks(0, after_s=died_s), job.marks(1, after_s=died_s)
+        died_s, of_survivor, of_replacement = job.died_s(), job.marks(0), job.marks(1, after_s=job.died_s())
+    # The survivor may end the last step of both after the other's death.
+    common = [index for index, (mark, _, _) in enumerate(of_survivor) if mark == "stepped"][:DIES_AT]
+    assert all(of_survivor[index][2] == 2 for index in common), f"the ranks haven't trained together: {of_survivor}"
+    of_survivor = of_survivor[common[-1] + 1 :]
     first = {mark: at for mark, at, _ in reversed(of_survivor)}
     if of_replacement:
-        reached = {"noticed": first["noticed"], **{mark: at for mark, at, _ in reversed(of_replacement)}}
+        noticed = {"noticed": first["noticed"]} if "noticed" in first else {}
+        reached = noticed | {mark: at for mark, at, _ in reversed(of_replacement)}
         whole_s = reached["stepped"] - died_s
     else:
         reached, whole_s = first, 0.0

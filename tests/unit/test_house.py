@@ -110,7 +110,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "checkpoint": ["checkpointer", "tools", "exchange", "save", "load", "dcp", "storage", "format"],
     "checkpoint.format": ["manifest", "plan", "payload", "tree", "regions", "random_streams"],
-    "checkpoint.load": ["restore", "compare", "reader", "in_place", "layouts"],
+    "checkpoint.load": ["hosts", "restore", "compare", "reader", "in_place", "layouts"],
     "checkpoint.save": ["survivors", "stream_page", "commit", "writer", "snapshot", "stopping"],
     "checkpoint.storage": ["directory", "storage", "lease"],
     "cli": [

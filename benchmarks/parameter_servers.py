@@ -292,11 +292,12 @@ def overhead(directory: Path, steps: int, rounds: int) -> dict[str, list[float]]
 def bytes_of_steps(options: dict[str, Any], steps: int) -> dict[str, float]:
     """Bytes a step of this worker, and those of RPC's pickles of one push and of its answer."""
     with evenstep.parameter_server(wide, sgd, mode="sync", **options) as ps:
-        before = ps._traffic._state()
+        counted = ps._traffic
+        before = sum(counted.sent), sum(counted.received)
         for _ in range(steps):
             ps.backward(ps(torch.randn(4, 512)).square().mean())
             ps.step()
-        moved = [(b - a) / steps for a, b in zip(before, ps._traffic._state(), strict=True)][5:]
+        sent, received = sum(counted.sent) - before[0], sum(counted.received) - before[1]
         parameters = sum(each.numel() * each.element_size() for each in ps.model.parameters())
     message = ("ask", (1, (1, 1), Pushed(1.0, 1, [True] * 4, [torch.empty(0)])))
     # What isn't a tensor travels as this pickle; torch has no public way to it.
@@ -305,8 +306,8 @@ def bytes_of_steps(options: dict[str, Any], steps: int) -> dict[str, float]:
     )
     return {
         "parameters": parameters,
-        "sent": sum(moved[: ps.num_servers]),
-        "received": sum(moved[ps.num_servers :]),
+        "sent": sent / steps,
+        "received": received / steps,
         "pickles": pickled * ps.num_servers,
     }
 

@@ -95,11 +95,11 @@ def unpack(like: Sequence[Tensor], packed: Sequence[Tensor]) -> list[Tensor]:
 
 
 def transferred(packed: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of what has travelled, in the dtypes of `like`.
+    """What has travelled, in the dtypes of `like`; the same tensors where it has travelled in these.
 
     Args:
         packed: As `pack` has packed tensors like `like`.
         like: Shapes and dtypes.
     """
     dtypes = dict.fromkeys(each.dtype for each in like)
-    return [flat.to(dtype, copy=True) for flat, dtype in zip(packed, dtypes, strict=True)]
+    return [flat.to(dtype) for flat, dtype in zip(packed, dtypes, strict=True)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 
 import evenstep
 from evenstep.launcher.failure.stacks import Place, parse_stacks, place_in_worker, place_of
+from evenstep.launcher.spawn.script_runner import STACK_SIGNAL, register_stacks
 from evenstep.processes import handles_signal, time_on_core_ns
 
 TORCH = Path(torch.__file__).parent
@@ -140,3 +144,19 @@ def test_a_thread_that_waits_uses_no_processor_and_handlers_are_seen() -> None:
             process.kill()
     assert time_on_core_ns(process.pid) is None
     assert not handles_signal(process.pid, 62)
+
+
+def test_beside_servers_a_rank_writes_the_stack_of_its_main_thread_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's frames may be gone while they are read: servers, whose RPC runs python, died of it."""
+    monkeypatch.setenv("EVENSTEP_SERVERS", "1")
+    with (tmp_path / "stacks").open("w") as file, ThreadPoolExecutor(1) as pool:
+        register_stacks(file)
+        try:
+            pool.submit(time.sleep, 0.01)
+            os.kill(os.getpid(), STACK_SIGNAL)
+        finally:
+            faulthandler.unregister(STACK_SIGNAL)
+    (main,) = parse_stacks((tmp_path / "stacks").read_text())
+    assert any(frame.function.startswith("test_beside_servers") for frame in main)

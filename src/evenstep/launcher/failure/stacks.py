@@ -22,7 +22,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$")
+_THREAD = re.compile(r"^(?:Current thread 0x[0-9a-f]+|Thread 0x[0-9a-f]+|Stack \(most recent).*:$")
 
 _DISTRIBUTED = ("distributed/", "nn/parallel/distributed.py")
 _NOT_WAITING = ("distributed/checkpoint/", "distributed/elastic/")

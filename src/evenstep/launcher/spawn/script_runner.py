@@ -23,6 +23,7 @@ import sys
 import types
 from importlib.abc import InspectLoader
 from pathlib import Path
+from typing import IO
 
 from evenstep.environment import current_placement, faults_to_inject, is_set, rehearsal_file, verification_file
 from evenstep.errors import ConfigurationError
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> None:
         heartbeat.open_page(heartbeat.page_file(placement.run_directory, placement.rank, placement.restart_count))
         # Kept open to the end of the process: faulthandler writes to its number.
         stacks = stack_file(placement.run_directory, placement.rank, placement.restart_count).open("w")
-        faulthandler.register(STACK_SIGNAL, file=stacks)
+        register_stacks(stacks)
         _kept.append(stacks)
         count_optimizer_steps()
     faults = faults_to_inject()
@@ -86,6 +87,16 @@ def main(arguments: list[str]) -> None:
             _become_module(target, rest)
         else:
             become_script(target, rest)
+
+
+def register_stacks(file: IO[str]) -> None:
+    """Have this process write its stacks to a file on `STACK_SIGNAL`; to be kept open.
+
+    Beside parameter servers that of the main thread alone, which gets the signal. faulthandler reads other threads'
+    frames without the interpreter lock. The threads of a server's RPC run python while its main thread waits, and a
+    healthy server now and then died of SIGSEGV when it was asked.
+    """
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=not is_set("EVENSTEP_SERVERS"))
 
 
 def end_quickly(pid: int, *, has_frozen_types: bool = False) -> None:

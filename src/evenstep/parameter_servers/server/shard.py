@@ -325,7 +325,7 @@ class Shard:
         rows = self._tables.add_up([each.rows or {} for each in weighted], weight)
         if not self._parameters:
             return Mean([], rows)
-        total = transferred(weighted[0].gradients, self._parameters)
+        total = transferred(weighted[0].gradients, self._parameters)  # adds to the first push: nobody else has it
         for each in weighted[1:]:
             torch._foreach_add_(total, transferred(each.gradients, self._parameters))
         torch._foreach_div_(total, weight)

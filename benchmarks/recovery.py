@@ -44,6 +44,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -230,7 +231,7 @@ class TorchftRun:
             if any(n == "stepped" and number == num_ranks for n, _, number in self.marks(rank, after_s=self.died_s())):
                 return
             time.sleep(0.01)
-        raise SystemExit(f"torchft made no step with {num_ranks} ranks: {self._told()}")
+        raise SystemExit(f"torchft made no step with {num_ranks} ranks: {self.told()}")
 
     def end(self) -> None:
         """Kill what still runs."""
@@ -241,6 +242,10 @@ class TorchftRun:
                 if stream is not None:
                     stream.close()
 
+    def told(self) -> str:
+        """The end of what the processes have written as errors."""
+        return (self._directory / "stderr").read_text()[-4000:]
+
     def _start(self, *arguments: str, **streams: int) -> subprocess.Popen[str]:
         with (self._directory / "stderr").open("a") as stderr:
             started = subprocess.Popen(
@@ -248,9 +253,6 @@ class TorchftRun:
             )
         self._started.append(started)
         return started
-
-    def _told(self) -> str:
-        return (self._directory / "stderr").read_text()[-4000:]
 
 
 def run_torchft(python: Path, way: str, width: int, depth: int) -> dict[str, float]:
@@ -260,7 +262,7 @@ def run_torchft(python: Path, way: str, width: int, depth: int) -> dict[str, flo
         stack.callback(job.end)
         job.start_lighthouse()
         job.start_rank(0)
-        job.start_rank(1).wait()
+        assert job.start_rank(1).wait(240) == -signal.SIGKILL, job.told()
         if way == "torchft, replaced":
             job.start_rank(1)
             job.wait_for_step(1, 2)
@@ -303,7 +305,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--repeats-large", type=int, help="of the 500 MB; default: as --repeats")
     parser.add_argument("--sizes", default="5,500", help="MB of parameters")
-    parser.add_argument("--torchft", type=Path, metavar="PYTHON", help="of an environment with torchft, beside which")
+    parser.add_argument(
+        "--torchft", type=Path, metavar="PYTHON", help="of an environment that has it, to measure it, too"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     shapes = {"5": (512, 4), "500": (4096, 7)}

@@ -146,7 +146,7 @@ def test_only_what_one_attempt_has_left_is_forgotten(tmp_path: Path) -> None:
 
 
 GOES_ON = """
-    import hashlib, os, random, sys, time
+    import hashlib, os, random, signal, sys, threading, time
     import evenstep, torch
     from torch import nn
 
@@ -198,6 +198,11 @@ GOES_ON = """
         is_first = not os.path.exists("died")
 
         def die(at):
+            if "stops" in sys.argv and is_first and checkpoint.num_steps == 6:
+                if world.rank == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if world.rank == 2:  # dies when it has sent its part, and waits for rank 1, as rank 0 does
+                    threading.Timer(1, lambda: (open("died", "w").close(), os.kill(os.getpid(), 9))).start()
             if is_first and at in sys.argv and checkpoint.num_steps == 6 and world.rank == world.world_size - 1:
                 open("died", "w").close()
                 if "hangs" in sys.argv:
@@ -285,6 +290,16 @@ def test_another_rank_that_dies_in_the_recovery_costs_no_other_step(tmp_path: Pa
     assert told.count("3 ranks go on from memory, at step 6\n") == (1 if who == "donor" else 2)
     assert "evenstep: 2 ranks were lost and replaced, " in told
     assert (tmp_path / "killed" / who).exists()
+
+
+@pytest.mark.extended
+def test_a_rank_that_is_stopped_does_not_keep_the_others_from_noticing_a_loss(tmp_path: Path) -> None:
+    code, undisturbed, _ = goes_on(tmp_path / "undisturbed", [], num_ranks=3)
+    assert code == 0
+    code, killed, told = goes_on(tmp_path / "killed", ["--recover", "replace"], "stops", num_ranks=3)
+    assert code == 0, told
+    assert killed == undisturbed.replace("begins at 0\n", "begins at 0\nbegins at 6\n")
+    assert "evenstep: 2 ranks were lost and replaced, 1 step repeated at most, " in told
 
 
 @pytest.mark.extended

@@ -31,6 +31,8 @@ TRAINS = """
                     model.backward(model(x).square().mean(), weight=len(x))
                     if began == 0 and checkpoint.num_steps == 12 and world.rank in {die}:
                         os.kill(os.getpid(), 9)
+                    if began in (12, 13) and checkpoint.num_steps == 20 and world.rank == {die_later}:
+                        os.kill(os.getpid(), 9)
                 optimizer.step()
                 optimizer.zero_grad()
                 checkpoint.step()
@@ -45,11 +47,22 @@ TRAINS = """
 
 
 def script(
-    saved: Path, *, die: tuple[int, ...] = (), reproducible: bool = False, pause: float = 0.0, whole: int = 0
+    saved: Path,
+    *,
+    die: tuple[int, ...] = (),
+    die_later: int = -1,
+    reproducible: bool = False,
+    pause: float = 0.0,
+    whole: int = 0,
 ) -> str:
-    dropout = 0.0 if reproducible else 0.3
     return TRAINS.format(
-        saved=str(saved), die=die, reproducible=reproducible, pause=pause, dropout=dropout, whole=whole
+        saved=str(saved),
+        die=die,
+        die_later=die_later,
+        reproducible=reproducible,
+        pause=pause,
+        whole=whole,
+        dropout=0.0 if reproducible else 0.3,
     )
 
 
@@ -83,6 +96,20 @@ def test_lost_ranks_go_on_where_all_were(
     assert re.match(rf"{num} ranks from step 1[23] to 60, ", ends["lost"]), ends
     assert ends["undisturbed"].startswith(f"{num} ranks from step 0 to 60, ")
     assert ends["lost"].split()[-1] == ends["undisturbed"].split()[-1]
+
+
+def test_the_only_rank_of_one_host_and_then_that_of_the_other(
+    make_hosts: Callable[[int], Hosts], tmp_path: Path
+) -> None:
+    """The second time the only one that has the step is the one that was sent it the first time."""
+    hosts = make_hosts(2)
+    text = script(tmp_path / "saved", die=(1,), die_later=0, reproducible=True)
+    started = [hosts.start(host, text, ["--recover", "replace"]) for host in range(2)]
+    assert [host.wait() for host in started] == [0, 0], errors(*started)
+    assert re.match(r"2 ranks from step 2[01] to 60, ", started[0].stdout), started[0].stdout
+    for host in started:
+        assert re.search(r"recovery 2: all ranks go on from memory, at step 2[01]\n", host.stderr), host.stderr
+        assert "2 ranks were lost and replaced, 2 steps repeated at most" in host.stderr, host.stderr
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3])

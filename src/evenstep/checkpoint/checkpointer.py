@@ -498,12 +498,20 @@ class Checkpointer:
                 return None
             try:
                 hosts.bring_to_all(self.world, storage, step, holders)
+            except CheckpointError as error:
+                self._print(str(error))
+                return None
+            if keeps and self.world.rank not in holders:
+                recovery_files.note_brought(self._last_step.run_directory, step)
+            try:
                 self._load(step, strict=strict, verb="resumed from", memory=storage)
             except DamagedError as error:
                 self._print(f"damaged: {error}; removed")
                 if keeps:
                     remove_step(storage, step)  # or what survivors save next would look older than it
                 continue
+            # Survivors on one host may have agreed on the metrics of this step, and those on another not yet.
+            self._metrics = self.world.broadcast_object(self._metrics, holders[0])
             is_best = self._takes_best(self._metrics.get(self.policy.best or "", math.nan))
             by_steps = self.policy.every_steps is not None and step % self.policy.every_steps == 0
             if (is_best or by_steps) and step > 0 and step not in self._directory.steps:
@@ -517,7 +525,7 @@ class Checkpointer:
         where = f"{storage.where}/{folder_of(step)}"
         if memory is not None:
             random = found.states[RANDOM]
-            left = left_streams(memory.root, step)
+            left = left_streams(memory.root, step, len(random["ranks"]))
             random["ranks"] = hosts.streams_of_hosts(self.world, left, random["ranks"])
         restore.apply(found, self.world, self._objects, where)
         self.num_steps = found.manifest.step

@@ -4,6 +4,7 @@ memory/KEY/step-0000090     a checkpoint in the page cache, written by a survivo
 streams-ATTEMPT-RANK-KEY    a rank's random streams of its last steps
 lost-ATTEMPT-peers          which peers on other nodes are lost, written by the launcher for ranks that wait for them
 saved-KEY                   when the last whole save to the disk began: the next one is due some minutes after it
+brought                     the last step that another node has sent to this one's memory
 losses                      what the run has lost so far, written by the launcher
 virtual-ranks               how many there are in reproducible mode
 """
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _STEP = re.compile(r"step-(\d{7,})")
-_MEMORY, _VIRTUAL_RANKS, _LOSSES = "memory", "virtual-ranks", "losses"
+_MEMORY, _VIRTUAL_RANKS, _LOSSES, _BROUGHT = "memory", "virtual-ranks", "losses", "brought"
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,25 @@ def why_unsaved(run_directory: Path, rank: int, attempt: int) -> str | None:
     return None
 
 
+def note_brought(run_directory: Path, step: int) -> None:
+    """Say that another node has sent this step: no survivor on this one has saved it."""
+    (run_directory / _BROUGHT).write_text(str(step))
+
+
+def brought_step(run_directory: Path) -> int | None:
+    """The last step that another node has sent; None: none."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((run_directory / _BROUGHT).read_text())
+    return None
+
+
 def note_lost_peers(run_directory: Path, attempt: int, which: str) -> None:
-    """Tell this node's ranks that peers on other nodes are lost: the network may never say so."""
+    """Write which peers on other nodes are lost, so that ranks stop waiting: a cut connection may raise no error."""
+    file = _lost_file(run_directory, attempt)
+    written = file.with_name(f".{file.name}")
     with contextlib.suppress(OSError):
-        _lost_file(run_directory, attempt).write_text(which)
+        written.write_text(which)
+        written.rename(file)
 
 
 def lost_peers(run_directory: Path, attempt: int) -> str | None:

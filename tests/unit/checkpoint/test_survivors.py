@@ -124,8 +124,8 @@ def test_the_last_step_is_saved_whatever_has_happened_since(
     random.random()
     last_step._exchange_begins()
     last_step.save()
-    assert recovery_files.newest_in_memory(last_step._run_directory) == 3
-    assert recovery_files.why_unsaved(last_step._run_directory, 0, 0) is None
+    assert recovery_files.newest_in_memory(last_step.run_directory) == 3
+    assert recovery_files.why_unsaved(last_step.run_directory, 0, 0) is None
 
     fresh = objects()
     found = restore.find(last_step.storage, World.alone(device="cpu"), 3, fresh, strict=True)
@@ -169,8 +169,8 @@ def test_a_state_that_is_not_that_of_the_step_is_not_saved(
     last_step.remember(2, {})
     changes(of)
     last_step.save()
-    assert recovery_files.newest_in_memory(last_step._run_directory) is None
-    assert recovery_files.why_unsaved(last_step._run_directory, 0, 0) == why
+    assert recovery_files.newest_in_memory(last_step.run_directory) is None
+    assert recovery_files.why_unsaved(last_step.run_directory, 0, 0) == why
 
 
 def test_without_the_streams_of_all_ranks_nothing_is_saved(
@@ -179,8 +179,8 @@ def test_without_the_streams_of_all_ranks_nothing_is_saved(
     last_step, _ = made()
     last_step.remember(4, {})
     last_step.save()
-    assert recovery_files.newest_in_memory(last_step._run_directory) is None
-    found = recovery_files.why_unsaved(last_step._run_directory, 0, 0)
+    assert recovery_files.newest_in_memory(last_step.run_directory) is None
+    found = recovery_files.why_unsaved(last_step.run_directory, 0, 0)
     assert found == "rank 1 has not left its random streams of step 4"
 
 
@@ -190,10 +190,10 @@ def test_a_model_in_evaluation_is_not_saved(made: Callable[..., tuple[LastStep, 
     last_step.remember(1, {})
     model.eval()
     last_step.save()
-    assert recovery_files.why_unsaved(last_step._run_directory, 0, 0) == "the model was being evaluated"
+    assert recovery_files.why_unsaved(last_step.run_directory, 0, 0) == "the model was being evaluated"
     model.train()
     last_step.save()
-    assert recovery_files.newest_in_memory(last_step._run_directory) == 1
+    assert recovery_files.newest_in_memory(last_step.run_directory) == 1
 
 
 def test_an_object_that_fails_is_named_and_not_raised(made: Callable[..., tuple[LastStep, dict[str, Any]]]) -> None:
@@ -205,7 +205,7 @@ def test_an_object_that_fails_is_named_and_not_raised(made: Callable[..., tuple[
 
     of["small"].load_state_dict = fails
     last_step.save()
-    assert recovery_files.why_unsaved(last_step._run_directory, 0, 0) == "KeyError: 'no such thing'"
+    assert recovery_files.why_unsaved(last_step.run_directory, 0, 0) == "KeyError: 'no such thing'"
 
 
 def test_each_step_is_written_once_and_the_newest_is_kept(

@@ -58,19 +58,26 @@ def leave_streams(directory: Path, step: int, ranks: Sequence[Mapping[str, Any] 
     """Write a step's streams of some ranks to a file of their own; None: of another node's."""
     written = directory / f".streams-{step}-{os.getpid()}"
     written.write_bytes(encode(list(ranks)))
-    written.rename(_streams_file(directory, step))
+    written.rename(_streams_file(directory, step, len(ranks)))
 
 
-def left_streams(directory: Path, step: int) -> list[Mapping[str, Any] | None]:
-    """What `leave_streams` has written, by rank; nothing if it hasn't."""
+def left_streams(directory: Path, step: int, num_ranks: int) -> list[Mapping[str, Any] | None]:
+    """What `leave_streams` has written of so many ranks, by rank; nothing if it hasn't."""
     with contextlib.suppress(OSError):
-        found: list[Mapping[str, Any] | None] = decode(_streams_file(directory, step).read_bytes())
+        found: list[Mapping[str, Any] | None] = decode(_streams_file(directory, step, num_ranks).read_bytes())
         return found
     return []
 
 
-def _streams_file(directory: Path, step: int) -> Path:
-    return directory / f"streams-{step}"
+def forget_streams(directory: Path, *, before: int) -> None:
+    """Remove what `leave_streams` has written of earlier steps."""
+    for path in directory.glob("streams-*-of-*"):
+        if int(path.name.split("-")[1]) < before:
+            path.unlink(missing_ok=True)
+
+
+def _streams_file(directory: Path, step: int, num_ranks: int) -> Path:
+    return directory / f"streams-{step}-of-{num_ranks}"
 
 
 def restore_streams(ranks: Sequence[Mapping[str, Any] | None], world: World) -> None:

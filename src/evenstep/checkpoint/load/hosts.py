@@ -48,7 +48,7 @@ def bring_to_all(world: World, storage: Storage, step: int, holders: Sequence[in
         holders: The ranks whose hosts have it.
 
     Raises:
-        CheckpointError: A host can't write it. Raised on all ranks.
+        CheckpointError: A host can't read or write it. Raised on all ranks.
     """
     lacks = keeps_storage(world) and world.rank not in holders
     if not any(world.exchange(lacks)):
@@ -73,17 +73,24 @@ def bring_to_all(world: World, storage: Storage, step: int, holders: Sequence[in
     if problems:
         raise CheckpointError(
             f"{folder} of a survivor's memory, on the host of rank {source}, can't be brought to another host: "
-            f"{problems[0]}. Make room there, and start the run again: it goes on from the newest checkpoint on disk."
+            f"{problems[0]}. Make room there."
         )
 
 
 def _files(world: World, storage: Storage, folder: str, source: int) -> list[tuple[str, int]]:
     mine: list[list[Any]] = []
+    problem = None
     if world.rank == source:
-        for name in storage.list(folder):
-            with storage.open(f"{folder}/{name}") as file:
-                mine.append([name, file.num_bytes])
-    return [(str(name), int(num_bytes)) for name, num_bytes in world.broadcast_object(mine, source)]
+        try:
+            for name in storage.list(folder):
+                with storage.open(f"{folder}/{name}") as file:
+                    mine.append([name, file.num_bytes])
+        except OSError as error:
+            problem = f"{folder} can't be read on the host of rank {source}: {error}."
+    mine, problem = world.broadcast_object([mine, problem], source)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return [(str(name), int(num_bytes)) for name, num_bytes in mine]
 
 
 def _broadcast(world: World, storage: Storage, path: str, num_bytes: int, source: int) -> Iterator[Tensor]:
@@ -92,7 +99,7 @@ def _broadcast(world: World, storage: Storage, path: str, num_bytes: int, source
     for begin in range(0, num_bytes, _CHUNK_BYTES):
         chunk = part[: min(_CHUNK_BYTES, num_bytes - begin)]
         if world.rank == source:
-            with contextlib.suppress(OSError), storage.open(path) as file:  # all find it damaged then
+            with contextlib.suppress(OSError), storage.open(path) as file:  # who receives it finds it damaged
                 file.read_into(begin, bytes_of(chunk))
         world.control.broadcast(chunk, source).wait()
         yield chunk
@@ -105,11 +112,14 @@ def streams_of_hosts(
 
     Args:
         world: The ranks.
-        own: What they have left on this host, by rank of the run that saved; None: another host's.
-        saved: As the checkpoint has them that all hosts load.
+        own: What they have left on this host beside checkpoints, by rank of the run that saved; None: another host's.
+        saved: As this host's checkpoint has them.
 
     Returns:
         By rank of the run that saved; None: lost with their host.
     """
-    seen = [*world.exchange(list(own) if keeps_storage(world) else []), saved]
+    known = list(saved)
+    for rank, left in enumerate(own[: len(known)]):
+        known[rank] = known[rank] or left
+    seen = world.exchange(known if keeps_storage(world) else [])
     return [next((each[rank] for each in seen if rank < len(each) and each[rank]), None) for rank in range(len(saved))]

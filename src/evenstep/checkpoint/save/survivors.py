@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evenstep import environment
-from evenstep.checkpoint.format.random_streams import as_data, leave_streams
+from evenstep.checkpoint.format.random_streams import as_data, forget_streams, leave_streams
 from evenstep.checkpoint.format.tree import flatten, unwrapped
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import InPlace, models_among
@@ -99,7 +99,9 @@ class _Step:
 
 
 class LastStep:
-    """What this rank needs to save the last finished step when it has lost another rank. Made on all ranks at once.
+    """What this rank needs to save the last finished step when it has lost another rank.
+
+    Collective: every rank makes it.
 
     Args:
         objects: What the `Checkpointer` saves, by name.
@@ -108,15 +110,16 @@ class LastStep:
 
     Attributes:
         storage: Where survivors save, and the next ranks find it.
+        run_directory: Of the launcher on this node.
     """
 
     def __init__(self, objects: Mapping[str, Any], world: World, where: str) -> None:
         placement = environment.current_placement()
         assert placement.run_directory is not None
-        self._run_directory, self._attempt = placement.run_directory, placement.restart_count
+        self.run_directory, self._attempt = placement.run_directory, placement.restart_count
         self._key = recovery_files.key_of(where)
         self._objects, self._world = objects, world
-        directory = recovery_files.memory_directory(self._run_directory, self._key)
+        directory = recovery_files.memory_directory(self.run_directory, self._key)
         self.storage = LocalDirectory(directory, durable=False)
         self.storage.where = "memory"
         nodes = [world.node_rank] * world.world_size if world.num_nodes == 1 else world.exchange(world.node_rank)
@@ -147,7 +150,7 @@ class LastStep:
         for model in self._models:
             model.engine.before_exchange.append(self._exchange_begins)
         if world.virtual_ranks is not None and world.is_main:
-            recovery_files.note_virtual_ranks(self._run_directory, world.virtual_ranks.num_virtual_ranks)
+            recovery_files.note_virtual_ranks(self.run_directory, world.virtual_ranks.num_virtual_ranks)
 
     # ------------------------------------------------------------------ while nothing happens
 
@@ -223,7 +226,7 @@ class LastStep:
         except Exception as error:  # the loss is what ends this rank, whatever an object does here
             problem = f"{type(error).__name__}: {error}"
         if problem is not None:
-            recovery_files.note_unsaved(self._run_directory, self._world.rank, self._attempt, problem)
+            recovery_files.note_unsaved(self.run_directory, self._world.rank, self._attempt, problem)
 
     def _try_to_save(self, step: _Step) -> str | None:
         if self._has_stepped or self._versions() != step.versions:
@@ -278,10 +281,12 @@ class LastStep:
 
     def _save_once(self, step: _Step, streams: Sequence[Mapping[str, Any] | None]) -> None:
         self.storage.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for number in (step.number, step.number + 1):  # survivors on other nodes may be one ahead
-            of_node = self._streams_of_node(number)
-            if not isinstance(of_node, int):
-                leave_streams(self.storage.root, number, of_node)
+        if self._world.num_nodes > 1:
+            forget_streams(self.storage.root, before=step.number)
+            for number in (step.number, step.number + 1):  # survivors on other nodes may be one ahead
+                of_node = self._streams_of_node(number)
+                if not isinstance(of_node, int):
+                    leave_streams(self.storage.root, number, of_node)
         lock = os.open(self.storage.root / f"lock-{step.number}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -306,7 +311,7 @@ class LastStep:
             os.close(lock)
 
     def _streams_file(self, rank: int) -> Path:
-        return recovery_files.streams_file(self._run_directory, rank, self._attempt, self._key)
+        return recovery_files.streams_file(self.run_directory, rank, self._attempt, self._key)
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from evenstep.launcher.elastic.restarts import RestartLimit, compare_standings, 
 from evenstep.launcher.elastic.supervisor import WatchedRanks, read_pages
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy
 from evenstep.launcher.failure.report import Failure, describe_ranks
+from evenstep.launcher.options.flags import FIXED_NODES
 
 _SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
 
@@ -139,6 +140,7 @@ class RankAgent(ElasticAgent):
                 node_rank=worker_group.group_rank,
                 num_nodes=worker_group.group_world_size,
                 num_ranks_each=len(ranks),
+                may_lose_nodes=worker_group.spec.rdzv_handler.get_backend() != FIXED_NODES,
                 describe=lambda: describe_ranks(
                     read_pages(self._run_directory, ranks, attempt), now_ns=time.monotonic_ns()
                 ),

@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -47,7 +47,7 @@ class Saved:
         step: Of the last checkpoint that was committed; None: none.
         in_memory: The newest step that a survivor of a lost rank has saved; None: none.
         is_new: It was saved in this attempt.
-        is_loss: Why the attempt ended: True: ranks or nodes were lost; False: a mistake; None: another node knows.
+        is_loss: Whether the attempt ended because ranks or nodes were lost; None: not known here, perhaps nowhere.
     """
 
     has_checkpointer: bool
@@ -114,11 +114,12 @@ class Heartbeats:
         return self._has_begun and now - self._answered > self._lost_after_s
 
     def lost_nodes(self, now: float) -> list[int]:
-        """The nodes that have not been heard of for too long, as far as the store answers."""
+        """The nodes that have not been heard of for too long, as far as the store has answered."""
         if not self._has_begun:
             return []
-        # A node without a first heartbeat still starts.
-        return [node for node, (beat, since) in self._last.items() if beat and now - since > self._lost_after_s]
+        # Not until now: a store that doesn't answer says nothing of a node. One without a first heartbeat still starts.
+        known = min(now, self._answered)
+        return [node for node, (beat, since) in self._last.items() if beat and known - since > self._lost_after_s]
 
 
 class OtherNodes:
@@ -131,6 +132,7 @@ class OtherNodes:
         node_rank: This node.
         num_nodes: All nodes.
         num_ranks_each: Ranks of every node.
+        may_lose_nodes: The run can go on without a node that is lost, or until it comes back.
         lost_after_s: See `Heartbeats`.
         describe: Returns a line on what this node's ranks are doing; called several times a second, by the thread.
 
@@ -149,11 +151,13 @@ class OtherNodes:
         node_rank: int,
         num_nodes: int,
         num_ranks_each: int = 1,
+        may_lose_nodes: bool = False,
         lost_after_s: float = 4.0,  # so that it is named within 5
         describe: Callable[[], str] = lambda: "",
     ) -> None:
         self._address, self._port = address, port
         self._node_rank, self._num_ranks_each = node_rank, num_ranks_each
+        self._may_lose_nodes = may_lose_nodes
         self._prefix = f"evenstep/nodes/{session}"
         self._others = [node for node in range(num_nodes) if node != node_rank]
         self._heartbeats = Heartbeats(self._others, lost_after_s=lost_after_s, now=time.monotonic())
@@ -189,7 +193,8 @@ class OtherNodes:
         each = self._num_ranks_each
         lost = [rank for node in self._heartbeats.lost_nodes(now) for rank in range(node * each, (node + 1) * each)]
         # Without the store nobody can agree with others on how to go on: that is left to those who have it.
-        return RemoteFailure(text, self.LOST_STATUS, is_loss=not self._heartbeats.is_cut_off(now), lost=tuple(lost))
+        is_loss = self._may_lose_nodes and not self._heartbeats.is_cut_off(now)
+        return RemoteFailure(text, self.LOST_STATUS, is_loss=is_loss, lost=tuple(lost))
 
     def publish_failure(
         self,
@@ -204,6 +209,10 @@ class OtherNodes:
         """Publish this node's failure as the first, unless another node's was. Waits a moment until that is done."""
         where = f"node {self._node_rank} ({socket.gethostname()})"
         failure = RemoteFailure(f"on {where}: {text}"[:_MAX_TEXT], status, state[:_MAX_TEXT], is_loss, tuple(lost))
+        self.publish(failure, wait_s=wait_s)
+
+    def publish(self, failure: RemoteFailure, *, wait_s: float = 1.0) -> None:
+        """Publish a failure as the first, such as the loss of a node that can't; as `publish_failure`."""
         self._own_failure = json.dumps(asdict(failure))
         self._wakes.set()
         self._is_published.wait(wait_s)
@@ -251,7 +260,10 @@ class OtherNodes:
         deadline = time.monotonic() + _PARTING_S
         while self._lack(self._agreed) and time.monotonic() < deadline:
             time.sleep(_HURRY_S)
-        return Saved.of_all_nodes(self._saved.values())
+        together = Saved.of_all_nodes(self._saved.values())
+        if self._has_ended.is_set() or self._heartbeats.is_cut_off(time.monotonic()):
+            return replace(together, is_loss=False)  # the others may go on, and this node can't
+        return together
 
     def _lack(self, heard: Collection[int]) -> bool:
         """Whether a node is missing here that may still be heard of."""

@@ -79,10 +79,10 @@ class Recoveries:
         is_new: bool = True,
         virtual_ranks: int | None = None,
     ) -> Recovery | None:
-        """How the run goes on after a failure; None: it doesn't.
+        """How the run goes on after a loss (`is_loss`, as all nodes know it together); None: it doesn't.
 
         Args:
-            failure: Of an attempt, all of whose ranks have ended.
+            failure: Of an attempt, all of whose ranks have ended, as this node knows it.
             num_ranks: How many there were; None: on several nodes, which go on with all ranks that they have then.
             in_memory: The newest step that a survivor has saved; None: none.
             on_disk: The newest checkpoint of this run; None: none.
@@ -90,7 +90,7 @@ class Recoveries:
             virtual_ranks: In reproducible mode, how many; the number of ranks divides it.
         """
         step = max((each for each in (in_memory, on_disk) if each is not None), default=None)
-        if step is None or not is_loss(failure):
+        if step is None:
             return None
         in_vain = self._num_in_vain + 1 if self._made and step <= self._made[-1].step else 0
         if in_vain >= self.policy.most_in_vain:

@@ -10,8 +10,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
@@ -256,6 +255,8 @@ def bound_answers(handler: RendezvousHandler) -> None:
     torch's own asks its store, and on a host that is cut off that store never answers, whatever its timeout: the
     launcher couldn't say what has happened, nor end.
     """
+    if isinstance(handler, OneNodeRendezvous | FixedNodesRendezvous):
+        return  # ours ask nobody
     bounded: Any = handler
     bounded.num_nodes_waiting = _Bounded(handler.num_nodes_waiting, otherwise=0)
     bounded.shutdown = _Bounded(handler.shutdown, otherwise=False)
@@ -269,15 +270,13 @@ class _Bounded:
         self._call: Future[Any] | None = None
 
     def __call__(self) -> Any:
-        """The answer, or the error; `otherwise` if it doesn't come, now or to an earlier call."""
+        """The answer, or the error; `otherwise` without an answer in time, or if an earlier call still runs."""
         if self._call is not None and not self._call.done():
             return self._otherwise
         self._call = Future()
         threading.Thread(target=self._answer, args=(self._call,), name="evenstep rendezvous", daemon=True).start()
-        try:
-            return self._call.result(_ANSWER_S)
-        except FutureTimeoutError:
-            return self._otherwise
+        wait([self._call], _ANSWER_S)
+        return self._call.result() if self._call.done() else self._otherwise
 
     def _answer(self, call: Future[Any]) -> None:
         try:

@@ -21,6 +21,7 @@ from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves
 from evenstep.health.heartbeat import Heartbeat, Phase, page_file, read_page
 from evenstep.health.phase_timeouts import PhaseTimeouts
 from evenstep.health.recovery_files import (
+    brought_step,
     is_newer,
     newest_in_memory,
     note_losses,
@@ -375,9 +376,12 @@ class WatchedRanks:
             # A suspended rank receives no other signal. Its peers report that they have lost it, as after any death.
             self._processes[self._ranks.index(hang.rank)].signal_group(signal.SIGKILL)
         evident, first = False, signal.SIGTERM
-        if remote_failure is not None and remote_failure.is_loss:
-            note_lost_peers(self._run_directory, self._attempt, remote_failure.text)  # for those who wait for them
+        has_told = False
         while self._alive():
+            lost = remote_failure or self._look_at_others()
+            if lost is not None and lost.is_loss and not has_told:
+                note_lost_peers(self._run_directory, self._attempt, lost.text)  # for the ranks that wait for them
+                has_told = True
             if remote_failure is not None and not self._awaits_survivors(started, noticed_ns, remote_failure):
                 break
             if self._only_end():
@@ -388,10 +392,10 @@ class WatchedRanks:
             if not evident and self._anybody_is_leaving():
                 # It left its world as it should, and early: how it ends decides which rank is the root cause.
                 grace_s = max(grace_s, self._policy.terminate_s)
-            if time.monotonic() - started >= grace_s and not self._awaits_survivors(
-                started, noticed_ns, remote_failure or self._look_at_others()
-            ):
-                break
+            if time.monotonic() - started >= grace_s:
+                if not self._awaits_survivors(started, noticed_ns, lost):
+                    break
+                self._kill_suspended()
             time.sleep(_POLL_S)
         if not (evident or remote_failure is not None or hang is not None):
             stacks = self._request_stacks()
@@ -401,6 +405,8 @@ class WatchedRanks:
         if failure is not None:
             seen_pages = {rank: seen for rank, seen in pages.items() if seen is not None}
             failure = replace(failure, hang=hang, pages=seen_pages, noticed_ns=noticed_ns)
+        if self._others is not None and self._recoveries is not None and remote_failure is not None:
+            self._others.publish(remote_failure)  # all have to know of it, and a node that is lost can't say so
         remote_failure = remote_failure or self._compare_with_others(failure)
         states = self._others.states() if self._others is not None else ()
         if self._others is not None and self._others.new_node_waits and (failure is None or failure.only_secondary):
@@ -410,6 +416,8 @@ class WatchedRanks:
         if failure is not None:
             failure = replace(failure, remote_failure=remote_failure)
         saved = self._saved_anywhere(self._pages(), failure)  # a save behind the loop may have ended meanwhile
+        if remote_failure is None and failure is not None and failure.only_secondary and saved.is_loss:
+            failure = replace(failure, remote_failure=self._look_at_others())  # another node has said why meanwhile
         self._close_context()
         recovery = self._plan_recovery(failure, saved)
         if failure is not None:
@@ -449,6 +457,12 @@ class WatchedRanks:
     def _look_at_others(self) -> RemoteFailure | None:
         return None if self._others is None else self._others.look()
 
+    def _kill_suspended(self) -> None:
+        """Kill ranks that a signal has stopped: a survivor that waits for one doesn't notice that another was lost."""
+        for process in self._alive().values():
+            if observe(process.pid).state == "T":
+                process.signal_group(signal.SIGKILL)
+
     def _awaits_survivors(self, started: float, noticed_ns: int, remote_failure: RemoteFailure | None) -> bool:
         """Whether a survivor may still save the last step for those who go on: see `checkpoint.save.survivors`.
 
@@ -466,7 +480,7 @@ class WatchedRanks:
         elif failure is None or not is_loss(replace(failure, remote_failure=remote_failure)):
             return False
         pages, elapsed_s = self._pages(), time.monotonic() - started
-        has_saved = is_newer(newest_in_memory(self._run_directory), self._in_memory_before)
+        has_saved = self._newest_saved_here() is not None
         alive = (pages[self._ranks[local_rank]] for local_rank in self._alive())
         saving = [seen for seen in alive if seen is not None and seen.phase is Phase.SAVING]
         if any(not has_saved or seen.time_ns > noticed_ns for seen in saving):
@@ -491,7 +505,10 @@ class WatchedRanks:
         )
 
     def _compare_with_others(self, failure: Failure | None) -> RemoteFailure | None:
-        """Publish a failure that began here; else, after secondary failures only, wait for one published elsewhere."""
+        """Publish a failure that began here; else, after secondary failures only, wait for one published elsewhere.
+
+        Where the run goes on after losses, all nodes agree on the reason later, when all have ended.
+        """
         if self._others is None or failure is None:
             return None
         if not failure.only_secondary:
@@ -503,9 +520,9 @@ class WatchedRanks:
                 lost=lost_ranks(failure),
             )
             return None
-        # Survivors on the node where it happened may have much to save before that node says what it was.
-        longest_s = self._policy.grace_s if self._recoveries is None else self._policy.save_s
-        deadline = time.monotonic() + longest_s
+        if self._recoveries is not None:
+            return self._others.look()
+        deadline = time.monotonic() + self._policy.grace_s
         while (published := self._others.look()) is None and time.monotonic() < deadline:
             if self._others.new_node_waits:
                 return None
@@ -514,16 +531,20 @@ class WatchedRanks:
 
     def _saved_here(self, pages: Mapping[int, Heartbeat | None], failure: Failure | None = None) -> Saved:
         steps = (seen.saved_step for seen in pages.values() if seen is not None)
-        in_memory = newest_in_memory(self._run_directory)
-        is_new = is_newer(in_memory, self._in_memory_before)
         knows = failure is not None and (self._others is None or is_known_here(failure))
         return Saved(
             self._saves(),
             max((step for step in steps if step is not None), default=None),
-            in_memory,
-            is_new,
+            newest_in_memory(self._run_directory),
+            self._newest_saved_here() is not None,
             is_loss(failure) if knows else None,
         )
+
+    def _newest_saved_here(self) -> int | None:
+        """The newest step that a survivor on this node has saved in this attempt; None: none."""
+        step = newest_in_memory(self._run_directory)
+        is_new = is_newer(step, self._in_memory_before) and is_newer(step, brought_step(self._run_directory))
+        return step if is_new else None
 
     def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None], failure: Failure | None) -> Saved:
         """What this attempt has saved on any node, so that all nodes decide alike whether to restart."""

@@ -149,7 +149,7 @@ class ProcessGroupTransport:
         self._arguments = Arguments(name, self.rank, self.world_size)
         self._scratch = Scratch()
         self._is_parents = False
-        self.recovers = environment.recovers() and environment.current_placement().num_nodes > 1
+        self.recovers = name == "gloo" and environment.recovers() and environment.current_placement().num_nodes > 1
         _transports.add(self)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

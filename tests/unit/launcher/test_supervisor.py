@@ -62,7 +62,7 @@ class Others:
     def announce_new_node(self) -> None:
         self.new_node_waits = True
 
-    def publish_failure(self, text: str, status: int, *, state: str = "") -> None:
+    def publish_failure(self, text: str, status: int, **_: object) -> None:
         self.blamed.append(text)
 
     def publish_looks(self, text: str) -> None:

@@ -198,7 +198,7 @@ ENDLESS = """
 """
 
 
-@pytest.mark.parametrize(("kind", "victim"), zip(KINDS, [1, 2], strict=True))  # a worker; a server
+@pytest.mark.parametrize(("kind", "victim"), [*zip(KINDS, [1, 2], strict=True)])  # a worker; a server
 def test_a_dead_rank_ends_a_run_with_parameter_servers(kind: str, victim: int, tmp_path: Path) -> None:
     """Nobody hangs: mpiexec ends the others."""
     script = ENDLESS.replace("{VICTIM}", str(victim))

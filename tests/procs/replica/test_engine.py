@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
@@ -275,88 +274,6 @@ def half_precision_weights(dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_do_not_overflow_sixteen_bits(ranks, dtype):
     ranks.run(half_precision_weights, 2, dtype)
-
-
-class InPlaceDivisions(TorchDispatchMode):
-    """Counts divisions in place of more than one number."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "div_" in str(func) and args[0].numel() > 1
-        return func(*args, **(kwargs or {}))
-
-
-def with_weights(weights, sharded):
-    """Parameters after a step with each of these weights on every rank, and whether the last one's sum was divided."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(3)
-    model = evenstep.DistributedDataParallel(nn.Linear(7, 5), world=world)
-    optimizer = (evenstep.ShardedOptimizer if sharded else fused_alone)(model, torch.optim.SGD, lr=0.1)
-    x = torch.randn(len(weights), world.world_size, 4, 7)[:, world.rank]
-    for weight, rows in zip(weights, x, strict=True):
-        loss = model(rows).square().mean()
-        with InPlaceDivisions() as divisions:
-            model.backward(loss, weight=weight)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.module.weight.detach().clone(), divisions.count
-
-
-def fused_alone(model, optimizer_class, **options):
-    return optimizer_class(model.parameters(), **options)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_the_scale_of_weights_changes_no_bit_and_saves_a_division(ranks, sharded):
-    """It follows the weights of the last window, and a resumed run begins without."""
-    (first, divided), *others = (
-        ranks.run(with_weights, 2, weights, sharded)[0] for weights in ([8, 8, 8], [1, 1, 1], [1 << 40, 2, 0.125])
-    )
-    assert all(torch.equal(first, other) for other, _ in others)
-    assert (divided, *(count for _, count in others)) == (0, 0, 1)
-
-
-def sharing_a_loss():
-    """Gradients of two models over those of one process: rank 1's share is empty once, and windows end apart."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(7)
-    alone = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
-    parts = [evenstep.DistributedDataParallel(copy.deepcopy(each), world=world) for each in alone]
-    x = torch.randn(5, 2, 6, 3, dtype=torch.float64)
-    # By pass: the weights of the ranks, whether the encoder takes part, and whether the decoder's window ends.
-    plan = [
-        ((8, 8), True, True),
-        ((3, 2), True, False),
-        ((1, 1), False, True),
-        ((8, 0), True, True),
-        ((5, 5), True, True),
-    ]
-    total = 0
-    for rows, (of_ranks, has_encoder, ends) in zip(x, plan, strict=True):
-        taking_part = parts[0 if has_encoder else 1 :]
-        mine = rows[world.rank][: 6 if of_ranks[world.rank] else 0]
-        given = parts[0](mine) if has_encoder else mine.new_ones(len(mine), 4)
-        with contextlib.nullcontext() if ends else parts[1].accumulate():
-            evenstep.backward(taking_part, parts[1](given).square().mean(), weight=of_ranks[world.rank])
-        total += sum(of_ranks)
-        for rank, weight in enumerate(of_ranks):
-            hidden = alone[0](rows[rank]) if has_encoder else torch.ones(6, 4, dtype=torch.float64)
-            (alone[1](hidden).square().mean() * weight).backward()
-        for part, expected, divisor in zip(parts, alone, (sum(of_ranks), total), strict=True):
-            if part in taking_part and (ends or part is parts[0]):
-                for p, q in zip(part.parameters(), expected.parameters(), strict=True):
-                    torch.testing.assert_close(p.grad, q.grad / divisor, rtol=1e-12, atol=1e-14)
-                part.zero_grad()
-                expected.zero_grad()
-        total = 0 if ends else total
-
-
-def test_windows_of_models_that_share_a_loss_are_their_own(ranks):
-    """Their weights have one scale in each pass, and that of the encoder follows its last window."""
-    ranks.run(sharing_a_loss, 2)
 
 
 def with_scaler(form):

@@ -465,8 +465,8 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         """Add `weight` times the gradient of `loss` to the window; the end of the window divides by all weights.
 
         Collective unless inside `accumulate`, `no_sync` or all but the last of `microbatches`. Until the window ends
-        `p.grad` holds this rank's undivided sum, over a power of two (see `weights.py`). After an error the gradients
-        of this step are lost; the model is as before it.
+        `p.grad` holds this rank's undivided sum. After an error the gradients of this step are lost; the model is as
+        before it.
 
         Wrapped parts of the module take part. A loss that goes through other wrapped models is given to
         `evenstep.backward`, with all of them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 
 import torch
@@ -107,23 +106,3 @@ class AcrossRanks(Exchange):
     def _is_weighted(self, window: Window) -> bool:
         """Whether the sums are of weighted gradients. A rank without a share knows that only from the header."""
         return window.kind is Kind.WEIGHTED or (window.kind is None and bool(self._header.tensor[1] > 0))
-
-    def _divisor(self, window: Window, scale: float, *, num_copies: int = 1) -> float | Tensor:
-        """Return by what weighted sums are divided; where that is read, learn the scale of the next weights from it.
-
-        Args:
-            window: That ends.
-            scale: Of its weights.
-            num_copies: How many ranks have the same gradients, of which one counts.
-        """
-        total = self._header.divisor() / num_copies
-        if self._late_kinds is not None:
-            return total
-        divisor = float(total)
-        # A rank without a pass may have another scale than those with one, and only they know theirs. Gradients of 16
-        # bits before a scaler have theirs from the first window on, so that a resumed run has it too. What virtual
-        # ranks have left isn't brought to another scale.
-        all_weighted = self._header.kinds()[0] == self._world.world_size
-        if math.isfinite(divisor) and all_weighted and not (window.is_scaled or self._ending.sums_first):
-            self._weights.expect(divisor * scale)
-        return divisor

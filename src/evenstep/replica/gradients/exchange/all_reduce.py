@@ -137,7 +137,7 @@ class AllReduceExchange(AcrossRanks):
             for parameter, is_used in list(zip(self._parameters, self._used, strict=True))[self._num_dense :]:
                 if is_used:
                     parameter.grad = sum_over_ranks(parameter.grad, parameter, self._transport, self._control)
-        self._divide(window, scale)
+        self._divide(window)
         own_factor = self._own_factor(window, scale)
         for bucket in self.buckets:
             bucket.unpack(own_factor)
@@ -247,12 +247,12 @@ class AllReduceExchange(AcrossRanks):
     def _make_room(self, bucket: Bucket) -> None:
         """Prepare a bucket's memory before it is packed; where buckets share memory, take it over."""
 
-    def _divide(self, window: Window, scale: float) -> None:
+    def _divide(self, window: Window) -> None:
         weighted = self._is_weighted(window)
         num_ranks = float(self._world.world_size)
         divisor: float | Tensor = float(self._ending.num_shares)
         if weighted:
-            divisor = self._divisor(window, scale)
+            divisor = self._header.divisor()
         elif self._uneven is not None and not self._uneven.divide_by_initial_world_size:
             divisor = self._header.num_plain()
         for bucket in self.buckets:

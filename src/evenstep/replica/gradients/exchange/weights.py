@@ -15,8 +15,8 @@ last pass begins, and awaited before the first bucket is launched. This rank's a
 peers can't block on it, not even those that wait in the statistics of a SyncBatchNorm.
 
 *To save a division.* To divide the sums is to read and write them once more. Where gradients have more than 16 bits
-every power of two is an exact scale, and on CPUs windows take that of the last one's weights: where these are a power
-of two, and the same again, nothing is left to divide by.
+every power of two is an exact scale, and a divided model takes that of the last window's weights: where these are a
+power of two, and the same again, nothing is left to divide by.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class Endpoint:
         return found
 
     def watch(self, peer: Peer, on_lost: Callable[[], object]) -> None:
-        """Call `on_lost`, in another thread, when a process has ended, but for one that has closed in good order."""
+        """Call `on_lost`, in another thread, when a process ends without having closed in good order."""
 
         def done(future: Future[Any]) -> None:
             try:

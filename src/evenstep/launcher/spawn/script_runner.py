@@ -90,11 +90,11 @@ def main(arguments: list[str]) -> None:
 
 
 def register_stacks(file: IO[str]) -> None:
-    """Have this process write its stacks to a file on `STACK_SIGNAL`; to be kept open.
+    """Have this process write its stacks to a file on `STACK_SIGNAL`. Keep the file open.
 
-    Beside parameter servers that of the main thread alone, which gets the signal. faulthandler reads other threads'
-    frames without the interpreter lock. The threads of a server's RPC run python while its main thread waits, and a
-    healthy server now and then died of SIGSEGV when it was asked.
+    With parameter servers only the main thread's stack is written: that thread gets the signal. faulthandler reads
+    other threads' frames without the interpreter lock. The threads of a server's RPC run python while its main thread
+    waits, and a healthy server now and then died of SIGSEGV when it was asked.
     """
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=not is_set("EVENSTEP_SERVERS"))
 

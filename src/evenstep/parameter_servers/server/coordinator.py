@@ -80,7 +80,7 @@ class Decision(NamedTuple):
         released: Calls that are answered now, with the parameters as they are then.
         gone: Members that will push no more.
         saves: A copy of the state is taken here.
-        failure: Why the run can't go on, which answers whoever waits or calls from now on; "": it can.
+        failure: Why the run can't go on: waiting and later calls are answered with it; "": it can.
         has_ended: All workers have left.
     """
 

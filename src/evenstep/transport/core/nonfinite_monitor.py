@@ -1,7 +1,7 @@
 """Checks sums over ranks for NaN and infinity while shared memory computes them: each rank the part that it computes.
 
-At this point the check costs least: the sum is still in the cache, one rank checks each element, and the inputs still
-show which rank had the non-finite value.
+At this point the check costs least: the sum is still in the cache, each element is checked where it is added, and the
+inputs still show which rank had the non-finite value.
 """
 
 from __future__ import annotations

@@ -445,7 +445,7 @@ def _read_chunks(at: ProgramContext, call: Call, read: Callable[[int], object]) 
 
 
 def _all_reduce(at: ProgramContext, call: Call) -> Program:
-    """Each rank reduces its slice, zero-copy or chunk by chunk; in chunks small tensors whole."""
+    """Each rank reduces its slice, zero-copy or chunk by chunk; small tensors in slots every rank reduces whole."""
     if None in call.places:
         yield from (_whole_all_reduce if at.sums_whole(call) else _chunked_all_reduce)(at, call)
         return

@@ -88,9 +88,7 @@ def note_unsaved(run_directory: Path, rank: int, attempt: int, why: str) -> None
 
 def why_unsaved(run_directory: Path, rank: int, attempt: int) -> str | None:
     """Why a survivor has saved nothing; None: it has, or there was nothing to save."""
-    with contextlib.suppress(OSError):
-        return (run_directory / f"unsaved-{attempt}-{rank}").read_text()
-    return None
+    return _text(run_directory / f"unsaved-{attempt}-{rank}")
 
 
 def note_brought(run_directory: Path, step: int) -> None:
@@ -100,25 +98,17 @@ def note_brought(run_directory: Path, step: int) -> None:
 
 def brought_step(run_directory: Path) -> int | None:
     """The last step that another node has sent; None: none."""
-    with contextlib.suppress(OSError, ValueError):
-        return int((run_directory / _BROUGHT).read_text())
-    return None
+    return _number(run_directory / _BROUGHT)
 
 
 def note_lost_peers(run_directory: Path, attempt: int, which: str) -> None:
     """Write which peers on other nodes are lost, so that ranks stop waiting: a cut connection may raise no error."""
-    file = _lost_file(run_directory, attempt)
-    written = file.with_name(f".{file.name}")
-    with contextlib.suppress(OSError):
-        written.write_text(which)
-        written.rename(file)
+    _put(_lost_file(run_directory, attempt), which)
 
 
 def lost_peers(run_directory: Path, attempt: int) -> str | None:
     """Which peers on other nodes are lost, as far as the launcher has said; None: none."""
-    with contextlib.suppress(OSError):
-        return _lost_file(run_directory, attempt).read_text()
-    return None
+    return _text(_lost_file(run_directory, attempt))
 
 
 def _lost_file(run_directory: Path, attempt: int) -> Path:
@@ -132,21 +122,35 @@ def note_virtual_ranks(run_directory: Path, count: int) -> None:
 
 def virtual_ranks_of(run_directory: Path) -> int | None:
     """How many virtual ranks the run has; None: it isn't reproducible, or not that far."""
-    with contextlib.suppress(OSError, ValueError):
-        return int((run_directory / _VIRTUAL_RANKS).read_text())
-    return None
+    return _number(run_directory / _VIRTUAL_RANKS)
 
 
 def note_losses(run_directory: Path, losses: Losses) -> None:
     """Say what the run has lost so far; ranks may read it meanwhile."""
-    written = run_directory / f".{_LOSSES}"
-    with contextlib.suppress(OSError):  # a full disk is no reason not to go on
-        written.write_text(json.dumps(asdict(losses)))
-        written.rename(run_directory / _LOSSES)
+    _put(run_directory / _LOSSES, json.dumps(asdict(losses)))
 
 
 def losses_of(run_directory: Path) -> Losses | None:
     """What the run has lost so far; None: nothing."""
+    text = _text(run_directory / _LOSSES)
+    return None if text is None else Losses(**json.loads(text))
+
+
+def _put(file: Path, text: str) -> None:
+    """Write a file that others may read meanwhile: they find it whole, or as it was."""
+    written = file.with_name(f".{file.name}")
+    with contextlib.suppress(OSError):  # a full disk is no reason not to go on
+        written.write_text(text)
+        written.rename(file)
+
+
+def _text(file: Path) -> str | None:
     with contextlib.suppress(OSError):
-        return Losses(**json.loads((run_directory / _LOSSES).read_text()))
+        return file.read_text()
+    return None
+
+
+def _number(file: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int(file.read_text())
     return None

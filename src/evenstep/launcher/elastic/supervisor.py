@@ -469,23 +469,24 @@ class WatchedRanks:
         While one saves, also where another step is there: a script may have several `Checkpointer`s. A save that began
         before the loss may be one that waits for the lost rank; it counts as long as no step is there.
         """
-        if self._recoveries is None or not self._saves():
-            return False
-        failure = judge(self._exits(), self._reports(), attempt=self._attempt)
-        if remote_failure is not None and failure is None:
-            if not remote_failure.is_loss:
-                return False
-        elif remote_failure is None and self._others is not None and failure is not None and failure.only_secondary:
-            pass  # whether ranks were lost is known on the node where that happened, and not yet here
-        elif failure is None or not is_loss(replace(failure, remote_failure=remote_failure)):
+        if self._recoveries is None or not self._saves() or not self._may_be_loss(remote_failure):
             return False
         pages, elapsed_s = self._pages(), time.monotonic() - started
-        has_saved = self._newest_saved_here() is not None
+        has_saved = self._has_saved_here()
         alive = (pages[self._ranks[local_rank]] for local_rank in self._alive())
         saving = [seen for seen in alive if seen is not None and seen.phase is Phase.SAVING]
         if any(not has_saved or seen.time_ns > noticed_ns for seen in saving):
             return elapsed_s < self._policy.save_s
         return not has_saved and elapsed_s < self._recoveries.policy.save_s
+
+    def _may_be_loss(self, remote_failure: RemoteFailure | None) -> bool:
+        """Whether ranks were lost, as far as is known here and now."""
+        if remote_failure is not None:
+            return remote_failure.is_loss
+        failure = judge(self._exits(), self._reports(), attempt=self._attempt)
+        if self._others is not None and failure is not None and failure.only_secondary:
+            return True  # the node where it happened knows, and has not said so yet
+        return is_loss(failure)
 
     def _plan_recovery(self, failure: Failure | None, saved: Saved) -> Recovery | None:
         if self._recoveries is None or failure is None or not saved.is_loss:
@@ -536,15 +537,14 @@ class WatchedRanks:
             self._saves(),
             max((step for step in steps if step is not None), default=None),
             newest_in_memory(self._run_directory),
-            self._newest_saved_here() is not None,
+            self._has_saved_here(),
             is_loss(failure) if knows else None,
         )
 
-    def _newest_saved_here(self) -> int | None:
-        """The newest step that a survivor on this node has saved in this attempt; None: none."""
+    def _has_saved_here(self) -> bool:
+        """Whether a survivor on this node has saved a step in this attempt."""
         step = newest_in_memory(self._run_directory)
-        is_new = is_newer(step, self._in_memory_before) and is_newer(step, brought_step(self._run_directory))
-        return step if is_new else None
+        return is_newer(step, self._in_memory_before) and is_newer(step, brought_step(self._run_directory))
 
     def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None], failure: Failure | None) -> Saved:
         """What this attempt has saved on any node, so that all nodes decide alike whether to restart."""

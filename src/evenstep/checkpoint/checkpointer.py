@@ -476,16 +476,20 @@ class Checkpointer:
                 self._prepare_for_losses()
 
     def _prepare_for_losses(self) -> None:
-        run_directory = environment.current_placement().run_directory
-        if self.world.is_main and run_directory is not None:
+        placement = environment.current_placement()
+        run_directory, key = placement.run_directory, recovery_files.key_of(self._where)
+        assert run_directory is not None
+        if self.world.is_main:
             # Ranks that start again often would never come to a save that is due every ten minutes.
-            self._saved_file = recovery_files.saved_file(run_directory, recovery_files.key_of(self._where))
+            self._saved_file = recovery_files.saved_file(run_directory, key)
             self._saved_at = recovery_files.read_time(self._saved_file) or self._saved_at
             self._note_saved_at()
         problem = why_not(self._objects, self.world)
         if problem is None:
             self._last_step = LastStep(self._objects, self.world, self._where)
         else:
+            # It never comes, so neither does the rest of this run go on from memory: both belong together.
+            recovery_files.note_kept(run_directory, self.world.rank, placement.restart_count, key, None)
             self._print(f"--recover: {problem}, so after a loss the ranks go on from the newest checkpoint on disk")
 
     def _load_from_memory(self, *, strict: bool) -> int | None:
@@ -501,8 +505,6 @@ class Checkpointer:
             except CheckpointError as error:
                 self._print(str(error))
                 return None
-            if keeps and self.world.rank not in holders:
-                recovery_files.note_brought(self._last_step.run_directory, step)
             try:
                 self._load(step, strict=strict, verb="resumed from", memory=storage)
             except DamagedError as error:
@@ -569,6 +571,7 @@ class Checkpointer:
 
     def _release(self) -> None:
         if self._last_step is not None:
+            self._last_step.forget()
             self._last_step.close()
             self._last_step = None
         self.world.cancel_at_end(self._world_ended)

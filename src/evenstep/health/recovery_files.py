@@ -1,10 +1,10 @@
 """What ranks leave in the run's directory for those who go on after a rank is lost: see `checkpoint.save.survivors`.
 
 memory/KEY/step-0000090     a checkpoint in the page cache, written by a survivor; KEY: of a `Checkpointer`
+kept-ATTEMPT-RANK-KEY       which step of it a survivor has saved there; empty: it has one to save, if another is lost
 streams-ATTEMPT-RANK-KEY    a rank's random streams of its last steps
 lost-ATTEMPT-peers          which peers on other nodes are lost, written by the launcher for ranks that wait for them
 saved-KEY                   when the last whole save to the disk began: the next one is due some minutes after it
-brought                     the last step that another node has sent to this one's memory
 losses                      what the run has lost so far, written by the launcher
 virtual-ranks               how many there are in reproducible mode
 """
@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _STEP = re.compile(r"step-(\d{7,})")
-_MEMORY, _VIRTUAL_RANKS, _LOSSES, _BROUGHT = "memory", "virtual-ranks", "losses", "brought"
+_MEMORY, _VIRTUAL_RANKS, _LOSSES = "memory", "virtual-ranks", "losses"
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,53 @@ def newest_in_memory(run_directory: Path) -> int | None:
     return max(steps, default=None)
 
 
-def is_newer(step: int | None, before: int | None) -> bool:
-    """Whether survivors have saved since `newest_in_memory` told `before`; a damaged step may have gone meanwhile."""
-    return step is not None and (before is None or step > before)
+def note_kept(run_directory: Path, rank: int, attempt: int, key: str, step: int | None) -> None:
+    """Say which step of a `Checkpointer` this survivor has saved; None: one is to be saved, if another rank is lost."""
+    _put(_kept_file(run_directory, rank, attempt, key), "" if step is None else str(step))
+
+
+def forget_kept(run_directory: Path, rank: int, attempt: int, key: str) -> None:
+    """A `Checkpointer` has ended: nothing more of it is to be saved. What has been, stays."""
+    file = _kept_file(run_directory, rank, attempt, key)
+    if _number(file) is None:
+        file.unlink(missing_ok=True)
+
+
+def kept_by_survivors(run_directory: Path, attempt: int) -> tuple[dict[str, int] | None, bool]:
+    """What one survivor has saved of all its `Checkpointer`s: their steps belong together.
+
+    Returns:
+        Steps by key, of the survivor that was ahead; None: none has saved all. And whether anything at all was saved.
+    """
+    by_rank: dict[str, dict[str, int | None]] = {}
+    for file in run_directory.glob(f"kept-{attempt}-*-*"):
+        rank, _, key = file.name.removeprefix(f"kept-{attempt}-").partition("-")
+        by_rank.setdefault(rank, {})[key] = _number(file)
+    whole = [
+        {key: step for key, step in steps.items() if step is not None}
+        for steps in by_rank.values()
+        if None not in steps.values()
+    ]
+    has_any = any(step is not None for steps in by_rank.values() for step in steps.values())
+    return max(whole, key=lambda steps: sum(steps.values()), default=None), has_any
+
+
+def keep_what_belongs_together(run_directory: Path, attempt: int) -> None:
+    """Leave in memory what one survivor has saved. A part of it would be a state that the run never had.
+
+    Whoever died over its second save has left such a part; then the run goes on from the disk.
+    """
+    steps, has_any = kept_by_survivors(run_directory, attempt)
+    if not has_any:
+        return  # what an earlier loss has left is still whole
+    for path in run_directory.glob(f"{_MEMORY}/*/step-*"):
+        found = _STEP.fullmatch(path.name)
+        if steps is None or (found is not None and int(found[1]) != steps.get(path.parent.name, int(found[1]))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _kept_file(run_directory: Path, rank: int, attempt: int, key: str) -> Path:
+    return run_directory / f"kept-{attempt}-{rank}-{key}"
 
 
 def streams_file(run_directory: Path, rank: int, attempt: int, key: str) -> Path:
@@ -89,16 +134,6 @@ def note_unsaved(run_directory: Path, rank: int, attempt: int, why: str) -> None
 def why_unsaved(run_directory: Path, rank: int, attempt: int) -> str | None:
     """Why a survivor has saved nothing; None: it has, or there was nothing to save."""
     return _text(run_directory / f"unsaved-{attempt}-{rank}")
-
-
-def note_brought(run_directory: Path, step: int) -> None:
-    """Say that another node has sent this step: no survivor on this one has saved it."""
-    (run_directory / _BROUGHT).write_text(str(step))
-
-
-def brought_step(run_directory: Path) -> int | None:
-    """The last step that another node has sent; None: none."""
-    return _number(run_directory / _BROUGHT)
 
 
 def note_lost_peers(run_directory: Path, attempt: int, which: str) -> None:

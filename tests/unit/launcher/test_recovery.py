@@ -10,7 +10,16 @@ import pytest
 from evenstep.errors import ConfigurationError
 from evenstep.health.first_failure import CrashReport, Exit
 from evenstep.health.heartbeat import Heartbeat, Phase
-from evenstep.health.recovery_files import Losses, losses_of, note_losses
+from evenstep.health.recovery_files import (
+    Losses,
+    forget_kept,
+    keep_what_belongs_together,
+    kept_by_survivors,
+    losses_of,
+    memory_directory,
+    note_kept,
+    note_losses,
+)
 from evenstep.launcher.elastic.heartbeat import Saved
 from evenstep.launcher.elastic.recovery import Recoveries, Recovery, RecoveryPolicy, is_loss
 from evenstep.launcher.failure.detection import Hang
@@ -175,3 +184,49 @@ def test_on_several_nodes_as_many_ranks_go_on_as_they_have_then() -> None:
     assert found == Recovery(None, (2, 3), 7, from_memory=True)
     assert str(found) == "all ranks go on from memory, at step 7"
     assert not is_loss(replace(failure, remote_failure=replace(remote, is_loss=False)))
+
+
+def in_memory(run_directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(run_directory / "memory")) for path in run_directory.glob("memory/*/step-*"))
+
+
+def saved(run_directory: Path, rank: int, key: str, step: int) -> None:
+    (memory_directory(run_directory, key) / f"step-{step:07}").mkdir(parents=True, exist_ok=True)
+    note_kept(run_directory, rank, 1, key, step)
+
+
+def test_the_run_goes_on_from_what_one_survivor_has_saved_of_all_its_checkpointers(tmp_path: Path) -> None:
+    for rank in (0, 2):
+        for key in ("net", "all"):
+            note_kept(tmp_path, rank, 1, key, None)
+    assert kept_by_survivors(tmp_path, 1) == (None, False)
+    for key in ("net", "all"):
+        (memory_directory(tmp_path, key) / "step-0000004").mkdir(parents=True)
+    keep_what_belongs_together(tmp_path, 1)
+    assert in_memory(tmp_path) == ["all/step-0000004", "net/step-0000004"], "what an earlier loss has left"
+    saved(tmp_path, 0, "net", 6)
+    assert kept_by_survivors(tmp_path, 1) == (None, True)
+    saved(tmp_path, 0, "all", 6)
+    saved(tmp_path, 2, "net", 7)
+    assert kept_by_survivors(tmp_path, 1) == ({"net": 6, "all": 6}, True)
+    assert kept_by_survivors(tmp_path, 11) == (None, False)
+    keep_what_belongs_together(tmp_path, 1)
+    assert in_memory(tmp_path) == ["all/step-0000006", "net/step-0000006"], "rank 2 died over its second save"
+
+
+def test_a_part_of_what_a_survivor_had_to_save_is_no_state_to_go_on_from(tmp_path: Path) -> None:
+    note_kept(tmp_path, 0, 1, "net", None)
+    note_kept(tmp_path, 0, 1, "all", None)
+    saved(tmp_path, 0, "net", 6)
+    keep_what_belongs_together(tmp_path, 1)
+    assert in_memory(tmp_path) == []
+
+
+def test_a_checkpointer_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    for key in ("first", "last", "next"):
+        note_kept(tmp_path, 0, 1, key, None)
+    saved(tmp_path, 0, "last", 9)  # at its end
+    for key in ("first", "last"):
+        forget_kept(tmp_path, 0, 1, key)
+    saved(tmp_path, 0, "next", 3)
+    assert kept_by_survivors(tmp_path, 1) == ({"last": 9, "next": 3}, True)

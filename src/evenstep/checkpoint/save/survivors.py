@@ -47,7 +47,7 @@ from evenstep.checkpoint.format.tree import flatten, unwrapped
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import InPlace, models_among
 from evenstep.checkpoint.save.stream_page import StreamPage, read_streams
-from evenstep.checkpoint.storage.directory import put_in_place, remove_step, steps_in, sweep
+from evenstep.checkpoint.storage.directory import put_in_place, steps_in, sweep
 from evenstep.checkpoint.storage.storage import LocalDirectory
 from evenstep.compat.torch_pytree import tree_map
 from evenstep.compat.torch_tensors import is_dtensor
@@ -163,6 +163,8 @@ class LastStep:
         """
         if self._world.world_size == 1:
             return  # nobody is left to lose
+        if self._step is None:
+            self._note_kept(None)
         self._page.write(number, has_diverged=self._world.draws_its_own)
         self._buffers = self._current_buffers()
         if any(
@@ -204,6 +206,10 @@ class LastStep:
         parts = [flatten(unwrapped(self._objects[name]).state_dict(), name) for name in self._large]
         tensors = [tensor for _, named in parts for tensor in named.values()]
         return _Watched(tensors, list(map(_version, tensors)), [copy.deepcopy(structure) for structure, _ in parts])
+
+    def forget(self) -> None:
+        """The `Checkpointer` has ended, and the run goes on without it."""
+        recovery_files.forget_kept(self.run_directory, self._world.rank, self._attempt, self._key)
 
     def close(self) -> None:
         """No more steps are remembered."""
@@ -291,6 +297,7 @@ class LastStep:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if step.number in steps_in(self.storage):
+                self._note_kept(step.number)
                 return
             saver = Saver(
                 self.storage,
@@ -304,11 +311,12 @@ class LastStep:
             problem, _ = saver.finish_alone()
             if problem is not None:
                 raise OSError(problem)
-            for older in steps_in(self.storage):
-                if older < step.number:
-                    remove_step(self.storage, older)
+            self._note_kept(step.number)
         finally:
             os.close(lock)
+
+    def _note_kept(self, step: int | None) -> None:
+        recovery_files.note_kept(self.run_directory, self._world.rank, self._attempt, self._key, step)
 
     def _streams_file(self, rank: int) -> Path:
         return recovery_files.streams_file(self.run_directory, rank, self._attempt, self._key)

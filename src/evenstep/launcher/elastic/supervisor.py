@@ -21,8 +21,8 @@ from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves
 from evenstep.health.heartbeat import Heartbeat, Phase, page_file, read_page
 from evenstep.health.phase_timeouts import PhaseTimeouts
 from evenstep.health.recovery_files import (
-    brought_step,
-    is_newer,
+    keep_what_belongs_together,
+    kept_by_survivors,
     newest_in_memory,
     note_losses,
     note_lost_peers,
@@ -115,7 +115,6 @@ class WatchedRanks:
         self.should_admit_node = False
         self._recoveries, self._on_recovery = recoveries, on_recovery
         self.recovery: Recovery | None = None
-        self._in_memory_before = newest_in_memory(run_directory)
         self._stopped: set[int] = set()  # local ranks that a signal of ours reached alive
         follows = "it is killed" if self._losses.num_servers else "all ranks are stopped"
         self._watch = StopWatch(grace_s=policy.stopped_grace_s, follows=follows)
@@ -400,6 +399,7 @@ class WatchedRanks:
         if not (evident or remote_failure is not None or hang is not None):
             stacks = self._request_stacks()
         self._stop(first)
+        keep_what_belongs_together(self._run_directory, self._attempt)
         exits = self._exits()
         failure = judge(exits, self._reports(), attempt=self._attempt)
         if failure is not None:
@@ -466,8 +466,8 @@ class WatchedRanks:
     def _awaits_survivors(self, started: float, noticed_ns: int, remote_failure: RemoteFailure | None) -> bool:
         """Whether a survivor may still save the last step for those who go on: see `checkpoint.save.survivors`.
 
-        While one saves, also where another step is there: a script may have several `Checkpointer`s. A save that began
-        before the loss may be one that waits for the lost rank; it counts as long as no step is there.
+        While one saves, also where another has saved: it may be a step ahead. A save that began before the loss may be
+        one that waits for the lost rank; it counts as long as nobody has saved.
         """
         if self._recoveries is None or not self._saves() or not self._may_be_loss(remote_failure):
             return False
@@ -542,9 +542,8 @@ class WatchedRanks:
         )
 
     def _has_saved_here(self) -> bool:
-        """Whether a survivor on this node has saved a step in this attempt."""
-        step = newest_in_memory(self._run_directory)
-        return is_newer(step, self._in_memory_before) and is_newer(step, brought_step(self._run_directory))
+        """Whether a survivor on this node has saved all that it had to save in this attempt."""
+        return kept_by_survivors(self._run_directory, self._attempt)[0] is not None
 
     def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None], failure: Failure | None) -> Saved:
         """What this attempt has saved on any node, so that all nodes decide alike whether to restart."""

@@ -19,9 +19,6 @@ from evenstep.environment import exported, is_set
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _BACKENDS: tuple[tuple[Any, str, Any], ...] = (
-    (torch.backends.cudnn, "deterministic", True),
-    (torch.backends.cudnn, "benchmark", False),  # would choose the algorithm by a race
-    (torch.backends.cudnn, "allow_tf32", False),
     (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
     (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
     (torch.backends.cuda.matmul, "allow_fp16_accumulation", False),
@@ -53,6 +50,16 @@ def switch_on(device: torch.device, *, threads: int) -> Callable[[], None]:
     torch.use_deterministic_algorithms(True)
     undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     torch.set_float32_matmul_precision("highest")  # no TF32 on GPUs, no bfloat16 on CPUs
+    # Not by assignment, which `torch.testing` forbids to whoever imports it. A benchmark would choose by a race.
+    cudnn: Any = torch.backends.cudnn
+    undo.callback(
+        cudnn.set_flags,
+        _deterministic=cudnn.deterministic,
+        _benchmark=cudnn.benchmark,
+        _allow_tf32=cudnn.allow_tf32,
+        _fp32_precision=None,
+    )
+    cudnn.set_flags(_deterministic=True, _benchmark=False, _allow_tf32=False, _fp32_precision=None)
     for owner, name, value in _BACKENDS:
         undo.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)

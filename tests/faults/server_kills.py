@@ -26,6 +26,7 @@ from tests.commands import Command, is_running
 SCRIPT = """
 import random
 import time
+from pathlib import Path
 
 import torch
 import evenstep
@@ -51,6 +52,10 @@ with evenstep.parameter_server(
     **options,
 ) as ps:
     loader = evenstep.DataLoader(list(range(SAMPLES)), global_batch_size=4, shuffle=True, queue=ps.queue())
+    # Who is killed or stopped after the first checkpoint has taken part.
+    Path(f"worker-{{ps.worker}}-has-begun").touch()
+    while len(list(Path.cwd().glob("worker-*-has-begun"))) < ps.num_workers:
+        time.sleep(0.01)
     for epoch in loader.epochs(EPOCHS):
         for batch in loader:
             time.sleep(random.uniform(0, 2 * BATCHES_S))

@@ -152,8 +152,8 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on_later(tmp_path: Path):
     """Samples that were pushed before are in the checkpoint; the others come when it goes on."""
     write_script(tmp_path, samples=60, epochs=12, batches_s=0.04, every=1_000_000, mode="async")
     command = start(tmp_path)
-    command.wait_until(lambda: len(processes_in(tmp_path)) == 5 and (tmp_path / "counts").exists())
-    time.sleep(3)
+    command.wait_until(lambda: len(list(tmp_path.glob("worker-*-has-begun"))) == 3)
+    time.sleep(0.5)
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() != 0
     assert has_saved(tmp_path), command.stderr

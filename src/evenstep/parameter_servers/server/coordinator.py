@@ -183,15 +183,17 @@ class Coordinator:
     def join(self, worker: int) -> tuple[int, list[Decision]]:
         """A worker's process begins: its number, and what follows. It replaces an earlier process of that worker.
 
-        It counts as far as the slowest that is there, so it holds nobody back more than that one does.
+        Workers that are waited for begin at their first step, and others have gone ahead of that by the bound at most.
+        A later one begins at the step of the slowest that is there, so it holds nobody back more than that one does.
         """
         decisions = []
         for number, member in list(self._members.items()):
             if member.worker == worker:
                 decisions += self.lose(number)
+        here = [0] if worker in self._expected else [member.clock for member in self._members.values()]
         self._expected.discard(worker)
         self._num_members += 1
-        clock = min((member.clock for member in self._members.values()), default=0)
+        clock = min(here, default=0)
         self._members[self._num_members] = _Member(worker, clock)
         return self._num_members, decisions
 

@@ -18,6 +18,7 @@ import torch
 
 import evenstep
 from evenstep.launcher.failure.stacks import Place, parse_stacks, place_in_worker, place_of
+from evenstep.launcher.spawn import script_runner
 from evenstep.launcher.spawn.script_runner import STACK_SIGNAL, register_stacks
 from evenstep.processes import handles_signal, time_on_core_ns
 
@@ -146,11 +147,13 @@ def test_a_thread_that_waits_uses_no_processor_and_handlers_are_seen() -> None:
     assert not handles_signal(process.pid, 62)
 
 
-def test_beside_servers_a_rank_writes_the_stack_of_its_main_thread_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("has_gpu", "servers"), [(False, ""), (False, "1"), (True, "1")])
+def test_a_rank_writes_the_stack_of_its_main_thread_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, servers: str
 ) -> None:
     """Another thread's frames may be gone while they are read: servers, whose RPC runs python, died of it."""
-    monkeypatch.setenv("EVENSTEP_SERVERS", "1")
+    monkeypatch.setattr(script_runner, "has_gpu_driver", lambda: has_gpu)
+    monkeypatch.setenv("EVENSTEP_SERVERS", servers)
     with (tmp_path / "stacks").open("w") as file, ThreadPoolExecutor(1) as pool:
         register_stacks(file)
         try:
@@ -159,4 +162,4 @@ def test_beside_servers_a_rank_writes_the_stack_of_its_main_thread_alone(
         finally:
             faulthandler.unregister(STACK_SIGNAL)
     (main,) = parse_stacks((tmp_path / "stacks").read_text())
-    assert any(frame.function.startswith("test_beside_servers") for frame in main)
+    assert any(frame.function.startswith("test_a_rank_writes") for frame in main)

@@ -30,6 +30,7 @@ from evenstep.errors import ConfigurationError
 from evenstep.health import excepthook, heartbeat
 from evenstep.health.steps import count_optimizer_steps
 from evenstep.launcher.spawn.log_lines import stamp_lines
+from evenstep.processes import has_gpu_driver
 
 
 def ready_file(run_directory: Path, rank: int, attempt: int) -> Path:
@@ -92,11 +93,12 @@ def main(arguments: list[str]) -> None:
 def register_stacks(file: IO[str]) -> None:
     """Have this process write its stacks to a file on `STACK_SIGNAL`. Keep the file open.
 
-    With parameter servers only the main thread's stack is written: that thread gets the signal. faulthandler reads
-    other threads' frames without the interpreter lock. The threads of a server's RPC run python while its main thread
-    waits, and a healthy server now and then died of SIGSEGV when it was asked.
+    Without a GPU only the main thread's stack is written: that thread gets the signal. faulthandler reads the frames of
+    other threads without the interpreter lock, and a healthy rank whose threads ran python now and then died of
+    SIGSEGV when it was asked. With a GPU a hook of the backward pass may hang in a thread of autograd's.
     """
-    faulthandler.register(STACK_SIGNAL, file=file, all_threads=not is_set("EVENSTEP_SERVERS"))
+    all_threads = has_gpu_driver() and not is_set("EVENSTEP_SERVERS")  # whose RPC has threads that run python
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=all_threads)
 
 
 def end_quickly(pid: int, *, has_frozen_types: bool = False) -> None:

@@ -132,15 +132,6 @@ class Endpoint:
             future.set_exception(error)
         return future
 
-    def who_answers(self, peers: Sequence[Peer], *, timeout_s: float) -> set[str]:
-        """Roles of the processes that answer in time."""
-        found = set()
-        for peer, call in [(peer, self.call(peer, "", timeout_s=timeout_s)) for peer in peers]:
-            with contextlib.suppress(RuntimeError):
-                call.wait()
-                found.add(peer.role)
-        return found
-
     def watch(self, peer: Peer, on_lost: Callable[[], object]) -> None:
         """Call `on_lost`, in another thread, when a process ends without having closed in good order."""
 

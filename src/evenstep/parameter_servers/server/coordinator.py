@@ -139,7 +139,8 @@ class Coordinator:
         self._ends_itself = ends_itself
         self._expected = set(workers)
         self._members: dict[int, _Member] = {}  # without those that have left
-        self._leaving: dict[int, tuple[int, Key]] = {}  # worker and call of each member that has left
+        self._leaving: dict[int, tuple[int, Key]] = {}  # worker and call of each member that has left and waits
+        self._has_left = False  # one of them, which may have been lost since
         self._were_done = False  # some that have left had no loop to go back to
         self._lost: list[tuple[int, Pass, int]] = []  # (worker, where, batch) that lost members held
         self._arriving: dict[Key, list[Facts]] = {}  # what some servers have
@@ -198,16 +199,16 @@ class Coordinator:
         return self._num_members, decisions
 
     def lose(self, member: int) -> list[Decision]:
-        """A member's process has ended before it left: what it holds goes to others."""
-        self._leaving.pop(member, None)
-        lost = self._members.pop(member, None)
-        if lost is None:
-            return self._advance()
-        for pushed in (self._arriving, self._held):
-            for key in [key for key in pushed if key[0] == member and key not in self._measuring]:
-                del pushed[key]
-        returned = self._queue.give_back(member, but=self._measuring)
-        self._lost += [(lost.worker, *batch) for batch in returned]
+        """A member's process has ended: what it holds, if it had not left, goes to others."""
+        left, lost = self._leaving.pop(member, None), self._members.pop(member, None)
+        if left is None and lost is None:
+            return []
+        if lost is not None:
+            for pushed in (self._arriving, self._held):
+                for key in [key for key in pushed if key[0] == member and key not in self._measuring]:
+                    del pushed[key]
+            returned = self._queue.give_back(member, but=self._measuring)
+            self._lost += [(lost.worker, *batch) for batch in returned]
         return [self._decide(gone=[member]), *self._advance()]
 
     def give_up(self, workers: Iterable[int]) -> list[Decision]:
@@ -226,7 +227,7 @@ class Coordinator:
         self._were_done = self._were_done or was_done
         member = self._members.pop(key[0], None)
         if member is not None:  # else it was lost, or asks again
-            self._leaving[key[0]] = (member.worker, key)
+            self._leaving[key[0]], self._has_left = (member.worker, key), True
         self._queue.give_back(key[0])
         return self.fail(failure) if failure else self._advance()
 
@@ -238,7 +239,7 @@ class Coordinator:
     @property
     def is_done(self) -> bool:
         """All workers have left."""
-        return not (self._members or self._expected or self._has_ended) and bool(self._leaving)
+        return self._has_left and not (self._members or self._expected or self._has_ended)
 
     def end(self) -> list[Decision]:
         """Answer the workers that have left, if all have."""

@@ -114,6 +114,8 @@ class Server:
         self._others: list[Peer] = []  # the first server's: the other servers
         self._first: Peer | None = None  # the other servers': the first one
         self._workers: dict[int, Peer] = {}  # by member
+        self._asked: dict[int, Future[Any] | None] = {}  # workers that have not come in time; None: never registered
+        self._give_up_at = 0.0
         self._lost: dict[str, None] = {}  # roles of servers
         self._failure = ""
         self._error: Exception | None = None
@@ -205,7 +207,7 @@ class Server:
                 version=version,
                 ends_itself=self._checkpoints is None,
             )
-            self._give_up_at = time.monotonic() + (self._timeout_s if is_first else _REJOIN_S)
+            self._asked, self._give_up_at = {}, time.monotonic() + (self._timeout_s if is_first else _REJOIN_S)
         for peer in peers:
             self._endpoint.watch(peer, lambda peer=peer: self._lose_server(peer))  # type: ignore[misc]
         me = self._endpoint.me
@@ -240,10 +242,8 @@ class Server:
         while not (self._has_ended or self._lost or self._failure):
             self._changed.wait(_LOOK_EVERY_S)
             self._changed.clear()
+            self._give_up_missing()
             coordinator = self._coordinator
-            if coordinator is not None and coordinator.expected and time.monotonic() > self._give_up_at:
-                self._give_up(coordinator.expected)
-                self._give_up_at = time.monotonic() + _REJOIN_S
             if self._checkpoints is not None:
                 if self._checkpoints.stop_reason is not None:
                     self._save()
@@ -260,14 +260,23 @@ class Server:
             self._tell_of_untrained()
             self._store.set(ENDED, json.dumps([*names, *sorted({peer.role for peer in self._workers.values()})]))
 
-    def _give_up(self, workers: set[int]) -> None:
-        """Go on without those that don't answer. A worker that does is in a long step, and joins after it."""
-        peers = [self._endpoint.find(self._roles.name_of(worker)) for worker in workers]
-        alive = self._endpoint.who_answers([peer for peer in peers if peer], timeout_s=_WORKER_ANSWERS_S)
-        missing = sorted(worker for worker in workers if self._roles.name_of(worker) not in alive)
-        if missing:
-            say(f"evenstep: parameter servers: workers {missing} have not come; the others go on without them")
-            self._happen(lambda coordinator: coordinator.give_up(missing))
+    def _give_up_missing(self) -> None:
+        """Go on without those that have not come in time and don't answer. A worker that does is in a long step, and
+        joins after it. Waits for no answer: they are looked at when all are there."""
+        coordinator = self._coordinator
+        if coordinator is None or not all(call is None or call.done() for call in self._asked.values()):
+            return
+        if self._asked:
+            silent = {worker for worker, call in self._asked.items() if call is None or not _is_answered(call)}
+            missing = sorted(silent & coordinator.expected)
+            self._asked, self._give_up_at = {}, time.monotonic() + _REJOIN_S
+            if missing:
+                say(f"evenstep: parameter servers: workers {missing} have not come; the others go on without them")
+                self._happen(lambda coordinator: coordinator.give_up(missing))
+        elif time.monotonic() > self._give_up_at:
+            for worker in coordinator.expected:
+                peer = self._endpoint.find(self._roles.name_of(worker))
+                self._asked[worker] = peer and self._endpoint.call(peer, "", timeout_s=_WORKER_ANSWERS_S)
 
     def _tell_of_untrained(self) -> None:
         """Name what was lost with a worker when all others had ended their loops."""
@@ -309,12 +318,13 @@ class Server:
 
     def _lose_worker(self, member: int, worker: int) -> None:
         with self._lock:
-            coordinator = self._coordinator
-            is_there = coordinator is not None and member in coordinator.members and not self._has_ended
+            if self._has_ended:
+                return
+            trains = self._coordinator is not None and member in self._coordinator.members
             self._workers.pop(member, None)
-        if is_there:
+        if trains:
             say(f"evenstep: parameter servers: worker {worker} was lost; its batches go to the others")
-            self._happen(lambda coordinator: coordinator.lose(member))
+        self._happen(lambda coordinator: coordinator.lose(member))
 
     def _happen(self, decide: Callable[[Coordinator], list[Decision]]) -> bool:
         """Have all servers do what follows from an event; whether there is an era."""
@@ -334,7 +344,7 @@ class Server:
                     todo.extend(coordinator.measured(square))
                 if outcome.error is not None:
                     self._error = outcome.error
-                    todo.extend(coordinator.fail(failure_of(outcome.error)))
+                    todo.extend(coordinator.fail(f"{self._who}: {failure_of(outcome.error)}"))
                 self._failure = self._failure or decision.failure
                 self._has_ended = self._has_ended or outcome.has_ended
         for each in complete:
@@ -535,14 +545,15 @@ class Server:
         if era != self._era:
             return
         outcome = self._shard.execute(decision)
-        for each in outcome.complete:
-            each()
         assert self._first is not None
         for square in outcome.squares:
             self._endpoint.call(self._first, "measured", era, square)
         if outcome.error is not None:
             self._error = outcome.error
-            self._endpoint.call(self._first, "failed", era, failure_of(outcome.error))
+            # Before workers know: one of them would say that it has failed, and be named for it.
+            self._endpoint.call(self._first, "failed", era, f"{self._who}: {failure_of(outcome.error)}")
+        for each in outcome.complete:
+            each()
         self._failure = self._failure or decision.failure
         if outcome.has_ended:
             self._has_ended = True
@@ -588,6 +599,14 @@ class Server:
 
     def _server_ranks(self) -> range:
         return range(self._roles.num_workers, self._roles.num_workers + self._roles.num_servers)
+
+
+def _is_answered(call: Future[Any]) -> bool:
+    try:
+        call.value()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _outdated() -> Future[Any]:

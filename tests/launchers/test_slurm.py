@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import textwrap
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from tests.launchers.conftest import PYTHON, mpiexec
 from tests.launchers.slurm import OneNodeSlurm
-from tests.launchers.test_mpi import TRAINS, call, lines
+from tests.launchers.test_mpi import SERVED, TRAINS, call, lines
 
 DEADLINE_S = 150.0
 
@@ -87,3 +88,17 @@ def test_evenstep_run_started_once_per_host_needs_no_flags_about_hosts(slurm: On
     said = slurm.call("srun", "-n", "2", *run, cwd=tmp_path)
     ranks = lines(said.replace("[rank 1] ", ""))
     assert [line.partition(",")[0] for line in ranks] == ["rank 0 of 2", "rank 1 of 2"], said
+
+
+def test_the_last_task_is_a_parameter_server_and_goes_on_without_a_worker_that_dies(
+    slurm: OneNodeSlurm, tmp_path: Path
+) -> None:
+    """srun leaves the other tasks alone, unlike mpiexec."""
+    dies = "as ps:\n        os.kill(os.getpid(), 9) if ps.worker == 1 else None\n"
+    script = "import os\n" + textwrap.dedent(SERVED.replace("as ps:\n", dies))
+    (tmp_path / "script.py").write_text(script)
+    run = ["srun", "-n", "3", "--export=ALL,EVENSTEP_SERVERS=1,OMP_NUM_THREADS=1", PYTHON, "script.py"]
+    said = slurm.call(*run, cwd=tmp_path, check=False)
+    assert "worker 0 of 2\n" in said, said
+    assert "worker 1 was lost; its batches go to the others" in said
+    assert re.findall(r"task (.*)", said) == ["1: Killed"], "the server's process has ended well"

@@ -118,7 +118,10 @@ class Reference:
         if case.scaler:
             assert self.scaler is not None
             scale = self.scaler.get_scale()
-            self.added = [each / scale for each in self.added]
+            # What no optimizer has yet is not unscaled; if nobody zeroes it, it is there in the next step.
+            stepped = {p for each in self.optimizers for group in each.param_groups for p in group["params"]}
+            sizes = zip(self.added, self.stepped.parameters(), strict=True)
+            self.added = [size / scale if p in stepped else size for size, p in sizes]
         self.since = [so_far + self.gradient_size(number) for number, so_far in enumerate(self.since)]
         self.largest = max(self.largest, *(float(each.nan_to_num(0.0, 0.0)) for each in self.added))
         if self.scaler is not None and has_stepped:

@@ -15,7 +15,6 @@ weights are divided by how many they are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -94,7 +93,7 @@ class MeshExchange(AcrossRanks):
         sent_buffers = self._module_buffers.start(0)
         self._add_others()
         self._recorder.mark(REDUCED)
-        self._divide(window, scale)
+        self._divide(window)
         self._module_buffers.finish(sent_buffers)
 
     def _used_here(self) -> list[bool]:
@@ -140,17 +139,10 @@ class MeshExchange(AcrossRanks):
             pieces = torch.split(flat, [part.numel() for part in parts])
             torch._foreach_copy_(parts, [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)])
 
-    def _divide(self, window: Window, scale: float) -> None:
+    def _divide(self, window: Window) -> None:
         divisor: float | Tensor = float(self._ending.num_shares)
         if self._is_weighted(window):
             divisor = self._header.divisor() / self._num_copies
-            if divisor.device.type == "cpu":
-                divisor = float(divisor)
-                # A rank without a pass may have another scale than those with one, and only they know theirs. Gradients
-                # of 16 bits before a scaler have theirs from the first window on, so that a resumed run has it too.
-                all_weighted = self._header.kinds()[0] == self._world.world_size
-                if math.isfinite(divisor) and all_weighted and not window.is_scaled:
-                    self._weights.expect(divisor * scale)
         if isinstance(divisor, float) and divisor == 1.0:
             return
         for same in _by_kind([local_part(p.grad) for p in self._parameters if p.grad is not None]):

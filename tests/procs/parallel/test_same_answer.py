@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import re
@@ -199,46 +198,146 @@ def test_windows_on_other_meshes(ranks, mesh, nproc):
     ranks.run(odd_steps, nproc, mesh)
 
 
-def with_weights(weights):
-    """Parameters after a step with each of these weights on every rank."""
+def equal_sums(model, expected, divisor):
+    """Whether gradients are those of one process, of sums that nothing has divided."""
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        torch.testing.assert_close(grad, q.grad / divisor, rtol=1e-12, atol=1e-14)
+
+
+def told_of_a_scaler():
+    """Rank 0 alone tells the model of a scaler; rank 1 scales its losses by itself, or has none."""
     with world_of({"shard": 2}) as world:
-        torch.manual_seed(6)
-        model = evenstep.parallelize(nn.Linear(5, 3), world)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for weight in weights:
-            model.backward(model(torch.randn(4, 5)).square().mean(), weight=weight)
-            optimizer.step()
-            optimizer.zero_grad()
-        return gpt.whole(model)["weight"].clone()
+        torch.manual_seed(4)
+        drawn = torch.Generator().manual_seed(4)  # the ranks' own streams differ
+        alone = nn.Linear(3, 2).double()
+        model = evenstep.parallelize(copy.deepcopy(alone), world)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for weights in ((16, 16), (16, 0), (3, 2)):
+            x = torch.randn(2, 5, 3, dtype=torch.float64, generator=drawn)
+            loss, weight = model(x[world.rank]).square().mean(), weights[world.rank]
+            if world.rank == 0:
+                model.backward(loss, weight=weight, scaler=scaler)
+            else:
+                model.backward(scaler.scale(loss) if weight else loss, weight=weight)
+            for rows, each in zip(x, weights, strict=True):
+                (alone(rows).square().mean() * 4 * each).backward()
+            equal_sums(model, alone, sum(weights))
+            model.zero_grad()
+            alone.zero_grad()
 
 
-def test_the_scale_of_weights_changes_no_bit(ranks):
-    """It follows the weights of the last step, and a resumed run begins without."""
-    first, *others = (ranks.run(with_weights, 2, weights)[0] for weights in ([8, 8, 8], [1, 1, 1], [1 << 40, 2, 0.125]))
-    assert all(torch.equal(first, other) for other in others)
+def test_weights_count_alike_whatever_a_rank_says_of_its_scaler(ranks):
+    ranks.run(told_of_a_scaler, 2)
+
+
+def adversaries(order):
+    """Gradients of a generator and a critic, which has a window of its own between those of both; shares differ."""
+    with world_of({"shard": 2}) as world:
+        torch.manual_seed(7)
+        drawn = torch.Generator().manual_seed(7)  # the ranks' own streams differ
+        alone = [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, n)).double() for n in (3, 1)]
+        models = [evenstep.parallelize(copy.deepcopy(each), world, blocks="Linear") for each in alone]
+        for sizes in ([8, 8], [3, 2], [8, 0], [5, 5]):
+            shares = [torch.randn(size, 3, dtype=torch.float64, generator=drawn) for size in sizes]
+            mine = shares[world.rank]
+            for each in (models[1], alone[1]):
+                each.zero_grad()
+            with models[1].accumulate():
+                models[1].backward(models[1](mine).square().mean(), weight=len(mine))
+            fake = models[0](mine.flip(1))
+            models[1].backward((models[1](fake.detach()) - 1).square().mean(), weight=len(mine))
+            for x in filter(len, shares):
+                (alone[1](x).square().mean() * len(x)).backward()
+                ((alone[1](alone[0](x.flip(1)).detach()) - 1).square().mean() * len(x)).backward()
+            equal_sums(models[1], alone[1], 2 * sum(sizes))
+            for each in (models[0], alone[0]):
+                each.zero_grad()
+            evenstep.backward([models[n] for n in order], models[1](fake).square().mean(), weight=len(mine))
+            for x in filter(len, shares):
+                (alone[1](alone[0](x.flip(1))).square().mean() * len(x)).backward()
+            equal_sums(models[0], alone[0], sum(sizes))
+
+
+def test_a_generator_and_a_critic_are_those_of_one_process(ranks):
+    for order in ((0, 1), (1, 0)):
+        ranks.run(adversaries, 2, order)
+
+
+class WithHalf(nn.Module):
+    """In float64, with a layer of 16 bits for whose sake weights are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.thin = nn.Linear(3, 3).double(), nn.Linear(1, 1).bfloat16()
+
+    def forward(self, x):
+        return self.wide(x) + 0 * self.thin(torch.ones(1).bfloat16())
 
 
 def sharing_a_loss():
-    """Gradients of a decoder whose window goes on while the encoder's ends, over those of one process."""
+    """Gradients of a decoder whose window has a pass by itself, then one of the encoder's scale."""
     with world_of({"shard": 2}) as world:
         torch.manual_seed(7)
-        alone = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
-        parts = [evenstep.parallelize(copy.deepcopy(each), world) for each in alone]
-        x = torch.randn(2, 5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
-        weights = [[8, 8], [3, 2]]  # of a pass, by rank
-        for number, of_ranks in enumerate(weights):
-            with parts[1].accumulate() if number == 0 else contextlib.nullcontext():
-                loss = parts[1](parts[0](x[world.rank] + number)).square().mean()
-                evenstep.backward(parts, loss, weight=of_ranks[world.rank])
-            for rank, weight in enumerate(of_ranks):
-                (alone[1](alone[0](x[rank] + number)).square().mean() * weight / 21).backward()
-        for p, expected in zip(parts[1].parameters(), alone[1].parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-14)
+        drawn = torch.Generator().manual_seed(7)  # the ranks' own streams differ
+        alone = WithHalf(), WithHalf()
+        encoder, decoder = (evenstep.parallelize(copy.deepcopy(each), world, blocks="Linear") for each in alone)
+        for turn in range(2):
+            x = torch.randn(2, 2, 5, 3, dtype=torch.float64, generator=drawn)
+            if turn:
+                with decoder.accumulate():
+                    decoder.backward(decoder(x[0, world.rank]).square().mean(), weight=(3, 2)[world.rank])
+            loss = decoder(encoder(x[1, world.rank])).square().mean()
+            evenstep.backward([encoder, decoder], loss, weight=8)
+            for rank in range(2):
+                if turn:
+                    (alone[1](x[0, rank]).square().mean() * (3, 2)[rank]).backward()
+                (alone[1](alone[0](x[1, rank])).square().mean() * 8).backward()
+            equal_sums(decoder.module.wide, alone[1].wide, 21 if turn else 16)
+            for each in (encoder, decoder, *alone):
+                each.zero_grad()
+        assert encoder.engine.exchange.agree_scale(0.0, opens_window=True) == 16
+        assert decoder.engine.exchange.agree_scale(0.0, opens_window=True) == 4
 
 
-def test_windows_of_models_that_share_a_loss_are_their_own(ranks):
-    """Their weights have one scale in each pass, and that of the encoder follows its last window."""
+def test_models_that_share_a_loss_have_one_scale_in_each_pass(ranks):
     ranks.run(sharing_a_loss, 2)
+
+
+def with_a_pair():
+    """Gradients of a model that all ranks have, behind one that each pair of ranks has divided among themselves."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    with world_of({"replicate": 2, "shard": 2}) as world:
+        torch.manual_seed(7)
+        drawn = torch.Generator().manual_seed(7)  # the ranks' own streams differ
+        alone = [WithHalf() for _ in range(2)]
+        common = nn.Linear(3, 2).double()
+        pairs = [[0, 1], [2, 3]]
+        groups, pair = [torch.distributed.new_group(each) for each in pairs], world.rank // 2
+        sub = evenstep.World.from_process_group(group=groups[pair])
+        mesh = DeviceMesh.from_group(groups[pair], "cpu", mesh=pairs[pair])
+        divided = copy.deepcopy(alone[pair])
+        for layer in divided.children():
+            fully_shard(layer, mesh=mesh)
+        own = evenstep.attach(divided, sub)
+        model = evenstep.DistributedDataParallel(copy.deepcopy(common), world=world)
+        weights = [8, 8, 3, 2]
+        for _ in range(2):
+            x = torch.randn(4, 5, 3, dtype=torch.float64, generator=drawn)
+            evenstep.backward([own, model], model(own(x[world.rank])).square().mean(), weight=weights[world.rank])
+            for rows, layer, weight in zip(x, [alone[0], alone[0], alone[1], alone[1]], weights, strict=True):
+                (common(layer(rows)).square().mean() * weight).backward()
+            equal_sums(model, common, sum(weights))
+            equal_sums(own.module.wide, alone[pair].wide, sum(weights[2 * pair : 2 * pair + 2]))
+            for each in (own, model, common, *alone):
+                each.zero_grad()
+        sub.close()
+
+
+def test_models_of_other_ranks_may_share_a_loss(ranks):
+    ranks.run(with_a_pair, 4)
 
 
 def in_reproducible_mode():

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.gradients.exchange.header import Header, LateKinds
-from evenstep.replica.gradients.exchange.weights import WeightScale, nearest_power_of_two
+from evenstep.replica.gradients.exchange.weights import nearest_power_of_two
 from evenstep.replica.gradients.window import Kind, Window, validate_weight
-from evenstep.transport.local import LocalTransport
 
 CPU = torch.device("cpu")
 
@@ -51,13 +50,6 @@ def test_the_scale_is_a_power_of_two_near_the_total(total):
 
 def test_no_weight_has_scale_one():
     assert nearest_power_of_two(0.0) == 1.0
-
-
-def test_the_scale_follows_the_last_weights_but_for_gradients_of_16_bits():
-    for is_needed, expected in ((False, 32.0), (True, 1.0)):
-        scale = WeightScale(LocalTransport(), CPU, lambda by: None, is_needed=is_needed)
-        scale.expect(24.0)
-        assert scale.agreed == expected
 
 
 def header_of(*ranks, scale=1.0):

@@ -168,7 +168,7 @@ class Engine:
 
         Args:
             weight: Of the pass.
-            scale: By which an earlier model of the same pass divides weights; None: this is the first model.
+            scale: By which another model of the same pass divides weights; None: this is the one that decides.
             is_scaled: The loss was scaled by a GradScaler.
             shares_loss: The loss goes through other models, too.
             only_dummies: See `is_over_dummies`.
@@ -522,6 +522,11 @@ def weighted_passes(
     _weighted[thread] = _weighted.get(thread, 0) + 1
     try:
         shares_loss = len(engines) > 1
+        if shares_loss and (largest := max(engines, key=_num_ranks)) is not engines[0]:
+            # A group's own model is named before one of more ranks, in whose sums gradients would have each group's
+            # scale. Nothing is agreed here: a rank without samples ends the first model's window before it takes part
+            # in another's.
+            scale = largest.exchange.agree_scale(None, opens_window=not largest.is_in_window)
         for engine, is_dummy in zip(engines, only_dummies, strict=True):
             scale = engine.begin_weighted_pass(
                 weight, scale, is_scaled=is_scaled, shares_loss=shares_loss, only_dummies=is_dummy
@@ -538,6 +543,10 @@ def weighted_passes(
             del _weighted[thread]
     for engine in engines:
         engine.end_weighted_pass()
+
+
+def _num_ranks(engine: Engine) -> int:
+    return engine.world.world_size
 
 
 @contextlib.contextmanager

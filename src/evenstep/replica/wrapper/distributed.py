@@ -917,7 +917,8 @@ def backward(
 
     Args:
         models: All wrapped models that the loss goes through, or whose parameters it uses, in the same order on all
-            ranks.
+            ranks. If one of them has gradients of 16 bits, which large weights would make overflow, name that first;
+            of models of different ranks the one that has the most.
         loss: One number, the *mean* over `weight` samples (or tokens).
         weight: What the loss was averaged over; see `DistributedDataParallel.backward`.
         scaler: As there.

@@ -6,17 +6,14 @@
 by a *scale* first: about the sum of all ranks' weights where gradients have 16 bits, else 1. It is a power of two, so
 that nothing is rounded; all ranks agree on it in the first window that has weights, and keep it. A rank without samples
 doesn't know whether the others' passes have weights, so all take part in that agreement in every window until then; if
-the first `_NUM_WINDOWS` have no weights, the scale is 1 for good.
+the first `_NUM_WINDOWS` have no weights, the scale is 1 for good. A pass through several models has one weight, so one
+scale: that of the model with the most ranks, which all ranks of the others know alike.
 
 *Before a communication hook.* A hook compresses, and that depends on the magnitude. Gradients times a large weight
 overflow in 16 bits; and what PowerSGD leaves out for the next step would count as much as that step's weights, after a
 full batch and before a short one many times too much. So hooks are handed means: weights of all ranks are added as the
 last pass begins, and awaited before the first bucket is launched. This rank's all-reduce is already issued then, so
 peers can't block on it, not even those that wait in the statistics of a SyncBatchNorm.
-
-*To save a division.* To divide the sums is to read and write them once more. Where gradients have more than 16 bits
-every power of two is an exact scale, and a divided model takes that of the last window's weights: where these are a
-power of two, and the same again, nothing is left to divide by.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class WeightScale:
         self, transport: Transport, device: torch.device, rescale: Callable[[float], object], *, is_needed: bool
     ) -> None:
         self.agreed = 1.0
-        self.is_due = self._is_needed = is_needed
+        self.is_due = is_needed
         self._windows_left = _NUM_WINDOWS if is_needed else 0
         self._transport, self._device, self._rescale = transport, device, rescale
         self._agreement: tuple[Work, Tensor] | None = None
@@ -94,15 +91,6 @@ class WeightScale:
         if not opens_window and self._of_window is not None and scale != self._of_window:
             self._rescale(self._of_window / scale)
         self._of_window = scale
-
-    def expect(self, total: float) -> None:
-        """Take the scale of the next windows from the weights of one, unless gradients have 16 bits.
-
-        Args:
-            total: Of all ranks; the same on all of them.
-        """
-        if not self._is_needed:
-            self.agreed = nearest_power_of_two(total)
 
     def start_total(self, window: Window) -> None:
         """Begin to add all ranks' weights. Collective, once per window; again in the same window: nothing.

@@ -20,7 +20,7 @@ from evenstep.health.recovery_files import (
     note_kept,
     note_losses,
 )
-from evenstep.launcher.elastic.heartbeat import Saved
+from evenstep.launcher.elastic.agreement import Saved
 from evenstep.launcher.elastic.recovery import Recoveries, Recovery, RecoveryPolicy, is_loss
 from evenstep.launcher.failure.detection import Hang
 from evenstep.launcher.failure.report import Failure, RemoteFailure, judge

@@ -14,7 +14,6 @@ import pytest
 from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.first_failure import CrashReport, write_report
 from evenstep.health.phase_timeouts import PhaseTimeouts
-from evenstep.launcher.elastic.heartbeat import Saved
 from evenstep.launcher.elastic.supervisor import WatchedRanks
 from evenstep.launcher.failure.policy import StopPolicy
 from evenstep.launcher.failure.report import Failure, RemoteFailure
@@ -77,8 +76,10 @@ class Others:
     def states(self) -> list[str]:
         return []
 
-    def agree_on_saved(self, own: Saved, *, longest_s: float) -> Saved:
-        return own
+    def exchange(self, text: str, *, longest_s: float) -> list[str]:
+        return []
+
+    is_cut_off = False
 
     def close(self) -> None:
         pass
@@ -212,7 +213,7 @@ def test_groups_are_signalled_before_ranks_are_reaped_and_never_after(tmp_path: 
     ranks = watch(tmp_path, [failed, Rank(0)], told)
     assert ranks.wait() is not None
     assert failed.calls[-1] == "released"
-    assert ranks._processes[1].calls[-1] == "released"  # type: ignore[attr-defined]
+    assert ranks._attempt.processes[1].calls[-1] == "released"  # type: ignore[attr-defined]
 
 
 def test_what_python_has_started_is_taken_over(tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from evenstep import environment
 from evenstep.compat.torch_elastic import ElasticAgent, fresh_store, is_stop_handler
 from evenstep.health.phase_timeouts import PhaseTimeouts
+from evenstep.launcher.elastic.attempt import read_pages
 from evenstep.launcher.elastic.heartbeat import OtherNodes
 from evenstep.launcher.elastic.recovery import Recoveries, Recovery
 from evenstep.launcher.elastic.rendezvous import bound_answers, open_store
 from evenstep.launcher.elastic.restarts import RestartLimit, compare_standings, forget_attempt
-from evenstep.launcher.elastic.supervisor import WatchedRanks, read_pages
+from evenstep.launcher.elastic.supervisor import WatchedRanks
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy
 from evenstep.launcher.failure.report import Failure, describe_ranks
 from evenstep.launcher.options.flags import FIXED_NODES

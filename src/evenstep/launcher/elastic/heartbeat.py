@@ -3,9 +3,9 @@
 Every launcher writes a heartbeat to the store of the rendezvous several times a second, and reads those of the others.
 A node whose heartbeat stands still is lost: its power or its network is gone. The store also holds one slot for the
 first failure, which the first node to fail wins by compare-and-swap; nodes that only lost a peer then report that
-failure as the cause. At the end of an attempt that may be followed by another, the nodes exchange what was saved in it:
-the node that commits checkpoints knows that, and all must decide alike. A node that sees a new one wait announces it;
-otherwise its peers would take the end of its ranks for a failure.
+failure as the cause. At the end of an attempt that may be followed by another, the nodes exchange what each knows of it
+(`agreement`). A node that sees a new one wait announces it; otherwise its peers would take the end of its ranks for a
+failure.
 
 Launchers also publish where their ranks are when these haven't stepped for a while (`launcher.failure.hangs`).
 
@@ -23,7 +23,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -36,40 +36,6 @@ _HURRY_S = 0.02  # between two looks at the store when the attempt has ended
 _PARTING_S = 1.0
 _CONNECT_S = 60.0
 _MAX_TEXT = 500
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What an attempt has saved, as far as one node knows, or all nodes together.
-
-    Attributes:
-        has_checkpointer: There was a `Checkpointer`.
-        step: Of the last checkpoint that was committed; None: none.
-        in_memory: The newest step that a survivor of a lost rank has saved; None: none.
-        is_new: It was saved in this attempt.
-        is_loss: Whether the attempt ended because ranks or nodes were lost; None: not known here, perhaps nowhere.
-    """
-
-    has_checkpointer: bool
-    step: int | None
-    in_memory: int | None = None
-    is_new: bool = False
-    is_loss: bool | None = None
-
-    @staticmethod
-    def of_all_nodes(each: Iterable[Saved]) -> Saved:
-        """What all nodes together have saved. Pure."""
-        nodes = list(each)
-        steps = [node.step for node in nodes if node.step is not None]
-        in_memory = [node.in_memory for node in nodes if node.in_memory is not None]
-        reasons = [node.is_loss for node in nodes if node.is_loss is not None]
-        return Saved(
-            any(node.has_checkpointer for node in nodes),
-            max(steps, default=None),
-            max(in_memory, default=None),
-            any(node.is_new for node in nodes),
-            all(reasons) if reasons else None,
-        )
 
 
 class Heartbeats:
@@ -175,8 +141,8 @@ class OtherNodes:
         self._own_looks = ""
         self._looks: list[tuple[str, str]] = []
         self._wakes = threading.Event()
-        self._saved: dict[int, Saved] = {}  # by node, this one's included
-        self._agreed: set[int] = set()  # nodes that know what all have saved
+        self._given: dict[int, str] = {}  # by node, this one's included: see `exchange`
+        self._complete: set[int] = set()  # nodes that have what all have given
         self._has_ended = threading.Event()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evenstep nodes", daemon=True)
@@ -250,27 +216,31 @@ class OtherNodes:
         self._has_states.wait(longest_s)
         return self._states
 
-    def agree_on_saved(self, own: Saved, *, longest_s: float) -> Saved:
-        """What all nodes have saved, once their attempts have ended too; without nodes that are lost or too late."""
-        self._saved[self._node_rank] = own
+    def exchange(self, text: str, *, longest_s: float) -> list[str]:
+        """What the other nodes have given here at the end of this attempt; without those that are lost or too late.
+
+        Collective over nodes. Each gives one text, once.
+        """
+        self._given[self._node_rank] = text
         deadline = time.monotonic() + longest_s
-        while self._lack(self._saved) and time.monotonic() < deadline:
+        while self._lack(self._given) and time.monotonic() < deadline:
             time.sleep(_HURRY_S)
         # The store ends with its node, which therefore stays until the others have read it.
         deadline = time.monotonic() + _PARTING_S
-        while self._lack(self._agreed) and time.monotonic() < deadline:
+        while self._lack(self._complete) and time.monotonic() < deadline:
             time.sleep(_HURRY_S)
-        together = Saved.of_all_nodes(self._saved.values())
-        if self._has_ended.is_set() or self._heartbeats.is_cut_off(time.monotonic()):
-            return replace(together, is_loss=False)  # the others may go on, and this node can't
-        return together
+        return [self._given[node] for node in self._others if node in self._given]
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the store can't be reached, or not any more: no other node can be agreed with."""
+        return self._has_ended.is_set() or self._heartbeats.is_cut_off(time.monotonic())
 
     def _lack(self, heard: Collection[int]) -> bool:
         """Whether a node is missing here that may still be heard of."""
-        now = time.monotonic()
-        if self._has_ended.is_set() or self._heartbeats.is_cut_off(now):
+        if self.is_cut_off:
             return False
-        return not set(self._others) <= {*heard, *self._heartbeats.lost_nodes(now)}
+        return not set(self._others) <= {*heard, *self._heartbeats.lost_nodes(time.monotonic())}
 
     def close(self) -> None:
         """Stop the heartbeat. Doesn't wait for a store that is silent."""
@@ -331,10 +301,10 @@ class OtherNodes:
                             bool(found.is_loss),
                             tuple(map(int, found.lost)),
                         )
-            if self._node_rank in self._saved:
-                self._compare_saved(store)
+            if self._node_rank in self._given:
+                self._exchange(store)
             self._num_looks += 1
-            self._wakes.wait(_HURRY_S if self._node_rank in self._saved else _BEAT_S)
+            self._wakes.wait(_HURRY_S if self._node_rank in self._given else _BEAT_S)
             self._wakes.clear()
 
     def _read_states(self, store: Store, beats: Mapping[int, str]) -> list[str]:
@@ -345,12 +315,11 @@ class OtherNodes:
             if text
         ]
 
-    def _compare_saved(self, store: Store) -> None:
-        store.set(f"saved-{self._node_rank}", json.dumps(asdict(self._saved[self._node_rank])))
+    def _exchange(self, store: Store) -> None:
+        store.set(f"given-{self._node_rank}", self._given[self._node_rank])
         for node in self._others:
-            if node not in self._saved and store.check([f"saved-{node}"]):
-                with contextlib.suppress(ValueError, TypeError):
-                    self._saved[node] = Saved(**json.loads(store.get(f"saved-{node}")))
-        if not self._lack(self._saved):
-            store.set(f"agreed-{self._node_rank}", "yes")
-            self._agreed = {node for node in self._others if store.check([f"agreed-{node}"])}
+            if node not in self._given and store.check([f"given-{node}"]):
+                self._given[node] = store.get(f"given-{node}").decode(errors="replace")
+        if not self._lack(self._given):
+            store.set(f"complete-{self._node_rank}", "yes")
+            self._complete = {node for node in self._others if store.check([f"complete-{node}"])}

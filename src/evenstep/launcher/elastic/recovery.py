@@ -6,9 +6,11 @@ go on from there. So a loss costs a step at most, and isn't counted as a restart
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from evenstep.checks import counted
+from evenstep.health.heartbeat import Heartbeat, Phase
 from evenstep.health.recovery_files import Losses
 from evenstep.launcher.failure.report import Failure
 
@@ -154,6 +156,34 @@ class Recoveries:
         steps = f"{counted(losses.num_repeated, 'step')} repeated at most"
         disk = f", {counted(losses.num_from_disk, 'time')} from a checkpoint on disk" if losses.num_from_disk else ""
         return f"{what}, {steps}{disk}, {losses.lost_s:.1f} s lost"
+
+
+def may_still_save(
+    alive: Iterable[Heartbeat],
+    *,
+    has_saved: bool,
+    noticed_ns: int,
+    now_ns: int,
+    begins_within_s: float,
+    ends_within_s: float,
+) -> bool:
+    """Whether a survivor is waited for, that may still save the last step. Pure.
+
+    While one saves, also where another has saved: it may be a step ahead. A save that began before the loss may be
+    one that waits for the lost rank; it counts as long as nobody has saved.
+
+    Args:
+        alive: The pages of the ranks that run.
+        has_saved: One has saved all that it had to save.
+        noticed_ns: When the loss was noticed (monotonic).
+        now_ns: The time now, on the same clock.
+        begins_within_s: How long after the loss the first one may begin.
+        ends_within_s: How long after the loss the last one may end.
+    """
+    elapsed_s = (now_ns - noticed_ns) / 1e9
+    if any(seen.phase is Phase.SAVING and (not has_saved or seen.time_ns > noticed_ns) for seen in alive):
+        return elapsed_s < ends_within_s
+    return not has_saved and elapsed_s < begins_within_s
 
 
 def is_loss(failure: Failure | None) -> bool:

@@ -369,7 +369,11 @@ def test_with_too_few_ranks_left_the_run_ends_as_without_recovery(tmp_path: Path
     code, _, told = goes_on(tmp_path / "killed", ["--recover", "shrink", "--min-ranks", "2"], "forward")
     assert code == 137
     assert "recovery" not in told
+    assert "evenstep: not recovered: 1 rank could go on, and --min-ranks is 2\n" in told
     assert re.search(r"rank 1 \(pid \d+\) was killed by SIGKILL .* between steps, step 6", told.splitlines()[-1]), told
+    code, _, told = goes_on(tmp_path / "refused", ["--recover", "shrink", "--min-ranks", "3"])
+    assert code == 78
+    assert "--min-ranks 3: the run has only 2 ranks." in told
 
 
 @pytest.mark.extended

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args
 
 from evenstep import environment, network
+from evenstep.checks import counted
 from evenstep.compat import torch_elastic
 from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
@@ -113,6 +114,8 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
     )
     choices.validate_ranks(plan.num_ranks)
+    if args.min_ranks > plan.num_ranks:
+        raise ConfigurationError(f"--min-ranks {args.min_ranks}: the run has only {counted(plan.num_ranks, 'rank')}.")
     _check_port(args)
     if args.dry_run:
         return _print_plan(args, plan, host, fewest_nodes=fewest, num_nodes=most)

@@ -56,24 +56,27 @@ def test_the_newest_step_counts_and_without_any_there_is_nothing_to_go_on_from()
     found = Recoveries(RecoveryPolicy()).plan(killed(0, of=2), num_ranks=2, in_memory=7, on_disk=9)
     assert found == Recovery(2, (0,), 9, from_memory=False)
     assert str(found) == "2 ranks go on from the newest checkpoint on disk, at step 9"
-    assert Recoveries(RecoveryPolicy()).plan(killed(0, of=2), num_ranks=2, in_memory=None, on_disk=None) is None
+    found = Recoveries(RecoveryPolicy()).plan(killed(0, of=2), num_ranks=2, in_memory=None, on_disk=None)
+    assert found == "nothing was saved; that needs a Checkpointer, with resume() and step()"
 
 
 @pytest.mark.parametrize(("num_virtual", "left"), [(8, 2), (6, 3), (1, 1), (4, 2), (5, 1)])
 def test_in_reproducible_mode_the_number_of_ranks_divides_the_virtual_ones(num_virtual: int, left: int) -> None:
     recoveries = Recoveries(RecoveryPolicy(shrinks=True))
     found = recoveries.plan(killed(2), num_ranks=4, in_memory=1, on_disk=None, virtual_ranks=num_virtual)
-    assert found is not None
+    assert isinstance(found, Recovery)
     assert found.num_ranks == left
 
 
 def test_below_the_fewest_ranks_it_ends() -> None:
     recoveries = Recoveries(RecoveryPolicy(shrinks=True, min_ranks=3))
-    assert recoveries.plan(killed(0), num_ranks=4, in_memory=1, on_disk=None) is not None
-    assert recoveries.plan(killed(0, 1), num_ranks=4, in_memory=1, on_disk=None) is None
+    assert isinstance(recoveries.plan(killed(0), num_ranks=4, in_memory=1, on_disk=None), Recovery)
+    found = recoveries.plan(killed(0, 1), num_ranks=4, in_memory=1, on_disk=None)
+    assert found == "2 ranks could go on, and --min-ranks is 3"
     everybody = judge([Exit(0, 100, -9)], [], attempt=0)
     assert everybody is not None
-    assert Recoveries(RecoveryPolicy(shrinks=True)).plan(everybody, num_ranks=1, in_memory=1, on_disk=None) is None
+    found = Recoveries(RecoveryPolicy(shrinks=True)).plan(everybody, num_ranks=1, in_memory=1, on_disk=None)
+    assert found == "0 ranks could go on, and --min-ranks is 1"
 
 
 def test_three_times_without_another_step_end_it() -> None:
@@ -81,9 +84,11 @@ def test_three_times_without_another_step_end_it() -> None:
 
     def go_on(step: int) -> bool:
         found = recoveries.plan(failure, num_ranks=2, in_memory=step, on_disk=None)
-        if found is not None:
+        if isinstance(found, Recovery):
             recoveries.note(found, noticed_ns=0)
-        return found is not None
+            return True
+        assert found == "3 recoveries in a row came to no step beyond 6"
+        return False
 
     assert [go_on(step) for step in (5, 5, 5, 6, 6, 6, 6)] == [True, True, True, True, True, True, False]
     assert go_on(7), "a step was finished"

@@ -80,8 +80,8 @@ class Recoveries:
         on_disk: int | None,
         is_new: bool = True,
         virtual_ranks: int | None = None,
-    ) -> Recovery | None:
-        """How the run goes on after a loss (`is_loss`, as all nodes know it together); None: it doesn't.
+    ) -> Recovery | str:
+        """How the run goes on after a loss (`is_loss`, as all nodes know it together); a text: why it doesn't.
 
         Args:
             failure: Of an attempt, all of whose ranks have ended, as this node knows it.
@@ -93,10 +93,10 @@ class Recoveries:
         """
         step = max((each for each in (in_memory, on_disk) if each is not None), default=None)
         if step is None:
-            return None
+            return "nothing was saved; that needs a Checkpointer, with resume() and step()"
         in_vain = self._num_in_vain + 1 if self._made and step <= self._made[-1].step else 0
         if in_vain >= self.policy.most_in_vain:
-            return None
+            return f"{in_vain} recoveries in a row came to no step beyond {step}"
         lost = lost_ranks(failure)
         left = num_ranks
         if left is not None:
@@ -104,7 +104,7 @@ class Recoveries:
             if virtual_ranks is not None:
                 left = next((n for n in range(left, 0, -1) if virtual_ranks % n == 0), 0)
             if left < max(1, self.policy.min_ranks):
-                return None
+                return f"{counted(left, 'rank')} could go on, and --min-ranks is {self.policy.min_ranks}"
         num_repeated = 1 if is_new else 1 + max((page.step for page in failure.pages.values()), default=0)
         return Recovery(left, lost, step, from_memory=in_memory == step, num_repeated=num_repeated)
 

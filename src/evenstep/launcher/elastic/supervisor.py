@@ -452,7 +452,7 @@ class WatchedRanks:
                 why = why_unsaved(self._attempt.run_directory, rank, self._attempt.number)
                 if why is not None:
                     say(f"evenstep: rank {rank} could not save the last step: {why}")
-        return self._recoveries.plan(
+        plan = self._recoveries.plan(
             failure,
             num_ranks=len(self._attempt.ranks) if self._others is None else None,
             in_memory=saved.in_memory,
@@ -460,6 +460,10 @@ class WatchedRanks:
             is_new=saved.is_new,
             virtual_ranks=virtual_ranks_of(self._attempt.run_directory),
         )
+        if isinstance(plan, Recovery):
+            return plan
+        say(f"evenstep: not recovered: {plan}")
+        return None
 
     def _stop(self, first: signal.Signals, patience_s: float | None = None) -> None:
         """`first`, then SIGKILL, to the ranks and to what they started."""

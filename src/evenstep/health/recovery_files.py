@@ -52,12 +52,16 @@ def memory_directory(run_directory: Path, key: str) -> Path:
 
 def newest_in_memory(run_directory: Path) -> int | None:
     """The newest step that survivors have saved whole; None: none."""
-    steps = [
-        int(found[1])
+    return max((step for _, _, step in _in_memory(run_directory)), default=None)
+
+
+def _in_memory(run_directory: Path) -> list[tuple[Path, str, int]]:
+    """(where it lies, key, step) of each checkpoint that survivors have saved whole."""
+    return [
+        (path, path.parent.name, int(found[1]))
         for path in run_directory.glob(f"{_MEMORY}/*/step-*")
         if (found := _STEP.fullmatch(path.name)) is not None
     ]
-    return max(steps, default=None)
 
 
 def note_kept(run_directory: Path, rank: int, attempt: int, key: str, step: int | None) -> None:
@@ -99,9 +103,8 @@ def keep_what_belongs_together(run_directory: Path, attempt: int) -> None:
     steps, has_any = kept_by_survivors(run_directory, attempt)
     if not has_any:
         return  # what an earlier loss has left is still whole
-    for path in run_directory.glob(f"{_MEMORY}/*/step-*"):
-        found = _STEP.fullmatch(path.name)
-        if steps is None or (found is not None and int(found[1]) != steps.get(path.parent.name, int(found[1]))):
+    for path, key, step in _in_memory(run_directory):
+        if steps is None or steps.get(key, step) != step:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -2,7 +2,6 @@
 
     python benchmarks/backend.py                     # 2 CPU ranks, the GPT
     python benchmarks/backend.py --programs DDP FSDP2 --models "wide MLP" GPT --json result.json
-    make bench-backend                               # the first, into build/backend.json
 
 Of evenstep the programs know the name of the backend, and no more:
 
@@ -330,7 +329,7 @@ def why_not(program: str, model: str) -> str | None:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=["GPT"], help="which of the five")

@@ -2,7 +2,6 @@
 
     python benchmarks/collectives.py                         # 2 and 4 ranks, 64 B to 256 MiB
     python benchmarks/collectives.py --ranks 2 --max-bytes 65536 --json result.json
-    make bench-collectives                                   # the first, into build/collectives.json
 
 Blocks of calls over shared memory and over Gloo take turns, so that other load on the machine affects both. A
 block is timed from barrier to barrier on the slowest rank. The ratio of each pair of neighbouring blocks is one
@@ -290,7 +289,7 @@ def table_of_others(rows: list[OtherRow]) -> str:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
     parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES, help="which")
     parser.add_argument("--min-bytes", type=int, default=64, help="smallest vector")

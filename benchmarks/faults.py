@@ -1,8 +1,8 @@
 """Faults at every phase, rank and transport: what is noticed when, which rank is named, what is lost or left behind.
 
-    python benchmarks/faults.py                                 # the matrix, and torch's DDP under torchrun beside it
-    python benchmarks/faults.py --small --no-ddp                # one victim, one transport: some minutes
-    python benchmarks/faults.py --recoveries 20 --cascades 200 --ddp-cascades 10 --json build/faults.json   # 40 minutes
+    python benchmarks/faults.py                                 # torch's DDP under torchrun beside it: 40 minutes
+    python benchmarks/faults.py --cascades 0 --recoveries 3     # little more than the matrix
+    python benchmarks/faults.py --small --no-ddp --cascades 0 --recoveries 3    # one victim, one transport: some minutes
 
 What has been run is in the JSON file after every run, and in the tables if it is interrupted.
 
@@ -404,9 +404,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS))
     parser.add_argument("--phases", nargs="*", default=list(PHASES))
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--cascades", type=int, default=0)
-    parser.add_argument("--ddp-cascades", type=int, default=0, help="so many of the cascades with torch's DDP, too")
-    parser.add_argument("--recoveries", type=int, default=3)
+    parser.add_argument("--cascades", type=int, default=200)
+    parser.add_argument("--ddp-cascades", type=int, default=10, help="so many of the cascades with torch's DDP, too")
+    parser.add_argument("--recoveries", type=int, default=20)
     parser.add_argument("--no-ddp", action="store_true")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--json", type=Path, help="written after every run")

@@ -12,16 +12,23 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import Namespaces, describe_machine, ratios, run_on_hosts, spread
+from measuring import describe_machine, ratios, spread
 
 from evenstep.transport.base import Transport
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.factory import open_transports
+
+sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is, also when this runs from elsewhere
+from tests.namespaces import Namespaces
 
 SIZES = [64, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26]
 
@@ -60,6 +67,24 @@ def measure_on_rank(repeats: int) -> dict[str, dict[str, list[float]]]:
     return result
 
 
+def run_on_hosts(hosts: Namespaces, ranks_per_host: int, repeats: int) -> Any:
+    """Start the ranks, and return what rank 0 has written: JSON, to the file behind `--as-rank`."""
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "rank0.json"
+        command = ["--nproc-per-node", str(ranks_per_host), __file__, "--as-rank", str(out), "--repeats", str(repeats)]
+        started = [
+            subprocess.Popen(
+                hosts.evenstep_run(host, command),
+                env={**os.environ, **hosts.environment(host), "OMP_NUM_THREADS": "1"},
+            )
+            for host in range(len(hosts.addresses))
+        ]
+        statuses = [process.wait() for process in started]
+        if any(statuses) or not out.exists():
+            raise SystemExit(f"ranks failed: {statuses}")
+        return json.loads(out.read_text())
+
+
 def table(measured: dict[str, dict[str, list[float]]]) -> str:
     """For people, and for the documentation. Pure."""
     lines = ["| bytes | Gloo, us | evenstep, us | times faster |", "| ---: | ---: | ---: | ---: |"]
@@ -72,7 +97,7 @@ def table(measured: dict[str, dict[str, list[float]]]) -> str:
 
 def main() -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate-mbit", type=float, default=1000.0, help="of each node's wire")
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15, help="of each side and size")
@@ -87,7 +112,7 @@ def main() -> None:
     machine = describe_machine()
     print(machine)
     with Namespaces(2, rate_mbit=arguments.rate_mbit) as hosts:
-        measured = run_on_hosts(hosts, arguments.ranks_per_host, __file__, ["--repeats", str(arguments.repeats)])
+        measured = run_on_hosts(hosts, arguments.ranks_per_host, arguments.repeats)
     print(f"\n2 hosts of {arguments.ranks_per_host} ranks, {arguments.rate_mbit:g} Mbit/s\n\n{table(measured)}")
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,28 +1,20 @@
-"""What the benchmarks share: sides that take turns, spreads, the machine's description, and ranks on several nodes."""
+"""What the benchmarks share: sides that take turns, spreads, and the machine's description."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
 import evenstep
-
-sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is, also when a benchmark runs from elsewhere
-from tests.namespaces import Namespaces
 
 
 @dataclass(frozen=True)
@@ -171,21 +163,3 @@ def describe_machine() -> dict[str, object]:
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "load_1_min": os.getloadavg()[0],
     }
-
-
-def run_on_hosts(hosts: Namespaces, ranks_per_host: int, script: str, arguments: Sequence[str]) -> Any:
-    """Start the ranks of a benchmark, and return what its rank 0 has written: JSON, to the file behind `--as-rank`."""
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory) / "rank0.json"
-        command = ["--nproc-per-node", str(ranks_per_host), script, "--as-rank", str(out), *arguments]
-        started = [
-            subprocess.Popen(
-                hosts.evenstep_run(host, command),
-                env={**os.environ, **hosts.environment(host), "OMP_NUM_THREADS": "1"},
-            )
-            for host in range(len(hosts.addresses))
-        ]
-        statuses = [process.wait() for process in started]
-        if any(statuses) or not out.exists():
-            raise SystemExit(f"ranks failed: {statuses}")
-        return json.loads(out.read_text())

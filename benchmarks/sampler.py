@@ -2,7 +2,6 @@
 
     python benchmarks/sampler.py                             # 10^5 to 10^9 samples; torch's as far as memory reaches
     python benchmarks/sampler.py --max-samples 1000000 --json result.json
-    make bench-sampler                                       # the first, into build/sampler.json
 
 *First index*: seconds until a new epoch's sampler has given its first index, and by how much that raised the process's
 peak memory; each in a process of its own. *Index through a loader*: nanoseconds of CPU time per index over an epoch of
@@ -200,7 +199,7 @@ def tables(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-samples", type=int, default=10**9, help="largest data set")
     parser.add_argument("--epoch", type=int, default=10**6, help="samples of the epoch that is run through")
     parser.add_argument("--turns", type=int, default=7, help="turns per loader")

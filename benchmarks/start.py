@@ -129,7 +129,7 @@ def table(starts: dict[str, list[Start]]) -> str:
 
 def main() -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="on this host")
     parser.add_argument("--rounds", type=int, default=9, help="starts of each side")
     parser.add_argument("--json", type=Path, help="where to write the result")

@@ -3,19 +3,26 @@
     python benchmarks/step.py                    # the five models, one and two ranks
     python benchmarks/step.py --ranks 2 --models "wide MLP" GPT --json result.json
     python benchmarks/step.py --ranks 2 --sides sharded --steps 10
+    python benchmarks/step.py --ranks 2 --models GPT --sides evenstep hook reproducible ZeRO sharded attached
     python benchmarks/step.py --device cuda          # on GPUs alone; else on the CPU, and on GPUs where there are some
 
-Seven sides of the same training take turns within one run, in blocks of equally many steps:
+Six sides of the same training take turns within one run, in blocks of equally many steps:
 
     bare       the module itself: nothing is exchanged
     tutorial   torch's DistributedDataParallel as its tutorials write it, with their optimizer
     best       the same with gradient_as_bucket_view, static_graph and a fused optimizer
     ZeRO       torch's DDP at its best with torch's ZeroRedundancyOptimizer over the fused optimizer
     evenstep   evenstep.DistributedDataParallel with a fused optimizer
-    flat       the same with evenstep.fuse, which steps few long tensors
     sharded    the same with evenstep.ShardedOptimizer
 
-In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. While others run, torch's
+In a world of one there are bare and evenstep; `--sides bare sharded` measures that one. Three more sides are measured
+where `--sides` names them:
+
+    hook          evenstep with fp16_compress_hook, a communication hook of torch's
+    reproducible  evenstep in reproducible mode, a virtual rank on each rank; on CPUs
+    attached      torch's FSDP2, each part of the model sharded by itself, under evenstep.attach
+
+While others run, torch's
 global optimizer hooks are taken off, through which evenstep sees optimizers. What a side adds is the difference of
 neighbouring blocks to bare. A block is timed from barrier to barrier, on the slowest rank; the tables have medians over
 blocks, with quartiles.
@@ -35,8 +42,9 @@ import argparse
 import contextlib
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,16 +59,42 @@ from measuring import (
     steps_within,
     take_turns,
 )
-from models import CASES, Case
+from models import CASES, Case, shard_parts
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import evenstep
+from evenstep import determinism
+from evenstep.virtual_ranks import VirtualRanks
 
 Step = Callable[[], None]
-SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "flat", "sharded"]
-OURS = SIDES[4:]
+SIDES = ["bare", "tutorial", "best", "ZeRO", "evenstep", "sharded"]
+MORE_SIDES = ["hook", "reproducible", "attached"]
+OURS = [*SIDES[4:], *MORE_SIDES]
+LIMITED = SIDES[4:]
 # Parts of the limit, which take turns with the sides.
 COPIES, SHARDED_COPIES, BARRIER = PARTS = ["copies", "sharded copies", "barrier"]
+
+
+@contextlib.contextmanager
+def reproducible_mode(world: evenstep.World) -> Iterator[None]:
+    """Compute as in reproducible mode, with a virtual rank on each rank."""
+    assert world.transport_name in ("local", "shared memory"), "a transport whose order is a tree"
+    world.virtual_ranks = VirtualRanks(world.world_size, world.rank, world.world_size, seed=0)
+    undo = determinism.switch_on(world.device, threads=torch.get_num_threads())
+    try:
+        yield
+    finally:
+        undo()
+        world.virtual_ranks = None
+
+
+def around(side: str, world: evenstep.World) -> contextlib.AbstractContextManager[object]:
+    """What surrounds a side when its step is built, and each of its blocks."""
+    if side == "reproducible":
+        return reproducible_mode(world)
+    return contextlib.nullcontext() if side in OURS else only_torchs_own()
 
 
 def build_step(case: Case, side: str, world: evenstep.World) -> Step:
@@ -68,8 +102,14 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
     torch.manual_seed(0)
     module = case.build().to(world.device)
     x, y = (each.to(world.device) for each in case.draw())
-    if side in OURS:
-        model: torch.nn.Module = evenstep.DistributedDataParallel(module, world=world)
+    model: Any
+    if side == "attached":
+        shard_parts(module, init_device_mesh(world.device.type, (world.world_size,)))
+        model = evenstep.attach(module, world)
+    elif side in OURS:
+        model = evenstep.DistributedDataParallel(module, world=world)
+        if side == "hook":
+            model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
     elif side == "tutorial":
         model = torch.nn.parallel.DistributedDataParallel(module)
     elif side in ("best", "ZeRO"):
@@ -84,15 +124,19 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **fused)
-    if side == "flat":
-        optimizer = evenstep.fuse(optimizer, model)
 
     def step() -> None:
         case.loss(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    def step_under_our_loop() -> None:
+        for some_x, some_y in model.microbatches((x, y), 1):
+            model.backward(case.loss(model(some_x), some_y), weight=len(some_x))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step_under_our_loop if side in ("reproducible", "attached") else step
 
 
 def build_part(case: Case, part: str, world: evenstep.World) -> Step:
@@ -122,21 +166,21 @@ def measure(
     """On a rank: seconds per step of each side, block by block."""
     case = CASES[name]
     world = evenstep.init(quiet=True, device=device.name, transport=device.transport)
-    steps = {side: build_step(case, side, world) for side in sides}
+    steps = {}
+    for side in sides:
+        with around(side, world):
+            steps[side] = build_step(case, side, world)
     if world.world_size > 1 and not device.is_cuda:
         steps |= {part: build_part(case, part, world) for part in PARTS}
-    for step in steps.values():
-        for _ in range(5):
-            step()
+    for side, step in steps.items():
+        with around(side, world):
+            for _ in range(5):
+                step()
     fitting = steps_within(steps["bare"], block_s, world)
     num_steps = asked_steps or fitting
     if num_steps < fitting:  # of short blocks there are more, for as long as the others take
         blocks = round(blocks * min(10, fitting / num_steps))
-
-    def around(side: str) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if side in OURS else only_torchs_own()
-
-    return take_turns(steps, world, blocks, num_steps, around)
+    return take_turns(steps, world, blocks, num_steps, lambda side: around(side, world))
 
 
 def on_ranks(
@@ -154,7 +198,7 @@ def on_ranks(
 def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, list[float]]]:
     """For each side: quartiles of the step, of what it adds (microseconds), and of its ratio to bare. Pure.
 
-    Of our sides also the ratio to the limit, where its parts were measured.
+    Of evenstep and sharded also the ratio to the limit, where its parts were measured.
     """
     bare = seconds["bare"]
     found = {
@@ -166,7 +210,7 @@ def summarise(seconds: dict[str, list[float]]) -> dict[str, dict[str, list[float
         for side, each in seconds.items()
         if side not in PARTS
     }
-    for side in OURS:
+    for side in LIMITED:
         if side in found and BARRIER in seconds:
             parts = (bare, seconds[SHARDED_COPIES if side == "sharded" else COPIES], seconds[BARRIER])
             found[side]["over_limit"] = ratios(seconds[side], [sum(each) for each in zip(*parts, strict=True)])
@@ -188,8 +232,9 @@ def table(num_ranks: int, where: str, results: dict[str, dict[str, dict[str, lis
             ratio = "" if side == "bare" else spread(each["ratio"], 3)
             limit = spread(each["over_limit"], 3) if "over_limit" in each else ""
             lines.append(f"| {name} | {side} | {step} | {added} | {ratio} | {limit} |")
-    for side, share in shares_of_best(results).items():
-        lines += ["", f"{side} adds {share:.2f} of what torch's DDP at its best adds (geometric mean)"]
+    share = share_of_best(results)
+    if share is not None:
+        lines += ["", f"evenstep adds {share:.2f} of what torch's DDP at its best adds (geometric mean)"]
     for side, mean in over_limit(results).items():
         lines += ["", f"{side} takes {mean:.3f} times as long as the limit (geometric mean)"]
     for side, mean in speeds_of_sharded(results).items():
@@ -197,27 +242,24 @@ def table(num_ranks: int, where: str, results: dict[str, dict[str, dict[str, lis
     return "\n".join(lines)
 
 
-def shares_of_best(results: dict[str, dict[str, dict[str, list[float]]]]) -> dict[str, float]:
-    """Geometric means over models of what evenstep's replicated sides add, relative to `best`. Pure.
+def share_of_best(results: dict[str, dict[str, dict[str, list[float]]]]) -> float | None:
+    """Geometric mean over models of what evenstep adds, relative to `best`; None if one wasn't measured. Pure.
 
     Less than 2 % of the bare step can't be told from nothing, and counts as 2 %.
     """
-    sides = set.intersection(*map(set, results.values()))
-    found = {}
-    for side in ("evenstep", "flat"):
-        if {side, "best"} <= sides:
-            shares = []
-            for each in results.values():
-                least = 0.02 * each["bare"]["step_us"][1]
-                shares.append(max(least, each[side]["added_us"][1]) / max(least, each["best"]["added_us"][1]))
-            found[side] = statistics.geometric_mean(shares)
-    return found
+    shares = []
+    for sides in results.values():
+        if not {"evenstep", "best"} <= sides.keys():
+            return None
+        least = 0.02 * sides["bare"]["step_us"][1]
+        shares.append(max(least, sides["evenstep"]["added_us"][1]) / max(least, sides["best"]["added_us"][1]))
+    return statistics.geometric_mean(shares)
 
 
 def over_limit(results: dict[str, dict[str, dict[str, list[float]]]]) -> dict[str, float]:
     """Geometric means over models of our sides' steps over the limit; none where that wasn't measured. Pure."""
     found = {}
-    for side in OURS:
+    for side in LIMITED:
         measured = [sides[side]["over_limit"][1] for sides in results.values() if "over_limit" in sides.get(side, {})]
         if measured:
             found[side] = statistics.geometric_mean(measured)
@@ -233,17 +275,19 @@ def speeds_of_sharded(results: dict[str, dict[str, dict[str, list[float]]]]) -> 
         side: statistics.geometric_mean(
             each[side]["step_us"][1] / each["sharded"]["step_us"][1] for each in results.values()
         )
-        for side in SIDES
+        for side in [*SIDES, *MORE_SIDES]
         if side in sides and side != "sharded"
     }
 
 
 def main() -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes")
     parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES), help="which of the five")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, help="which, bare always; without it see above")
+    parser.add_argument(
+        "--sides", nargs="+", choices=[*SIDES, *MORE_SIDES], help="which, bare always; without it see above"
+    )
     parser.add_argument("--device", nargs="+", choices=["cpu", "cuda"], help="where; without it, on all that there is")
     parser.add_argument("--blocks", type=int, default=21, help="of each side")
     parser.add_argument("--block-s", type=float, default=0.25, help="about how long a block of bare steps takes")
@@ -255,7 +299,7 @@ def main() -> None:
     for num_ranks in arguments.ranks:
         for device in choose_devices(arguments.device, num_ranks, torch.cuda.device_count()):
             requested = arguments.sides or (["evenstep"] if num_ranks == 1 else SIDES)
-            sides = [side for side in SIDES if side == "bare" or side in requested]
+            sides = [side for side in [*SIDES, *MORE_SIDES] if side == "bare" or side in requested]
             given = (arguments.models, sides, arguments.blocks, arguments.block_s, arguments.steps, device)
             measured = evenstep.launch(on_ranks, num_ranks, given, device=device.name)
             results = {name: summarise(seconds) for name, seconds in measured.items()}
@@ -263,7 +307,7 @@ def main() -> None:
             key = f"{num_ranks} ranks" + (f" {device.label}" if device.is_cuda else "")
             whole[key] = {
                 "sides": results,
-                "shares_of_best": shares_of_best(results),
+                "share_of_best": share_of_best(results),
                 "over_limit": over_limit(results),
                 "over_sharded": speeds_of_sharded(results),
             }

@@ -133,7 +133,8 @@ def test_a_benchmark_of_faults_that_is_cut_off_leaves_what_it_has(
         return outcome
 
     monkeypatch.setattr(bench, "run", run)
-    monkeypatch.setattr(sys, "argv", ["faults.py", "--kinds", "kill", "--json", str(tmp_path / "found.json")])
+    flags = ["--kinds", "kill", "--cascades", "0", "--recoveries", "3"]
+    monkeypatch.setattr(sys, "argv", ["faults.py", *flags, "--json", str(tmp_path / "found.json")])
     with pytest.raises(KeyboardInterrupt):
         bench.main()
     found = json.loads((tmp_path / "found.json").read_text())

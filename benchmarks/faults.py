@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py                                 # torch's DDP under torchrun beside it: 40 minutes
     python benchmarks/faults.py --cascades 0 --recoveries 3     # little more than the matrix
-    python benchmarks/faults.py --small --no-ddp --cascades 0 --recoveries 3    # one victim, one transport: some minutes
+    python benchmarks/faults.py --small --no-ddp --cascades 0 --recoveries 3    # one victim, one transport
 
 What has been run is in the JSON file after every run, and in the tables if it is interrupted.
 

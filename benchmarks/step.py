@@ -32,8 +32,9 @@ empty barrier, all three measured in blocks of the same run. What has to be move
 parameters: for an all-reduce, this rank's share of all ranks' gradients into all ranks' sums; for sharded, all shares
 into one, and the others' shares of the parameters.
 
-On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first: torch's DDP has Gloo then, evenstep
-too. A barrier there waits for all that was queued.
+On GPUs each rank has one, and NCCL; with more ranks than GPUs all share the first: all sides
+have Gloo then. A barrier there waits for all that was queued. On CPUs torch's sides have a group of Gloo's own: the
+default group of `evenstep.init` is one of the backend "evenstep".
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def around(side: str, world: evenstep.World) -> contextlib.AbstractContextManage
     return contextlib.nullcontext() if side in OURS else only_torchs_own()
 
 
-def build_step(case: Case, side: str, world: evenstep.World) -> Step:
-    """One side's training step, on a model of its own."""
+def build_step(case: Case, side: str, world: evenstep.World, torchs: dist.ProcessGroup | None) -> Step:
+    """One side's training step, on a model of its own; `torchs` is the group of torch's sides, None the default one."""
     torch.manual_seed(0)
     module = case.build().to(world.device)
     x, y = (each.to(world.device) for each in case.draw())
@@ -111,9 +112,11 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
         if side == "hook":
             model.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
     elif side == "tutorial":
-        model = torch.nn.parallel.DistributedDataParallel(module)
+        model = torch.nn.parallel.DistributedDataParallel(module, process_group=torchs)
     elif side in ("best", "ZeRO"):
-        model = torch.nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True, static_graph=True)
+        model = torch.nn.parallel.DistributedDataParallel(
+            module, process_group=torchs, gradient_as_bucket_view=True, static_graph=True
+        )
     else:
         model = module
     fused = {} if side == "tutorial" else {"fused": True}
@@ -121,7 +124,9 @@ def build_step(case: Case, side: str, world: evenstep.World) -> Step:
     if side == "sharded":
         optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=1e-4, fused=True)
     elif side == "ZeRO":
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, process_group=torchs, lr=1e-4, fused=True
+        )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, **fused)
 
@@ -166,10 +171,11 @@ def measure(
     """On a rank: seconds per step of each side, block by block."""
     case = CASES[name]
     world = evenstep.init(quiet=True, device=device.name, transport=device.transport)
+    torchs = dist.new_group(backend="gloo") if world.world_size > 1 and not device.is_cuda else None
     steps = {}
     for side in sides:
         with around(side, world):
-            steps[side] = build_step(case, side, world)
+            steps[side] = build_step(case, side, world, torchs)
     if world.world_size > 1 and not device.is_cuda:
         steps |= {part: build_part(case, part, world) for part in PARTS}
     for side, step in steps.items():

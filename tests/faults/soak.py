@@ -1,7 +1,7 @@
 """Trains under a rain of faults, and compares the end, bit for bit, with training that was left alone.
 
-    python -m tests.faults.soak --minutes 30             # `make soak`
-    python -m tests.faults.soak --clean-steps 100000     # `make soak-clean`: nothing may be said
+    python -m tests.faults.soak --minutes 30             # `make stress PART=soak`
+    python -m tests.faults.soak --clean-steps 100000     # `make stress PART=clean`: nothing may be said
 
 A fault of chance every five to fifteen seconds: a rank is killed, stopped or crashes, raises, leaves early; the
 launcher is asked to stop or is killed. Launchers restart ranks; this process restarts launchers. The number of steps is

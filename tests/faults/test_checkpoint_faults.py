@@ -49,7 +49,7 @@ def steps(directory: Path) -> list[int]:
 
 @pytest.mark.extended
 def test_kills_at_random_instants_lose_nothing_but_what_was_not_committed(fresh_seed: int):
-    """Some of the 200 of `make stress-checkpoint`."""
+    """Some of the 200 of `make stress PART=kills`."""
     command = [sys.executable, "-m", "tests.faults.kill_loop", "--steps", "24", "--seed", str(fresh_seed)]
     command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "5")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
@@ -59,7 +59,7 @@ def test_kills_at_random_instants_lose_nothing_but_what_was_not_committed(fresh_
 
 @pytest.mark.extended
 def test_killed_runs_go_on_with_another_division_of_the_model(fresh_seed: int):
-    """Some of the 30 of `make stress-checkpoint`: FSDP2, HSDP, tensor parallelism, both, one process."""
+    """Some of the 30 of `make stress PART=kills`: FSDP2, HSDP, tensor parallelism, both, one process."""
     command = [sys.executable, "-m", "tests.faults.mesh_kill_loop", "--seed", str(fresh_seed)]
     command += ["--kills", os.environ.get("EVENSTEP_TEST_KILLS", "3")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)

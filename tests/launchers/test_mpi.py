@@ -91,8 +91,8 @@ def test_two_jobs_at_once_on_one_host_do_not_meet(tmp_path: Path, kind: str) -> 
             subprocess.Popen(
                 [*mpiexec(kind), "-n", "2", PYTHON, "script.py", job],
                 cwd=tmp_path / job,
-                # Without a directory of its own each Open MPI makes /tmp/ompi.<host>.<uid>; of two that are started at the
-                # same instant one fails now and then, for the other was faster ("mkdir ... File exists", 4.1.4).
+                # Each Open MPI would make /tmp/ompi.<host>.<uid>. Of two that start at the same instant one fails now
+                # and then, because the other was faster ("mkdir ... File exists", 4.1.4).
                 env=clean_environment() | {"OMP_NUM_THREADS": "1", "OMPI_MCA_orte_tmpdir_base": str(tmp_path / job)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -23,4 +23,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         if here in item.path.parents and item.get_closest_marker("brief") is None:
-            item.add_marker(pytest.mark.skip(reason="torch's own programs are played by `make test-torchs-own`"))
+            item.add_marker(pytest.mark.skip(reason="torch's own programs are played by `make test-torch PART=own`"))

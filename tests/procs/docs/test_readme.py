@@ -133,6 +133,24 @@ def test_make_demo_runs_the_digits():
     assert ".venv/bin/python -m evenstep run --nproc-per-node 2 examples/digits.py" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("target", "variable", "other"),
+    [("bench", "NAME", "models"), ("bench", "NAME", "step house"), ("stress", "PART", "")],
+)
+def test_make_lists_benchmarks_and_parts_when_asked_for_none_of_them(target: str, variable: str, other: str):
+    done = subprocess.run(["make", target, f"{variable}={other}"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode != 0
+    said = done.stderr.splitlines()[0]
+    assert said.startswith(f"make {target}: {variable} is one of ")
+    for name in said.partition(" is one of ")[2].split():
+        dry = subprocess.run(["make", "-n", target, f"{variable}={name}"], cwd=ROOT, capture_output=True, text=True)
+        assert dry.returncode == 0, dry.stderr
+        commands = [line for line in dry.stdout.splitlines() if ".venv/bin/python" in line]
+        assert commands, f"{name} runs nothing"
+        if target == "bench":
+            assert (ROOT / "benchmarks" / f"{name}.py").is_file()
+
+
 def test_make_explains_a_python_that_is_too_old(tmp_path: Path):
     old = tmp_path / "old python"
     old.write_text('#!/bin/sh\ncase "$2" in *exit*) exit 1;; *) echo 3.8.10;; esac\n')

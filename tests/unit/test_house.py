@@ -211,7 +211,7 @@ ORDER: dict[str, list[str]] = {
         "restarts",
     ],
     "launcher.failure": ["report", "hangs", "stacks", "detection", "policy"],
-    "launcher.options": ["dry_run", "flags", "resources", "logs"],
+    "launcher.options": ["flags", "resources", "logs"],
     "launcher.pool": ["ranks", "rank_process", "remote"],
     "launcher.spawn": ["zygote", "post_fork", "start_worker", "script_runner", "child", "log_lines"],
     "logger": ["logger", "files"],

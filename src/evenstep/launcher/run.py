@@ -34,7 +34,6 @@ from evenstep.launcher.elastic.recovery import Recoveries, Recovery, RecoveryPol
 from evenstep.launcher.elastic.restarts import RestartLimit
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, exit_status
 from evenstep.launcher.failure.report import Failure, describe_failure, status_of
-from evenstep.launcher.options import dry_run
 from evenstep.launcher.options.flags import (
     SHRINK,
     behind_the_script,
@@ -83,7 +82,7 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
         say(f"evenstep: {warning}")
     # Before anything queries GPUs: a process that has initialised CUDA can't be forked.
     starts_again = args.max_restarts > 0 or args.recover is not None
-    may_fork = may_fork and not (args.cold_start or args.dry_run)
+    may_fork = may_fork and not args.cold_start
     zygote = fork_zygote(preloads=starts_again) if may_fork else None
     try:
         return _run(args, arguments, zygote)
@@ -117,8 +116,7 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     if args.min_ranks > plan.num_ranks:
         raise ConfigurationError(f"--min-ranks {args.min_ranks}: the run has only {counted(plan.num_ranks, 'rank')}.")
     _check_port(args)
-    if args.dry_run:
-        return _print_plan(args, plan, host, fewest_nodes=fewest, num_nodes=most)
+    timeouts = PhaseTimeouts.parse(args.phase_timeout)
     keep_days = choose_keep_days(args.keep_logs, log_dir=args.log_dir)
     log_directory = make_log_directory(args.log_dir)
     remove_old_logs(args.log_dir, days=keep_days, keep=log_directory)
@@ -126,7 +124,7 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
     say(line)
     with private_directory("run") as directory:
         logs = RankLogs(choices, log_directory, directory)
-        return _Run(args, plan, logs, directory, num_nodes=most, announced=line, zygote=zygote).execute()
+        return _Run(args, plan, logs, directory, timeouts, num_nodes=most, announced=line, zygote=zygote).execute()
 
 
 def _check_faults_ranks(ranks: Sequence[int], num_ranks: int) -> None:
@@ -134,22 +132,6 @@ def _check_faults_ranks(ranks: Sequence[int], num_ranks: int) -> None:
     beyond = [rank for rank in ranks if rank >= num_ranks]
     if beyond:
         raise ConfigurationError(f"--inject: there is no rank {beyond[0]}; there are {num_ranks}, from 0.")
-
-
-def _print_plan(args: Namespace, plan: RankPlan, host: Host, *, fewest_nodes: int, num_nodes: int) -> int:
-    PhaseTimeouts.parse(args.phase_timeout)  # a mistake in it is found here, too
-    say(_announcement(plan, host, fewest_nodes=fewest_nodes, num_nodes=num_nodes, device=args.device))
-    variables = {**environment.inherited_settings(), "OMP_NUM_THREADS": str(plan.num_threads)}
-    lines = dry_run.describe(
-        args,
-        plan,
-        num_nodes=num_nodes,
-        device=args.device or ("cuda" if host.num_gpus else "cpu"),
-        python=sys.executable,
-        variables=variables,
-    )
-    sys.stdout.write("\n".join([*lines, "nothing was started (--dry-run)"]) + "\n")
-    return 0
 
 
 class _Run:
@@ -161,13 +143,14 @@ class _Run:
         plan: RankPlan,
         logs: RankLogs,
         run_directory: Path,
+        timeouts: PhaseTimeouts,
         *,
         num_nodes: int,
         announced: str,
         zygote: Zygote | None = None,
     ) -> None:
         self._args = args
-        self._timeouts = PhaseTimeouts.parse(args.phase_timeout)
+        self._timeouts = timeouts
         self._zygote = zygote
         self._run_directory = run_directory
         self._num_ranks = plan.num_ranks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -75,6 +74,7 @@ def test_a_module_or_a_program_that_is_not_there(capsys: pytest.CaptureFixture[s
         (["--redirects", "7"], "--redirects 7"),
         (["--rdzv-endpoint", "here"], "HOST:PORT"),
         (["--logs-specs", "x"], "--logs-specs"),
+        (["--phase-timeout", "x=1"], "with a phase of starting"),
     ],
 )
 def test_flags_that_make_no_sense(
@@ -184,7 +184,6 @@ def test_a_scripts_own_flags_may_look_like_abbreviations_of_ours(
 
 TAKE_A_SCRIPT = [
     ["run"],
-    ["run", "--dry-run"],
     ["bench"],
     ["bench", "run"],
     ["bench", "memory"],
@@ -300,53 +299,6 @@ def test_flags_of_the_other_kind_of_target_are_refused(
     assert "takes no arguments: --epochs 1" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------- run --dry-run
-
-
-def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert main(["run", "--dry-run", *arguments]) == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def test_a_dry_run_starts_and_writes_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("open('ran', 'w')")
-    lines = dry_run(capsys, "--nproc-per-node", "2", "--log-dir", "logs", "--device", "cpu", "train.py", "--lr", "a b")
-    assert os.listdir() == ["train.py"]
-    assert lines[0] == f"command    {shlex.quote(sys.executable)} train.py --lr 'a b'"
-    assert f"directory  {tmp_path}" in lines
-    assert "output     rank 0 to the terminal, the others to logs" in lines
-    assert [line for line in lines if line.startswith("rank ")] == [
-        f"rank {rank}     RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=2 on cpu" for rank in (0, 1)
-    ]
-    assert lines[-1] == "nothing was started (--dry-run)"
-
-
-def test_a_dry_run_of_one_host_of_several(capsys: pytest.CaptureFixture[str], script: str) -> None:
-    flags = ["--nnodes", "3", "--node-rank", "2", "--master-addr", "host0", "--nproc-per-node", "2", "--device", "cpu"]
-    lines = dry_run(capsys, *flags, script)
-    assert "hosts      3, which meet at host0:29500; this is node 2" in lines
-    assert [line.split()[1] for line in lines if line.startswith("rank ")] == ["4", "5"]
-    assert all("WORLD_SIZE=6" in line for line in lines if line.startswith("rank "))
-    elastic = ["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29400", "--rdzv-id", "job"]
-    lines = dry_run(capsys, *elastic, "--nproc-per-node", "1", script)
-    assert "hosts      1:4, which meet at host0:29400; run job" in lines
-    assert any(line.startswith("rank ? ") for line in lines)
-
-
-def test_a_dry_run_of_modules_programs_and_the_check(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry_run(capsys, "-m", "json.tool", "x")[0] == f"command    {shlex.quote(sys.executable)} -m json.tool x"
-    assert dry_run(capsys, "--no-python", "true")[0] == "command    true"
-    assert "evenstep.preflight.rank_check" in dry_run(capsys, "--check")[0]
-
-
-def test_a_dry_run_finds_what_a_run_would(capsys: pytest.CaptureFixture[str], script: str) -> None:
-    assert "with a phase of starting" in refused(capsys, "--dry-run", "--phase-timeout", "x=1", script)
-    assert "1 rank" in refused(capsys, "--dry-run", "--nproc-per-node", "0", script)
-
-
 # ---------------------------------------------------------------------- completion
 
 
@@ -354,7 +306,7 @@ def test_a_dry_run_finds_what_a_run_would(capsys: pytest.CaptureFixture[str], sc
 def test_completion_knows_every_command_and_its_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     text = capsys.readouterr().out
-    for word in (*cli.COMMANDS, "--nproc-per-node", "--dry-run", "network", "--sarif", "unlock"):
+    for word in (*cli.COMMANDS, "--nproc-per-node", "--threads-per-rank", "network", "--sarif", "unlock"):
         assert word in text
 
 

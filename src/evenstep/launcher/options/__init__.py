@@ -1,1 +1,1 @@
-"""What a command line of `evenstep run` means: `flags`, then `resources` (ranks and threads), `logs` and `dry_run`."""
+"""What a command line of `evenstep run` means: `flags`, then `resources` (ranks and threads) and `logs`."""

@@ -29,7 +29,6 @@ _EPILOG = """\
 examples:
   evenstep run train.py --epochs 10                       as many ranks as this host has GPUs, or fit its cores
   evenstep run --nproc-per-node 2 --all-ranks train.py    two ranks, both on the terminal
-  evenstep run --dry-run train.py                         only print what would be started
   evenstep run --check                                    no script: is everything in order, and how fast?
   evenstep run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 train.py    on each host its own rank
 
@@ -86,7 +85,7 @@ _GROUPS = {
         "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
         "local_addr", "standalone",
     ),
-    "before a long run": ("dry_run", "check", "inject"),
+    "before a long run": ("check", "inject"),
     "how ranks are started": ("threads_per_rank", "module", "no_python", "servers", "numa_binding", "cold_start"),
     "output": ("tee", "redirects", "local_ranks_filter", "keep_logs"),
     "failures": (
@@ -138,7 +137,6 @@ _LAUNCHERS_ALONE = (
     "--name-after",
     "--cold-start",
     "--keep-logs",
-    "--dry-run",
 )
 
 
@@ -281,12 +279,6 @@ def make_parser() -> ArgumentParser:
         action="store_true",
         help="Run no script: do the ranks add up correctly and take a step? Measures latency and bandwidth of every "
         "pair of ranks.",
-    )
-    ours.add_argument(
-        "--dry-run",
-        "--dry_run",
-        action="store_true",
-        help="Start nothing: print which ranks would run which command, where, and with which variables.",
     )
     for action in parser._actions:
         if action.help != SUPPRESS:

@@ -50,11 +50,8 @@ from evenstep.launcher.options.logs import (
     PREFIX,
     OutputChoices,
     RankLogs,
-    choose_keep_days,
-    describe_kept_logs,
     make_log_directory,
     name_of_run,
-    remove_old_logs,
     tail,
 )
 from evenstep.launcher.options.resources import Host, RankPlan, look_at_host, plan_ranks
@@ -117,9 +114,7 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
         raise ConfigurationError(f"--min-ranks {args.min_ranks}: the run has only {counted(plan.num_ranks, 'rank')}.")
     _check_port(args)
     timeouts = PhaseTimeouts.parse(args.phase_timeout)
-    keep_days = choose_keep_days(args.keep_logs, log_dir=args.log_dir)
     log_directory = make_log_directory(args.log_dir)
-    remove_old_logs(args.log_dir, days=keep_days, keep=log_directory)
     line = _announcement(plan, host, fewest_nodes=fewest, num_nodes=most, device=args.device)
     say(line)
     with private_directory("run") as directory:
@@ -283,7 +278,6 @@ class _Run:
             log=log,
             log_tail=tail(log) if log else "",
             other_logs=self._log_directory if has_logs else None,
-            kept_logs=describe_kept_logs(self._args.log_dir, keep=self._args.keep_logs) if has_logs else "",
             saved_step=self._limit.saved_step,
         )
 

@@ -123,7 +123,6 @@ def describe_failure(
     log: str = "",
     log_tail: str = "",
     other_logs: Path | None = None,
-    kept_logs: str = "",
     saved_step: int | None = None,
 ) -> str:
     """The text that the launcher prints.
@@ -135,7 +134,6 @@ def describe_failure(
         log: The root cause's log file; "" if it wrote to the terminal.
         log_tail: The last lines of that file.
         other_logs: Directory of the logs; None if there is nothing in it to look at.
-        kept_logs: What to say of those of other runs; "": nothing.
         saved_step: Of the run's newest checkpoint; None: none that is known of.
     """
     root_cause, report = failure.root_cause, failure.report
@@ -145,8 +143,6 @@ def describe_failure(
         lines += [f"evenstep: at that time, {each}" for each in failure.on_other_nodes]
     if other_logs is not None:
         lines.append(f"evenstep: output of the other ranks: {other_logs}")
-    if kept_logs:
-        lines.append(f"evenstep: {kept_logs}")
     if saved_step is not None:
         lines.append(f"evenstep: the newest checkpoint is that of step {saved_step}")
     for rank, stack in sorted(failure.stacks.items()):

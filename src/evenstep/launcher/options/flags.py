@@ -87,7 +87,7 @@ _GROUPS = {
     ),
     "before a long run": ("check", "inject"),
     "how ranks are started": ("threads_per_rank", "module", "no_python", "servers", "numa_binding", "cold_start"),
-    "output": ("tee", "redirects", "local_ranks_filter", "keep_logs"),
+    "output": ("tee", "redirects", "local_ranks_filter"),
     "failures": (
         "recover", "min_ranks", "name_after", "phase_timeout", "stopped_grace", "shutdown_timeout",
         "signals_to_handle", "monitor_interval",
@@ -136,7 +136,6 @@ _LAUNCHERS_ALONE = (
     "--stopped-grace",
     "--name-after",
     "--cold-start",
-    "--keep-logs",
 )
 
 
@@ -265,14 +264,6 @@ def make_parser() -> ArgumentParser:
         action="store_true",
         help="Start every rank as a new python, and not as a copy of one that has imported torch. Slower; for "
         "libraries that can't be forked.",
-    )
-    ours.add_argument(
-        "--keep-logs",
-        "--keep_logs",
-        type=float,
-        metavar="DAYS",
-        help="At the start, remove log folders of earlier runs in which nothing was written for this many days "
-        "(default: 14 in the temporary folder; in --log-dir all are kept).",
     )
     ours.add_argument(
         "--check",

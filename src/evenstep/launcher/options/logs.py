@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -15,7 +12,6 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 
 from evenstep.errors import ConfigurationError
-from evenstep.processes import state_and_start
 
 _TERMINAL = ""  # torchelastic's word for "inherited"
 PREFIX = "[rank ${rank}] "
@@ -79,11 +75,6 @@ class OutputChoices:
 
 
 _TEMPORARY_LOGS = "evenstep-logs-"
-# What `make_log_directory` makes; both have the launcher's pid.
-_TEMPORARY_NAME = re.compile(_TEMPORARY_LOGS + r"(?P<pid>\d+)-\w+")
-_NAME = re.compile(r"\d{8}-\d{6}-(?P<pid>\d+)")
-_FILES = ("rank-*.log", "filtered_std*.log")
-_KEEP_DAYS = 14.0
 
 
 def name_of_run(log_directory: Path) -> str:
@@ -108,79 +99,6 @@ def make_log_directory(log_dir: str | None) -> Path:
             f"{where}: {error.strerror}. Name a directory that can be made, or written to, with --log-dir."
         ) from None
     return directory
-
-
-def choose_keep_days(keep: float | None, *, log_dir: str | None) -> float:
-    """How many days logs of earlier runs are kept; infinity: for good. Pure.
-
-    Args:
-        keep: What `--keep-logs` says; None: `_KEEP_DAYS` in the temporary directory, and for good in the user's own.
-        log_dir: What `--log-dir` says.
-
-    Raises:
-        ConfigurationError: It is no number of days.
-    """
-    if keep is None:
-        return _KEEP_DAYS if log_dir is None else math.inf
-    if not keep >= 0:  # nor a NaN
-        raise ConfigurationError(f"--keep-logs {keep:g}: a number of days, at least 0, or inf to keep all logs.")
-    return keep
-
-
-def remove_old_logs(log_dir: str | None, *, days: float, keep: Path, now: float | None = None) -> None:
-    """Remove the log directories of earlier runs in which nothing was written for some days.
-
-    Only those of runs that have ended, and in them only files of ours: what else lies there stays, with its directory.
-
-    Args:
-        log_dir: As for `make_log_directory`.
-        days: See `choose_keep_days`.
-        keep: This run's own.
-        now: Seconds since the epoch; None: now.
-    """
-    if math.isinf(days):
-        return
-    oldest = (time.time() if now is None else now) - days * 86_400
-    for directory in _log_directories(log_dir):
-        with contextlib.suppress(OSError):
-            if directory == keep or _launcher_runs(directory):
-                continue
-            files = [file for pattern in _FILES for file in directory.glob(pattern)]
-            if max(path.stat().st_mtime for path in (directory, *files)) < oldest:
-                for file in files:
-                    file.unlink()
-                directory.rmdir()
-
-
-def describe_kept_logs(log_dir: str | None, *, keep: float | None) -> str:
-    """How many log directories there are, and how long they stay; "" if there is one. For people."""
-    count, days = len(_log_directories(log_dir)), choose_keep_days(keep, log_dir=log_dir)
-    if count < 2:
-        return ""
-    where = tempfile.gettempdir() if log_dir is None else log_dir
-    stay = "all are kept" if math.isinf(days) else f"those of {days:g} days ago are removed when a run starts"
-    return f"{where} has {count} folders of logs; {stay} (--keep-logs DAYS)"
-
-
-def _log_directories(log_dir: str | None) -> list[Path]:
-    """This user's log directories there."""
-    root, name = (
-        (Path(tempfile.gettempdir()), _TEMPORARY_NAME) if log_dir is None else (Path(log_dir).absolute(), _NAME)
-    )
-    found = []
-    with contextlib.suppress(OSError), os.scandir(root) as entries:
-        for entry in entries:
-            if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                with contextlib.suppress(OSError):
-                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
-                        found.append(Path(entry.path))
-    return found
-
-
-def _launcher_runs(log_directory: Path) -> bool:
-    """Whether a process has the number of the launcher that made a directory."""
-    found = _TEMPORARY_NAME.fullmatch(log_directory.name) or _NAME.fullmatch(log_directory.name)
-    return found is not None and state_and_start(int(found["pid"])) != ("", 0)
 
 
 @dataclass(frozen=True)

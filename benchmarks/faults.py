@@ -40,9 +40,9 @@ from measuring import describe_machine
 
 SCRIPT = str(Path(__file__).with_name("faulty_training.py"))
 PHASES = ("forward", "backward", "optimizer")
-KINDS = ("kill", "raise", "exit", "segfault", "stop", "hold", "shape", "close")
+KINDS = ("kill", "raise", "exit", "segfault", "stop", "hang", "shape", "close")
 # What the run must end with; where more than one is right, all of them.
-STATUS = {"kill": {137}, "raise": {1}, "exit": {72}, "segfault": {139}, "stop": {71}, "hold": {71}, "shape": {72}}
+STATUS = {"kill": {137}, "raise": {1}, "exit": {72}, "segfault": {139}, "stop": {71}, "hang": {71}, "shape": {72}}
 STATUS["close"] = {134, 139, 76}  # Gloo aborts, or crashes
 _BLAMED = (
     re.compile(r"evenstep: (?:rank (\d+) \(pid \d+\) (?:failed|was killed|exited|had|is stopped|is in|is between))"),
@@ -316,9 +316,8 @@ def _seconds(value: float) -> str:
 
 
 def fault_text(kind: str, rank: int, step: int, phase: str) -> str:
-    """A fault as `evenstep.testing.faults` reads it. Pure."""
-    more = ",seconds=100" if kind == "hold" else ""
-    return f"{kind}:rank={rank},step={step},phase={phase}{more}"
+    """A fault as `faulty_training.py` reads it. Pure."""
+    return f"{kind}:rank={rank},step={step},phase={phase}"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import hashlib
 import os
 import random
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import nn
 
 import evenstep
 from evenstep.testing import faults
+from evenstep.world import current
 
 NUM_SAMPLES = 96
 GLOBAL_BATCH = 8
@@ -63,15 +65,36 @@ class Diary:
 
 
 def install(fault: str, diary: Diary) -> None:
-    """The fault of this attempt, with a note of when it strikes."""
-    perform = faults._perform
+    """The fault of this attempt, with a note of when it strikes.
+
+    Two kinds are made here: `shape`, one more collective, of a shape that no other rank has; and `close`, which shuts
+    down all TCP connections. The injector then counts for a `raise`, in place of which they happen.
+    """
+    kind, _, where = fault.partition(":")
+    perform = {"shape": one_more_collective, "close": shut_connections}.get(kind, faults._perform)
 
     def noted(*args: object) -> None:
         diary.note("fault")
         perform(*args)  # type: ignore[arg-type]
 
     faults._perform = noted  # type: ignore[assignment]
-    faults.install(fault, rank=diary.rank)
+    faults.install(fault if kind in faults.KINDS else f"raise:{where}", rank=diary.rank)
+
+
+def one_more_collective(*_: object) -> None:
+    """A collective that no other rank calls."""
+    current().transport.all_reduce(torch.ones(3, 5, 7)).wait()
+
+
+def shut_connections(*_: object) -> None:
+    """Shut down all TCP connections of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def train_with_evenstep(args: argparse.Namespace) -> None:

@@ -376,17 +376,6 @@ TRAINS = """
             r"drifted apart: ranks 0 and 1 differ in parameter 'weight', .* it is undecidable which is right",
             marks=pytest.mark.extended,
         ),
-        pytest.param(
-            "shape:rank=1,step=2,phase=optimizer",
-            72,
-            r"disagree in collective number \d+ .* rank 1: all_reduce\(sum\) of float32 \[3, 5, 7\]",
-            marks=pytest.mark.extended,
-        ),
-        (
-            "order:rank=0,step=3",
-            72,
-            r"disagree in collective number \d+ .* rank 0: broadcast",
-        ),
     ],
 )
 def test_injected_faults_end_with_their_status(tmp_path: Path, fault: str, code: int, verdict: str) -> None:
@@ -394,6 +383,33 @@ def test_injected_faults_end_with_their_status(tmp_path: Path, fault: str, code:
     status, command = call(tmp_path, [*flags, "script.py"], TRAINS)
     assert status == code, command.stderr
     assert re.search(verdict, command.stderr, re.MULTILINE), command.stderr
+    assert command.leaves_no_process()
+
+
+@pytest.mark.parametrize(
+    ("rank", "step", "call_of_one", "before", "verdict"),
+    [
+        pytest.param(
+            1,
+            2,
+            "all_reduce(torch.ones(3, 5, 7))",
+            "optimizer.step()",
+            r"rank 1: all_reduce\(sum\) of float32 \[3, 5, 7\]",
+            marks=pytest.mark.extended,
+        ),
+        (0, 3, "broadcast(torch.ones(1), src=0)", "model.backward(", r"rank 0: broadcast"),
+    ],
+    ids=["shape", "order"],
+)
+def test_one_more_collective_of_one_rank_ends_with_72(
+    tmp_path: Path, rank: int, step: int, call_of_one: str, before: str, verdict: str
+) -> None:
+    more = f"if world.rank == {rank} and step == {step}: world.transport.{call_of_one}.wait()"
+    script = re.sub(rf"^( +)({re.escape(before)})", rf"\1{more}\n\1\2", TRAINS, flags=re.MULTILINE)
+    assert more in script
+    status, command = call(tmp_path, ["--nproc-per-node", "2", "--device", "cpu", "script.py"], script)
+    assert status == 72, command.stderr
+    assert re.search(rf"disagree in collective number \d+ .* {verdict}", command.stderr, re.MULTILINE), command.stderr
     assert command.leaves_no_process()
 
 

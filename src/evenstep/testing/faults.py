@@ -13,13 +13,10 @@ torch's global hooks are used, so that torch's own wrapper can be tested too.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import random
 import signal
-import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +28,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from evenstep.console import say
 from evenstep.errors import ConfigurationError
-from evenstep.world import current
 
 PHASES = ("forward", "backward", "optimizer")
 KINDS = {
@@ -40,19 +36,11 @@ KINDS = {
     "raise": "a RuntimeError",
     "exit": "sys.exit(0), as if it had ended well",
     "segfault": "reads address 0",
-    "hold": "holds the interpreter lock for `seconds`",
-    "delay": "sleeps for `seconds`",
-    "allocate": "takes `mib` of memory and touches it",
-    "close": "shuts down all its TCP connections",
+    "hang": "never returns, and holds the interpreter lock",
     "nan": "NaN in a gradient, before it is added to the others'",
-    "corrupt": "another sign of a gradient, before it is added to the others'",
     "drift": "another value in the first parameter, so that replicas are no longer equal",
-    "shape": "one more collective, of a shape that no other rank has",
-    "order": "one more collective, of a kind that no other rank calls there",
 }
-
-
-_SPOIL = ("nan", "corrupt", "drift")  # need the model
+_SPOIL = ("nan", "drift")  # need the model
 
 
 @dataclass(frozen=True)
@@ -64,46 +52,37 @@ class Fault:
         rank: Who does it.
         step: In which step, from 0.
         phase: Where in the step.
-        seconds: Of "hold" and "delay".
-        mib: Of "allocate".
     """
 
     kind: str
     rank: int
     step: int
     phase: str = "forward"
-    seconds: float = 3600.0
-    mib: int = 1024
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigurationError(f"fault {self.kind!r}: use one of {', '.join(KINDS)}.")
         if self.phase not in PHASES:
             raise ConfigurationError(f"fault {self}: no phase {self.phase!r}; use {', '.join(PHASES)}.")
-        if min(self.rank, self.step, self.seconds, self.mib) < 0:
-            raise ConfigurationError(f"fault {self}: rank, step, seconds and mib are at least 0.")
+        if min(self.rank, self.step) < 0:
+            raise ConfigurationError(f"fault {self}: rank and step are at least 0.")
         if self.kind in _SPOIL and self.phase != "forward":
             raise ConfigurationError(
                 f"fault {self}: a model is spoilt as its forward pass begins; leave out the phase."
             )
 
     def __str__(self) -> str:
-        more = {
-            "hold": f",seconds={self.seconds:g}",
-            "delay": f",seconds={self.seconds:g}",
-            "allocate": f",mib={self.mib}",
-        }
-        return f"{self.kind}:rank={self.rank},step={self.step},phase={self.phase}{more.get(self.kind, '')}"
+        return f"{self.kind}:rank={self.rank},step={self.step},phase={self.phase}"
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """ "kill:rank=1,step=7; delay:rank=0,step=2,seconds=3" as faults. Pure.
+    """ "kill:rank=1,step=7; hang:rank=0,step=2" as faults. Pure.
 
     Raises:
         ConfigurationError: It can't be understood.
     """
     faults = []
-    converters: dict[str, Callable[[str], Any]] = {"rank": int, "step": int, "phase": str, "seconds": float, "mib": int}
+    converters: dict[str, Callable[[str], Any]] = {"rank": int, "step": int, "phase": str}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         kind, _, rest = part.partition(":")
         settings: dict[str, Any] = {}
@@ -114,7 +93,7 @@ def parse_faults(text: str) -> list[Fault]:
             except (KeyError, ValueError):
                 raise ConfigurationError(
                     f"--inject {part!r}: {setting!r} is not understood; write kind:rank=1,step=7 with, if need be, "
-                    f"phase={'|'.join(PHASES)}, seconds=, mib=."
+                    f"phase={'|'.join(PHASES)}."
                 ) from None
         if not {"rank", "step"} <= settings.keys():
             raise ConfigurationError(f"--inject {part!r}: rank= and step= are needed, as in kill:rank=1,step=7.")
@@ -199,43 +178,17 @@ def _perform(fault: Fault, module: torch.nn.Module | None) -> None:
         raise SystemExit(0)
     elif fault.kind == "segfault":
         ctypes.string_at(0)
-    elif fault.kind == "hold":
-        # A library loaded so keeps the lock while it is called.
-        end_s = time.monotonic() + min(fault.seconds, 2000.0)
-        while (left_s := end_s - time.monotonic()) > 0:  # a signal ends the call, as when stacks are asked for
-            ctypes.PyDLL(None).usleep(int(left_s * 1e6))
-    elif fault.kind == "delay":
-        time.sleep(fault.seconds)
-    elif fault.kind == "allocate":
-        _held.append(torch.ones(fault.mib << 18, device="cpu"))  # float32
-    elif fault.kind == "close":
-        _shut_connections()
-    elif fault.kind == "shape":
-        current().transport.all_reduce(torch.ones(3, 5, 7, device=current().device)).wait()
-    elif fault.kind == "order":
-        current().transport.broadcast(torch.ones(1, device=current().device), src=fault.rank).wait()
+    elif fault.kind == "hang":
+        while True:  # a signal ends the call, as when stacks are asked for
+            ctypes.PyDLL(None).sleep(1000)  # a library loaded so keeps the lock while it is called
     elif module is not None:
         parameter = next(p for p in module.parameters() if p.requires_grad)
         if fault.kind == "drift":
             parameter.data.mul_(1.01)
             return
-        factor = float("nan") if fault.kind == "nan" else -1.0
 
         def spoil(gradient: Tensor) -> Tensor:
             handle.remove()
-            return gradient * factor
+            return gradient * float("nan")
 
         handle = parameter.register_hook(spoil)  # type: ignore[no-untyped-call]
-
-
-_held: list[Tensor] = []
-
-
-def _shut_connections() -> None:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6):
-                    connection.shutdown(socket.SHUT_RDWR)

@@ -216,8 +216,8 @@ def make_parser() -> ArgumentParser:
     ours.add_argument(
         "--inject",
         metavar="FAULT",
-        help='Have a rank fail on purpose: "kill:rank=1,step=7"; others: stop, raise, exit, segfault, hold, delay, '
-        "allocate, close, nan, corrupt, drift, shape, order.",
+        help='Have a rank fail on purpose: "kill:rank=1,step=7"; others: stop, raise, exit, segfault, hang, nan, '
+        "drift.",
     )
     ours.add_argument(
         "--recover",

@@ -34,10 +34,10 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
-def option_meant(message: str, options: Iterable[str]) -> str:
-    """The same for an option of which argparse complains, of those with dashes."""
+def option_meant(message: str, help: str) -> str:
+    """The same for an option of which argparse complains, of those that begin a line of the command's help."""
     wrong = re.match(r"(?:unrecognized arguments|ambiguous option): (--[\w-]+)", message)
-    return meant(wrong[1], [each for each in options if "_" not in each]) if wrong else ""
+    return meant(wrong[1], re.findall(r"^  (?:-\w[^-]*)?(--[a-z-]+)", help, re.MULTILINE)) if wrong else ""
 
 
 def counted(count: int, noun: str) -> str:

@@ -23,9 +23,15 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
 
+    def add_subparsers(self, **settings: Any) -> Any:
+        """As argparse; `sub_commands` then has their parsers by name."""
+        added = super().add_subparsers(**settings)
+        self.sub_commands: dict[str, argparse.ArgumentParser] = added.choices
+        return added
+
     def error(self, message: str) -> NoReturn:
         """Raise a `ConfigurationError`."""
-        guess = checks.option_meant(message, self._option_string_actions)
+        guess = checks.option_meant(message, self.format_help())
         raise ConfigurationError(f"{message}.{guess} See `{self.prog} --help`.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+from typing import Any, cast
 
 import evenstep
 from evenstep.cli.arguments import Parser
@@ -71,24 +72,18 @@ def list_parser() -> Parser:
 def whole_parser() -> Parser:
     """The parser of all commands with their flags: for completion and for the documentation."""
     parser = list_parser()
-    commands = _sub_parsers(parser)
     for name in COMMANDS:
         module, *path = SHORT.get(name, (name,))
         found = importlib.import_module(f"evenstep.cli.{module}").build_parser()
         for each in path:
-            found = _sub_parsers(found)[each]
-        commands[name] = found
+            found = found.sub_commands[each]
+        parser.sub_commands[name] = found
     return parser
 
 
 def find_parser(*path: str) -> argparse.ArgumentParser:
     """The parser of a command or sub-command, such as "bench", "run"; of all of them without a name."""
-    found: argparse.ArgumentParser = whole_parser()
+    found: Any = whole_parser()
     for name in path:
-        found = _sub_parsers(found)[name]
-    return found
-
-
-def _sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    (found,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
-    return found.choices
+        found = found.sub_commands[name]
+    return cast(argparse.ArgumentParser, found)

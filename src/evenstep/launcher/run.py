@@ -221,12 +221,11 @@ class _Run:
         config.monitor_interval = 1e-4  # the interval is spent in our own look, which ends when a rank does
         if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # lines of other ranks appear when they are written
-        timeout_s = getattr(config, "shutdown_timeout", args.shutdown_timeout)  # torch 2.11: ours alone
         agent = functools.partial(
             RankAgent,
             run_directory=self._run_directory,
             policy=StopPolicy(
-                terminate_s=float(timeout_s or 0),
+                terminate_s=float(args.shutdown_timeout),
                 stopped_grace_s=self._args.stopped_grace,
                 look_every_s=self._args.monitor_interval,
             ),

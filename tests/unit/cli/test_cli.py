@@ -70,7 +70,7 @@ def test_a_module_or_a_program_that_is_not_there(capsys: pytest.CaptureFixture[s
         (["--log-dir", "/proc/foo"], "--log-dir /proc/foo: No such file or directory"),
         (["--log-dir", __file__], f"--log-dir {__file__}: Not a directory"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag. See `evenstep run --help`."),
-        (["--node-rank", "first"], "argument --node-rank/--node_rank: invalid int value: 'first'."),
+        (["--node-rank", "first"], "argument --node-rank: invalid int value: 'first'."),
         (["--redirects", "7"], "--redirects 7"),
         (["--rdzv-endpoint", "here"], "HOST:PORT"),
         (["--logs-specs", "x"], "--logs-specs"),

@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import config_from_args
+from torch.distributed.run import config_from_args, get_args_parser
 
 from evenstep.errors import ConfigurationError
 from evenstep.launcher.options.flags import (
     behind_the_script,
     fixed_port,
     for_workers,
-    make_parser,
     num_nodes,
     on_one_host,
 )
@@ -19,7 +18,7 @@ from evenstep.launcher.options.flags import parse as parse_line
 
 
 def parse(*arguments: str) -> Namespace:
-    return make_parser().parse_args(list(arguments))
+    return parse_line(list(arguments))
 
 
 def test_our_defaults() -> None:
@@ -60,6 +59,41 @@ def test_abbreviations_are_torchruns() -> None:
     assert parse_line(["--nproc_per", "2", "train.py"]).nproc_per_node == "2"
     with pytest.raises(ConfigurationError, match="ambiguous option: --n"):
         parse_line(["--n", "2", "train.py"])
+
+
+def test_torchruns_other_flags_reach_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_EVENT_LOG_HANDLER", "console")
+    flags = "--role=trainer --all-ranks --start_method fork --virtual-local-rank --duplicate-stdout-filters a,b"
+    config, _, _ = config_from_args(parse("--nproc-per-node", "1", *flags.split(), "train.py", "--role", "x"))
+    assert (config.role, config.start_method, config.event_log_handler) == ("trainer", "fork", "console")
+    assert (config.virtual_local_rank, config.duplicate_stdout_filters) == (True, ["a", "b"])
+
+
+def test_a_flag_of_a_later_torchrun_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def later_parser() -> ArgumentParser:
+        parser = get_args_parser()
+        parser.add_argument("--later")
+        return parser
+
+    monkeypatch.setattr("torch.distributed.run.get_args_parser", later_parser)
+    args = parse("--later=1", "--device", "cpu", "train.py", "--later=2")
+    assert (args.later, args.device, args.training_script_args) == ("1", "cpu", ["--later=2"])
+    with pytest.raises(ConfigurationError, match="argument --later: expected one argument"):
+        parse("--later", "1", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--start-method thread", "invalid choice: 'thread'"),
+        ("--role", "argument --role: expected one argument"),
+        ("--no-such 3", "unrecognized arguments: --no-such"),
+    ],
+)
+def test_a_flag_that_torch_refuses_is_said_in_one_line(flags: str, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told) as caught:
+        parse(*flags.split(), "--device", "cpu", "train.py")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
-"""The command line of `evenstep run`: torchrun's own parser, with our defaults and our words."""
+"""The command line of `evenstep run`: our flags in a parser of ours; what else torchrun has is passed on to torch."""
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
+import io
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.distributed.argparse_util import env
-from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+from torch.distributed import run as torch_run
+from torch.distributed.argparse_util import check_env, env
 
 from evenstep import checks
 from evenstep.environment import elastic_shutdown_timeout, is_set
@@ -36,88 +37,25 @@ exit status: 0 if all ranks ended well, else the status of the rank that failed 
 130 after Ctrl-C; 75 if the run was asked to stop and has saved a checkpoint; 71 if a rank didn't come in time, 72 if
 ranks disagree, 73 for NaN or drift, 74 for a checkpoint, 76 if a host is lost; 78 if the command is wrong."""
 
-# torchrun's words where ours differ, or are shorter. SUPPRESS: understood, but of no use here.
-_HELP = {
-    "nproc_per_node": "Ranks on this host: a number, gpu, cpu, or auto: GPUs if there are any, else physical cores "
-    "divided by the threads per rank (default: auto).",
-    "nnodes": "Hosts, or MIN:MAX of them (default: 1).",
-    "node_rank": "Which of the hosts this is, from 0 (default: 0).",
-    "master_addr": "Name or address of host 0, where the hosts meet (default: 127.0.0.1).",
-    "master_port": "Port of host 0 where the hosts meet, or the ranks of a script with torch's own "
-    "init_process_group (default: a free one on one host, else 29500).",
-    "rdzv_backend": "How the hosts meet: static (each host says its --node-rank) or c10d (default: static).",
-    "rdzv_endpoint": "HOST:PORT where they meet; the same as --master-addr and --master-port.",
-    "rdzv_id": "Name of the run, the same on all hosts, for --rdzv-backend c10d (default: none).",
-    "rdzv_conf": "More settings of the rendezvous: KEY=VALUE,...",
-    "local_addr": "Address of this host for the others (default: the one on the way to --master-addr).",
-    "numa_binding": "Bind ranks to the CPUs near their GPUs (default: not bound).",
-    "log_dir": "Where the output of ranks other than 0 goes: DIR/<time>-<pid>/rank-1.log. With a directory, every line "
-    "begins with time, rank and step (default: a temporary directory, removed when all went well).",
-    "redirects": "Send rank 0's streams to a file too: 1 stdout, 2 stderr, 3 both; or 0:3 for one rank. Other ranks "
-    "always write to files (default: 0).",
-    "tee": "Show other ranks' streams on the terminal too, each line after [rank 1]: 1 stdout, 2 stderr, 3 both; or "
-    "1:3,2:1 for some ranks (default: 0).",
-    "local_ranks_filter": "Show only these ranks of this host on the terminal, e.g. 1,2; the others write to files.",
-    "max_restarts": "Start all ranks again after a failure, at most this often; with --servers, single ranks that were "
-    "killed (default: 0).",
-    "monitor_interval": "Seconds between two looks at the ranks (default: 0.1).",
-    "standalone": "This host alone. Without --nnodes that is so anyway.",
-    "shutdown_timeout": "Seconds a rank gets to end after the first signal, before SIGKILL (default: 5).",
-    "signals_to_handle": "Signals on which the ranks are stopped (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1).",
-    "module": "script is the name of a module, as with python -m.",
-    "no_python": "script is a program other than python.",
-    "training_script": "What every rank runs.",
-    "training_script_args": SUPPRESS,
-    "run_path": SUPPRESS,
-    "logs_specs": SUPPRESS,
-    "start_method": SUPPRESS,
-    "event_log_handler": SUPPRESS,
-    "role": SUPPRESS,
-    "duplicate_stdout_filters": SUPPRESS,
-    "duplicate_stderr_filters": SUPPRESS,
-    "virtual_local_rank": SUPPRESS,
-}
+# torchrun's flags that we neither read nor give another default: with a value, and without one. A flag that this list
+# doesn't know is passed on, too, if it is written --flag=value.
+_PASSED_ON = (
+    "--role",
+    "--start-method",
+    "--event-log-handler",
+    "--logs-specs",
+    "--numa-binding",
+    "--duplicate-stdout-filters",
+    "--duplicate-stderr-filters",
+)
+_SWITCHES_PASSED_ON = ("--run-path", "--virtual-local-rank")
+_OTHERS = """\
+Passed on to torch: --role, --start-method, --event-log-handler, --numa-binding, --virtual-local-rank,
+--duplicate-stdout-filters, --duplicate-stderr-filters; see `torchrun --help`."""
 
-# Groups of the help, by `dest`. What stands in none of them comes last.
-_GROUPS = {
-    "most used": ("nproc_per_node", "device", "all_ranks", "log_dir", "max_restarts"),
-    "several hosts": (
-        "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
-        "local_addr", "standalone",
-    ),
-    "before a long run": ("check", "inject"),
-    "how ranks are started": ("threads_per_rank", "module", "no_python", "servers", "numa_binding", "cold_start"),
-    "output": ("tee", "redirects", "local_ranks_filter"),
-    "failures": (
-        "recover", "min_ranks", "name_after", "phase_timeout", "stopped_grace", "shutdown_timeout",
-        "signals_to_handle", "monitor_interval",
-    ),
-}  # fmt: skip
-_METAVARS = {
-    "nproc_per_node": "N",
-    "nnodes": "N",
-    "node_rank": "N",
-    "max_restarts": "N",
-    "master_addr": "HOST",
-    "master_port": "PORT",
-    "local_addr": "HOST",
-    "rdzv_backend": "NAME",
-    "rdzv_endpoint": "HOST:PORT",
-    "rdzv_id": "NAME",
-    "rdzv_conf": "KEY=VALUE,...",
-    "log_dir": "DIR",
-    "redirects": "STREAMS",
-    "tee": "STREAMS",
-    "local_ranks_filter": "RANKS",
-    "monitor_interval": "S",
-    "shutdown_timeout": "S",
-    "signals_to_handle": "NAMES",
-    "training_script": "script",
-}
 # Other names for --nproc-per-node, which all commands take.
 RANKS_ALIASES = ("--nproc_per_node", "--ranks", "--replicas", "--ranks-per-node")
 
-_DEFAULT_SHUTDOWN_TIMEOUT_S = 5
 # Names of the rendezvous in `launcher.elastic.rendezvous`.
 ONE_NODE, FIXED_NODES = "evenstep", "evenstep-nodes"
 _CHECK = "evenstep.preflight.rank_check"
@@ -162,44 +100,153 @@ def add_nproc_per_node(
     parser.add_argument(*RANKS_ALIASES, dest=dest, type=type, default=SUPPRESS, help=SUPPRESS)
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows --nproc-per-node, and not --nproc_per_node, which is understood, too."""
+class _Parser(ArgumentParser):
+    """Reports a wrong call as an error of ours. argparse would print the usage and exit with 2."""
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = [each for each in action.option_strings if "_" not in each]
-        if not shown:
-            return super()._format_action_invocation(action)
-        value = "" if action.nargs == 0 else " " + self._format_args(action, action.dest.upper())
-        return ", ".join(shown) + value
+    def error(self, message: str) -> NoReturn:
+        """Raise a `ConfigurationError`."""
+        guess = checks.option_meant(message, self.format_help())
+        raise ConfigurationError(f"{message}.{guess} See `{self.prog} --help`.")
 
 
-def make_parser() -> ArgumentParser:
-    """torchrun's parser, extended."""
-    parser = _torchruns_parser()
-    parser.prog = "evenstep run"
-    parser.usage = "evenstep run [options] script.py [arguments of the script]"
-    parser.description = _DESCRIPTION
-    parser.epilog = _EPILOG
-    parser.formatter_class = _HelpFormatter
-    # argparse would print the usage and exit with 2: what is wrong in a command is said in one way, whoever finds it.
-    parser.error = functools.partial(_refuse, parser)  # type: ignore[method-assign]
-    ours = parser.add_argument_group("evenstep")
-    aliases = [each for each in RANKS_ALIASES if each not in parser._option_string_actions]
-    ours.add_argument(*aliases, dest="nproc_per_node", default=SUPPRESS, help=SUPPRESS)
-    ours.add_argument(
+def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
+    """The parser of our own flags, and of torchrun's that we read or give another default.
+
+    Args:
+        allow_abbrev: Take the beginning of a flag for the flag, where no other begins so.
+    """
+    parser = _Parser(
+        prog="evenstep run",
+        usage="evenstep run [options] script.py [arguments of the script]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=allow_abbrev,
+        add_help=False,
+    )
+    parser.add_argument("training_script", metavar="script", help="What every rank runs.")
+    # Before python 3.13 argparse asks for it too, by a name that the help doesn't know.
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=SUPPRESS).required = False
+
+    add = _adder(parser, "most used")
+    add(
+        "--nproc-per-node",
+        action=env,
+        default="auto",
+        metavar="N",
+        help="Ranks on this host: a number, gpu, cpu, or auto: GPUs if there are any, else physical cores divided by "
+        "the threads per rank (default: auto).",
+        aliases=RANKS_ALIASES,
+    )
+    add(
+        "--device",
+        metavar="DEVICE",
+        help="cpu, cuda (a GPU for each rank), or cuda:0 (that one for all) (default: GPUs if there are any).",
+    )
+    add("--all-ranks", action="store_true", help="Show every rank's output on the terminal; short for --tee 3.")
+    add(
+        "--log-dir",
+        action=env,
+        metavar="DIR",
+        help="Where the output of ranks other than 0 goes: DIR/<time>-<pid>/rank-1.log. With a directory, every line "
+        "begins with time, rank and step (default: a temporary directory, removed when all went well).",
+    )
+    add(
+        "--max-restarts",
+        action=env,
+        type=int,
+        default=0,
+        metavar="N",
+        help="Start all ranks again after a failure, at most this often; with --servers, single ranks that were "
+        "killed (default: 0).",
+    )
+
+    add = _adder(parser, "several hosts")
+    add("--nnodes", action=env, default="1:1", metavar="N", help="Hosts, or MIN:MAX of them (default: 1).")
+    add(
+        "--node-rank",
+        action=env,
+        type=int,
+        default=0,
+        metavar="N",
+        help="Which of the hosts this is, from 0 (default: 0).",
+    )
+    add(
+        "--master-addr",
+        action=env,
+        default="127.0.0.1",
+        metavar="HOST",
+        help="Name or address of host 0, where the hosts meet (default: 127.0.0.1).",
+    )
+    add(
+        "--master-port",
+        action=env,
+        type=int,
+        metavar="PORT",
+        help="Port of host 0 where the hosts meet, or the ranks of a script with torch's own init_process_group "
+        "(default: a free one on one host, else 29500).",
+    )
+    add(
+        "--rdzv-backend",
+        action=env,
+        default="static",
+        metavar="NAME",
+        help="How the hosts meet: static (each host says its --node-rank) or c10d (default: static).",
+    )
+    add(
+        "--rdzv-endpoint",
+        action=env,
+        default="",
+        metavar="HOST:PORT",
+        help="HOST:PORT where they meet; the same as --master-addr and --master-port.",
+    )
+    add(
+        "--rdzv-id",
+        action=env,
+        default="none",
+        metavar="NAME",
+        help="Name of the run, the same on all hosts, for --rdzv-backend c10d (default: none).",
+    )
+    add(
+        "--rdzv-conf",
+        action=env,
+        default="",
+        metavar="KEY=VALUE,...",
+        help="More settings of the rendezvous: KEY=VALUE,...",
+    )
+    add(
+        "--local-addr",
+        action=env,
+        metavar="HOST",
+        help="Address of this host for the others (default: the one on the way to --master-addr).",
+    )
+    add("--standalone", action=check_env, help="This host alone. Without --nnodes that is so anyway.")
+
+    add = _adder(parser, "before a long run")
+    add(
+        "--check",
+        action="store_true",
+        help="Run no script: do the ranks add up correctly and take a step? Measures latency and bandwidth of every "
+        "pair of ranks.",
+    )
+    add(
+        "--inject",
+        metavar="FAULT",
+        help='Have a rank fail on purpose: "kill:rank=1,step=7"; others: stop, raise, exit, segfault, hang, nan, '
+        "drift.",
+    )
+
+    add = _adder(parser, "how ranks are started")
+    add(
         "--threads-per-rank",
-        "--threads_per_rank",
         type=int,
         metavar="N",
         help="Threads of each rank's CPU operations (default: OMP_NUM_THREADS if it is set, else the physical cores "
         "divided by the ranks; with --nproc-per-node auto, an eighth of the cores).",
     )
-    ours.add_argument(
-        "--device",
-        metavar="DEVICE",
-        help="cpu, cuda (a GPU for each rank), or cuda:0 (that one for all) (default: GPUs if there are any).",
-    )
-    ours.add_argument(
+    add("-m", "--module", action=check_env, help="script is the name of a module, as with python -m.")
+    add("--no-python", action=check_env, help="script is a program other than python.")
+    add(
         "--servers",
         type=int,
         default=0,
@@ -207,113 +254,126 @@ def make_parser() -> ArgumentParser:
         help="Start N parameter servers beside the workers, for evenstep.parameter_server; on one host. A worker that "
         "is killed then doesn't end the run (default: 0).",
     )
-    ours.add_argument(
-        "--all-ranks",
-        "--all_ranks",
+    add(
+        "--cold-start",
         action="store_true",
-        help="Show every rank's output on the terminal; short for --tee 3.",
+        help="Start every rank as a new python, and not as a copy of one that has imported torch. Slower; for "
+        "libraries that can't be forked.",
     )
-    ours.add_argument(
-        "--inject",
-        metavar="FAULT",
-        help='Have a rank fail on purpose: "kill:rank=1,step=7"; others: stop, raise, exit, segfault, hang, nan, '
-        "drift.",
+
+    add = _adder(parser, "output")
+    add(
+        "-t",
+        "--tee",
+        action=env,
+        default="0",
+        metavar="STREAMS",
+        help="Show other ranks' streams on the terminal too, each line after [rank 1]: 1 stdout, 2 stderr, 3 both; or "
+        "1:3,2:1 for some ranks (default: 0).",
     )
-    ours.add_argument(
+    add(
+        "-r",
+        "--redirects",
+        action=env,
+        default="0",
+        metavar="STREAMS",
+        help="Send rank 0's streams to a file too: 1 stdout, 2 stderr, 3 both; or 0:3 for one rank. Other ranks "
+        "always write to files (default: 0).",
+    )
+    add(
+        "--local-ranks-filter",
+        action=env,
+        default="",
+        metavar="RANKS",
+        help="Show only these ranks of this host on the terminal, e.g. 1,2; the others write to files.",
+    )
+
+    add = _adder(parser, "failures")
+    add(
         "--recover",
         choices=[REPLACE, SHRINK],
         help="When a rank is lost, go on from the step that all had finished, out of a survivor's memory: with as many "
         "ranks as before (replace), or on one node with those that are left (shrink). Needs a Checkpointer. CPU ranks.",
     )
-    ours.add_argument(
+    add(
         "--min-ranks",
-        "--min_ranks",
         type=int,
         default=1,
         metavar="N",
         help="With --recover shrink: don't go on with fewer ranks (default: %(default)s).",
     )
-    ours.add_argument(
-        "--stopped-grace",
-        "--stopped_grace",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71 (default: 30).",
-    )
-    ours.add_argument(
+    add(
         "--name-after",
-        "--name_after",
         type=float,
         default=10.0,
         metavar="S",
         help="When ranks have waited this long for another one (or for ten steps, if these take longer), print which "
         "rank it is, with its stack. The run goes on. inf: never (default: 10).",
     )
-    ours.add_argument(
+    add(
         "--phase-timeout",
-        "--phase_timeout",
         default="",
         metavar="PHASE=S,...",
         help="Seconds a rank may stay in a phase while others wait for it; then the run ends with status 71 "
         "(default: step=600, between=600, evaluating=3600, compiling=3600, saving=3600, starting=1800).",
     )
-    ours.add_argument(
-        "--cold-start",
-        "--cold_start",
-        action="store_true",
-        help="Start every rank as a new python, and not as a copy of one that has imported torch. Slower; for "
-        "libraries that can't be forked.",
+    add(
+        "--stopped-grace",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="Seconds that a rank may be suspended (SIGSTOP) before the run is ended with status 71 (default: 30).",
     )
-    ours.add_argument(
-        "--check",
-        action="store_true",
-        help="Run no script: do the ranks add up correctly and take a step? Measures latency and bandwidth of every "
-        "pair of ranks.",
+    add(
+        "--shutdown-timeout",
+        action=env,
+        type=int,
+        default=elastic_shutdown_timeout() or 5,
+        metavar="S",
+        help="Seconds a rank gets to end after the first signal, before SIGKILL (default: 5).",
     )
-    for action in parser._actions:
-        if action.help != SUPPRESS:
-            action.help = _HELP.get(action.dest, action.help)
-        action.metavar = _METAVARS.get(action.dest, action.metavar)
-        if action.dest == "training_script_args":
-            # Before python 3.13 argparse asks for it too, by a name that the help doesn't know.
-            action.required = False
-    if not is_set("PET_NPROC_PER_NODE"):
-        parser.set_defaults(nproc_per_node="auto")
-    if not is_set("PET_SIGNALS_TO_HANDLE"):
-        parser.set_defaults(signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    if not (is_set("PET_SHUTDOWN_TIMEOUT") or is_set("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")):
-        parser.set_defaults(shutdown_timeout=_DEFAULT_SHUTDOWN_TIMEOUT_S)
-    _arrange(parser)
+    add(
+        "--signals-to-handle",
+        action=env,
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
+        metavar="NAMES",
+        help="Signals on which the ranks are stopped (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1).",
+    )
+    add(
+        "--monitor-interval",
+        action=env,
+        type=float,
+        default=0.1,
+        metavar="S",
+        help="Seconds between two looks at the ranks (default: 0.1).",
+    )
+
+    add = _adder(parser, "others", _OTHERS)
+    add("-h", "--help", action="help", help="Show this and end.")
+    for flag in _PASSED_ON:
+        add(flag, dest="passed_on", action="append", type=f"{flag}={{}}".format, default=[], help=SUPPRESS)
+    for flag in _SWITCHES_PASSED_ON:
+        add(flag, dest="passed_on", action="append_const", const=flag, default=[], help=SUPPRESS)
     return parser
 
 
-def _arrange(parser: ArgumentParser) -> None:
-    """Put the flags into the groups of `_GROUPS`, in the order given there; the help shows them so."""
-    _, options, ours = parser._action_groups
-    rest = [*options._group_actions, *ours._group_actions]
-    parser._action_groups[1:] = []
-    for title, dests in _GROUPS.items():
-        chosen = [action for dest in dests for action in rest if action.dest == dest]
-        parser.add_argument_group(title)._group_actions.extend(chosen)
-        rest = [action for action in rest if action not in chosen]
-    parser.add_argument_group("others")._group_actions.extend(rest)
+def _adder(parser: ArgumentParser, title: str, description: str | None = None) -> Callable[..., None]:
+    """Begin a new part of the help, and return what adds flags to it.
 
-
-def _torchruns_parser() -> ArgumentParser:
-    """torchrun's parser as torch 2.13 makes it, whatever torch this is.
-
-    torch 2.11's takes port 29500 where none is given, which a second run on the host would find taken, and has no
-    shutdown timeout.
+    A flag is understood with underscores too, and by its aliases: the help leaves these out.
     """
-    parser: ArgumentParser = get_args_parser()
-    if not is_set("PET_MASTER_PORT"):
-        parser.set_defaults(master_port=None)
-    if not any(action.dest == "shutdown_timeout" for action in parser._actions):
-        parser.add_argument(
-            "--shutdown-timeout", "--shutdown_timeout", action=env, type=int, default=elastic_shutdown_timeout()
-        )
-    return parser
+    group = parser.add_argument_group(title, description)
+
+    def add(*names: str, action: Any = "store", aliases: Sequence[str] = (), **settings: Any) -> None:
+        shown = group.add_argument(*names, action=action, **settings)
+        others = {"--" + names[-1][2:].replace("-", "_"), *aliases} - {*names}
+        # `env` and `check_env` read a PET_* variable for their default: only the flag that is shown may have one.
+        plain = {env: "store", check_env: "store_true"}.get(action, action)
+        hidden = {"dest": shown.dest, "action": plain, "default": SUPPRESS, "help": SUPPRESS}
+        if others:
+            parser.add_argument(*sorted(others), **{**settings, **hidden})
+
+    return add
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -332,15 +392,22 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def _parse(arguments: list[str]) -> Namespace:
-    """Abbreviated flags are torchrun's, too, but argparse looks for them among the script's own arguments as well, and
-    finds `--n 5` ambiguous: they are taken only where there is something that can't be understood without."""
-    parser = make_parser()
-    parser.allow_abbrev = False
+    """What isn't ours before the script goes to torch's own parser, which also has the defaults of its other flags.
+
+    Abbreviated flags are torchrun's, too, but argparse looks for them among the script's own arguments as well, and
+    finds `--n 5` ambiguous: they are taken only where there is something that can't be understood without.
+    """
+    args, unknown = make_parser().parse_known_args(arguments)
+    if unknown:
+        args, unknown = make_parser(allow_abbrev=True).parse_known_args(arguments)
+    said = io.StringIO()
     try:
-        return parser.parse_args(arguments)
-    except ConfigurationError:
-        parser.allow_abbrev = True
-        return parser.parse_args(arguments)
+        with contextlib.redirect_stderr(said):
+            passed_on = [*args.passed_on, *unknown, "--", args.training_script]
+            torchruns = torch_run.parse_args(passed_on)  # type: ignore[no-untyped-call]
+    except SystemExit:  # after the usage, and "torchrun: error: " with the reason
+        make_parser().error(said.getvalue().rpartition(": error: ")[2].strip())
+    return Namespace(**{**vars(torchruns), **vars(args)})
 
 
 def behind_the_script(args: Namespace, arguments: Sequence[str]) -> str | None:
@@ -387,16 +454,10 @@ def validated(args: Namespace) -> Namespace:
             f"--recover {SHRINK} is for one node. On several, --recover {REPLACE} starts lost ranks again, and "
             f"--nnodes MIN:MAX says with how few nodes the run goes on."
         )
-    if args.shutdown_timeout is not None:
-        checks.whole("--shutdown-timeout", args.shutdown_timeout, least=0)
+    checks.whole("--shutdown-timeout", args.shutdown_timeout, least=0)
     if args.master_port is not None:
         checks.whole("--master-port", args.master_port, least=0, most=65535)
     return args
-
-
-def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
-    guess = checks.option_meant(message, parser._option_string_actions)
-    raise ConfigurationError(f"{message}.{guess} See `evenstep run --help`.")
 
 
 def num_nodes(args: Namespace) -> tuple[int, int]:
@@ -406,7 +467,7 @@ def num_nodes(args: Namespace) -> tuple[int, int]:
         ConfigurationError: `--nnodes` is neither a number nor MIN:MAX, or `--node-rank` is none of theirs.
     """
     try:
-        fewest, most = parse_min_max_nnodes(args.nnodes)
+        fewest, most = torch_run.parse_min_max_nnodes(args.nnodes)
     except (ValueError, RuntimeError):
         fewest, most = 0, 0
     if not 0 < fewest <= most:

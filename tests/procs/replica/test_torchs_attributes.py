@@ -21,7 +21,7 @@ LEFT_OUT = {
     "_delay_all_reduce_params": "nothing is delayed",
     "_delay_grad_buffer": "nothing is delayed",
     "_delay_grad_views": "nothing is delayed",
-    "_require_manual_backward_finalization": "the method of that name is there",
+    "_require_manual_backward_finalization": "nothing is left to finalize when a backward pass returns",
     "_lazy_init_ran": "nothing is set up late",
     "_lazy_init_module": "nothing is set up late",
     "_static_graph_delay_allreduce_enqueued": "of torch's reducer; nothing is assumed of the graph",

@@ -284,8 +284,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.reducer = Reducer(self.engine)  # type: ignore[assignment]
         self._hook: CommHook | None = None
         self._hook_name = ""
-        # With manual finalization, how many averages have been finalized; None without.
-        self._num_finalized: int | None = None
         self._frozen = [(name, p) for name, p in settings.kept(self.module) if not p.requires_grad]
         # What torch's class has, for those who read it.
         self.parameters_to_ignore = set(settings.ignored)
@@ -354,11 +352,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         with_grad = torch.is_grad_enabled()
         show_inputs((inputs, kwargs))
         if with_grad:
-            if self._awaits_finalization():
-                raise UsageError(
-                    f"forward on rank {self.world.rank}: the backward pass before it was not finalized. With "
-                    f"require_manual_backward_finalization, call finalize_backward() once after each backward pass."
-                )
             engine.begin_forward()
             self._validate_parameters()
             if self.training:
@@ -398,7 +391,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             or self._low_precision is not None
             or self.settings.inputs_to is not None
             or self.world.virtual_ranks is not None
-            or self._num_finalized is not None
             or not self._dummy.has_sample
         )
         if not (asks_for_care or _compilation_is_in_use()):
@@ -631,53 +623,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.forward_sync_buffers = value
 
     @property
-    def require_manual_backward_finalization(self) -> bool:
-        """Whether `finalize_backward` has to follow each backward pass that averages (torch 2.15)."""
-        return self._num_finalized is not None
-
-    @require_manual_backward_finalization.setter
-    def require_manual_backward_finalization(self, required: bool) -> None:
-        """Set before a forward pass, or behind `finalize_backward`."""
-        checks.switches("", require_manual_backward_finalization=required)
-        if self._awaits_finalization():
-            raise UsageError(
-                f"require_manual_backward_finalization on rank {self.world.rank}: a backward pass was not finalized. "
-                f"Call finalize_backward() first."
-            )
-        self._num_finalized = self.engine.num_reductions if required else None
-        self._num_modules = -1  # `forward` looks anew at what it has to take care of
-
-    @property
-    def should_finalize_after_backward(self) -> bool:
-        """Whether `finalize_backward` must wait for the end of the backward pass: always, if it is required.
-
-        Gradients are averaged where autograd ends, so there is no earlier instant at which a hook could finalize.
-        """
-        return self.require_manual_backward_finalization
-
-    def finalize_backward(self) -> None:
-        """Follow a backward pass that averages, with `require_manual_backward_finalization`.
-
-        Gradients are averaged already when the backward pass returns; this only keeps torch's order of calls.
-
-        Raises:
-            UsageError: Finalization isn't required, or no average is to be finalized: none was made since the last
-                call, because of `no_sync` for example, or the backward pass hasn't returned.
-        """
-        where = f"finalize_backward on rank {self.world.rank}"
-        if self._num_finalized is None:
-            raise UsageError(f"{where}: it isn't required. Set require_manual_backward_finalization = True first.")
-        if not self._awaits_finalization():
-            raise UsageError(
-                f"{where}: no average is to be finalized. Call it once, after a backward pass outside of no_sync has "
-                f"returned."
-            )
-        self._num_finalized = self.engine.num_reductions
-
-    def _awaits_finalization(self) -> bool:
-        return self._num_finalized not in (None, self.engine.num_reductions)
-
-    @property
     def _has_rebuilt_buckets(self) -> bool:  # type: ignore[override]
         return self.engine.has_learned_order
 
@@ -896,7 +841,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         # A copy may be made on one rank alone, where nothing can be agreed: it shares the world's own transport.
         world = worlds.current()
         self._set_up(world, state["settings"], world.transport, is_copy=True)
-        self.require_manual_backward_finalization = state["_num_finalized"] is not None
 
 
 def backward(

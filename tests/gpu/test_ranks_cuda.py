@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 
 import evenstep
 from evenstep.errors import EvenstepError, NonFiniteError
@@ -206,31 +205,6 @@ def compiled(transport: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_compiled_model(gpu_ranks: RankPool, transport: str, backend: str) -> None:
     gpu_ranks.run(compiled, 2, transport, backend, timeout_s=150)
-
-
-def low_precision(transport: str, config: dict[str, torch.dtype]) -> None:
-    """Not as torch's class: where ranks share a GPU that one's gradients were others than of a step in float32."""
-    with world_over(transport) as world:
-        model = evenstep.DistributedDataParallel(
-            double_net().float().to(world.device), mixed_precision=_MixedPrecision(**config), world=world
-        )
-        x = batch_of(world, 0, 4, 8, dtype=torch.float32)
-        out = model(x)
-        assert out.dtype == config["param_dtype"]
-        out.float().square().mean().backward()
-        one = double_net().float().to(world.device)
-        one(x).square().mean().backward()
-        for a, b in zip(model.parameters(), one.parameters(), strict=True):
-            assert a.grad is not None
-            assert b.grad is not None
-            assert a.grad.dtype == torch.float32
-            expected = world.mean(b.grad)
-            torch.testing.assert_close(a.grad, expected, rtol=2e-2, atol=2e-3)
-
-
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.float16])
-def test_mixed_precision_keeps_gradients(gpu_ranks: RankPool, reduce_dtype: torch.dtype) -> None:
-    gpu_ranks.run(low_precision, 2, "nccl", {"param_dtype": torch.float16, "reduce_dtype": reduce_dtype})
 
 
 def sparse(transport: str) -> None:

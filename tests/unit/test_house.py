@@ -252,7 +252,7 @@ ORDER: dict[str, list[str]] = {
     "replica.normalization": ["layers", "sync_batchnorm"],
     "replica.sharded": ["exchange", "bucket", "gradient_placeholder"],
     "replica.virtual_ranks": ["loop", "sums"],
-    "replica.wrapper": ["distributed", "assembly", "model_check", "settings", "mixed_precision", "reducer"],
+    "replica.wrapper": ["distributed", "assembly", "model_check", "settings", "reducer"],
     "parallel": ["parallelize", "model", "exchange", "drift", "watch", "layout", "blocks", "optimizers"],
     "testing": ["pool", "faults", "reference", "storage", "transport"],
     "transport": ["backend", "tree_order", "factory", "internode", "shm", "process_group", "local", "core", "base"],

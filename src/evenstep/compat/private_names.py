@@ -124,7 +124,6 @@ NAMES = (
     ),
     PrivateName(f"{_LOADER}._shutdown_workers", "ends a loader's workers", "they end with the garbage collector"),
     # torch_ddp
-    PrivateName(f"{_DDP}.distributed:_MixedPrecision", "the class of DDP's argument mixed_precision"),
     PrivateName("torch.distributed.algorithms.join:_JoinConfig", "what Join reads of its members"),
     PrivateName("torch._C:Future", "what communication hooks return"),
     PrivateName(

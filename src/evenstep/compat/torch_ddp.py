@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision as MixedPrecision
 
 Future = torch._C.Future
 
@@ -21,7 +20,6 @@ _FSDP = "torch.distributed.fsdp"  # importing it takes seconds; where nobody has
 __all__ = [
     "Future",
     "JoinConfig",
-    "MixedPrecision",
     "ShardedParts",
     "active_in_dynamo",
     "is_sharded_module",

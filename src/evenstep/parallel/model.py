@@ -72,12 +72,11 @@ class DividedModel(DistributedDataParallel):
             devices=(None, None),
             buffers=(broadcast_buffers, None),
             buckets=(None, None, None),
-            delayed=(None, None),
             init_sync=True,
             on_nonfinite=on_nonfinite,
             compare_every=compare_every,
-            mixed_precision=None,
             reduce_dtype=None,
+            refused={},
         )
         if settings.sparse:
             raise ConfigurationError(
@@ -100,7 +99,6 @@ class DividedModel(DistributedDataParallel):
         self._set_up(ranks, settings, bucket_transport(ranks, self))
         ranks.compare_random_streams()
         self._dummy = DummyBatch(self.dim)
-        self._low_precision = None
 
     def _build_engine(self, world: World, settings: Settings, transport: Transport) -> tuple[Engine, Monitors]:
         named = settings.trained(self.module)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
@@ -889,8 +888,6 @@ def arguments(seed):
     world = evenstep.init(quiet=True)
     x, batches = batch(seed + world.rank), [batch(seed + r) for r in range(world.world_size)]
     expected = averaged(make(), batches)
-    module = make()
-    named = dict(module.named_parameters())
     everything = {
         "find_unused_parameters": True,
         "check_reduction": True,
@@ -900,20 +897,14 @@ def arguments(seed):
         "batched_grad_copy": True,
         "lazy_bucket_allocation": True,
         "bucket_cap_mb_list": [1e-4, 5e-4],
-        "delay_all_reduce_named_params": [("2.weight", named["2.weight"])],
-        "param_to_hook_all_reduce": named["0.weight"],
     }
-    model = evenstep.DistributedDataParallel(module, **everything)
+    model = evenstep.DistributedDataParallel(make(), **everything)
     for _ in range(3):
         model.zero_grad()
         model(x).square().mean().backward()
         assert_same(grads(model), expected, rtol=0, atol=1e-12)
     assert len(model.engine.buckets) > 1
     assert model.bucket_bytes_cap == 1 << 20, "what torch.compile insists on"
-    with pytest.raises(ConfigurationError, match="'x' is no parameter of the module"):
-        evenstep.DistributedDataParallel(
-            make(), delay_all_reduce_named_params=[("x", named["2.weight"])], param_to_hook_all_reduce=named["0.bias"]
-        )
 
     model.require_backward_grad_sync = False
     before = model.engine.num_reductions
@@ -1035,24 +1026,6 @@ def copies(seed):
 @SIZES
 def test_it_can_be_pickled_copied_and_saved(ranks, fresh_seed, nproc):
     ranks.run(copies, nproc, fresh_seed)
-
-
-def low_precision(seed, config):
-    world = evenstep.init(quiet=True)
-    model = evenstep.DistributedDataParallel(make(dtype=torch.float32), mixed_precision=_MixedPrecision(**config))
-    batches = [batch(seed + r, dtype=torch.float32) for r in range(world.world_size)]
-    out = model(batches[world.rank])
-    assert out.dtype == config.get("param_dtype", torch.float32)
-    out.float().square().mean().backward()
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    assert_same(grads(model), averaged(make(dtype=torch.float32), batches), rtol=5e-2, atol=1e-2)
-
-
-@SIZES
-def test_mixed_precision_keeps_parameters_and_gradients(ranks, fresh_seed, nproc):
-    ranks.run(low_precision, nproc, fresh_seed, {"param_dtype": torch.bfloat16})
-    ranks.run(low_precision, nproc, fresh_seed, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16})
-    ranks.run(low_precision, nproc, fresh_seed, {"reduce_dtype": torch.float16})
 
 
 def fused_optimizer(seed):

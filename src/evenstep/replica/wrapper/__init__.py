@@ -6,6 +6,5 @@ Reading order:
 2. `assembly`: builds the engine of a wrapped module: its exchange, its monitors, and the way its windows end.
 3. `model_check`: is the model the same on every rank, and fit for reproducible mode?
 4. `settings`: torch's constructor arguments, checked, in the words that the engine uses.
-5. `mixed_precision`: torch's `mixed_precision=` argument.
-6. `reducer`: what other programs call of torch's reducer.
+5. `reducer`: what other programs call of torch's reducer.
 """

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from sys import modules
 from time import perf_counter_ns
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from evenstep import checks, randomness
 from evenstep import world as worlds
 from evenstep.compat import torch_pytree as pytree
-from evenstep.compat.torch_ddp import MixedPrecision, active_in_dynamo
+from evenstep.compat.torch_ddp import active_in_dynamo
 from evenstep.compat.torch_dynamo import any_compiled, compiled_backends, keep_out_of_graphs, untraced
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.health import heartbeat
@@ -49,7 +49,6 @@ from evenstep.replica.normalization.sync_batchnorm import replace_torchs
 from evenstep.replica.virtual_ranks import loop
 from evenstep.replica.virtual_ranks.loop import VirtualRankBuffers
 from evenstep.replica.wrapper.assembly import build_engine
-from evenstep.replica.wrapper.mixed_precision import LowPrecision
 from evenstep.replica.wrapper.model_check import validate_for_virtual_ranks, validate_same_model
 from evenstep.replica.wrapper.reducer import Reducer
 from evenstep.replica.wrapper.settings import Settings, group_of, settle
@@ -122,9 +121,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         check_reduction: Accepted and ignored, as torch does.
         gradient_as_bucket_view: Accepted and ignored: gradients always are views of their bucket.
         static_graph: Accepted and ignored: nothing is assumed of the graph.
-        delay_all_reduce_named_params: Accepted and checked: a bucket goes when its gradients are there.
-        param_to_hook_all_reduce: As `delay_all_reduce_named_params`.
-        mixed_precision: torch's `MixedPrecision`.
+        delay_all_reduce_named_params: Refused: a bucket goes when its gradients are there.
+        param_to_hook_all_reduce: Refused, as `delay_all_reduce_named_params`.
+        mixed_precision: Refused: `torch.autocast` around the forward pass computes in low precision.
         device_mesh: The one-dimensional mesh along which the model is replicated, instead of `process_group`.
         skip_all_reduce_unused_params: Accepted and ignored.
         bucket_cap_mb_list: Sizes of the first bucket, the second, ... in MiB; the last is that of all that follow.
@@ -173,9 +172,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        delay_all_reduce_named_params: Iterable[tuple[str, nn.Parameter]] | None = None,
-        param_to_hook_all_reduce: nn.Parameter | None = None,
-        mixed_precision: MixedPrecision | None = None,
+        delay_all_reduce_named_params: None = None,
+        param_to_hook_all_reduce: None = None,
+        mixed_precision: None = None,
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
@@ -201,12 +200,15 @@ class DistributedDataParallel(TorchDistributedDataParallel):
             devices=(device_ids, output_device),
             buffers=(broadcast_buffers, forward_sync_buffers),
             buckets=(bucket_cap_mb, first_bucket_cap_mb, bucket_cap_mb_list),
-            delayed=(delay_all_reduce_named_params, param_to_hook_all_reduce),
             init_sync=init_sync,
             on_nonfinite=on_nonfinite,
             compare_every=compare_every,
-            mixed_precision=mixed_precision,
             reduce_dtype=reduce_dtype,
+            refused={
+                "delay_all_reduce_named_params": delay_all_reduce_named_params,
+                "param_to_hook_all_reduce": param_to_hook_all_reduce,
+                "mixed_precision": mixed_precision,
+            },
             find_unused_parameters=find_unused_parameters,
             check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -236,7 +238,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self.batched_grad_copy = batched_grad_copy
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.bucket_bytes_cap_list = [int(size * (1 << 20)) for size in bucket_cap_mb_list or ()]
-        self.mixed_precision = mixed_precision
+        self.mixed_precision = None
         if device_mesh is not None:  # otherwise torch's class has no such attribute either
             self.device_mesh = device_mesh
         transport = bucket_transport(world, self)
@@ -248,19 +250,12 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         self._set_up(world, settings, transport)
         world.compare_random_streams()
         self._dummy = DummyBatch(self.dim)
-        self._low_precision = None
-        if self._wrapped_already() is not None:
-            if world.rank == 0:
-                warnings.warn(
-                    "the module is wrapped already. The new wrapper passes everything on to that one, whose arguments "
-                    "hold. Wrap `model.module` for others, or use the model as it is.",
-                    stacklevel=2,
-                )
-        elif mixed_precision is not None:
-            self._low_precision = LowPrecision(module, mixed_precision)
-            hook = self._low_precision.comm_hook
-            if hook is not None:
-                self.register_comm_hook(self.process_group, hook)
+        if self._wrapped_already() is not None and world.rank == 0:
+            warnings.warn(
+                "the module is wrapped already. The new wrapper passes everything on to that one, whose arguments "
+                "hold. Wrap `model.module` for others, or use the model as it is.",
+                stacklevel=2,
+            )
 
     def _wrapped_already(self) -> DistributedDataParallel | None:
         """The module, if it is a wrapped model of the same ranks; both have one engine, so that averages once."""
@@ -370,7 +365,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         is_first = not (is_empty or self._dummy.has_sample)
         if is_first:
             self._dummy.remember((inputs, kwargs))
-        if is_empty or self.sync_layers.layers or self._low_precision is not None or is_compiled:
+        if is_empty or self.sync_layers.layers or is_compiled:
             run = self._forward_dummy if is_empty else self._run_module
             with active_in_dynamo(self) if is_compiled and not self.is_divided else contextlib.nullcontext():
                 outputs = run(inputs, kwargs)
@@ -388,7 +383,6 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         asks_for_care = (
             self._frozen
             or self.sync_layers.layers
-            or self._low_precision is not None
             or self.settings.inputs_to is not None
             or self.world.virtual_ranks is not None
             or not self._dummy.has_sample
@@ -400,9 +394,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def _run_module(self, inputs: Any, kwargs: Any, *, over_dummy: bool = False) -> Any:
         exchanging = self.sync_layers.forward_pass(over_dummy=over_dummy)
         with exchanging if self.sync_layers.layers else contextlib.nullcontext():
-            if self._low_precision is None:
-                return self.module(*inputs, **kwargs)
-            return self._low_precision.run(self.module, inputs, kwargs)
+            return self.module(*inputs, **kwargs)
 
     def _forward_dummy(self, inputs: Any, kwargs: Any) -> Any:
         inputs, kwargs = self._dummy.build((inputs, kwargs))

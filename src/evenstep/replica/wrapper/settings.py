@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.errors import ConfigurationError
 from evenstep.replica.gradients.buckets.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
 from evenstep.replica.monitors.nonfinite import Policy, validate_policy
-from evenstep.replica.wrapper.mixed_precision import describe_precision
 from evenstep.transport.core.validation import validate_group
 from evenstep.world import World
 
@@ -210,43 +209,37 @@ def resolve_buffers(broadcast_buffers: bool | None, forward_sync_buffers: bool |
     return both, both
 
 
-def check_delayed(module: nn.Module, named: Iterable[tuple[str, Any]] | None, hooked: Any) -> None:
-    """`delay_all_reduce_named_params` and `param_to_hook_all_reduce` come together and name parameters of the module.
+_DELAYED = "every bucket is sent when its last gradient is there. Leave it out."
+# torch's arguments that are refused, unless they are None: what to do instead.
+_REFUSED = {
+    "delay_all_reduce_named_params": _DELAYED,
+    "param_to_hook_all_reduce": _DELAYED,
+    "mixed_precision": "use torch.autocast. Write `with torch.autocast(device_type, dtype=torch.bfloat16):` around the "
+    "forward pass and the loss.",
+}
 
-    Nothing else follows from them: a bucket is sent when its last gradient is there, whatever the order.
+
+def check_refused(refused: Mapping[str, object]) -> None:
+    """Refuse arguments of torch's that do nothing here.
 
     Raises:
-        ConfigurationError: Only one of them, or a parameter that isn't the module's.
+        ConfigurationError: One of them isn't None.
     """
-    if (named is None) != (hooked is None):
-        raise ConfigurationError("delay_all_reduce_named_params and param_to_hook_all_reduce are given together.")
-    if named is None:
-        return
-    own = {id(parameter) for parameter in module.parameters()}
-    if not isinstance(named, Iterable):
-        raise checks.refuse("delay_all_reduce_named_params", named, "pairs of name and parameter")
-    for pair in named:
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise checks.refuse("delay_all_reduce_named_params", pair, "pairs of name and parameter")
-        name, parameter = pair
-        if id(parameter) not in own:
-            raise ConfigurationError(f"delay_all_reduce_named_params: {name!r} is no parameter of the module.")
-    if id(hooked) not in own:
-        raise ConfigurationError("param_to_hook_all_reduce is no parameter of the module.")
+    for name, value in refused.items():
+        if value is not None:
+            raise ConfigurationError(f"{name}= isn't supported: {_REFUSED[name]}")
 
 
-def check_reduce_dtype(reduce_dtype: Any, mixed_precision: Any) -> None:
-    """In which dtype gradients are added is said once.
+def check_reduce_dtype(reduce_dtype: Any) -> None:
+    """In which dtype gradients are added.
 
     Raises:
-        ConfigurationError: It is said twice, or is no floating-point dtype.
+        ConfigurationError: It is no floating-point dtype.
     """
     if reduce_dtype is None:
         return
     if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point and reduce_dtype.itemsize > 1):
         raise checks.refuse("reduce_dtype", reduce_dtype, "a floating-point dtype of at least 16 bits, or None")
-    if mixed_precision is not None and mixed_precision.reduce_dtype is not None:
-        raise ConfigurationError("reduce_dtype and mixed_precision with a reduce_dtype: pass one of them.")
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup | None:
@@ -290,12 +283,11 @@ def settle(
     devices: tuple[Any, Any],
     buffers: tuple[Any, Any],
     buckets: tuple[Any, Any, Any],
-    delayed: tuple[Any, Any],
     init_sync: bool,
     on_nonfinite: Policy | None,
     compare_every: int | None,
-    mixed_precision: Any,
     reduce_dtype: torch.dtype | None,
+    refused: Mapping[str, object],
     **switches: Any,
 ) -> Settings:
     """What a module is wrapped with, if that is in order on every rank.
@@ -309,12 +301,11 @@ def settle(
         devices: `device_ids` and `output_device`.
         buffers: `broadcast_buffers` and `forward_sync_buffers`.
         buckets: `bucket_cap_mb`, `first_bucket_cap_mb` and `bucket_cap_mb_list`.
-        delayed: `delay_all_reduce_named_params` and `param_to_hook_all_reduce`.
         init_sync: Compare the models and make them equal.
         on_nonfinite: What happens where gradients aren't finite.
         compare_every: How often replicas are compared.
-        mixed_precision: torch's `_MixedPrecision`.
         reduce_dtype: The dtype in which gradients are added over ranks.
+        refused: torch's arguments that have to be None.
         switches: torch's, on which nothing depends here.
 
     Raises:
@@ -333,9 +324,8 @@ def settle(
             checks.whole("compare_every", compare_every, least=0)
         checks.switches("", init_sync=init_sync)
         checks.switches("", otherwise="None", **switches)
-        check_delayed(module, *delayed)
-        precision = describe_precision(mixed_precision)
-        check_reduce_dtype(reduce_dtype, mixed_precision)
+        check_refused(refused)
+        check_reduce_dtype(reduce_dtype)
         at_start, after_steps = resolve_buffers(*buffers)
         settings = Settings(
             policy=replace(bucket_policy(*buckets), reduce_dtype=reduce_dtype),
@@ -357,7 +347,6 @@ def settle(
             "bytes of a bucket": list(settings.policy.caps_bytes),
             "on_nonfinite": on_nonfinite,
             "compare_every": compare_every,
-            "mixed_precision": precision,
             "reduce_dtype": str(reduce_dtype),
         }
 

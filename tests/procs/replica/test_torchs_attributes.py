@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
@@ -28,34 +29,8 @@ LEFT_OUT = {
     "_use_python_reducer": "of compiled autograd's own reducer",
 }
 
-# Entries of the logging data that ours lacks: why.
-TIMES = "world.telemetry has the times of every step"
-NOT_LOGGED = {
-    "avg_backward_comm_time": TIMES,
-    "avg_backward_compute_comm_overlap_time": TIMES,
-    "avg_backward_compute_time": TIMES,
-    "avg_forward_compute_time": TIMES,
-    "backward_comm_time": TIMES,
-    "backward_comm_time_end": TIMES,
-    "backward_comm_time_start": TIMES,
-    "backward_compute_comm_overlap_time": TIMES,
-    "backward_compute_time": TIMES,
-    "backward_compute_time_end": TIMES,
-    "backward_compute_time_start": TIMES,
-    "forward_compute_time": TIMES,
-    "forward_compute_time_start": TIMES,
-    "cuda_visible_devices": "a variable: `evenstep env` has it",
-    "gloo_device_transport": "of Gloo",
-    "gloo_num_threads": "of Gloo",
-    "gloo_socket_ifname": "of Gloo",
-    "master_addr": "a variable: `evenstep env` has it",
-    "master_port": "a variable: `evenstep env` has it",
-    "torch_distributed_debug": "a variable: `evenstep env` has it",
-    "prev_iteration_grad_ready_order_indices": "only the order of buckets is kept",
-    "rebuilt_per_bucket_param_indices": "only the order of buckets is kept",
-    "has_error": "errors are raised",
-    "error": "errors are raised",
-}
+# Entries of the logging data that programs read: torch's own test programs, for one.
+LOGGED = {"comm_hook", "join_uneven_inputs", "has_rebuilt_buckets", "has_sync_bn"}
 
 
 def both(**options):
@@ -86,18 +61,20 @@ def test_every_attribute_of_torchs_can_be_read_or_is_listed(ranks):
 
 
 def entries():
-    torchs, ours = (model._get_ddp_logging_data() for model in both(static_graph=True))
-    assert torchs.keys() - ours.keys() <= NOT_LOGGED.keys()
-    assert not ours.keys() & NOT_LOGGED.keys()
-    # Not the transport's name, what torch counts one step later, and memory with its padding.
-    others = {"backend_name", "iteration", "bucket_sizes", "rebuilt_bucket_sizes", "has_rebuilt_buckets"}
-    for name in torchs.keys() & ours.keys() - others:
-        assert ours[name] == torchs[name], name
-    assert ours["static_graph"] == 1
+    models = both(static_graph=True)
+    for model in models:
+        with model.join():
+            model(torch.ones(2, 3)).sum().backward()
+    torchs, ours = (model._get_ddp_logging_data() for model in models)
+    assert ours.keys() == LOGGED - {"comm_hook"}
+    assert ours["join_uneven_inputs"] == torchs["join_uneven_inputs"] == 1
+    assert ours["has_sync_bn"] == torchs["has_sync_bn"] == 0
+    models[1].register_comm_hook(None, allreduce_hook)
+    assert models[1]._get_ddp_logging_data()["comm_hook"] == allreduce_hook.__qualname__
 
 
 @pytest.mark.extended
-def test_every_entry_of_the_logging_data_is_there_or_is_listed(ranks):
+def test_the_entries_of_the_logging_data_that_programs_read_are_there(ranks):
     ranks.run(entries, 2)
 
 

@@ -66,7 +66,7 @@ def test_in_one_process_autograd_grad_is_counted_as_a_backward_pass_and_changes_
     x = torch.randn(5, 3)
     given = torch.autograd.grad(model(x).square().sum(), list(bare.parameters()))
     assert all(p.grad is None for p in bare.parameters())
-    assert model._get_ddp_logging_data()["iteration"] == len(model.engine.recorder.steps()) == 1
+    assert model.engine.num_reductions == len(model.engine.recorder.steps()) == 1
     for number in (1, 2):  # within a window it isn't
         with model.accumulate():
             model.backward(model(x).square().sum(), weight=1)

@@ -59,8 +59,6 @@ Batch = TypeVar("Batch")
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 _MIN_COMPILED_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
-# torch's names of dtypes in its logging data; of others python's.
-_LOGGED_DTYPES = {torch.float32: "float", torch.float64: "double"}
 _BUILTIN_HOOKS: dict[str, Hook] = {
     "ALLREDUCE": default_hooks.allreduce_hook,
     "FP16_COMPRESS": default_hooks.fp16_compress_hook,
@@ -666,36 +664,14 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         checks.whole("_set_ddp_runtime_logging_sample_rate: sample_rate", sample_rate, least=1)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        sizes = ", ".join(str(bucket.flat.numel() * bucket.flat.element_size()) for bucket in self.engine.buckets)
-        dtypes = {_LOGGED_DTYPES.get(parameter.dtype, str(parameter.dtype)[6:]) for parameter in self.engine.parameters}
+        """The entries that programs read; `world.telemetry` has the times."""
         hook = {} if self._hook is None else {"comm_hook": self._hook_name}
         joined = {"join_uneven_inputs": 1} if "_authoritative_rank" in self.__dict__ else {}  # once a `Join` has ended
         return {
             **hook,
             **joined,
-            "world_size": self.world.world_size,
-            "rank": self.world.rank,
-            "module_name": type(self.module).__name__,
-            "backend_name": self.world.transport_name,
-            "iteration": self.engine.num_reductions,
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "dtypes": ", ".join(sorted(dtypes)),
-            "num_parameter_tensors": len(self.engine.parameters),
-            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in self.engine.parameters),
-            "unused_parameter_size": len(self.unused_parameters()),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "bucket_sizes": sizes,
-            "num_buckets_reduced": len(self.engine.buckets),
             "has_rebuilt_buckets": int(self._has_rebuilt_buckets),
-            "rebuilt_bucket_sizes": sizes if self._has_rebuilt_buckets else "",
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "can_set_static_graph": 1,  # it is never wrong here
             "has_sync_bn": int(bool(self.sync_layers)),
-            "is_multi_device_module": int(self.is_multi_device_module),
         }
 
     # ------------------------------------------------------------------ communication hooks

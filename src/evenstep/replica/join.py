@@ -15,9 +15,7 @@ several of our models each active rank names, at the end of every window, the mo
 (`JoinCoordinator.begin`), and a hook of ours on a rank that has left takes part in that window, whichever it is. The
 first window that ends is counted for the first model that is listed.
 
-Joinables that aren't ours name nothing. One that is listed before all of ours is counted, and has to be counted first:
-else the other ranks wait for that, and this rank for the others. The number of collectives that its group has seen
-since the `Join` was made shows whether it was counted: none means that it wasn't.
+Joinables that aren't ours name nothing. `Join` counts the one that is listed first, so that has to be a model of ours.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import weakref
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
@@ -44,10 +41,6 @@ class Joining(Protocol):
     world: World
     _join_config: JoinConfig
     _authoritative_rank: int
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup | None:
-        """The group in which ranks are counted."""
 
     def _take_part_without_data(self) -> None: ...
     def _drop_gradients(self) -> None: ...
@@ -117,8 +110,6 @@ class JoinCoordinator:
         self._models: list[weakref.ref[Joining]] = []
         self._unevens: list[Uneven] = []
         self._world = first.world
-        self._group = first.join_process_group
-        self._num_seen = _num_collectives(self._group)
         self._ended: set[int] = set()  # in this step
         self._open: int | None = None  # whose window's end has begun
         self._is_waiting = JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
@@ -150,7 +141,7 @@ class JoinCoordinator:
             Something to `wait` for at its end, or None.
 
         Raises:
-            UsageError: Another joinable should have come before, or this model has had its window in this step.
+            UsageError: A joinable that isn't ours is listed first, or this model has had its window in this step.
             RuntimeError: A rank has left, and the `Join` is to end all loops with the first.
         """
         if self._open is not None:  # nobody listens: ranks that have left take part in that window
@@ -185,14 +176,11 @@ class JoinCoordinator:
         """Count this rank as active in torch's `Join`."""
         first = self._models[0]()
         assert first is not None
-        if not first._join_config.is_first_joinable and self._num_seen is not None:
-            if _num_collectives(self._group) == self._num_seen:
-                raise UsageError(
-                    f"rank {self._world.rank}: a {type(first).__name__} ends its backward pass before the first "
-                    f"joinable of its Join has done anything. Ranks that leave early would wait for that one, and this "
-                    f"rank for them. List joinables in the order in which they communicate: Join([model, optimizer])."
-                )
-            self._num_seen = None  # the next steps are as this one
+        if not first._join_config.is_first_joinable:
+            raise UsageError(
+                f"rank {self._world.rank}: a Join counts the steps of the joinable that is listed first, and that has "
+                f"to be a wrapped model of evenstep's. List models first: Join([model, optimizer])."
+            )
         return Join.notify_join_context(first)  # type: ignore[arg-type]
 
     def _agree_on_window(self, number: int, *, is_again: bool = False) -> int:
@@ -227,14 +215,6 @@ def coordinator_of(model: Joining) -> JoinCoordinator:
         coordinator = JoinCoordinator(model)
         _latest[model.world] = weakref.ref(coordinator)
     return coordinator
-
-
-def _num_collectives(group: dist.ProcessGroup | None) -> int | None:
-    """How many collectives a group has begun on this rank; None where that isn't known."""
-    group = dist.group.WORLD if group is None else group
-    if group is None or dist.get_backend(group) not in ("gloo", "nccl", "evenstep"):  # others don't, or elsewhere
-        return None
-    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 class UnevenJoinHook(JoinHook):

@@ -33,14 +33,6 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
         yield pool
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _calls_are_recorded_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Have ranks that give up write their last calls where pytest cleans up, not beside everybody's files."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path_factory.mktemp("calls") / "of-rank-"))
-        yield
-
-
 @pytest.fixture
 def fresh_seed() -> int:
     """A new seed each time; printed, and so shown when the test fails. EVENSTEP_TEST_SEED repeats one."""

@@ -263,7 +263,7 @@ ORDER: dict[str, list[str]] = {
         "store_gather",
         "worker_thread",
         "validation",
-        "flight_recorder",
+        "last_calls",
         "header",
         "codec",
         "reduction",

@@ -313,14 +313,6 @@ def rpc_variables(interface: str | None) -> dict[str, str]:
     return {"TP_SOCKET_IFNAME": chosen, "GLOO_SOCKET_IFNAME": interface or os.environ.get("GLOO_SOCKET_IFNAME", chosen)}
 
 
-def flight_recorder_prefix() -> str | None:
-    """Where a rank writes its last calls when one times out, as torch does: a path to which the rank is appended.
-
-    None when neither of torch's variables is set.
-    """
-    return os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or None
-
-
 def phase_timeouts_of_run() -> str:
     """The value of `evenstep run --phase-timeout`; "" without it."""
     return os.environ.get("EVENSTEP_PHASE_TIMEOUTS", "")

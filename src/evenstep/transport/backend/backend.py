@@ -133,7 +133,6 @@ class EvenstepGroup(GroupCalls):
         self._shared = shared or self._connect(is_default=not global_ranks)
         if isinstance(self._shared, SharedMemoryTransport):
             self._shared.recorded.name = name
-            self._shared.recorded.ranks = global_ranks or range(size)
             self._shared.serve_requests(functools.partial(_serve_request, weakref.ref(self)))
         elif size > 1:
             self._need_gloo()

@@ -7,6 +7,6 @@
 4. `object_collectives`: exchanges of plain values, in the bytes of `codec`. `staged` carries such messages over a
    transport for GPUs, `store_gather` where there is no transport yet.
 5. `worker_thread`: a thread that runs the calls of a transport in order.
-6. `flight_recorder`: the last calls of a process, for a file when one times out.
+6. `last_calls`: the last calls of a process, for the error when one times out.
 7. `fallback`: counts the calls that Gloo carries because shared memory doesn't.
 """

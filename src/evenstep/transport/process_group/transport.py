@@ -25,8 +25,8 @@ from evenstep.health import heartbeat
 from evenstep.health.first_failure import is_consequence
 from evenstep.health.recovery_files import lost_peers
 from evenstep.transport.base import Op, Transport, Work
-from evenstep.transport.core.flight_recorder import NUM_CALLS, RecordedGroup, explain_file, record
 from evenstep.transport.core.header import Fingerprint
+from evenstep.transport.core.last_calls import NUM_CALLS, RecordedGroup, describe_last_calls, record
 from evenstep.transport.core.reduction import Scratch, divide, plan_arithmetic, reduce_into
 from evenstep.transport.core.validation import Arguments, flat_view, forked_error
 from evenstep.transport.process_group.full_duplex import FullDuplex
@@ -121,7 +121,7 @@ class ProcessGroupTransport:
 
     Attributes:
         known_as: This rank's number in messages.
-        recorded: The ranks, as the record of the last calls knows them.
+        recorded: This transport, as the record of the last calls knows it.
         recovers: Whether the launcher says when a host is lost.
     """
 
@@ -144,7 +144,7 @@ class ProcessGroupTransport:
         self._split_by = split_by
         self._close_by = close_by
         self.known_as = self.rank
-        self.recorded = RecordedGroup(_name_of(group) or name, name, self.world_size)
+        self.recorded = RecordedGroup(_name_of(group) or name, name)
         self._num_calls = 0
         self._arguments = Arguments(name, self.rank, self.world_size)
         self._scratch = Scratch()
@@ -346,10 +346,8 @@ class ProcessGroupTransport:
             return error
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "timed out" in text.lower() or "timeout" in text.lower():
-            self.recorded.timeout_s = self._timeout_s
-            last_calls = explain_file(self.known_as)
             return CollectiveTimeoutError(
-                f"rank {self.known_as} waited in vain in {what} over {self.name}: {text}.{last_calls}"
+                f"rank {self.known_as} waited in vain in {what} over {self.name}: {text}.{describe_last_calls()}"
             )
         if is_consequence(error):
             return PeerLostError(f"rank {self.known_as} lost a peer in {what} over {self.name}: {text}")

@@ -42,8 +42,8 @@ from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 from evenstep.health import heartbeat
 from evenstep.transport.base import Op
 from evenstep.transport.core.codec import to_tensor
-from evenstep.transport.core.flight_recorder import RecordedGroup, explain_file, record
 from evenstep.transport.core.header import REFUSED, pack_text
+from evenstep.transport.core.last_calls import RecordedGroup, describe_last_calls, record
 from evenstep.transport.core.validation import Arguments, Fingerprints, forked_error
 from evenstep.transport.shm.collectives import PROGRAMS, Call, Program, ProgramContext
 from evenstep.transport.shm.peers import PeerProcess, PeerWatch
@@ -119,7 +119,7 @@ class CallQueue:
 
     Attributes:
         counters: How far each rank has come, and how long this one waits.
-        recorded: The ranks, as the record of the last calls knows them.
+        recorded: This transport, as the record of the last calls knows it.
     """
 
     name = "shared memory"
@@ -150,7 +150,7 @@ class CallQueue:
         self._wait_timer = WaitTimer()
         self._fingerprints = Fingerprints(self._arguments)
         self._known_as = rank
-        self.recorded = RecordedGroup(segment.nonce.hex(), self.name, self.world_size)
+        self.recorded = RecordedGroup(segment.nonce.hex()[:8], self.name)
         self._compared_as: bytes | None = None  # the fingerprint as which the next call is compared
         self._piggyback: Tensor | None = None  # numbers that travel with the next call
         self._num_calls = 0
@@ -444,8 +444,7 @@ class CallQueue:
     def _fail(self, error: BaseException) -> None:
         """Fail all calls, for ranks may be at different points; the other ranks see that this one has left."""
         if isinstance(error, CollectiveTimeoutError) and self._failure is None:
-            self.recorded.timeout_s = self.counters.policy.timeout_s
-            error.args = (f"{error}{explain_file(self._known_as)}",)
+            error.args = (f"{error}{describe_last_calls()}",)
         self._segment.leave(self.rank)
         if isinstance(error, EvenstepError):
             failure = error

@@ -1,0 +1,58 @@
+"""The record of the last calls, in the words of an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evenstep.transport.core import last_calls
+from evenstep.transport.core.header import Fingerprint
+from evenstep.transport.core.last_calls import RecordedGroup, describe_last_calls, record
+
+
+@pytest.fixture(autouse=True)
+def no_calls() -> None:
+    last_calls._calls.clear()
+
+
+def test_states_and_shapes() -> None:
+    """One call has ended, one has begun, one waits for its turn."""
+    group = RecordedGroup("ab12", "shared memory")
+    record(group, 1, Fingerprint("all_reduce", "sum", torch.float32, (3, 4)).pack())
+    record(group, 2, Fingerprint("all_gather", None, torch.bfloat16, (5,)).pack())
+    record(group, 3, Fingerprint("reduce_scatter", "sum", torch.int64, (6,)))
+    group.num_completed, group.num_started = 1, 2
+    assert describe_last_calls().splitlines() == [
+        "",
+        "The last calls of this rank, oldest first:",
+        "  all_reduce number 1, float32 [3, 4] over shared memory, group ab12: completed",
+        "  all_gather number 2, bfloat16 [5] over shared memory, group ab12: started",
+        "  reduce_scatter number 3, int64 [6] over shared memory, group ab12: scheduled",
+    ]
+
+
+def test_like_calls_have_one_line() -> None:
+    group, other = RecordedGroup("0", "gloo"), RecordedGroup("1", "gloo")
+    packed = Fingerprint("barrier", None, torch.uint8, ()).pack()
+    for number in (1, 2, 3):
+        record(group, number, packed)
+    record(other, 1, packed)
+    group.num_started = group.num_completed = 3
+    group.unfinished.add(2)
+    assert [line.strip() for line in describe_last_calls().splitlines()[2:]] == [
+        "barrier number 1, uint8 [] over gloo, group 0: completed",
+        "barrier number 2, uint8 [] over gloo, group 0: started",
+        "barrier number 3, uint8 [] over gloo, group 0: completed",
+        "barrier number 1, uint8 [] over gloo, group 1: scheduled",
+    ]
+    group.unfinished.clear()
+    assert "barrier numbers 1 to 3, uint8 [] over gloo, group 0: completed" in describe_last_calls()
+
+
+def test_only_the_last_calls_stay() -> None:
+    assert describe_last_calls() == "", "there were no calls"
+    group = RecordedGroup("0", "gloo")
+    packed = Fingerprint("barrier", None, torch.uint8, ()).pack()
+    for number in range(1, 102):
+        record(group, number, packed)
+    assert "barrier numbers 52 to 101, " in describe_last_calls()

@@ -16,13 +16,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import evenstep
 from evenstep.errors import UsageError
-from evenstep.replica.gradients.buckets.comm_hooks import HookQueue
 from evenstep.replica.gradients.exchange import all_reduce
 from evenstep.replica.gradients.exchange.all_reduce import AllReduceExchange
 from evenstep.replica.monitors.nonfinite import NonFiniteGuard
@@ -33,7 +30,6 @@ DELAY_S = 0.05
 MEETINGS = [
     (AllReduceExchange, "learn_order"),
     (all_reduce, "sum_over_ranks"),
-    (HookQueue, "submit"),
     (evenstep.SyncBatchNorm, "exchange_gradients"),
     (evenstep.SyncBatchNorm, "exchange_statistics"),
 ]
@@ -154,18 +150,10 @@ def whole(model):
     return evenstep.ShardedOptimizer(model, torch.optim.SGD, elementwise=False, lr=0.1)
 
 
-def hooked(model):
-    """A hook that has one bucket at a time, in a group of the model's own."""
-    state = powerSGD_hook.PowerSGDState(dist.new_group(), start_powerSGD_iter=100)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return plain(model)
-
-
 @pytest.mark.parametrize(
     ("kind", "step_with"),
     [
         (dense, plain),
-        (dense, hooked),
         pytest.param(dense, sharded, marks=pytest.mark.extended),
         pytest.param(dense, whole, marks=pytest.mark.extended),
         pytest.param(with_an_embedding, plain, marks=pytest.mark.extended),

@@ -162,11 +162,12 @@ class Meets(torch.autograd.Function):
         return grad, None
 
 
-def test_two_threads_train_two_models(alone):
-    """While one is in `model.backward` the other is in `loss.backward()`: its gradients are plain sums."""
+@pytest.mark.parametrize(("weights", "expected"), [((2, 6), 1.75), (None, 3.0)])
+def test_two_threads_train_two_models(alone, weights, expected):
+    """Both are in `model.backward` at the same time, or both in `loss.backward()`."""
     barrier = threading.Barrier(2)
 
-    def train(weights):
+    def train():
         model = evenstep.DistributedDataParallel(nn.Linear(2, 1, bias=False), world=alone)
         for index, weight in enumerate(weights or (1, 1)):
             with model.accumulate() if index == 0 else contextlib.nullcontext():
@@ -175,9 +176,8 @@ def test_two_threads_train_two_models(alone):
         return model.module.weight.grad.tolist()
 
     with ThreadPoolExecutor(2) as threads:
-        weighted, plain = threads.submit(train, (2, 6)), threads.submit(train, None)
-        assert weighted.result() == [[1.75, 1.75]]
-        assert plain.result() == [[3.0, 3.0]]
+        for each in [threads.submit(train) for _ in range(2)]:
+            assert each.result() == [[expected, expected]]
 
 
 class TwoOutputs(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
-from evenstep.compat.torch_autograd import graph_task_id
 from evenstep.errors import UsageError
-from evenstep.replica.gradients import engine
+from evenstep.replica.gradients.buckets.comm_hooks import CommHook, HookQueue
 
 
 @pytest.fixture
@@ -122,53 +120,52 @@ def test_an_optimizer_that_is_gone_owns_nothing(world: evenstep.World, kind: typ
     evenstep.ShardedOptimizer(model, kind, lr=0.01)
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks run in a thread of autograd's own there; here, as far as the engine can see."""
-    real = threading.get_ident
-    seen = SimpleNamespace(get_ident=lambda: real() if graph_task_id() == -1 else 0)
-    monkeypatch.setattr(engine, "threading", seen)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-
-
-class Meanwhile(torch.autograd.Function):
-    """Runs a function in another thread, in the middle of the backward pass."""
-
-    @staticmethod
-    def forward(ctx, value, function):
-        ctx.function = function
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(ctx.function).result()
-        return gradient, None
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_on_a_gpu_a_pass_belongs_to_the_call_that_began_it(world: evenstep.World, accumulates: bool) -> None:
-    """Another thread's loss.backward() runs in the midst of model.backward, in the same thread of autograd."""
+def test_a_pass_without_weights_in_the_midst_of_another_threads_weighted_one_is_an_error(world: evenstep.World) -> None:
+    """Whose gradients come isn't known then."""
     first, other = wrap(world), wrap(world)
     x = torch.arange(8.0, dtype=torch.float64).view(2, 4)
 
-    def meanwhile() -> None:
-        with other.no_sync() if accumulates else nullcontext():
-            other(x).mean().backward()
+    class Meanwhile(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
 
-    first.backward(Meanwhile.apply(first(x), meanwhile).mean(), weight=2)
-    for model in (first, other):
-        torch.testing.assert_close(model.module.weight.grad[0], x.mean(0))
-        assert model.engine.is_in_window is (accumulates and model is other)
+        @staticmethod
+        def backward(ctx, gradient):
+            with (
+                ThreadPoolExecutor(1) as pool,
+                pytest.raises(UsageError, match=r"another thread is in model\.backward"),
+            ):
+                pool.submit(lambda: other(x).mean().backward()).result()
+            return gradient
+
+    first.backward(Meanwhile.apply(first(x)).mean(), weight=2)
+    torch.testing.assert_close(first.module.weight.grad[0], x.mean(0))
+    other.zero_grad()
+    other(x).mean().backward()
+    torch.testing.assert_close(other.module.weight.grad[0], x.mean(0))
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("way", ["behind", "is the loss", "reentrant"])
-def test_on_a_gpu_a_model_that_was_not_named_is(world: evenstep.World, way: str) -> None:
+def test_a_model_that_was_not_named_is_wherever_its_outputs_are(world: evenstep.World, way: str) -> None:
     first, other = wrap(world), wrap(world)
     x = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
     y = first(x).expand(1, 4)
     out = checkpoint(other, y, use_reentrant=True) if way == "reentrant" else other(y)
     with pytest.raises(UsageError, match="goes through a wrapped Linear, too"):
         first.backward(out if way == "is the loss" else out.mean(), weight=2)
+
+
+def test_hooks_of_two_threads_at_the_same_time_are_an_error(world: evenstep.World) -> None:
+    """Ranks would begin their collectives in different orders."""
+    pending: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    bucket = SimpleNamespace(flat=torch.ones(3), layout=SimpleNamespace(index=0), parameters=[], views=[])
+    first, other = (HookQueue(CommHook(None, lambda state, bucket: pending), world) for _ in range(2))
+    work = first.submit(bucket, is_last=True)
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(other.submit, bucket, is_last=True)
+        with pytest.raises(UsageError, match=r"hooks of models in two threads .* in one thread"):
+            refused.result()
+        pending.set_result(torch.zeros(3))
+        work.wait()
+        pool.submit(lambda: other.submit(bucket, is_last=True).wait()).result()

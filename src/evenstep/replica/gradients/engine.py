@@ -40,7 +40,6 @@ to a model that wasn't named, that is an error. `loss.backward()` means the same
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -98,7 +97,6 @@ class Engine:
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
         self._window: Window | None = None
         self._pass: Pass | None = None
-        self._made_in = -1  # of autograd: the task in which the last outputs were made
         self._single_pass_task = -1  # of autograd: the last pass that was a whole window
         self._left_early: str | None = None
         self._broken: str | None = None
@@ -138,7 +136,6 @@ class Engine:
             began_ns: When the forward pass began, on the clock of `time.perf_counter_ns`.
             over_dummy: The module ran on a dummy batch in place of an empty share.
         """
-        self._made_in = graph_task_id()
         self.is_prepared |= self.synchronise
         (self._dummy_hooks if over_dummy else self._hooks).put_on(outputs)
         self.recorder.forward(began_ns)
@@ -289,7 +286,7 @@ class Engine:
             task = graph_task_id()
             if task == self._single_pass_task:
                 return None  # another output, or another call of the module
-            if not (over_dummy or _in_weighted_passes(self._made_in)) and self._begin_single_pass():
+            if not (over_dummy or _weighted) and self._begin_single_pass():
                 self._single_pass_task = task
                 return None
             self._open_plain_pass(discards=over_dummy and not self.exchange.takes_every_pass)
@@ -326,7 +323,7 @@ class Engine:
     def _counts_weights(self) -> bool:
         """Whether a gradient without a weight is a mistake here, which `_confirm` explains."""
         is_weighted = self._window is not None and self._window.kind is Kind.WEIGHTED
-        return is_weighted or _in_weighted_passes(self._made_in)
+        return is_weighted or bool(_weighted)
 
     def bucket_complete(self, bucket: int) -> None:
         """See `Listener`."""
@@ -360,7 +357,7 @@ class Engine:
     def _open_plain_pass(self, *, discards: bool) -> None:
         """Begin a pass of `loss.backward()`. Within autograd it ends when autograd does."""
         self.exchange.shares_loss = False
-        self._open_pass(Pass(Kind.PLAIN, 0.0, discards, is_foreign=_in_weighted_passes(self._made_in)))
+        self._open_pass(Pass(Kind.PLAIN, 0.0, discards, is_foreign=bool(_weighted)))
         if self.exchange.takes_every_pass:
             self._confirm()
         if graph_task_id() != -1:
@@ -406,7 +403,8 @@ class Engine:
             raise UsageError(
                 f"backward on rank {self.world.rank}: the loss goes through a wrapped {self._label}, too, and its "
                 f"gradients belong to another model's backward. Name all wrapped models that the loss goes through: "
-                f"evenstep.backward([encoder, decoder], loss, weight=...)."
+                f"evenstep.backward([encoder, decoder], loss, weight=...). Or another thread is in model.backward: "
+                f"then call that in this thread, too."
             )
         self._pass.confirmed = True
         self._window.add(self._pass.kind, self._pass.weight, is_scaled=self._pass.is_scaled)
@@ -499,8 +497,9 @@ class Engine:
         return f"<Engine {len(self.parameters)} parameters in {len(self.buckets)} buckets, {self.exchange!r}>"
 
 
-_weighted: dict[int, int] = {}  # by thread, how many `weighted_passes` run in it
-_weighted_tasks: set[int] = set()  # of autograd: those of `weighted_passes` where hooks may run in other threads
+# The `weighted_passes` that run, in any thread: on a GPU autograd has one thread for the passes of all threads, so the
+# thread doesn't show whose pass it is. A set, because two threads may change it at once.
+_weighted: set[object] = set()
 
 
 @contextlib.contextmanager
@@ -518,8 +517,8 @@ def weighted_passes(
         only_dummies: Of each engine, what `is_over_dummies` says of the loss.
         is_scaled: The loss was scaled by a GradScaler.
     """
-    thread, scale = threading.get_ident(), None
-    _weighted[thread] = _weighted.get(thread, 0) + 1
+    this, scale = object(), None
+    _weighted.add(this)
     try:
         shares_loss = len(engines) > 1
         if shares_loss and (largest := max(engines, key=_num_ranks)) is not engines[0]:
@@ -538,51 +537,10 @@ def weighted_passes(
             engine.fail()
         raise
     finally:
-        _weighted[thread] -= 1
-        if not _weighted[thread]:
-            del _weighted[thread]
+        _weighted.discard(this)
     for engine in engines:
         engine.end_weighted_pass()
 
 
 def _num_ranks(engine: Engine) -> int:
     return engine.world.world_size
-
-
-@contextlib.contextmanager
-def known_as_weighted(loss: Tensor) -> Iterator[Tensor]:
-    """Surround the backward pass of `weighted_passes`; yield the loss to begin with.
-
-    Autograd has one thread per GPU for the passes of all threads, so there the thread doesn't tell whose pass it is.
-    The number of its graph task does, which a hook on the loss sees before all others.
-
-    Args:
-        loss: That is differentiated.
-    """
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield loss
-        return
-    tasks: list[int] = []
-
-    def begin(_: Tensor) -> None:
-        tasks.append(graph_task_id())
-        _weighted_tasks.update(tasks)
-
-    root = loss.view_as(loss)  # the loss itself may be a module's output, whose hook came first
-    root.register_hook(begin)  # type: ignore[no-untyped-call]
-    try:
-        yield root
-    finally:
-        _weighted_tasks.difference_update(tasks)
-
-
-def _in_weighted_passes(made_in: int) -> bool:
-    """Whether the running backward pass is one of `weighted_passes`.
-
-    Args:
-        made_in: The graph task in which a module's outputs were made, or -1. Within that the reentrant activation
-            checkpoint that has made them runs a task of its own.
-    """
-    if not _weighted:
-        return False
-    return threading.get_ident() in _weighted or not _weighted_tasks.isdisjoint((graph_task_id(), made_in))

@@ -38,7 +38,7 @@ from evenstep.health.steps import mark_compilations
 from evenstep.replica.batches import DummyBatch, input_watchers, is_empty_batch, show_inputs, split
 from evenstep.replica.channels import bucket_transport, validate_thread
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook
-from evenstep.replica.gradients.engine import Engine, known_as_weighted, weighted_passes
+from evenstep.replica.gradients.engine import Engine, weighted_passes
 from evenstep.replica.gradients.window import drop_grads, validate_weight
 from evenstep.replica.join import JoinOfOne, Uneven, UnevenJoinHook
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast, untouched
@@ -887,12 +887,12 @@ def _backward(
         loss = scaler.scale(loss)
     has_scaler = scaler is not None and scaler.is_enabled()
     passes = weighted_passes(engines, checked, only_dummies=only_dummies, is_scaled=has_scaler)
-    with passes as scale, known_as_weighted(loss) as root:
+    with passes as scale:
         if isinstance(checked, Tensor):
             share = (checked.to(loss.device, torch.float64) / scale).to(loss.dtype).reshape(loss.shape)
         else:
             share = loss.new_full(loss.shape, checked / scale)
-        torch.autograd.backward(root, share, retain_graph=retain_graph, create_graph=create_graph)
+        torch.autograd.backward(loss, share, retain_graph=retain_graph, create_graph=create_graph)
 
 
 def is_scaled(loss: Tensor, scaler: torch.amp.GradScaler, *, rank: int) -> bool:

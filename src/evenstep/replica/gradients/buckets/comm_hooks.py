@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from evenstep.compat.torch_ddp import Future
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.gradients.buckets.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketLayout, BucketPolicy
 from evenstep.world import World
 
@@ -94,7 +94,7 @@ class CommHook:
 
 
 class HookOrder:
-    """Begins hooks on one bucket after another, whichever of the models it is of that one thread runs.
+    """Begins hooks on one bucket after another, whichever of a world's models it is of.
 
     A hook such as PowerSGD goes on in the callbacks of its own collectives. On a CPU these run in the backend's
     threads, and with two buckets under way two ranks may begin the next collectives of the two in a different order,
@@ -104,18 +104,30 @@ class HookOrder:
 
     When a bucket is done depends on the rank. With an order of its own each model would begin its next bucket before or
     behind another model's, here this way and there that way. Models that two threads run have no common order: one
-    rank's first bucket would wait for another model's, and on the next rank the other way round, for ever. Each thread
-    has an order of its own, and their hooks need process groups of their own, as all that two threads call.
+    rank's first bucket would wait for another model's, and on the next rank the other way round, for ever. So hooks
+    that two threads run at the same time are an error. On a GPU autograd's own threads call hooks, and which thread of
+    the program has begun the pass isn't known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._lock = threading.RLock()
         self._waiting: deque[HookWork] = deque()
         self._running: HookWork | None = None
 
     def add(self, work: HookWork) -> None:
-        """Begin a work when its turn comes."""
+        """Begin a work when its turn comes.
+
+        Raises:
+            UsageError: A hook that another thread has begun isn't done. The work isn't added.
+        """
         with self._lock:
+            running = self._running
+            if running is not None and running.thread != work.thread and not running.is_completed():
+                raise UsageError(
+                    f"rank {self._rank}: communication hooks of models in two threads run at the same time, and ranks "
+                    f"would begin their collectives in different orders. Train the models with hooks in one thread."
+                )
             self._waiting.append(work)
             self.advance()
         work.raise_if_failed()
@@ -146,18 +158,11 @@ class HookOrder:
                 self._running = None
 
 
-class _OfThread(threading.local):
-    """The order of the thread that asks, for one world."""
-
-    def __init__(self) -> None:
-        self.order = HookOrder()
-
-
-_orders: weakref.WeakKeyDictionary[World, _OfThread] = weakref.WeakKeyDictionary()
+_orders: weakref.WeakKeyDictionary[World, HookOrder] = weakref.WeakKeyDictionary()
 
 
 class HookQueue:
-    """Runs a model's hook on its buckets, in one order with those of the other models that the same thread runs.
+    """Runs a model's hook on its buckets, in one order with those of the world's other models.
 
     Args:
         hook: The hook.
@@ -166,13 +171,12 @@ class HookQueue:
 
     def __init__(self, hook: CommHook, world: World) -> None:
         self._hook = hook
-        self._orders = _orders.setdefault(world, _OfThread())
+        self._order = _orders.setdefault(world, HookOrder(world.rank))
 
     def submit(self, bucket: Hooked, *, is_last: bool) -> HookWork:
         """Run the hook on a bucket when its turn comes."""
-        order = self._orders.order
-        work = HookWork(order, self._hook, bucket, is_last=is_last)
-        order.add(work)
+        work = HookWork(self._order, self._hook, bucket, is_last=is_last)
+        self._order.add(work)
         return work
 
 
@@ -182,6 +186,7 @@ class HookWork:
     def __init__(self, order: HookOrder, hook: CommHook, bucket: Hooked, *, is_last: bool) -> None:
         self.bucket = bucket
         self.goes_alone = hook.runs_one_by_one(bucket.flat.device)
+        self.thread = threading.get_ident() if bucket.flat.device.type == "cpu" else 0  # see `HookOrder`
         self._order = order
         self._hook = hook
         self._is_last = is_last

@@ -48,13 +48,13 @@ def compiled_backends() -> Mapping[int, object]:
 
 
 @untraced
-def keep_out_of_graphs(package: str) -> bool:
-    """Have torch.compile trace what a package calls and not the package; True once, when dynamo has been imported."""
+def keep_out_of_graphs() -> bool:
+    """Have torch.compile trace what evenstep calls and not evenstep; True once, when dynamo has been imported."""
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is None or _state["is_known"]:
         return False
     _state["is_known"] = True
-    rules.add(package)
+    rules.add("evenstep")
     return True
 
 

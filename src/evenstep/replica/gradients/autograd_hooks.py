@@ -100,11 +100,6 @@ class Readiness:
                 _remove_all(other._handles, other._temporary)
             _hooking[id(parameter)] = self
 
-    @property
-    def num_hooks(self) -> int:
-        """How many parameters call into Python in a backward pass that goes as expected."""
-        return len(self._handles)
-
     def watch(self, layout: Layout) -> None:
         """From the next pass on watch the buckets of a layout through their sentinels.
 

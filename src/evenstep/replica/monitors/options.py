@@ -54,19 +54,18 @@ _ROUNDING_OF_ZERO = 1e-15  # what is left of a cosine that has come to its end
 _MAX_NUMEL = 16  # of a tensor that is an option; a larger one is told by its shape
 
 
-def options_of(optimizer: optim.Optimizer, *, reads_devices: bool = True) -> dict[str, str]:
+def options_of(optimizer: optim.Optimizer) -> dict[str, str]:
     """Return the options that an optimizer's step reads from its parameter groups, by readable name, as texts.
 
     Args:
         optimizer: Whose. Only options that its class has are in it, and only plain ones: numbers, texts, small tensors.
-        reads_devices: Read tensors on a GPU, too.
     """
     found = {"the number of parameter groups": str(len(optimizer.param_groups))}
     for number, group in enumerate(optimizer.param_groups):
         of = f" of parameter group {number}"
         found[f"the number of parameters{of}"] = str(len(group["params"]))
         for name in optimizer.defaults:
-            received = _plain(group.get(name), reads_devices=reads_devices)
+            received = _plain(group.get(name), reads_devices=True)
             if received is not _NOT_PLAIN:
                 found[f"{name}{of}"] = repr(received)
     return found

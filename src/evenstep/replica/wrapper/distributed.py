@@ -953,6 +953,6 @@ def _compilation_is_in_use() -> bool:
     That changes an attribute of torch's class, which costs 5 microseconds: python forgets what it knew of the
     attributes of the class and of those that derive from it.
     """
-    if keep_out_of_graphs("evenstep"):
+    if keep_out_of_graphs():
         mark_compilations()
     return any_compiled()

@@ -12,6 +12,8 @@ import torch
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 from evenstep.transport.core.validation import forked_error
 
+_LONGEST_END_S = 5.0  # of a thread that is in a call when its transport closes
+
 
 class QueuedWork:
     """A call that a `WorkerThread` runs.
@@ -104,7 +106,7 @@ class WorkerThread:
                 self._thread.start()
         return work
 
-    def close(self, error: EvenstepError, *, timeout_s: float = 5.0) -> None:
+    def close(self, error: EvenstepError) -> None:
         """Refuse new calls, end the queued ones with this error, call `on_close`, and wait for the thread. Once."""
         if self.is_closed or os.getpid() != self._pid:
             return
@@ -114,7 +116,7 @@ class WorkerThread:
             self._calls.put(None)
         self._on_close()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+            self._thread.join(_LONGEST_END_S)
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:

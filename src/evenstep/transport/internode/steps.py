@@ -136,13 +136,13 @@ class InternodeSteps:
             torch.cat(self.headers.exchange(number, packed, of_node), out=out)
             return
         of_group = torch.empty(self._num_nodes * num_bytes, dtype=torch.uint8, device="cpu")
-        self.gather_inter_node(number, packed, of_group, raw)
+        self._gather_inter_node(number, packed, of_group, raw)
         of_all = torch.empty(self._num_local * of_group.numel(), dtype=torch.uint8, device="cpu")
         self._intra_node.all_gather(of_all, of_group).wait()
         by_node = of_all.view(self._num_local, self._num_nodes, num_bytes).transpose(0, 1)
         out.view(self._num_nodes, self._num_local, num_bytes).copy_(by_node)
 
-    def gather_inter_node(self, number: int, packed: bytes, out: Tensor, raw: Tensor) -> None:
+    def _gather_inter_node(self, number: int, packed: bytes, out: Tensor, raw: Tensor) -> None:
         """Gather the bytes of the inter-node group, where nodes are regular."""
         self._agree(number, packed)
         if raw.numel() <= EAGER_BYTES:

@@ -128,18 +128,6 @@ class InternodeTransport:
         steps = functools.partial(self._steps.all_gather, out=into.view(torch.uint8), raw=flat.view(torch.uint8))
         return self._launch("all_gather", tensor, steps, back=back)
 
-    def all_gather_over_nodes(self, out: Tensor, tensor: Tensor) -> Work:
-        """Gather from the ranks that have this one's place on their nodes. Nodes are regular.
-
-        Args:
-            out: [number of nodes * n], contiguous.
-            tensor: [n], contiguous.
-        """
-        steps = functools.partial(
-            self._steps.gather_inter_node, out=out.view(torch.uint8), raw=tensor.view(torch.uint8)
-        )
-        return self._launch("all_gather", tensor, steps)
-
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
         """See `Transport.reduce_scatter`."""
         self._arguments.check_sizes("reduce_scatter", "tensor", tensor, "out", out)

@@ -168,7 +168,7 @@ class Segment:
             ConfigurationError: There isn't enough memory; the message has the bytes.
             OSError: The system refuses.
         """
-        fd = make_file("evenstep", layout.total_bytes)
+        fd = make_file(layout.total_bytes)
         try:
             allocate_range(fd, 0, layout.common_bytes, what="exchange area")
         except BaseException:
@@ -238,10 +238,10 @@ def naming(call: str) -> Iterator[None]:
         raise OSError(error.errno, f"{call}: {error.strerror}") from None
 
 
-def make_file(name: str, num_bytes: int) -> int:
+def make_file(num_bytes: int) -> int:
     """The descriptor of a new file without a name in any directory, mode 0600, all of it a hole."""
     with naming("memfd_create"):
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        fd = os.memfd_create("evenstep", os.MFD_CLOEXEC)
     try:
         with naming("fchmod"):
             os.fchmod(fd, 0o600)

@@ -27,8 +27,7 @@ class Case:
 
     Attributes:
         sizes: Numbers of ranks, one after the other; the second goes on from the first's state.
-        way: Of the optimizer: "plain"; "fused" with the model; "flat", fused without it; "sharded"; "several", which is
-            a sharded one and a plain one.
+        way: Of the optimizer: "plain"; "sharded"; "several", which is a sharded one and a plain one.
         sharded: Arguments of the sharded one.
         scaler: Whether the GradScaler is enabled; None: there is none.
         window: What surrounds backward passes: "single", "accumulate", "no_sync" or "microbatches".
@@ -143,7 +142,7 @@ def draw_case(chance: random.Random) -> Case:
     least = 2 if transport == "gloo" else 1
     dtype = chance.choice([torch.float64] * 6 + [torch.float32] * 3 + [*HALF])
     autocast = chance.choice([None, *HALF]) if dtype is torch.float32 else None
-    way = chance.choice(["plain", "fused", "flat"] + ["sharded"] * 4 + ["several"] * 2)
+    way = chance.choice(["plain"] * 3 + ["sharded"] * 4 + ["several"] * 2)
     is_complex = dtype is torch.float64 and chance.random() < 0.3
     reduce_dtype = chance.choice([None] * 4 + [torch.float64, torch.float32, *HALF])
     tells_model = way not in ("sharded", "several") or chance.random() < 0.4
@@ -182,7 +181,7 @@ def draw_case(chance: random.Random) -> Case:
         # Not with Adagrad, which makes the state of its first groups at once and of later ones with their first step.
         has_late_group=way == "sharded" and kind != "Adagrad" and chance.random() < 0.3,
         has_schedule=chance.random() < 0.5,
-        joins=way in ("plain", "fused", "flat") and chance.random() < 0.4,
+        joins=way == "plain" and chance.random() < 0.4,
     )
 
 

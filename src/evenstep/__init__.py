@@ -11,7 +11,6 @@ from evenstep.launcher.launch import launch
 from evenstep.logger.logger import Logger
 from evenstep.optim.clipping import clip_grad_norm_, clip_grad_value_
 from evenstep.optim.ema import ExponentialMovingAverage
-from evenstep.optim.fuse import fuse
 from evenstep.optim.learning_rate import LinearWarmup, scale_learning_rate
 from evenstep.optim.local_sgd.local_sgd import LocalSGD
 from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
@@ -46,7 +45,6 @@ __all__ = [
     "backward",
     "clip_grad_norm_",
     "clip_grad_value_",
-    "fuse",
     "init",
     "launch",
     "parallelize",

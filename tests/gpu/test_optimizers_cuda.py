@@ -29,7 +29,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).double()
 
 
-@pytest.mark.parametrize("way", ["plain", "flat", "sharded"])
+@pytest.mark.parametrize("way", ["plain", "sharded"])
 def test_clipping_never_waits_for_the_device(way):
     world = evenstep.World.alone(device="cuda:0")
     model = evenstep.DistributedDataParallel(make_model().cuda(), world=world)
@@ -37,7 +37,6 @@ def test_clipping_never_waits_for_the_device(way):
         optimizer: torch.optim.Optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        optimizer = evenstep.fuse(optimizer, model) if way == "flat" else optimizer
     model.backward(model(torch.randn(4, 8, dtype=torch.float64, device="cuda")).square().mean(), weight=4)
     evenstep.clip_grad_norm_(optimizer, 0.1)
     with never_waiting():

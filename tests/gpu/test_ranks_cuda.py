@@ -134,7 +134,7 @@ def steps_without_waiting(is_sharded: bool, is_tensor: bool) -> None:
         if is_sharded:
             optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
         else:
-            optimizer = evenstep.fuse(torch.optim.AdamW(model.parameters(), lr=0.01), model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         weight = torch.tensor(4.0, device=world.device) if is_tensor else 4
         x = batch_of(world, 0, 4, 8)
         for step in range(6):

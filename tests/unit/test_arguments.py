@@ -115,10 +115,6 @@ def records(**arguments):
     return evenstep.Records(**{"shards": __file__, "format": "lines", **arguments})
 
 
-def fused(**arguments):
-    return evenstep.fuse(**{"optimizer": sgd(), **arguments})
-
-
 NO_SWITCH = ("yes", None, 2, NAN)
 CASES = [
     # a world
@@ -207,8 +203,6 @@ CASES = [
     *each(sharded, "shard_gradients", *NO_SWITCH),
     *each(sharded, "elementwise", "x"),
     *each(sharded, "reduce_dtype", "x", torch.int32),
-    *each(fused, "optimizer", 5, None),
-    *each(fused, "model", 5),
     *each(local, "every", 0, "x"),
     *each(local, "warmup_steps", -1, None),
     *each(local, "optimizer", 5),

@@ -217,7 +217,6 @@ ORDER: dict[str, list[str]] = {
     "logger": ["logger", "files"],
     "observe": ["script", "steps", "loaders", "rehearsal", "scratch", "models", "patching", "thresholds"],
     "optim": [
-        "fuse",
         "local_sgd",
         "sharded",
         "clipping",
@@ -229,7 +228,7 @@ ORDER: dict[str, list[str]] = {
         "kinds",
     ],
     "optim.local_sgd": ["local_sgd", "state"],
-    "optim.sharded": ["sharded_optimizer", "base", "element_wise", "per_parameter", "flat_segments"],
+    "optim.sharded": ["sharded_optimizer", "element_wise", "per_parameter", "flat_segments"],
     "preflight": ["host_report", "rank_check", "tested_versions"],
     "replica": [
         "wrapper",
@@ -490,7 +489,6 @@ def test_public_names_are_pinned():
         "backward",
         "clip_grad_norm_",
         "clip_grad_value_",
-        "fuse",
         "init",
         "launch",
         "parallelize",

@@ -141,7 +141,7 @@ class _Gradients:
     Attributes:
         hidden: Placeholders of sharded gradients.
         parts: This rank's shards of them.
-        whole: Gradients that every rank has in full, in `p.grad` or behind a placeholder of `fuse`.
+        whole: Gradients that every rank has in full.
         divided: Those of parameters that FSDP2 or tensor parallelism has divided (DTensor).
     """
 
@@ -149,11 +149,10 @@ class _Gradients:
         self.hidden: list[GradientPlaceholder] = []
         self.whole: list[Tensor] = []
         self.divided: list[Any] = []
-        undivided: list[GradientPlaceholder] = []
         for parameter in parameters:
             grad = parameter.grad
             if isinstance(grad, GradientPlaceholder):
-                (self.hidden if grad.bucket.num_shards > 1 else undivided).append(grad)
+                self.hidden.append(grad)
             elif grad is not None and grad.is_sparse:
                 parameter.grad = grad = grad.coalesce()
                 self.whole.append(grad._values())
@@ -162,7 +161,6 @@ class _Gradients:
             elif grad is not None:
                 self.whole.append(grad)
         self.parts = local_parts(self.hidden)
-        self.whole += local_parts(undivided)
 
     @property
     def local(self) -> list[Tensor]:

@@ -58,22 +58,6 @@ def model_of(parameters: Iterable[Any]) -> DistributedDataParallel | None:
     return None
 
 
-class OnTheWay:
-    """The ranks of a model, through the transport of its backward passes: a rank that goes on is found there.
-
-    Args:
-        engine: Of the model.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._control = engine.control
-        self.world_size = engine.world.world_size
-
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of rank, on every rank. Collective."""
-        return exchange(self._control, value)
-
-
 def note(model: DistributedDataParallel | None, who: str, given: Sequence[tuple[str, Any]]) -> None:
     """Have the ranks compare a call with the end of the next window.
 

@@ -459,7 +459,7 @@ def test_weights_that_come_later_are_divided_too(ranks, fresh_seed):
 
 
 def told_to_the_model(seed: int, how: str) -> list[torch.Tensor]:
-    """Parameters after some steps with a plain, flat or divided optimizer over a model with `reduce_dtype`."""
+    """Parameters after some steps with a plain or divided optimizer over a model with `reduce_dtype`."""
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(
         build(seed, torch.bfloat16), bucket_cap_mb=5e-4, **({} if how == "optimizer" else WIDE), on_nonfinite="skip"
@@ -470,7 +470,6 @@ def told_to_the_model(seed: int, how: str) -> list[torch.Tensor]:
         )
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-        optimizer = evenstep.fuse(optimizer, model) if how == "fused" else optimizer
     generator = torch.Generator().manual_seed(seed + world.rank)
     for step in range(4):
         for part in range(2):  # windows of two passes, and a second window without zero_grad
@@ -489,9 +488,8 @@ def test_every_optimizer_takes_the_models_reduce_dtype(ranks, fresh_seed):
     for one, other in zip(by_optimizer, by_model, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     plain = ranks.run(told_to_the_model, 2, fresh_seed, "plain")[0]
-    for how in ("fused", "sharded"):  # which step with what is not rounded to 16 bits first
-        for a, b in zip(plain, ranks.run(told_to_the_model, 2, fresh_seed, how)[1], strict=True):
-            torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
+    for a, b in zip(plain, by_model[1], strict=True):  # which step with what is not rounded to 16 bits first
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.02)
 
 
 def too_large_for_16_bits() -> tuple[list[str], int]:
@@ -518,7 +516,7 @@ def test_what_cant_be_reduced_so_is_named(ranks):
     assert "'2.bias'" in told[0][0][0]
 
 
-def small_gradients(seed: int, gloo: bool, way: str, dtype: torch.dtype, options: dict) -> float:
+def small_gradients(seed: int, gloo: bool, dtype: torch.dtype, options: dict) -> float:
     """How far a scaled and clipped step is from one process's, in parts of that step; float16 is too coarse for it."""
     world = evenstep.init(quiet=True)
     if gloo:
@@ -526,10 +524,7 @@ def small_gradients(seed: int, gloo: bool, way: str, dtype: torch.dtype, options
     module = build(seed, dtype)
     twin = copy.deepcopy(module).float()
     model = evenstep.DistributedDataParallel(module, bucket_cap_mb=5e-4, reduce_dtype=torch.float16, world=world)
-    if way == "sharded":
-        optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=1.0, **options)
-    else:
-        optimizer = evenstep.fuse(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=1.0, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     x = torch.randn(world.world_size, 4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
     with torch.no_grad():
@@ -551,11 +546,10 @@ def small_gradients(seed: int, gloo: bool, way: str, dtype: torch.dtype, options
 
 @pytest.mark.parametrize("gloo", [False, True])
 @pytest.mark.parametrize(
-    ("way", "dtype", "options"),
-    [("fused", torch.float32, {}), ("sharded", torch.float32, {}),
-     ("sharded", torch.float32, {"shard_gradients": True}), ("sharded", torch.bfloat16, {"master_weights": True})],
-)  # fmt: skip
-def test_what_a_scaler_has_kept_is_not_lost_when_it_is_unscaled(ranks, fresh_seed, way, dtype, options, gloo):
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.float32, {"shard_gradients": True}), (torch.bfloat16, {"master_weights": True})],
+)
+def test_what_a_scaler_has_kept_is_not_lost_when_it_is_unscaled(ranks, fresh_seed, dtype, options, gloo):
     """A divided gradient was unscaled and clipped in the float16 in which it was added, off by half and more."""
     rounding = 0.1 if dtype == torch.bfloat16 else 0.03  # the model computes in bfloat16, its twin in float32
-    assert max(ranks.run(small_gradients, 3, fresh_seed, gloo, way, dtype, options)) < rounding
+    assert max(ranks.run(small_gradients, 3, fresh_seed, gloo, dtype, options)) < rounding

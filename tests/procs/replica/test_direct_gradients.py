@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import evenstep
 
-WAYS = pytest.mark.parametrize("way", ["plain", "fused", "sharded", "stage 2"])
+WAYS = pytest.mark.parametrize("way", ["plain", "sharded", "stage 2"])
 ZEROED = pytest.mark.parametrize("zeroed", ["never", "to None", "to zeros"])
 
 
@@ -34,8 +34,7 @@ def build_optimizers(models: list[Any], way: str) -> list[Any]:
     if way in ("sharded", "stage 2"):
         kind = torch.optim.SGD
         return [evenstep.ShardedOptimizer(m, kind, shard_gradients=way == "stage 2", **options) for m in models]
-    plain = [torch.optim.SGD(model.parameters(), **options) for model in models]
-    return plain if way == "plain" else [evenstep.fuse(o, m) for o, m in zip(plain, models, strict=True)]
+    return [torch.optim.SGD(model.parameters(), **options) for model in models]
 
 
 def zero(optimizers: list[Any], zeroed: str) -> None:

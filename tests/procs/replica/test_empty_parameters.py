@@ -36,8 +36,6 @@ def make(seed: int, kind: str, way: str) -> tuple[evenstep.DistributedDataParall
     chosen = getattr(torch.optim, kind)
     if way == "plain":
         return model, chosen(model.parameters(), lr=0.1)
-    if way == "flat":
-        return model, evenstep.fuse(chosen(model.parameters(), lr=0.1), model)
     return model, evenstep.ShardedOptimizer(model, chosen, lr=0.1, shard_gradients=way == "sharded 2")
 
 
@@ -61,7 +59,7 @@ def states(seed: int, kind: str, way: str) -> tuple[dict[Any, Any], dict[Any, An
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3])
-@pytest.mark.parametrize("way", ["flat", "sharded", "sharded 2"])
+@pytest.mark.parametrize("way", ["sharded", "sharded 2"])
 @pytest.mark.parametrize("kind", ["Adagrad", "AdamW", "SGD"])
 def test_parameters_without_elements_have_a_state(ranks, fresh_seed, nproc, way, kind):
     expected = ranks.run(states, nproc, fresh_seed, kind, "plain")[0]

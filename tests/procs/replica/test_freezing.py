@@ -36,10 +36,8 @@ def fine_tune(net: nn.Sequential, model: Any, kind: str, plan: dict[int, set[int
     """[numel], float64: the parameters in the end, of one process if `model` is None."""
     chosen = choose(net, plan[0])  # after wrapping
     given = chosen if adds else list(net.parameters())
-    if model is None or kind == "fuse":
+    if model is None:
         optimizer: Any = torch.optim.AdamW(given, lr=1e-2)
-        if model is not None:
-            optimizer = evenstep.fuse(optimizer, model)
     else:
         optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, given, lr=1e-2, **KINDS[kind])
     known = {id(parameter) for parameter in given}
@@ -71,9 +69,7 @@ def compare(seed: int, kind: str, plan: dict[int, set[int]], adds: bool) -> floa
 
 @pytest.mark.parametrize("adds", [True, False], ids=["groups are added", "all from the start"])
 @pytest.mark.parametrize("plan", [GRADUALLY, IN_TURNS], ids=["gradually", "in turns"])
-@pytest.mark.parametrize("kind", [*KINDS, "fuse"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_layers_that_are_frozen_when_an_optimizer_is_made_are_trained_later(ranks, fresh_seed, nproc, kind, plan, adds):
-    if kind == "fuse" and adds:
-        pytest.skip("groups are added to the plain optimizer, before it is fused")
     assert max(ranks.run(compare, nproc, fresh_seed, kind, plan, adds)) < 1e-12

@@ -219,13 +219,11 @@ def test_an_optimizer_that_is_left_on_one_rank_is_forgotten(ranks, fresh_seed):
     assert ranks.run(one_lives_longer, 2, fresh_seed) == [0, 0]
 
 
-def drifting(seed: int, way: str) -> str:
+def drifting(seed: int) -> str:
     """Replicas drift apart because a plain optimizer has another rate on one rank."""
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(build(seed), compare_every=4)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    if way == "flat":
-        optimizer = evenstep.fuse(optimizer, model)
     optimizer.param_groups[0]["lr"] *= 1 + world.rank
     for _ in range(DEFAULT_EVERY):
         try:
@@ -235,9 +233,8 @@ def drifting(seed: int, way: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("way", ["plain", "flat"])
-def test_where_replicas_drift_by_another_rate_the_rate_is_named(ranks, fresh_seed, way):
-    told = ranks.run(drifting, 2, fresh_seed, way)
+def test_where_replicas_drift_by_another_rate_the_rate_is_named(ranks, fresh_seed):
+    told = ranks.run(drifting, 2, fresh_seed)
     assert told[0] == told[1]
     assert "drifted apart" in told[0]
     assert "lr of parameter group 0 is 0.1 on rank 0 and 0.2 on rank 1" in told[0]

@@ -33,8 +33,7 @@ def optimizer_of(model: evenstep.DistributedDataParallel, way: str) -> torch.opt
         return evenstep.ShardedOptimizer(
             model, torch.optim.SGD, groups_of(model), lr=0.1, shard_gradients=way == "stage 2"
         )
-    plain = torch.optim.SGD(groups_of(model), lr=0.1)
-    return evenstep.fuse(plain, model) if way == "flat" else plain
+    return torch.optim.SGD(groups_of(model), lr=0.1)
 
 
 def steps(world: evenstep.World, seed: int, way: str, what: str, given: Any, compare_every: int | None = 4) -> int:
@@ -50,8 +49,6 @@ def steps(world: evenstep.World, seed: int, way: str, what: str, given: Any, com
         kept.append(evenstep.ExponentialMovingAverage(model, **given))
     if what == "local":
         evenstep.LocalSGD(given.get("model", model), optimizer, every=2)
-    if what == "fuse":
-        evenstep.fuse(given.get("optimizer", optimizer), given.get("model", model))
     if what == "sharded":
         evenstep.ShardedOptimizer(given.get("model", model), torch.optim.SGD, **{"lr": 0.1, **given.get("more", {})})
     for step in range(5):
@@ -125,7 +122,7 @@ ALIKE: dict[str, tuple[str, str, Any, Any, type[EvenstepError], str]] = {
         "max_norm is 0.1 on rank 0 and 0.2",
     ),
     "whole, infinity": (
-        "flat",
+        "plain",
         "norm",
         NORM,
         {**NORM, "norm_type": "inf"},
@@ -152,7 +149,6 @@ ALIKE: dict[str, tuple[str, str, Any, Any, type[EvenstepError], str]] = {
         "rule is 'linear' on rank 0 and 'sqrt' on rank 1",
     ),
     "a warm-up": ("stage 1", "warm", {}, {"start_factor": 0.5}, MismatchError, "lr of parameter group 0 is 0.0001 on"),
-    "an optimizer": ("plain", "fuse", {}, {"optimizer": 5}, ConfigurationError, "fuse on rank 1: optimizer=5"),
     "a rate": (
         "plain",
         "sharded",
@@ -198,7 +194,7 @@ REFUSED: dict[str, tuple[str, str, Any, Any, str]] = {
         "ExponentialMovingAverage: decay=2; a number, at least 0 and less",
     ),
     "a warm-up": ("plain", "warm", {}, {"num_steps": -1}, "LinearWarmup: num_steps=-1; a whole number, at least 0"),
-    "a batch": ("flat", "scale", {}, {"base_batch_size": 0}, "scale_learning_rate: base_batch_size=0; a whole number"),
+    "a batch": ("plain", "scale", {}, {"base_batch_size": 0}, "scale_learning_rate: base_batch_size=0; a whole number"),
     "local model": ("plain", "local", {}, {"model": 5}, "LocalSGD: model=5; an evenstep.DistributedDataParallel"),
     "sharded model": (
         "plain",
@@ -207,7 +203,6 @@ REFUSED: dict[str, tuple[str, str, Any, Any, str]] = {
         {"model": 5},
         "ShardedOptimizer takes an evenstep.DistributedDataParallel",
     ),
-    "fused model": ("plain", "fuse", {}, {"model": 5}, "fuse: model=5; the module whose parameters these are, or None"),
 }
 
 
@@ -226,11 +221,6 @@ def test_another_collective_says_what_was_given(ranks, fresh_seed):
     for rank, (kind, text) in enumerate(seen):
         assert kind == MismatchError.__name__
         assert f"On rank {rank} clip_grad_norm_ was given max_norm=0.1, norm_type={'inf' if rank else '2.0'}" in text
-
-
-def test_who_fuses_without_the_model_keeps_nobody_waiting(ranks, fresh_seed):
-    seen = ranks.run(told, 2, fresh_seed, False, 1, "plain", "fuse", {}, {"model": None})
-    assert {kind for kind, _ in seen} == {MismatchError.__name__}
 
 
 def allowed(seed: int) -> tuple[int, list[float]]:
@@ -369,19 +359,17 @@ def copies_of_optimizers() -> list[str]:
     heard = []
     for copied in (copy.deepcopy, pickle.dumps):
         model = evenstep.DistributedDataParallel(torch.nn.Linear(3, 2))
-        sharded = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
-        flat = evenstep.fuse(torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.1))
-        for optimizer in (sharded, flat):
-            try:
-                copied(optimizer)
-            except UsageError as error:
-                heard.append(str(error))
+        optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+        try:
+            copied(optimizer)
+        except UsageError as error:
+            heard.append(str(error))
     return heard
 
 
 def test_a_divided_optimizer_is_not_copied(ranks):
     for heard in ranks.run(copies_of_optimizers, 2):
-        assert len(heard) == 4
+        assert len(heard) == 2
         assert all("can't be copied or pickled" in text and "state_dict()" in text for text in heard)
 
 
@@ -399,9 +387,7 @@ def states_of_other_classes(way: str) -> tuple[str, float]:
     for option in ("decoupled_weight_decay", "fused"):
         del older["param_groups"][0][option]
     model = evenstep.DistributedDataParallel(build(2), world=world)
-    own = torch.optim.AdamW(model.parameters(), lr=0.3)
-    flat = evenstep.fuse(own, model) if way == "flat" else None
-    optimizer = flat or evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.3, shard_gradients=way == "stage 2")
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.3, shard_gradients=way == "stage 2")
     wrong = momentum if world.rank == 0 else torch.optim.Adadelta(plain.parameters())
     with pytest.raises(ConfigurationError) as caught:
         optimizer.load_state_dict(wrong.state_dict())
@@ -412,7 +398,7 @@ def states_of_other_classes(way: str) -> tuple[str, float]:
     return str(caught.value), off
 
 
-@pytest.mark.parametrize("way", ["stage 1", "stage 2", "flat"])
+@pytest.mark.parametrize("way", ["stage 1", "stage 2"])
 def test_a_state_of_another_class_is_refused_where_it_is_loaded(ranks, way):
     for rank, (heard, off) in enumerate(ranks.run(states_of_other_classes, 2, way)):
         strange = "rho" if rank == 1 else "dampening, momentum, nesterov"

@@ -57,8 +57,6 @@ class Replica:
             self.optimizers += [torch.optim.SGD(second, lr=0.1)] if second else []
         else:
             self.optimizers = build_optimizers(case, groups, second)
-        if case.way in ("fused", "flat"):
-            self.optimizers = [evenstep.fuse(self.optimizers[0], *[self.model] * (case.way == "fused"))]
         if has_late:
             self.add_late_group()
         self.scaler = build_scaler(case)

@@ -176,10 +176,10 @@ def test_gradients_that_are_only_asked_for_change_no_window(ranks, fresh_seed, n
 
 
 def scaled_in_a_join(seed: int) -> float:
-    """A fused step in a reduce_dtype, whose gradients p.grad doesn't show, of ranks that leave one by one."""
+    """Unscaled and clipped steps in a reduce_dtype, of ranks that leave one by one."""
     world = evenstep.init(quiet=True)
     model = evenstep.DistributedDataParallel(build(seed), reduce_dtype=torch.float32)
-    optimizer = evenstep.fuse(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with model.join():
         for step in range(1 + world.rank):

@@ -8,9 +8,11 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenstep
-from evenstep.errors import ConfigurationError
+from evenstep.errors import ConfigurationError, UsageError
 from evenstep.replica.gradients.exchange.base import Exchange
 
 KINDS = ["SGD", "AdamW", "Adam", "Adagrad", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adamax"]
@@ -143,3 +145,154 @@ def test_a_state_of_another_shape_is_refused(world: evenstep.World) -> None:
     state["state"][1]["exp_avg"] = torch.zeros(4)
     with pytest.raises(ConfigurationError, match=r"'exp_avg' of parameter '0.bias' has the shape \[4\]"):
         optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_one_to_hooks_and_profilers(world: evenstep.World, kind: str) -> None:
+    """The optimizer inside would else call everybody's hooks once more, before values are where they belong."""
+    model = evenstep.DistributedDataParallel(build(0), world=world)
+    sharded = evenstep.ShardedOptimizer(model, getattr(torch.optim, kind), lr=0.01)
+    told: list[object] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda stepped, *_: told.append(stepped)),
+        register_optimizer_step_post_hook(lambda stepped, *_: told.append(stepped)),
+    ]
+    try:
+        train(model, sharded, 0)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert [each is sharded for each in told] == [True] * 2 * 4
+
+
+class Holder(nn.Module):
+    """Parameters of given values, of which the loss is the sum of squares."""
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(nn.Parameter(value.clone()) for value in values)
+
+    def forward(self) -> torch.Tensor:
+        return sum((p * p.conj()).real.sum() for p in self.values)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_parameters_that_no_fused_step_takes_are_stepped_as_torchs(world: evenstep.World, kind: str) -> None:
+    """Complex ones, beside real ones in one group."""
+    torch.manual_seed(3)
+    values = [torch.randn(3, 4, dtype=torch.complex128), torch.randn(5, dtype=torch.float64)]
+    for order in (1, -1):
+        bare = Holder(values[::order])
+        model = evenstep.DistributedDataParallel(copy.deepcopy(bare), world=world)
+        plain = getattr(torch.optim, kind)(bare.parameters(), lr=0.1)
+        sharded = evenstep.ShardedOptimizer(model, getattr(torch.optim, kind), lr=0.1)
+        for _ in range(3):
+            for module, optimizer in ((bare, plain), (model, sharded)):
+                module().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_a_rate_that_is_a_tensor_is_rounded_as_torch_rounds_it(world: evenstep.World, kind: str) -> None:
+    """torch's fused steps read it as a number, and differ from the others by what float32 has of it."""
+    bare = build(4)
+    model = evenstep.DistributedDataParallel(copy.deepcopy(bare), world=world)
+    plain = getattr(torch.optim, kind)(bare.parameters(), lr=torch.tensor(0.01))
+    sharded = evenstep.ShardedOptimizer(model, getattr(torch.optim, kind), lr=torch.tensor(0.01))
+    for each in (plain, sharded):  # a group has a tensor of its own after that
+        torch.optim.lr_scheduler.ExponentialLR(each, 0.9)
+    train(bare, plain, 4)
+    train(model, sharded, 4)
+    for ours, theirs in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_parameters_of_16_bits_are_stepped(world: evenstep.World, kind: str, dtype: torch.dtype) -> None:
+    """torch's own fused SGD of a CPU leaves all of them as they are, but for the last few."""
+    torch.manual_seed(0)
+    start, grad = torch.randn(100).to(dtype), torch.randn(100).to(dtype)
+    bare = Holder([start])
+    model = evenstep.DistributedDataParallel(copy.deepcopy(bare), world=world)
+    made = getattr(torch.optim, kind)
+    plain = made(bare.parameters(), lr=0.05, foreach=False)
+    sharded = evenstep.ShardedOptimizer(model, made, lr=0.05)
+    for _ in range(2):
+        for module, optimizer in ((bare, plain), (model, sharded)):
+            for parameter in module.parameters():
+                parameter.grad = grad.clone()
+            optimizer.step()
+    ours, theirs = next(model.parameters()).detach(), next(bare.parameters()).detach()
+    assert bool((theirs != start).float().mean() > 0.9)
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
+def test_hooks_of_state_dicts_see_the_state_and_may_change_it(world: evenstep.World) -> None:
+    model = evenstep.DistributedDataParallel(build(5), world=world)
+    sharded = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.01, momentum=0.9)
+    train(model, sharded, 5)
+    before = sharded.state_dict()
+    seen: list[int] = []
+    handle = sharded.register_state_dict_post_hook(lambda _, state: seen.append(len(state["state"])))
+    sharded.register_load_state_dict_pre_hook(
+        lambda _, given: {
+            **given,
+            "state": {n: {k: v * 2 for k, v in each.items()} for n, each in given["state"].items()},
+        }
+    )
+    sharded.load_state_dict(before)
+    doubled = sharded.state_dict()
+    assert seen == [len(before["state"])] == [len(list(model.parameters()))]
+    for number, state in before["state"].items():
+        assert torch.equal(doubled["state"][number]["momentum_buffer"], 2 * state["momentum_buffer"])
+    handle.remove()
+    with pytest.raises(UsageError, match=r"isn't kept by parameter.*state_dict"):
+        sharded.state[next(model.parameters())]
+    torch.optim.SGD(build(6).parameters(), lr=0.01, momentum=0.9).load_state_dict(doubled)
+
+
+@pytest.mark.parametrize("given", [None, "x", [1], {}, {"state": {}}, {"state": {0: 5}, "param_groups": []}])
+def test_what_is_no_state_dict_is_named_and_changes_nothing(world: evenstep.World, given: object) -> None:
+    model = evenstep.DistributedDataParallel(build(6), world=world)
+    sharded = evenstep.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    train(model, sharded, 6)
+    before = copy.deepcopy(sharded.state_dict())
+    with pytest.raises(ConfigurationError, match="load_state_dict: "):
+        sharded.load_state_dict(given)  # type: ignore[arg-type]
+    torch.testing.assert_close(sharded.state_dict(), before, rtol=0, atol=0)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_of_parameters_that_lie_together_few_tensors_are_stepped_and_zeroed(world: evenstep.World) -> None:
+    """As on several ranks. In a world of one only what is stepped in another precision lies together."""
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))).bfloat16()
+    model = evenstep.DistributedDataParallel(layers, world=world)
+    sharded = evenstep.ShardedOptimizer(model, torch.optim.SGD, lr=0.1, master_weights=True)
+    x = torch.randn(2, 8, dtype=torch.bfloat16)
+    for set_to_none, most in ((False, 1), (True, 0), (False, 1)):
+        model(x).sum().backward()
+        sharded.step()
+        with Calls() as calls:
+            sharded.zero_grad(set_to_none)
+        assert calls.num <= most
+        assert all(p.grad is None if set_to_none else not p.grad.any() for p in model.parameters())
+    assert sharded._divided.num_segments == 1
+    grads = [p.grad.data_ptr() for p in model.parameters()]
+    model(x).sum().backward()  # autograd adds where the zeros are: nothing has to be copied
+    assert [p.grad.data_ptr() for p in model.parameters()] == grads
+    sharded.step()

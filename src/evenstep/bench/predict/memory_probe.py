@@ -23,7 +23,7 @@ from evenstep.observe.patching import Patches
 from evenstep.observe.scratch import Scratch, idle_checkpointers
 from evenstep.observe.script import run_observed
 from evenstep.observe.steps import watch_steps
-from evenstep.optim.sharded.base import PartitionedOptimizer
+from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
 
 NUM_STEPS = 3  # states exist after the first, parameters are known in the second, all is counted in the third
@@ -283,9 +283,9 @@ class _Watch:
         raise SystemExit(0)
 
     def _count_state(self) -> int:
-        """Bytes; an optimizer that steps flat memory, or a shard, keeps its state elsewhere than torch's do."""
-        flat = [each for each in self.optimizers.values() if isinstance(each, PartitionedOptimizer)]
-        plain = [each for each in self.optimizers.values() if not isinstance(each, PartitionedOptimizer)]
+        """Bytes; an optimizer that steps a shard keeps its state elsewhere than torch's do."""
+        flat = [each for each in self.optimizers.values() if isinstance(each, ShardedOptimizer)]
+        plain = [each for each in self.optimizers.values() if not isinstance(each, ShardedOptimizer)]
         of_plain = storage_bytes([tensor for each in plain for tensor in state_tensors(each)])
         return of_plain + sum(each.state_bytes for each in flat)
 

@@ -25,7 +25,6 @@ _EXACT = {
     "evenstep.DistributedDataParallel": "wrapped",
     "evenstep.DataParallel": "data parallel",
     "evenstep.ShardedOptimizer": "optimizer",
-    "evenstep.fuse": "optimizer",
     "evenstep.LocalSGD": "optimizer",
     "wandb.init": "tracker",
     "mlflow.start_run": "tracker",

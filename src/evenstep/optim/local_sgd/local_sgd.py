@@ -20,8 +20,8 @@ from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.optim.consistency import abort_peers
 from evenstep.optim.kinds import validate_optimizer
 from evenstep.optim.local_sgd.state import make_equal, put_together, take_apart
-from evenstep.optim.sharded.base import PartitionedOptimizer
 from evenstep.optim.sharded.flat_segments import Shard
+from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
 from evenstep.replica.gradients.strategies import LocalWindowEnd
 from evenstep.replica.gradients.window import drop_grads
 from evenstep.replica.monitors.nonfinite import NonFiniteGuard, listed
@@ -81,7 +81,7 @@ class LocalSGD:
             if model.world.virtual_ranks is not None:
                 raise UsageError("in reproducible mode: what ranks learn by themselves depends on how many there are.")
             validate_optimizer("optimizer", optimizer)
-            if isinstance(optimizer, PartitionedOptimizer):
+            if isinstance(optimizer, ShardedOptimizer):
                 raise checks.refuse("optimizer", optimizer, "a plain torch optimizer: every rank steps all parameters")
             if _has_divided(model):
                 raise UsageError(

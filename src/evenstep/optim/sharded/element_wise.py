@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, optim
@@ -11,32 +11,11 @@ from torch import Tensor, optim
 from evenstep.optim.kinds import copy_options, step_without_hooks, update_options
 from evenstep.optim.sharded.flat_segments import STATE_DICT, FlatSegment, Shard, State, build_segments
 from evenstep.replica.gradients.buckets.bucket import view_like
-from evenstep.replica.gradients.buckets.layout import Sharding
 from evenstep.replica.sharded.bucket import ShardedBucket
-from evenstep.replica.sharded.exchange import Follower
+from evenstep.replica.sharded.exchange import ShardedExchange
 from evenstep.world import World
 
 Groups = Sequence[dict[str, Any]]
-
-
-class Buckets(Protocol):
-    """The owner of the buckets: `ShardedExchange`, or `LocalBuckets`.
-
-    Attributes:
-        sharded_buckets: The buckets with a sharding.
-        shardings: By index of the parameter, how it is divided, and the number of its parameter group.
-    """
-
-    @property
-    def sharded_buckets(self) -> list[ShardedBucket]:
-        """See above."""
-
-    @property
-    def shardings(self) -> Mapping[int, tuple[Sharding, int]]:
-        """See above."""
-
-    def follow(self, follower: Follower) -> None:
-        """Have a follower's state follow the layout."""
 
 
 class ElementWisePartition:
@@ -48,7 +27,7 @@ class ElementWisePartition:
         kind: Class of the inner optimizer.
         defaults: Its arguments.
         groups: The user's parameter groups, as they are at any time.
-        world: Who takes part; None where nothing is divided.
+        world: Who takes part.
         master: Step values of 16 bits in float32.
     """
 
@@ -56,12 +35,12 @@ class ElementWisePartition:
 
     def __init__(
         self,
-        exchange: Buckets,
+        exchange: ShardedExchange,
         owner: int,
         kind: type[optim.Optimizer],
         defaults: Mapping[str, Any],
         groups: Callable[[], Groups],
-        world: World | None,
+        world: World,
         *,
         master: bool,
     ) -> None:
@@ -242,8 +221,7 @@ class ElementWisePartition:
                 scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in segment.scalars().items()}
                 mine[str(part.parameter)] = [scalars, elements]
         received: dict[int, tuple[State, dict[str, str]]] = {}
-        is_whole = self._world is None or all(bucket.num_shards == 1 for bucket in self._buckets)
-        for each in [mine] if is_whole or self._world is None else self._world.exchange(mine, what=STATE_DICT):
+        for each in self._world.exchange(mine, what=STATE_DICT):
             received |= {int(index): (scalars, elements) for index, (scalars, elements) in each.items()}
         return {index: received[index] for index in sorted(received)}
 
@@ -268,7 +246,7 @@ class ElementWisePartition:
 
     def _whole(self, bucket: ShardedBucket, shard: Tensor) -> Tensor:
         """Collective: what lies like the bucket, of all ranks' shards."""
-        if self._world is None or not self._world.is_closed or bucket.num_shards == 1:
+        if not self._world.is_closed:
             return bucket.gather(shard)
         whole = torch.empty(bucket.layout.numel, dtype=shard.dtype, device="cpu")
         self._world.gathering().all_gather(whole, shard.cpu()).wait()

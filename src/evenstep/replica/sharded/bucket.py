@@ -108,9 +108,7 @@ class ShardedBucket(Bucket):
         self._lent = lent
         super().__init__(layout, parameters, names, transport, allocator=allocator)
         self.transport = transport
-        self.is_replicated = layout.sharding is not None and layout.sharding.is_replicated
-        self.num_shards = 1 if self.is_replicated else transport.world_size
-        rank = 0 if self.is_replicated else transport.rank
+        self.num_shards, rank = transport.world_size, transport.rank
         self.slices = plan_slices(layout, rank, self.num_shards)
         self.is_first = rank == 0  # of those who divide it
         length = layout.numel // self.num_shards
@@ -169,7 +167,7 @@ class ShardedBucket(Bucket):
 
     def _start(self, hooks: HookQueue | None, *, is_last: bool) -> Work:
         """Start adding over ranks; what this rank gets is its shard."""
-        if hooks is not None or self.is_replicated:
+        if hooks is not None:
             return super()._start(hooks, is_last=is_last)
         return self.transport.reduce_scatter(self._sum, self.flat)
 

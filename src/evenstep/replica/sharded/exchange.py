@@ -219,7 +219,7 @@ class ShardedExchange(AllReduceExchange):
         Raises:
             UsageError: A rank that has left could not take part in the others' optimizer steps.
         """
-        if uneven is not None and not all(bucket.is_replicated for bucket in self.sharded_buckets):
+        if uneven is not None and self.sharded_buckets:
             raise UsageError(
                 "join with a ShardedOptimizer: a rank that has left its loop would be missing in the others' steps. "
                 "Use evenstep.DataLoader, whose ranks have equally many batches (some of them empty)."

@@ -106,7 +106,7 @@ class GradientPlaceholder(Tensor):
         otherwise = "an optimizer that isn't sharded"
         if num_shards == 1:
             where = "kept in the reduce_dtype in which it was added, for an optimizer that steps there"
-            otherwise = "an optimizer that is neither fused nor sharded, or no reduce_dtype"
+            otherwise = "an optimizer that isn't sharded, or no reduce_dtype"
         return UsageError(
             f"the gradient of {self.parameter_name!r} is {where}, and was read by {by}. Clip with "
             f"evenstep.clip_grad_norm_(optimizer, ...) or evenstep.clip_grad_value_; to log norms, "
@@ -175,17 +175,6 @@ def local_parts(gradients: Iterable[GradientPlaceholder]) -> list[Tensor]:
     return [part for bucket, which in indices.values() for part in bucket.local_parts(which)]
 
 
-def over_ranks(gradients: Iterable[GradientPlaceholder], value: Tensor, combine: Callable[[Any, Tensor], None]) -> None:
-    """Collective: combine a value over the ranks that share some gradients, which are those of one model.
-
-    Args:
-        gradients: At least one.
-        value: [n], contiguous, changed in place.
-        combine: Called with the transport and the value.
-    """
-    combine(next(iter(gradients)).bucket.transport, value)
-
-
 def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """A GradScaler's unscaling, of this rank's shards; `found_inf` becomes 1 on all ranks if it is 1 on one."""
     hidden = [each for each in gradients if isinstance(each, GradientPlaceholder)]
@@ -195,9 +184,8 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tens
         by_dtype.setdefault(part.dtype, []).append(part)
     for same in by_dtype.values():
         unscale(same, found_inf, inverse_scale)
-    divided = [each for each in hidden if each.bucket.num_shards > 1]
-    if divided:  # else every rank has seen all of it; and one that has left a join isn't there to be asked
-        over_ranks(divided, found_inf, lambda transport, value: transport.all_reduce(value, "max").wait())
+    if hidden:  # of one model, whose ranks share them
+        hidden[0].bucket.transport.all_reduce(found_inf, "max").wait()
 
 
 def _leaves(args: Iterable[Any]) -> Iterable[Any]:

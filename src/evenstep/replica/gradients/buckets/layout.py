@@ -21,13 +21,11 @@ class Sharding:
 
     Attributes:
         owner: Number of the optimizer, unique within a model; its parameters share buckets with no other's.
-        is_replicated: Nothing is divided: every rank has all gradients, and steps all parameters.
         frees_gradients: Buckets are memory that is lent for the time of the exchange; only the shard stays.
         reduce_dtype: The dtype in which gradients of real numbers are added; None: the parameters' own.
     """
 
     owner: int
-    is_replicated: bool = False
     frees_gradients: bool = False
     reduce_dtype: torch.dtype | None = None
 

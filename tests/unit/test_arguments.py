@@ -219,7 +219,7 @@ CASES = [
     *each(warmup, "last_epoch", "x"),
     *each(clip_norm, "max_norm", -1, NAN, "x", None, "1", [1.0]),
     *each(clip_norm, "norm_type", 0, "x", NAN),
-    *each(clip_norm, "by_group", "x"),
+    *each(clip_norm, "error_if_nonfinite", "x"),
     *each(clip_norm, "parameters", 5, None),
     *each(clip_norm, "parameters", [("weight", torch.ones(1))], words="one of the parameters="),
     *each(clip_value, "clip_value", -1, NAN, "x", None),

@@ -20,13 +20,12 @@ from evenstep import world as worlds
 from evenstep.compat.torch_tensors import is_dtensor, local_part
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
 from evenstep.optim import exact
-from evenstep.optim.consistency import NUM_NUMBERS, Given, abort_peers, model_of, note
+from evenstep.optim.consistency import Given, abort_peers, model_of, note
 from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder, local_parts
 from evenstep.replica.wrapper.distributed import wrapped_models
 from evenstep.transport.base import Op, Transport
 
 _OPS = {False: dist.ReduceOp.SUM, True: dist.ReduceOp.MAX}
-_ROOM = 8  # numbers that travel come in multiples of it
 
 Parameters = optim.Optimizer | nn.Module | Tensor | Iterable[Tensor]
 
@@ -34,11 +33,9 @@ Parameters = optim.Optimizer | nn.Module | Tensor | Iterable[Tensor]
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Parameters,
-    max_norm: float | Sequence[float],
+    max_norm: float | Tensor,
     norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
-    *,
-    by_group: bool = False,
 ) -> Tensor:
     """Scale gradients so that their norm is at most `max_norm`; the norm is that of the whole gradient on every rank.
 
@@ -53,16 +50,15 @@ def clip_grad_norm_(
 
     Args:
         parameters: An optimizer, a module, or parameters.
-        max_norm: The largest norm that stays as it is; with `by_group` also one per parameter group.
+        max_norm: The largest norm that stays as it is.
         norm_type: Exponent of the norm, greater than 0; `math.inf` or "inf" for the largest absolute value.
         error_if_nonfinite: Raise if the norm is infinite or NaN (on a GPU this waits for the device).
-        by_group: Take each parameter group of the optimizer by itself.
 
     Returns:
-        The norm before clipping: 0-dim; with `by_group` [num_groups]. float64.
+        The norm before clipping: 0-dim, float64.
 
     Raises:
-        ConfigurationError: A norm or an exponent makes no sense, or the parameters have no groups.
+        ConfigurationError: A norm or an exponent makes no sense.
         MismatchError: The ranks were given different arguments; gradients are as they were.
         UsageError: The gradients have not been averaged over ranks yet.
         NonFiniteError: See `error_if_nonfinite`; gradients are as they were.
@@ -70,41 +66,40 @@ def clip_grad_norm_(
     who = "clip_grad_norm_"
     parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
     with abort_peers(parameters):
-        checks.switches(f"{who}: ", error_if_nonfinite=error_if_nonfinite, by_group=by_group)
-        groups = _groups(parameters, who, by_group=by_group)
-        _validate_averaged(groups, who)
-    limits: list[Any] = []
+        checks.switch(f"{who}: error_if_nonfinite", error_if_nonfinite)
+        chosen = _listed(parameters, who)
+        _validate_averaged(chosen, who)
     exponent, received, problem = 2.0, None, None
     try:
         exponent = _exponent(norm_type)
-        limits, received = _limits(max_norm, len(groups), by_group=by_group)
+        received = _limit(max_norm)
     except ConfigurationError as error:
         problem = error
     facts = (
         ("max_norm", received),
         ("norm_type", exponent),
         ("error_if_nonfinite", bool(error_if_nonfinite)),
-        ("by_group", bool(by_group)),
-        ("the number of parameters", tuple(map(len, groups))),
+        ("the number of parameters", len(chosen)),
     )
-    only_measures = all(limit == math.inf for limit in (received if isinstance(received, tuple) else (received,)))
-    gradients = [_Gradients(group) for group in groups]
-    norms = _norms(gradients, exponent, groups, Given(who, facts, problem, changes=not only_measures))
-    if error_if_nonfinite and not bool(torch.isfinite(norms).all()):
+    only_measures = received == math.inf
+    gradients = _Gradients(chosen)
+    norm = _norm(gradients, exponent, chosen, Given(who, facts, problem, changes=not only_measures))
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise NonFiniteError(
-            f"clip_grad_norm_: the gradient's norm is {norms.tolist()}. To clip anyway, leave error_if_nonfinite out."
+            f"clip_grad_norm_: the gradient's norm is {norm.item()}. To clip anyway, leave error_if_nonfinite out."
         )
-    for group, norm, limit in zip(gradients, norms, limits, strict=True):
-        if not isinstance(limit, Tensor) and limit == math.inf:
-            continue  # it only measures; torch's scale would be inf / inf where a gradient is infinite
-        scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        if isinstance(limit, Tensor):
-            scale = torch.where(torch.isposinf(limit), 1.0, scale)
-        if scale.device.type == "cpu" and scale.numpy() == 1:
-            continue  # most steps: all gradients would be read and written for nothing. A GPU would be waited for
-        for same in _by_kind(group.local):
-            torch._foreach_mul_(same, scale.to(same[0].device))
-    return norms if by_group else norms[0]
+    if only_measures:
+        return norm  # torch's scale would be inf / inf where a gradient is infinite
+    if received is not None:
+        scale = torch.clamp(received / (norm + 1e-6), max=1.0)
+    else:
+        limit = torch.as_tensor(max_norm).reshape(())
+        scale = torch.where(torch.isposinf(limit), 1.0, torch.clamp(limit / (norm + 1e-6), max=1.0))
+    if scale.device.type == "cpu" and scale.numpy() == 1:
+        return norm  # most steps: all gradients would be read and written for nothing. A GPU would be waited for
+    for same in _by_kind(gradients.local):
+        torch._foreach_mul_(same, scale.to(same[0].device))
+    return norm
 
 
 @torch.no_grad()
@@ -125,14 +120,12 @@ def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
     parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
     with abort_peers(parameters):
         clip_value = checks.number(f"{who}: clip_value", clip_value, least=0, finite=False)
-        groups = _groups(parameters, who, by_group=False)
-        _validate_averaged(groups, who)
-    note(model_of(groups[0]), who, [("clip_value", clip_value), ("the number of parameters", len(groups[0]))])
-    for group in groups:
-        gradients = _Gradients(group)
-        for same in _by_kind(gradients.local):
-            torch._foreach_clamp_min_(same, -clip_value)
-            torch._foreach_clamp_max_(same, clip_value)
+        chosen = _listed(parameters, who)
+        _validate_averaged(chosen, who)
+    note(model_of(chosen), who, [("clip_value", clip_value), ("the number of parameters", len(chosen))])
+    for same in _by_kind(_Gradients(chosen).local):
+        torch._foreach_clamp_min_(same, -clip_value)
+        torch._foreach_clamp_max_(same, clip_value)
 
 
 class _Gradients:
@@ -168,99 +161,84 @@ class _Gradients:
         return [*self.parts, *self.whole, *map(local_part, self.divided)]
 
 
-def _norms(
-    groups: Sequence[_Gradients], norm_type: float, parameters: Sequence[Sequence[Tensor]], given: Given
-) -> Tensor:
-    """[num_groups], float64: the norms of the whole gradients, the same on all ranks.
+def _norm(gradients: _Gradients, norm_type: float, parameters: Sequence[Tensor], given: Given) -> Tensor:
+    """0-dim, float64: the norm of the whole gradient, the same on all ranks.
 
     Args:
-        groups: The gradients.
+        gradients: The gradients.
         norm_type: Exponent.
         parameters: Whose they are.
         given: What this rank was given, and what is wrong with it; it is compared.
     """
-    tensors = [tensor for group in groups for tensor in (*group.hidden, *group.whole, *group.divided)]
+    tensors = [*gradients.hidden, *gradients.whole, *gradients.divided]
     device = tensors[0].device if tensors else torch.device("cpu")
     # Each gradient is divided among the ranks of its own model: several models, several sums.
-    transports: dict[int, tuple[Transport, list[list[GradientPlaceholder]]]] = {}
-    for number, group in enumerate(groups):
-        for hidden in group.hidden:
-            transport = hidden.bucket.transport
-            _, theirs = transports.setdefault(id(transport), (transport, [[] for _ in groups]))
-            theirs[number].append(hidden)
-    if not any(transport.world_size > 1 and _carries_facts(device) for transport, _ in transports.values()):
+    transports: dict[int, tuple[Transport, list[GradientPlaceholder]]] = {}
+    for hidden in gradients.hidden:
+        transport = hidden.bucket.transport
+        transports.setdefault(id(transport), (transport, []))[1].append(hidden)
+    parts = [(transport, local_parts(theirs)) for transport, theirs in transports.values()]
+    if not any(transport.world_size > 1 and _carries_facts(device) for transport, _ in parts):
         _settle_alone(parameters, given)
     is_max = math.isinf(norm_type)
     if (world := worlds.initialised()) is not None and world.virtual_ranks is not None and not is_max:
-        return _exact_norms([group.whole for group in groups], list(transports.values()), norm_type, device, given)
-    totals = torch.stack([_powers(group.whole, norm_type, device) for group in groups])
-    for transport, theirs in transports.values():
-        own = torch.stack([_powers(local_parts(hidden), norm_type, device) for hidden in theirs])
-        sums = _over_ranks(transport, own, given, is_max=is_max)
-        totals = torch.maximum(totals, sums) if is_max else totals + sums
-    if any(group.divided for group in groups):
-        sums = _over_meshes([group.divided for group in groups], norm_type, device)
-        totals = torch.maximum(totals, sums) if is_max else totals + sums
+        return _exact_norm(gradients.whole, parts, norm_type, device, given)
+    total = _powers(gradients.whole, norm_type, device)
+    for transport, own in parts:
+        of_model = _over_ranks(transport, _powers(own, norm_type, device), given, is_max=is_max)
+        total = torch.maximum(total, of_model) if is_max else total + of_model
+    if gradients.divided:
+        of_meshes = _over_meshes(gradients.divided, norm_type, device)
+        total = torch.maximum(total, of_meshes) if is_max else total + of_meshes
     stages = None if world is None or world.mesh is None else world.mesh
     if stages is not None and "pipeline" in (stages.mesh_dim_names or ()) and stages["pipeline"].size() > 1:
-        dist.all_reduce(totals, _OPS[is_max], group=stages.get_group("pipeline"))  # each stage has other layers
-    return totals if is_max else totals.pow(1 / norm_type)
+        dist.all_reduce(total, _OPS[is_max], group=stages.get_group("pipeline"))  # each stage has other layers
+    return total if is_max else total.pow(1 / norm_type)
 
 
-def _exact_norms(
-    wholes: Sequence[Sequence[Tensor]],
-    divided: Sequence[tuple[Transport, Sequence[Sequence[GradientPlaceholder]]]],
+def _exact_norm(
+    whole: Sequence[Tensor],
+    divided: Sequence[tuple[Transport, Sequence[Tensor]]],
     norm_type: float,
     device: torch.device,
     given: Given,
 ) -> Tensor:
-    """[num_groups], float64: as `_norms`, with the same bits however gradients are divided over ranks."""
-    parts = [(transport, [local_parts(hidden) for hidden in theirs]) for transport, theirs in divided]
-    peaks = torch.stack([exact.largest(whole, device) for whole in wholes])
-    for transport, theirs in parts:
-        found = torch.stack([exact.largest(own, device) for own in theirs])
-        found = _over_ranks(transport, found, given, is_max=True)
-        peaks = torch.maximum(peaks, found)
-
-    def words_of(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-        return torch.stack([exact.words_of(own, peak, norm_type) for own, peak in zip(groups, peaks, strict=True)])
-
-    words = words_of(wholes)
-    for transport, theirs in parts:
-        sums = words_of(theirs)
-        transport.all_reduce(sums).wait()
-        words += sums
-    totals = [exact.value_of(own, peak, norm_type) for own, peak in zip(words, peaks, strict=True)]
-    return torch.stack(totals).pow(1 / norm_type)
+    """0-dim, float64: as `_norm`, with the same bits however gradients are divided over ranks."""
+    peak = exact.largest(whole, device)
+    for transport, own in divided:
+        peak = torch.maximum(peak, _over_ranks(transport, exact.largest(own, device), given, is_max=True))
+    words = exact.words_of(whole, peak, norm_type)
+    for transport, own in divided:
+        of_model = exact.words_of(own, peak, norm_type)
+        transport.all_reduce(of_model).wait()
+        words += of_model
+    return exact.value_of(words, peak, norm_type).pow(1 / norm_type)
 
 
-def _over_meshes(groups: Sequence[Sequence[Any]], norm_type: float, device: torch.device) -> Tensor:
-    """[num_groups], float64: powers of gradients that are divided over meshes, added over the ranks that have parts.
+def _over_meshes(gradients: Sequence[Any], norm_type: float, device: torch.device) -> Tensor:
+    """0-dim, float64: powers of gradients that are divided over meshes, added over the ranks that have parts.
 
     Collective. Gradients that are divided in the same way are added together, whatever their mesh is.
 
     Args:
-        groups: The gradients, DTensors.
+        gradients: DTensors.
         norm_type: Exponent.
         device: Of the result.
     """
     is_max = math.isinf(norm_type)
-    kinds: dict[tuple[dist.ProcessGroup, ...], list[list[Tensor]]] = {}
-    for number, group in enumerate(groups):
-        for grad in group:
-            dims = [dim for dim, each in enumerate(grad.placements) if not each.is_replicate()]
-            kind = tuple(grad.device_mesh.get_group(dim) for dim in dims if grad.device_mesh.size(dim) > 1)
-            kinds.setdefault(kind, [[] for _ in groups])[number].append(local_part(grad))
-    powers = {
-        kind: torch.stack([_powers(each, norm_type, device) for each in theirs]) for kind, theirs in kinds.items()
-    }
+    kinds: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for grad in gradients:
+        dims = [dim for dim, each in enumerate(grad.placements) if not each.is_replicate()]
+        kind = tuple(grad.device_mesh.get_group(dim) for dim in dims if grad.device_mesh.size(dim) > 1)
+        kinds.setdefault(kind, []).append(local_part(grad))
+    powers = {kind: _powers(theirs, norm_type, device) for kind, theirs in kinds.items()}
     for process_group in dict.fromkeys(each for kind in kinds for each in kind):
         concerned = [kind for kind in kinds if process_group in kind]
-        together = torch.cat([powers[kind] for kind in concerned])
+        together = torch.stack([powers[kind] for kind in concerned])
         dist.all_reduce(together, _OPS[is_max], group=process_group)
-        powers |= zip(concerned, torch.split(together, len(groups)), strict=True)
+        powers |= zip(concerned, together.unbind(), strict=True)
     stacked = torch.stack(list(powers.values()))
-    return stacked.amax(0) if is_max else stacked.sum(0)
+    return stacked.amax() if is_max else stacked.sum()
 
 
 def _added(parameter: Any) -> Any:
@@ -275,22 +253,21 @@ def _carries_facts(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _settle_alone(parameters: Sequence[Sequence[Tensor]], given: Given) -> None:
+def _settle_alone(parameters: Sequence[Tensor], given: Given) -> None:
     """Note the arguments for the next backward pass; abort the peers' wait if they are wrong.
 
     Raises:
         ConfigurationError: Something is.
     """
-    everything = [parameter for group in parameters for parameter in group]
     if given.problem is not None:
-        with abort_peers(everything):
+        with abort_peers(parameters):
             raise given.problem
     if given.changes:
-        note(model_of(everything), given.who, given.facts)
+        note(model_of(parameters), given.who, given.facts)
 
 
 def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool) -> Tensor:
-    """[num_groups]: the sum or the largest over the ranks. What they were given is compared on the way, on CPUs.
+    """0-dim: the sum or the largest over the ranks. What they were given is compared on the way, on CPUs.
 
     Raises:
         ConfigurationError: Something wrong was given, on some rank.
@@ -300,15 +277,14 @@ def _over_ranks(transport: Transport, own: Tensor, given: Given, *, is_max: bool
     if transport.world_size == 1 or not _carries_facts(own.device):
         transport.all_reduce(own, op).wait()
         return own
-    # With room: a rank that takes groups by themselves makes the same call as one that doesn't.
-    both = torch.cat([own, given.numbers(transport.world_size, room=-(len(own) + NUM_NUMBERS) % _ROOM, is_max=is_max)])
+    both = torch.cat([own.reshape(1), given.numbers(transport.world_size, is_max=is_max)])
     try:
         transport.all_reduce(both, op).wait()
     except MismatchError as error:
         values = ", ".join(f"{name}={value!r}" for name, value in given.facts)
         raise MismatchError(f"{error} On rank {transport.rank} {given.who} was given {values}.") from None
-    given.judge(transport, both.tolist()[-NUM_NUMBERS:], is_max=is_max)
-    return both[: len(own)]
+    given.judge(transport, both[1:].tolist(), is_max=is_max)
+    return both[0]
 
 
 def _powers(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -341,51 +317,36 @@ def _exponent(norm_type: Any) -> float:
     return exponent
 
 
-def _limits(max_norm: Any, num_groups: int, *, by_group: bool) -> tuple[list[Any], Any]:
-    """(one for each group, what ranks compare of them). A tensor on a GPU is not read."""
-    is_list = by_group and isinstance(max_norm, Sequence) and not isinstance(max_norm, str)
-    limits = list(max_norm) if is_list else [max_norm] * num_groups
-    if len(limits) != num_groups:
-        raise checks.refuse("clip_grad_norm_: max_norm", max_norm, f"a number, or one for each of {num_groups} groups")
-    limits = [each.reshape(()) if isinstance(each, Tensor) and each.numel() == 1 else each for each in limits]
-    received: list[float | None] = []
-    for limit in limits if is_list else limits[:1]:
-        if isinstance(limit, Tensor) and limit.numel() == 1 and limit.device.type != "cpu":
-            received.append(None)
-        else:
-            otherwise = "one per group with by_group=True"
-            received.append(
-                checks.number("clip_grad_norm_: max_norm", limit, least=0, finite=False, otherwise=otherwise)
-            )
-    return limits, tuple(received) if is_list else received[0] if received else None
+def _limit(max_norm: Any) -> float | None:
+    """What ranks compare of a largest norm: None of a tensor on a GPU, which is not read."""
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and max_norm.device.type != "cpu":
+        return None
+    return checks.number("clip_grad_norm_: max_norm", max_norm, least=0, finite=False)
 
 
-def _groups(parameters: Parameters, who: str, *, by_group: bool) -> list[list[Tensor]]:
+def _listed(parameters: Parameters, who: str) -> list[Tensor]:
     if isinstance(parameters, optim.Optimizer):
-        groups = [list(group["params"]) for group in parameters.param_groups]
-        return groups if by_group else [[parameter for group in groups for parameter in group]]
-    if by_group:
-        raise ConfigurationError(f"{who}: by_group=True takes an optimizer, not a {type(parameters).__name__}.")
+        return [parameter for group in parameters.param_groups for parameter in group["params"]]
     if isinstance(parameters, nn.Module):
-        return [list(parameters.parameters())]
+        return list(parameters.parameters())
     if isinstance(parameters, Tensor):
-        return [[parameters]]
+        return [parameters]
     if isinstance(parameters, Iterable):
         given = list(parameters)
         wrong = [each for each in given if not isinstance(each, Tensor)]
         if not wrong:
-            return [given]
+            return given
         raise checks.refuse(
             f"{who}: one of the parameters", wrong[0], "a tensor (of named_parameters() take the values)"
         )
     raise checks.refuse(f"{who}: parameters", parameters, "an optimizer, a module, or parameters")
 
 
-def _validate_averaged(groups: Sequence[Sequence[Tensor]], what: str) -> None:
+def _validate_averaged(parameters: Sequence[Tensor], what: str) -> None:
     models = [each for each in wrapped_models() if each.engine.is_in_window and each.world.world_size > 1]
     if not models:
         return
-    given = {id(parameter) for group in groups for parameter in group}
+    given = set(map(id, parameters))
     model = next((each for each in models if any(id(p) in given for p in each.engine.parameters)), None)
     if model is not None:
         raise UsageError(

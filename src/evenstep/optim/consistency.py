@@ -37,8 +37,6 @@ from evenstep.replica.wrapper.distributed import DistributedDataParallel, wrappe
 from evenstep.transport.base import Transport
 from evenstep.transport.core.object_collectives import exchange
 
-NUM_NUMBERS = 4
-
 _ids_of: weakref.WeakKeyDictionary[Engine, frozenset[int]] = weakref.WeakKeyDictionary()
 
 
@@ -136,16 +134,16 @@ class Given:
     problem: ConfigurationError | None = None
     changes: bool = True
 
-    def numbers(self, num_ranks: int, *, room: int, is_max: bool) -> Tensor:
-        """Return the numbers that travel, [room + NUM_NUMBERS], float64, read-only: for a sum over ranks, or a max."""
-        return _numbers(self.facts if self.problem is None else str(self.problem), num_ranks, room, is_max)
+    def numbers(self, num_ranks: int, *, is_max: bool) -> Tensor:
+        """Return the numbers that travel, [4], float64, read-only: for a sum over ranks, or a max."""
+        return _numbers(self.facts if self.problem is None else str(self.problem), num_ranks, is_max)
 
     def judge(self, transport: Transport, numbers: Sequence[float], *, is_max: bool) -> None:
         """Raise where arguments differ. Collective if they do, which all ranks see.
 
         Args:
             transport: That carried the numbers, on the CPU.
-            numbers: Their sum or max over ranks, [NUM_NUMBERS].
+            numbers: Their sum or max over ranks, [4].
             is_max: As for `numbers`.
 
         Raises:
@@ -169,7 +167,7 @@ class Given:
 
 
 @functools.lru_cache(maxsize=64)  # of the same arguments in each step
-def _numbers(value: tuple[Any, ...] | str, num_ranks: int, room: int, is_max: bool) -> Tensor:
+def _numbers(value: tuple[Any, ...] | str, num_ranks: int, is_max: bool) -> Tensor:
     found = checksum(value)
     received = [found, -found, 0, 0] if is_max else halves(found, half_bits(num_ranks))
-    return torch.tensor([0.0] * room + [float(each) for each in received], dtype=torch.float64, device="cpu")
+    return torch.tensor([float(each) for each in received], dtype=torch.float64, device="cpu")

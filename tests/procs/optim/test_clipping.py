@@ -29,8 +29,8 @@ def groups_of(model: nn.Module) -> list[dict[str, object]]:
     ]
 
 
-def clipped_training(seed: int, way: str, norm_type: float, by_group: bool) -> tuple[list[list[float]], list[float]]:
-    """(norms of each step, sums of parameters) of the same global batches, however many ranks share them."""
+def clipped_training(seed: int, way: str, norm_type: float) -> tuple[list[float], list[float]]:
+    """(norm of each step, sums of parameters) of the same global batches, however many ranks share them."""
     world = evenstep.init(quiet=True)
     added_in = torch.float32 if way == "plain in float32" else None
     model = evenstep.DistributedDataParallel(build(seed), bucket_cap_mb=5e-4, reduce_dtype=added_in)
@@ -51,12 +51,8 @@ def clipped_training(seed: int, way: str, norm_type: float, by_group: bool) -> t
     for _ in range(4):
         x = torch.randn(12, 6, dtype=torch.float64, generator=generator)[world.rank :: world.world_size]
         model.backward(10 * model(x).square().mean(), weight=len(x))
-        if by_group:
-            norm = evenstep.clip_grad_norm_(optimizer, [0.5, 0.05], norm_type, by_group=True)
-        else:
-            norm = evenstep.clip_grad_norm_(model, 0.5, norm_type)
+        norms.append(float(evenstep.clip_grad_norm_(model, 0.5, norm_type)))
         evenstep.clip_grad_value_(model.parameters(), 0.02)
-        norms.append(norm.reshape(-1).tolist())
         optimizer.step()
         if way == "mixed":
             rest.step()
@@ -64,7 +60,7 @@ def clipped_training(seed: int, way: str, norm_type: float, by_group: bool) -> t
     return norms, [float(p.detach().sum()) for p in model.parameters()]
 
 
-def expected_training(seed: int, norm_type: float, by_group: bool) -> tuple[list[list[float]], list[float]]:
+def expected_training(seed: int, norm_type: float) -> tuple[list[float], list[float]]:
     model = build(seed)
     optimizer = torch.optim.SGD(groups_of(model), lr=0.1)
     generator = torch.Generator().manual_seed(seed)
@@ -72,11 +68,7 @@ def expected_training(seed: int, norm_type: float, by_group: bool) -> tuple[list
     for _ in range(4):
         x = torch.randn(12, 6, dtype=torch.float64, generator=generator)
         (10 * model(x).square().mean()).backward()
-        if by_group:
-            both = zip(optimizer.param_groups, [0.5, 0.05], strict=True)
-            norms.append([float(nn.utils.clip_grad_norm_(g["params"], limit, norm_type)) for g, limit in both])
-        else:
-            norms.append([float(nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type))])
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)))
         nn.utils.clip_grad_value_(model.parameters(), 0.02)
         optimizer.step()
         optimizer.zero_grad()
@@ -87,21 +79,21 @@ def expected_training(seed: int, norm_type: float, by_group: bool) -> tuple[list
 @SIZES
 def test_clipping_is_torchs_on_one_process(ranks, fresh_seed, nproc):
     cases = [
-        ("sharded", 2.0, False),
-        ("sharded", math.inf, False),
-        ("stage 2", 3.0, True),
-        ("plain", 2.0, True),
-        ("plain", 1.0, False),
-        ("plain in float32", 2.0, True),
-        ("plain in float32", math.inf, False),
-        ("mixed", 2.0, False),
+        ("sharded", 2.0),
+        ("sharded", math.inf),
+        ("stage 2", 3.0),
+        ("plain", 2.0),
+        ("plain", 1.0),
+        ("plain in float32", 2.0),
+        ("plain in float32", math.inf),
+        ("mixed", 2.0),
     ]
-    for way, norm_type, by_group in cases:
-        told = ranks.run(clipped_training, nproc, fresh_seed, way, norm_type, by_group)
-        norms, sums = expected_training(fresh_seed, norm_type, by_group)
+    for way, norm_type in cases:
+        told = ranks.run(clipped_training, nproc, fresh_seed, way, norm_type)
+        norms, sums = expected_training(fresh_seed, norm_type)
         assert all(each == told[0] for each in told), f"{way}: other norms or parameters on other ranks"
         rel = 1e-5 if "float32" in way else 1e-12  # of one rounding to float32
-        assert told[0][0] == [pytest.approx(each, rel=rel) for each in norms], way
+        assert told[0][0] == pytest.approx(norms, rel=rel), way
         assert told[0][1] == pytest.approx(sums, rel=rel, abs=rel), way
 
 
@@ -125,15 +117,13 @@ def wrong_clipping() -> None:
     for wrong in ({"max_norm": -1.0}, {"max_norm": [1.0, 1.0]}, {"max_norm": 1.0, "norm_type": 0}):
         with pytest.raises(ConfigurationError, match="clip_grad_norm_"):
             evenstep.clip_grad_norm_(model, **wrong)
-    with pytest.raises(ConfigurationError, match="takes an optimizer"):
-        evenstep.clip_grad_norm_(model, 1.0, by_group=True)
 
 
 def measured_without_limit(seed: int) -> list[bool]:
     """Measures an infinite gradient in every way; whether all gradients are as they were."""
     world = evenstep.init(quiet=True)
     unchanged = []
-    for sharded, limit in itertools.product((True, False), (math.inf, torch.tensor(math.inf), [math.inf] * 2)):
+    for sharded, limit in itertools.product((True, False), (math.inf, torch.tensor(math.inf))):
         model = evenstep.DistributedDataParallel(build(seed))
         groups = groups_of(model)
         optimizer = (
@@ -149,7 +139,7 @@ def measured_without_limit(seed: int) -> list[bool]:
         )
         grads[0].view(-1)[0] = math.inf
         before = [grad.clone() for grad in grads]
-        norm = evenstep.clip_grad_norm_(optimizer, limit, by_group=isinstance(limit, list))
+        norm = evenstep.clip_grad_norm_(optimizer, limit)
         assert torch.isinf(norm).any()
         unchanged.append(all(torch.equal(a, b) for a, b in zip(before, grads, strict=True)))
         optimizer.zero_grad()
@@ -200,7 +190,6 @@ def reads_of_clipping(seed: int) -> dict[str, list[str]]:
             else:
                 for norm_type in (2.0, 1.0, math.inf):
                     evenstep.clip_grad_norm_(optimizer, 0.5, norm_type)
-                    evenstep.clip_grad_norm_(optimizer, [0.5, 0.1], norm_type, by_group=True)
             evenstep.clip_grad_value_(model, 0.1)
         found[way] = reads.found
     with Reads() as reads:
@@ -218,25 +207,21 @@ def test_nothing_is_read_on_the_host(ranks, fresh_seed, nproc):
         assert found == {way: [] for way in ("plain", "stage 1", "stage 2")}
 
 
-def norms_with_a_tensor_of_one(seed: int) -> list[float]:
+def norm_with_a_tensor_of_one(seed: int) -> float:
     """The norm behind clipping, by a number in a tensor with a dimension."""
     world = evenstep.init(quiet=True)
-    norms = []
-    for by_group in (False, True):
-        model = evenstep.DistributedDataParallel(build(seed))
-        optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, groups_of(model), lr=0.1)
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed + world.rank)).double()
-        model.backward(10 * model(x).square().mean(), weight=3)
-        limit = torch.tensor([1e-3])
-        evenstep.clip_grad_norm_(optimizer, [limit] * len(groups_of(model)) if by_group else limit, by_group=by_group)
-        norms += evenstep.clip_grad_norm_(optimizer, math.inf, by_group=by_group).view(-1).tolist()
-    return norms
+    model = evenstep.DistributedDataParallel(build(seed))
+    optimizer = evenstep.ShardedOptimizer(model, torch.optim.SGD, groups_of(model), lr=0.1)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(seed + world.rank)).double()
+    model.backward(10 * model(x).square().mean(), weight=3)
+    evenstep.clip_grad_norm_(optimizer, torch.tensor([1e-3]))
+    return float(evenstep.clip_grad_norm_(optimizer, math.inf))
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_largest_norm_in_a_tensor_of_one_number(ranks, fresh_seed, nproc):
-    for norms in ranks.run(norms_with_a_tensor_of_one, nproc, fresh_seed):
-        assert norms == [pytest.approx(1e-3, rel=2e-3)] * len(norms)
+    for norm in ranks.run(norm_with_a_tensor_of_one, nproc, fresh_seed):
+        assert norm == pytest.approx(1e-3, rel=2e-3)
 
 
 def norms_of_16_bits(seed: int) -> list[float]:

@@ -91,15 +91,7 @@ ALIKE: dict[str, tuple[str, str, Any, Any, type[EvenstepError], str]] = {
         MismatchError,
         "norm_type is 2.0 on rank 0 and 1",
     ),
-    "by groups": (
-        "stage 1",
-        "norm",
-        NORM,
-        {**NORM, "by_group": True},
-        MismatchError,
-        "by_group is False on rank 0 and",
-    ),
-    "fewer": ("stage 1", "norm", NORM, {**NORM, "fewer": True}, MismatchError, "the number of parameters is (4,) on"),
+    "fewer": ("stage 1", "norm", NORM, {**NORM, "fewer": True}, MismatchError, "the number of parameters is 4 on"),
     "negative": ("stage 1", "norm", NORM, {"max_norm": -1}, ConfigurationError, "max_norm=-1; a number, at least 0"),
     "a text": ("stage 2", "norm", NORM, {"max_norm": "x"}, ConfigurationError, "max_norm='x'; a number"),
     "none": ("stage 1", "norm", NORM, {"max_norm": None}, ConfigurationError, "max_norm=None; a number"),
@@ -184,7 +176,13 @@ def test_of_three_ranks_the_one_is_named(ranks, fresh_seed):
 # As above; here one rank is refused, and the others learn of it in their next call.
 REFUSED: dict[str, tuple[str, str, Any, Any, str]] = {
     "a norm": ("plain", "norm", NORM, {"max_norm": -1}, "clip_grad_norm_: max_norm=-1; a number, at least 0"),
-    "a switch": ("stage 1", "norm", NORM, {**NORM, "by_group": "x"}, "clip_grad_norm_: by_group='x'; True or False"),
+    "a switch": (
+        "stage 1",
+        "norm",
+        NORM,
+        {**NORM, "error_if_nonfinite": "x"},
+        "clip_grad_norm_: error_if_nonfinite='x'; True or False",
+    ),
     "a value": ("stage 1", "value", 0.1, -1, "clip_grad_value_: clip_value=-1; a number, at least 0"),
     "a decay": (
         "stage 1",

@@ -112,7 +112,7 @@ class Replica:
     def _clip(self, optimizer: torch.optim.Optimizer) -> Tensor:
         clip, limit = self.case.clip, 0.3
         if clip == "group":
-            return evenstep.clip_grad_norm_(optimizer, limit, by_group=True)
+            return torch.stack([evenstep.clip_grad_norm_(group["params"], limit) for group in optimizer.param_groups])
         if clip in ("norm", "inf"):
             return evenstep.clip_grad_norm_(optimizer, limit, "inf" if clip == "inf" else 2.0).reshape(1)
         if clip == "value":

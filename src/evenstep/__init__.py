@@ -11,7 +11,7 @@ from evenstep.launcher.launch import launch
 from evenstep.logger.logger import Logger
 from evenstep.optim.clipping import clip_grad_norm_, clip_grad_value_
 from evenstep.optim.ema import ExponentialMovingAverage
-from evenstep.optim.learning_rate import LinearWarmup, scale_learning_rate
+from evenstep.optim.learning_rate import scale_learning_rate
 from evenstep.optim.local_sgd.local_sgd import LocalSGD
 from evenstep.optim.sharded.sharded_optimizer import ShardedOptimizer
 from evenstep.parallel.parallelize import attach, parallelize
@@ -31,7 +31,6 @@ __all__ = [
     "DistributedSampler",
     "EvenstepError",
     "ExponentialMovingAverage",
-    "LinearWarmup",
     "LocalSGD",
     "Logger",
     "Records",

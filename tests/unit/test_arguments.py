@@ -67,10 +67,6 @@ def each(call, name, *values, words=""):
             for i, value in enumerate(values)]  # fmt: skip
 
 
-def warmup(**arguments):
-    return evenstep.LinearWarmup(**{"optimizer": sgd(), "num_steps": 3, **arguments})
-
-
 def clip_norm(**arguments):
     return evenstep.clip_grad_norm_(**{"parameters": with_grad(), "max_norm": 1.0, **arguments})
 
@@ -208,15 +204,10 @@ CASES = [
     *each(local, "optimizer", 5),
     *each(average, "model", 5),
     *each(average, "decay", 1, -0.1, "x", NAN),
-    *each(average, "ramp_up", "x"),
     *each(average().load_state_dict, "state", 5, None),
     *each(rates, "optimizer", 5),
     *each(rates, "base_batch_size", 0, "x"),
     *each(rates, "rule", "cubic", []),
-    *each(warmup, "optimizer", 5),
-    *each(warmup, "num_steps", -1, True, "x"),
-    *each(warmup, "start_factor", 0, 2, NAN, "x"),
-    *each(warmup, "last_epoch", "x"),
     *each(clip_norm, "max_norm", -1, NAN, "x", None, "1", [1.0]),
     *each(clip_norm, "norm_type", 0, "x", NAN),
     *each(clip_norm, "error_if_nonfinite", "x"),

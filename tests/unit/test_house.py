@@ -475,7 +475,6 @@ def test_public_names_are_pinned():
         "DistributedSampler",
         "EvenstepError",
         "ExponentialMovingAverage",
-        "LinearWarmup",
         "LocalSGD",
         "Logger",
         "Records",

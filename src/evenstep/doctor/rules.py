@@ -384,7 +384,7 @@ _ALL = [
         "learning rate of the smaller batch",
         "step",
         "The global batch grows with the number of ranks, and the learning rate of SGD does not.",
-        "With SGD a larger batch usually wants a learning rate larger by as much, and a warm-up.",
+        "With SGD a larger batch usually wants a learning rate larger by as much, and a warm-up (torch's LinearLR).",
         "optimizer = SGD(model.parameters(), lr=base_lr * world_size)",
         _READING,
         _NOTE,

@@ -93,7 +93,8 @@ def clip_grad_norm_(
     if received is not None:
         scale = torch.clamp(received / (norm + 1e-6), max=1.0)
     else:
-        limit = torch.as_tensor(max_norm).reshape(())
+        assert isinstance(max_norm, Tensor), "only a tensor on a GPU isn't read"
+        limit = max_norm.reshape(())
         scale = torch.where(torch.isposinf(limit), 1.0, torch.clamp(limit / (norm + 1e-6), max=1.0))
     if scale.device.type == "cpu" and scale.numpy() == 1:
         return norm  # most steps: all gradients would be read and written for nothing. A GPU would be waited for

@@ -68,12 +68,6 @@ def note(model: DistributedDataParallel | None, who: str, given: Sequence[tuple[
         model.monitors.options.notes.add((who, tuple(given)))
 
 
-def keep_note(model: DistributedDataParallel | None, owner: object, who: str, given: Sequence[tuple[str, Any]]) -> None:
-    """`note` for as long as an owner lives; nothing is compared where ranks have different numbers of owners."""
-    if model is not None and model.monitors.are_replicas_alike():
-        model.monitors.options.notes.keep(owner, (who, tuple(given)))
-
-
 @contextlib.contextmanager
 def abort_peers(about: Any) -> Iterator[None]:
     """Abort the wait of other ranks with the error that is raised inside: they raise it in their next call.

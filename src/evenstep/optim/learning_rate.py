@@ -1,6 +1,6 @@
 """Learning rates for larger batches.
 
-The linear rule with warm-up is that of Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour"
+The linear rule is that of Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour"
 (2017); the square root is Krizhevsky's, "One weird trick for parallelizing convolutional neural networks" (2014), and
 what Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022) find for Adam.
 """
@@ -8,7 +8,6 @@ what Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algori
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Literal
 
 from torch import Tensor, optim
@@ -21,7 +20,6 @@ from evenstep.optim.kinds import validate_optimizer
 from evenstep.world import World
 
 Rule = Literal["linear", "sqrt"]
-_EARLY = 0.1  # the largest factor behind which a rate that was set anew is told from one that was multiplied
 
 
 def scale_learning_rate(
@@ -99,80 +97,3 @@ def scale_learning_rate(
         f"{accumulation_steps} micro-batch{'es' if accumulation_steps > 1 else ''} each"
     )
     return factor
-
-
-class LinearWarmup(optim.lr_scheduler.LRScheduler):
-    """Rates that grow linearly from `start_factor` of themselves over the first steps, and stay then.
-
-    Call `step` once per optimizer step, on every rank: ranks take steps together, so it isn't called once per process
-    and sample more often than in one process. Chain it with another scheduler by `torch.optim.lr_scheduler`'s
-    `SequentialLR`. Or simply make both, if the other multiplies what it finds, as this one does and most of torch's do.
-    LambdaLR, OneCycleLR, CyclicLR and CosineAnnealingWarmRestarts set rates whatever they were, which undoes a warm-up
-    or multiplies it in one step: that is warned of once, by rank 0.
-
-    Args:
-        optimizer: Whose rates.
-        num_steps: Optimizer steps until the full rate; 0: none.
-        start_factor: Greater than 0, at most 1.
-        last_epoch: As in torch.
-
-    Raises:
-        ConfigurationError: A number out of its range.
-    """
-
-    def __init__(
-        self, optimizer: optim.Optimizer, num_steps: int, *, start_factor: float = 0.001, last_epoch: int = -1
-    ) -> None:
-        who = "LinearWarmup"
-        with abort_peers(optimizer):
-            validate_optimizer(f"{who}: optimizer", optimizer)
-            self.num_steps = checks.whole(f"{who}: num_steps", num_steps, least=0)
-            self.start_factor = checks.number(f"{who}: start_factor", start_factor, above=0, most=1)
-            last_epoch = checks.whole(f"{who}: last_epoch", last_epoch, least=-1)
-        self._left: list[float] = []  # rates behind this one's last step
-        self._has_warned = False
-        super().__init__(optimizer, last_epoch)
-
-    def factor(self, step: int) -> float:
-        """What the full rate is multiplied by before optimizer step `step`, counted from 0. Pure."""
-        if step >= self.num_steps:
-            return 1.0
-        return self.start_factor + (1.0 - self.start_factor) * step / self.num_steps
-
-    def get_lr(self) -> list[float | Tensor]:
-        """See torch."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        change = self.factor(self.last_epoch)
-        if self.last_epoch > 0 and self._is_initial:
-            change = 1.0  # made again for an optimizer whose rates are those of this step already
-        elif self.last_epoch > 0:
-            before = self.factor(self.last_epoch - 1)
-            self._look_at(rates, before)
-            change /= before
-        made = [rate * change for rate in rates]
-        self._left = [float(rate) for rate in made] if self.last_epoch < self.num_steps and not self._has_warned else []
-        return made
-
-    def _look_at(self, rates: list[float | Tensor], before: float) -> None:
-        """Warn if rates were overwritten early in the warm-up, and not multiplied by another scheduler.
-
-        Args:
-            rates: As they are found.
-            before: The factor that they had.
-        """
-        if before > _EARLY or not self._left:
-            return
-        for rate, left in zip(rates, self._left, strict=False):  # there may be a new group
-            if float(rate) > left / math.sqrt(before) > 0:
-                self._has_warned = True
-                world = worlds.initialised()
-                if world is None or world.is_main:
-                    warnings.warn(
-                        f"LinearWarmup: a rate that it had made {left:.4g} was {float(rate):.4g} a step later: "
-                        f"another scheduler overwrites rates, and the warm-up has no effect, or a wrong one. Of "
-                        f"torch's schedulers LambdaLR, OneCycleLR, CyclicLR and CosineAnnealingWarmRestarts do. Put "
-                        f"one behind the other: torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, other], "
-                        f"milestones=[{self.num_steps}]).",
-                        stacklevel=5,
-                    )
-                return

@@ -20,13 +20,12 @@ PAGES = (
 )
 PROGRAMS = pages.programs(*PAGES)
 SAYS = {
-    "flat.py": r"18 parameters, stepped flat",
     "sharded.py": r"\d+ bytes of state here; the norm was \d+\.\d{3}",
     "finetune.py": r"body trained too: True",
     "bf16.py": r"loss \d\.\d{3}, gradients travel as torch.float32",
     "precision.py": r"scale 256, 0 steps skipped",
     "contrastive.py": r"loss \d\.\d{4} over 1 pairs",
-    "rates.py": r"linear rule, times 4.*\n0\.0004 in the first step",
+    "rates.py": r"linear rule, times 4.*\n0\.0040 in the first step, 0\.4000 after the warm-up, 0\.0004 in the last",
     "averages.py": r"evaluated with the average of 4 states",
 }
 

@@ -403,9 +403,9 @@ def with_torchs_options():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         assert evenstep.scale_learning_rate(optimizer, base_batch_size=4, global_batch_size=8) == 2.0
         assert optimizer.param_groups[0]["lr"] == 0.1
-        average = evenstep.ExponentialMovingAverage(model, 0.5, ramp_up=False)
+        average = evenstep.ExponentialMovingAverage(model, 0.5)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        warmup = evenstep.LinearWarmup(optimizer, 4)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, total_iters=4)
         start = {name: each.clone() for name, each in gpt.whole(model).items()}
         for tokens, targets in gpt.batches(4, 2, 5):
             loss, weight = gpt.loss_of(model(share(tokens)), share(targets))

@@ -43,8 +43,6 @@ def steps(world: evenstep.World, seed: int, way: str, what: str, given: Any, com
     kept: list[Any] = []
     if what == "scale":
         evenstep.scale_learning_rate(optimizer, **{"base_batch_size": 4, "global_batch_size": 8, **given}, world=world)
-    if what == "warm":
-        kept.append(evenstep.LinearWarmup(optimizer, **{"num_steps": 3, **given}))
     if what == "average" and given is not None:
         kept.append(evenstep.ExponentialMovingAverage(model, **given))
     if what == "local":
@@ -60,7 +58,7 @@ def steps(world: evenstep.World, seed: int, way: str, what: str, given: Any, com
             evenstep.clip_grad_value_(model.parameters(), given)
         optimizer.step()
         for each in kept:
-            each.step() if what == "warm" else each.update()
+            each.update()
         optimizer.zero_grad()
     return 5
 
@@ -130,7 +128,6 @@ ALIKE: dict[str, tuple[str, str, Any, Any, type[EvenstepError], str]] = {
         "clip_grad_value_: clip_value is 0.1 on rank 0 and 0.2",
     ),
     "no value": ("plain", "value", 0.1, None, MismatchError, "clip_grad_value_ was called on rank 0 and not on rank 1"),
-    "a decay": ("plain", "average", {}, {"decay": 0.9}, MismatchError, "decay is 0.999 on rank 0 and 0.9 on rank 1"),
     "a batch": ("plain", "scale", {}, {"base_batch_size": 8}, MismatchError, "base_batch_size is 4 on rank 0 and 8 on"),
     "a rule": (
         "plain",
@@ -140,7 +137,6 @@ ALIKE: dict[str, tuple[str, str, Any, Any, type[EvenstepError], str]] = {
         MismatchError,
         "rule is 'linear' on rank 0 and 'sqrt' on rank 1",
     ),
-    "a warm-up": ("stage 1", "warm", {}, {"start_factor": 0.5}, MismatchError, "lr of parameter group 0 is 0.0001 on"),
     "a rate": (
         "plain",
         "sharded",
@@ -191,7 +187,6 @@ REFUSED: dict[str, tuple[str, str, Any, Any, str]] = {
         {"decay": 2},
         "ExponentialMovingAverage: decay=2; a number, at least 0 and less",
     ),
-    "a warm-up": ("plain", "warm", {}, {"num_steps": -1}, "LinearWarmup: num_steps=-1; a whole number, at least 0"),
     "a batch": ("plain", "scale", {}, {"base_batch_size": 0}, "scale_learning_rate: base_batch_size=0; a whole number"),
     "local model": ("plain", "local", {}, {"model": 5}, "LocalSGD: model=5; an evenstep.DistributedDataParallel"),
     "sharded model": (
@@ -243,8 +238,6 @@ def allowed(seed: int) -> tuple[int, list[float]]:
     if first:
         with pytest.raises(ConfigurationError):
             evenstep.clip_grad_norm_(other.parameters(), -1.0)
-        with pytest.raises(ConfigurationError):
-            evenstep.LinearWarmup(torch.optim.SGD(other.parameters(), lr=0.1), -1)
         evenstep.clip_grad_norm_(other.parameters(), 1.0)
     with pytest.raises(ConfigurationError):
         evenstep.clip_grad_value_(model.parameters(), -1.0)  # on all ranks

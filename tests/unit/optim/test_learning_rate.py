@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from typing import Any
 
 import numpy
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ConfigurationError, UsageError
+from tests import pages
 
 
 def optimizer_of(*rates: float) -> torch.optim.Optimizer:
@@ -60,30 +63,51 @@ def test_wrong_arguments_are_named():
     torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     with pytest.raises(UsageError, match="scheduler"):
         evenstep.scale_learning_rate(optimizer, base_batch_size=1, global_batch_size=8, world=world)
-    for wrong in ({"num_steps": -1}, {"num_steps": 3, "start_factor": 0.0}):
-        with pytest.raises(ConfigurationError, match=list(wrong)[-1]):
-            evenstep.LinearWarmup(optimizer_of(1.0), **wrong)
     for decay in (1.0, -0.1):
         with pytest.raises(ConfigurationError, match="decay"):
             evenstep.ExponentialMovingAverage(nn.Linear(1, 1), decay)
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 5])
-def test_warmup_grows_linearly_and_multiplies_what_another_scheduler_does(num_steps):
-    optimizer = optimizer_of(1.0, 0.5)
-    warmup = evenstep.LinearWarmup(optimizer, num_steps, start_factor=0.1)
-    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for step in range(9):
-        growth = 1.0 if step >= num_steps else 0.1 + 0.9 * step / num_steps
-        rates = [group["lr"] for group in optimizer.param_groups]
-        assert rates == pytest.approx([growth * 0.9**step, growth * 0.5 * 0.9**step], rel=1e-12)
-        optimizer.step()
-        warmup.step()
-        decay.step()
-        if step == 3:  # as after a resume
-            saved, rates = copy.deepcopy(warmup.state_dict()), copy.deepcopy(optimizer.state_dict())
-            optimizer.load_state_dict(rates)
-            warmup.load_state_dict(saved)
+def test_the_recipe_of_the_page_is_its_formula():
+    """Of one scheduler behind the other, in every step of a training with another length, and after a resume."""
+    program = pages.programs("how-to/learning-rates.md")["rates.py"]
+    for num_steps, num_warmup in ((60, 10), (23, 7), (9, 1)):
+        given = f"num_steps, num_warmup = {num_steps}, {num_warmup}"
+        found: dict[str, Any] = {}
+        exec(compile(program.replace("num_steps, num_warmup = 60, 10", given), "rates.py", "exec"), found)
+        assert (found["num_steps"], found["num_warmup"]) == (num_steps, num_warmup)
+        expected = [0.4 * (0.01 + 0.99 * step / num_warmup) for step in range(num_warmup)]
+        num_left = num_steps - num_warmup
+        expected += [0.2 * (1 + math.cos(math.pi * step / num_left)) for step in range(num_left)]
+        assert found["rates"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert found["optimizer"].param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("stop", [3, 7, 8, 15])
+def test_the_recipe_of_the_page_goes_on_where_a_checkpoint_was_made(tmp_path, stop):
+    """Within the warm-up, at its end and behind it: the same rates as without a stop, bit by bit."""
+
+    def train(name: str, last: int) -> list[float]:
+        with evenstep.init(seed=0, quiet=True, device="cpu"):
+            model = evenstep.DistributedDataParallel(nn.Linear(2, 2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=7)
+            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=13)
+            scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[7])
+            rates = []
+            with evenstep.Checkpointer(tmp_path / name, model=model, optimizer=optimizer, scheduler=scheduler) as kept:
+                kept.resume()
+                for _ in range(kept.num_steps, last):
+                    rates.append(optimizer.param_groups[0]["lr"])
+                    model(torch.ones(1, 2)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    scheduler.step()
+                    kept.step()
+                kept.save()
+        return rates
+
+    assert train("stopped", stop) + train("stopped", 20) == train("straight", 20)
 
 
 def test_the_average_follows_its_formula_and_is_applied_for_a_while():
@@ -113,12 +137,11 @@ def test_the_average_follows_its_formula_and_is_applied_for_a_while():
     other = evenstep.ExponentialMovingAverage(copy.deepcopy(model), 0.9)
     other.load_state_dict(average.state_dict())
     assert other.num_steps == 6
-    assert all(
-        torch.equal(v, other.state_dict()["parameters"][k]) for k, v in average.state_dict()["parameters"].items()
-    )
+    assert other.state_dict()["averages"].keys() == average.state_dict()["averages"].keys()
+    assert all(torch.equal(v, other.state_dict()["averages"][k]) for k, v in average.state_dict()["averages"].items())
     with pytest.raises(ConfigurationError, match=r"'0.weight'"):
         evenstep.ExponentialMovingAverage(nn.Sequential(nn.Linear(2, 2))).load_state_dict(
-            {"num_steps": 1, "parameters": {"0.weight": torch.zeros(3, 3), "0.bias": torch.zeros(2)}, "buffers": {}}
+            {"num_steps": 1, "averages": {"0.weight": torch.zeros(3, 3), "0.bias": torch.zeros(2)}}
         )
 
 
@@ -126,7 +149,7 @@ def test_the_average_follows_its_formula_and_is_applied_for_a_while():
 def test_an_average_of_16_bit_parameters_doesnt_stand_still(dtype):
     model = nn.Linear(3, 2, bias=False).to(dtype)
     nn.init.ones_(model.weight)
-    average = evenstep.ExponentialMovingAverage(model, 0.999, ramp_up=False)
+    average = evenstep.ExponentialMovingAverage(model, 0.999)
     with torch.no_grad():
         model.weight.fill_(2.0)
     for _ in range(2):
@@ -137,9 +160,9 @@ def test_an_average_of_16_bit_parameters_doesnt_stand_still(dtype):
                 inside = model.weight.detach().clone()
                 assert inside.dtype is dtype
             assert torch.equal(model.weight, torch.full_like(model.weight, 2.0))
-    expected = 2.0 - 0.999**1000
+    expected = 2.0 - math.prod(min(0.999, (1 + step) / (10 + step)) for step in range(1000))
     assert float(inside[0, 0]) == pytest.approx(expected, rel=torch.finfo(dtype).eps)
-    assert float(average.state_dict()["parameters"]["weight"][0, 0]) == pytest.approx(expected, rel=1e-4)
+    assert float(average.state_dict()["averages"]["weight"][0, 0]) == pytest.approx(expected, rel=1e-4)
 
 
 def test_an_average_loads_into_one_of_the_plain_model():
@@ -147,14 +170,17 @@ def test_an_average_loads_into_one_of_the_plain_model():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     average = evenstep.ExponentialMovingAverage(evenstep.DistributedDataParallel(model, world=world))
     state = average.state_dict()
-    assert state["parameters"].keys() == dict(model.named_parameters()).keys()
-    nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).load_state_dict({**state["parameters"], **state["buffers"]})
+    assert state["averages"].keys() == model.state_dict().keys()
+    nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).load_state_dict(state["averages"])
     other = evenstep.ExponentialMovingAverage(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
-    wrapped = {kind: {f"module.{n}": t + 1 for n, t in state[kind].items()} for kind in ("parameters", "buffers")}
-    other.load_state_dict({"num_steps": 3, **wrapped})  # as they were saved before
-    assert torch.equal(other.state_dict()["parameters"]["0.weight"], state["parameters"]["0.weight"] + 1)
-    with pytest.raises(ConfigurationError, match="parameters="):
-        other.load_state_dict({"num_steps": 3, "parameters": {"0.weight": 5}, "buffers": {}})
+    other.load_state_dict({"num_steps": 3, "averages": {name: each + 1 for name, each in state["averages"].items()}})
+    assert torch.equal(other.state_dict()["averages"]["0.weight"], state["averages"]["0.weight"] + 1)
+    for wrong in (None, {}, {"num_steps": 3, "averages": {"0.weight": 5}}):
+        with pytest.raises(ConfigurationError, match="state="):
+            other.load_state_dict(wrong)
+    with pytest.raises(ConfigurationError, match="num_steps="):
+        other.load_state_dict({**state, "num_steps": -1})
+    assert other.num_steps == 3
 
 
 def _grow(model: nn.Sequential) -> None:
@@ -199,62 +225,33 @@ def test_sizes_that_are_numbers_of_other_kinds_leave_rates_what_they_are(size):
     assert {type(each) for each in rates} == {float}
 
 
-def test_a_warmup_that_is_made_again_goes_on_as_torchs_do():
-    def rates(warmup: torch.optim.lr_scheduler.LRScheduler) -> list[float]:
-        told = []
-        for _ in range(5):
-            told.append(warmup.optimizer.param_groups[0]["lr"])
-            warmup.optimizer.step()
-            warmup.step()
-        return told
-
-    first = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
-    warmup = evenstep.LinearWarmup(first, 6)
-    rates(warmup)
-    again = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
-    again.load_state_dict(first.state_dict())
-    resumed = evenstep.LinearWarmup(again, 6, last_epoch=warmup.last_epoch - 1)
-    assert resumed.last_epoch == warmup.last_epoch
-    assert rates(resumed) == rates(warmup)
-
-
-@pytest.mark.parametrize("warmup_is_first", [True, False])
-def test_a_scheduler_that_undoes_a_warmup_is_said(warmup_is_first):
-    """Such as OneCycleLR: it sets rates whatever they were, and "times what it finds" became 26 times the highest."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
-    makers = [
-        lambda: evenstep.LinearWarmup(optimizer, 5),
-        lambda: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20),
-    ]
-    schedulers = [make() for make in (makers if warmup_is_first else makers[::-1])]
-
-    def train() -> None:
-        for _ in range(6):
-            optimizer.step()
-            for each in schedulers:
-                each.step()
-
-    with pytest.warns(UserWarning, match=r"LinearWarmup: .*SequentialLR") as caught:
-        train()
-    assert len(caught) == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
 def test_parameters_that_are_complex_or_no_floats_are_in_an_average(dtype):
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
-    average = evenstep.ExponentialMovingAverage(module, decay=0.5, ramp_up=False)
+    average = evenstep.ExponentialMovingAverage(module, decay=0.5)
     module.weight.fill_(4 + 2j if dtype.is_complex else 4)
     average.update()
-    assert average.state_dict()["parameters"]["weight"].tolist() == [2 + 1j if dtype.is_complex else 4] * 2
+    expected = 0.9 * torch.full((2,), 4 + 2j) if dtype.is_complex else torch.full((2,), 4)
+    torch.testing.assert_close(average.state_dict()["averages"]["weight"], expected)
     evenstep.ExponentialMovingAverage(nn.Tanh()).update()  # nothing to average
 
 
-def test_an_average_that_is_saved_while_it_is_applied_is_an_error():
-    """What it would have given was the parameters that are trained."""
-    average = evenstep.ExponentialMovingAverage(nn.Linear(2, 2))
-    with average.applied(), pytest.raises(UsageError, match=r"state_dict inside"):
-        average.state_dict()
+def test_an_average_is_saved_as_it_is_while_it_is_applied_and_not_updated():
+    model = nn.Linear(2, 2)
+    average = evenstep.ExponentialMovingAverage(model)
+    with torch.no_grad():
+        model.weight.add_(1)
+    expected = average.state_dict()["averages"]["weight"].clone()
+    with average.applied():
+        assert torch.equal(average.state_dict()["averages"]["weight"], expected)
+        with pytest.raises(UsageError, match="update inside"):
+            average.update()
+        with pytest.raises(UsageError, match="applied inside"), average.applied():
+            pass
+        assert torch.equal(model.weight, expected)
+    assert torch.equal(model.weight, expected + 1)
+    average.update()
 
 
 def test_an_average_that_is_made_in_inference_mode_is_updated():

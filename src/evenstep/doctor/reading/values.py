@@ -392,8 +392,6 @@ class Values:
             name.startswith("transformers.get_") and "schedule" in name
         ):
             return frozenset({Thing("scheduler", call, self.of(call.positional(0), call.frame))})
-        if name in ("evenstep.LinearWarmup",):
-            return frozenset({Thing("scheduler", call)})
         if name.startswith("torch.optim.") and last[:1].isupper():
             return frozenset({Thing("optimizer", call)})
         if last in ("GradScaler", "ShardedGradScaler") and name.startswith("torch."):

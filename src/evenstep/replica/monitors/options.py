@@ -12,7 +12,7 @@ within `_ROUNDING` of each other are the same.
 Nothing waits for a GPU. There, sums in the header are read in every `_LATE_EVERY`th window and judged in the next;
 and so is an option that is a tensor on the device.
 
-What else a step is given (`Notes`) is in the same checksum: arguments of clipping, of averages.
+What else a step is given (`Notes`) is in the same checksum: arguments of clipping.
 """
 
 from __future__ import annotations
@@ -95,32 +95,20 @@ class Notes:
 
     def __init__(self) -> None:
         self._calls: list[Call] = []
-        self._kept: list[tuple[weakref.ref[Any], Call]] = []
 
     def add(self, call: Call) -> None:
         """A call of which every rank makes one like it before the next window ends."""
         if len(self._calls) < _MAX_CALLS:
             self._calls.append(call)
 
-    def keep(self, owner: object, call: Call) -> None:
-        """One that counts for as long as its owner lives; a rank may have none."""
-        self._kept.append((weakref.ref(owner), call))
-
-    def take(self) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-        """At the end of a window: (calls since the last one, those that are kept)."""
-        if not self._calls and not self._kept:
-            return (), ()
+    def take(self) -> tuple[Call, ...]:
+        """At the end of a window: the calls since the last one."""
         calls, self._calls = tuple(self._calls), []
-        self._kept = [each for each in self._kept if each[0]() is not None]
-        return calls, tuple(call for _, call in self._kept)
+        return calls
 
-    def forget_calls(self) -> None:
+    def forget(self) -> None:
         """Ranks don't come to the same windows for a while."""
         self._calls.clear()
-
-    def forget_kept(self) -> None:
-        """Stop comparing kept calls: not all ranks have them."""
-        self._kept.clear()
 
 
 class OptionsWatch(Observer):
@@ -130,9 +118,8 @@ class OptionsWatch(Observer):
         world: The ranks that take part.
         control: Carries messages on the CPU, in order with what belongs to the model's passes.
         device: Of the model.
-        are_replicas_alike: As far as this rank knows they are meant to be. Where they aren't, ranks may clip and
-            average
-            as they like, if their optimizers aren't sharded.
+        are_replicas_alike: As far as this rank knows they are meant to be. Where they aren't, ranks may clip as
+            they like, if their optimizers aren't sharded.
 
     Attributes:
         notes: What steps are given.
@@ -146,7 +133,7 @@ class OptionsWatch(Observer):
         self._are_replicas_alike = are_replicas_alike
         self._is_in_join = False
         self.notes = Notes()
-        self._noted: tuple[tuple[Call, ...], tuple[Call, ...]] = (), ()
+        self._noted: tuple[Call, ...] = ()
         self._world = world
         self._control = control
         self._is_late = device.type != "cpu"
@@ -218,7 +205,7 @@ class OptionsWatch(Observer):
     def set_join(self, is_open: bool) -> None:
         """See `Observer`."""
         self._is_in_join = is_open
-        self.notes.forget_calls()
+        self.notes.forget()
 
     def raise_found(self) -> None:
         """Name the options that differ. Collective if some were found to, which all ranks know.
@@ -231,10 +218,8 @@ class OptionsWatch(Observer):
         self._found = False
         alive = {number: ref() for number, ref in self._optimizers.items()}
         mine = {str(number): options_of(each) for number, each in alive.items() if each is not None}
-        calls, kept = map(as_texts, self._noted)
-        answers = exchange(
-            self._control, {"options": mine, "calls": calls, "kept": kept, "alike": self._are_replicas_alike()}
-        )
+        calls = as_texts(self._noted)
+        answers = exchange(self._control, {"options": mine, "calls": calls, "alike": self._are_replicas_alike()})
         received = [each["options"] for each in answers]
         # One that has been thrown away may live on for a while on some of the ranks.
         numbers = [number for number in mine if all(number in each for each in received)]
@@ -250,15 +235,9 @@ class OptionsWatch(Observer):
         self._compare_calls(answers, is_divided=bool(numbers))
 
     def _compare_calls(self, answers: Sequence[Mapping[str, Any]], *, is_divided: bool) -> None:
-        num_kept = {len(each["kept"]) for each in answers}
-        if len(num_kept) > 1:
-            self.notes.forget_kept()
-        are_alike_meant = all(each["alike"] for each in answers)
-        difference = None
-        if is_divided or are_alike_meant:
-            difference = find_other_call([each["calls"] for each in answers], are_alike)
-        if difference is None and are_alike_meant and len(num_kept) == 1:
-            difference = find_other_call([each["kept"] for each in answers], are_alike)
+        if not (is_divided or all(each["alike"] for each in answers)):
+            return
+        difference = find_other_call([each["calls"] for each in answers], are_alike)
         if difference is not None:
             raise MismatchError(
                 f"the ranks were given different arguments: {difference} (noticed in backward pass "

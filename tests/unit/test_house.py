@@ -214,7 +214,7 @@ ORDER: dict[str, list[str]] = {
     "launcher.options": ["flags", "resources", "logs"],
     "launcher.pool": ["ranks", "rank_process", "remote"],
     "launcher.spawn": ["zygote", "post_fork", "start_worker", "script_runner", "child", "log_lines"],
-    "logger": ["logger", "files"],
+    "logger": ["logger"],
     "observe": ["script", "steps", "loaders", "rehearsal", "scratch", "models", "patching", "thresholds"],
     "optim": [
         "local_sgd",

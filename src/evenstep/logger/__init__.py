@@ -1,1 +1,1 @@
-"""The numbers of a run, in files: `logger` has `Logger`, `files` the kinds of file that it writes."""
+"""The numbers of a run, in a file of JSON lines and for trackers: `logger` has `Logger`."""

@@ -1,14 +1,20 @@
-"""`Logger`: numbers of a run, written by rank 0 to files that outlive it."""
+"""`Logger`: numbers of a run, written by rank 0 to a file that outlives it.
+
+A line goes to the file in one write, so at most the last line can be torn, by a full disk or a power cut: the next
+logger that opens the file cuts that off. Nothing else is ever removed or moved. A run that makes steps again, from its
+last checkpoint on, appends their lines: of two lines of a step the later one counts.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import json
 import math
 import os
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,55 +22,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evenstep import checks
 from evenstep import world as worlds
-from evenstep.checks import whole
+from evenstep.environment import current_placement
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
 from evenstep.health.recovery_files import Losses
 from evenstep.health.telemetry import StepTimes
-from evenstep.logger.files import Csv, JsonLines, TensorBoard, Writer, why_no_tensorboard
 from evenstep.world import World
 
-FORMATS: dict[str, Callable[[Path], Writer]] = {
-    "jsonl": lambda directory: JsonLines(directory / "metrics.jsonl"),
-    "csv": lambda directory: Csv(directory / "metrics.csv"),
-    "tensorboard": lambda directory: TensorBoard(directory / "tensorboard"),
-}
-# Of this process, by format and place, with the number of loggers that write there: a second one that opened the file
-# itself would take what the first has written for an earlier run's.
-_shared: dict[tuple[int, str, str], tuple[Writer, int]] = {}
+Tracker = Callable[[dict[str, float], int], object]
+_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}  # numbers that JSON lacks
+_TAKEN = ("step", "attempt", "time")
 _CHECKSUM_BITS = 20  # of names: sums of its square are exact in float64
 
 
 class Logger:
-    """Write numbers of a run to files: JSON lines, CSV, TensorBoard. Rank 0 writes; all ranks may call.
+    """Write numbers of a run to a file of JSON lines, and to a tracker. Rank 0 writes; all ranks may call.
 
-        logger = evenstep.Logger("runs/digits", formats=("jsonl", "csv"))
+        logger = evenstep.Logger("runs/digits")
         logger.log({"loss": loss.item()}, step=step)                          # rank 0's value
         logger.log({"loss": loss, "accuracy": accuracy}, step=step, mean=True, weight=len(x))   # of all ranks
 
-    `log` returns when the operating system has the line, so a killed process loses none. A resumed run appends to the
-    same files. Lines of its first step and later ones, by an earlier run, move to `metrics.replaced.jsonl` first.
+    A line: {"step": 7, "attempt": 0, "time": 1790000000.1, "loss": 0.5}. The attempt is the launcher's count of
+    restarts. `log` returns when the operating system has the line, so a killed process loses none. A resumed run
+    appends to the same file; of two lines of a step the later one counts.
 
-    Collective: every rank makes it, with the same arguments. Several loggers of one run may share a directory.
+    Collective: every rank makes it, with the same arguments but for `to`.
 
     Args:
-        directory: Where the files lie: `metrics.jsonl`, `metrics.csv`, `tensorboard/`.
-        formats: Any of "jsonl", "csv", "tensorboard". The last needs `pip install "evenstep[tensorboard]"`.
+        directory: Where `metrics.jsonl` lies. Several loggers of one run may share it.
+        to: Called on rank 0 with what is logged, by name, and the step: the `log` of a run of wandb or trackio.
+            Other ranks may give None. What it raises is a warning, and it isn't called any more.
         telemetry: Add the times of rank 0's newest finished step to every line, as `time/forward_s` and so on (see
             `world.telemetry`); once the run has lost ranks with `--recover`, what that has cost, as `recovery/lost_s`.
         every: Write only steps that this divides; others return at once, on all ranks.
         world: The ranks that log; None: the current world.
 
     Raises:
-        ConfigurationError: No such format, TensorBoard isn't installed, the directory can't be written, or another
-            process logs there. Raised on all ranks.
+        ConfigurationError: `to` is no function, or the directory can't be written. Raised on all ranks.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
         *,
-        formats: Sequence[str] = ("jsonl",),
+        to: Tracker | None = None,
         telemetry: bool = False,
         every: int = 1,
         world: World | None = None,
@@ -73,36 +75,35 @@ class Logger:
         self.directory = Path(directory)
         self.every = every
         self.telemetry = telemetry
+        self._attempt = current_placement().restart_count
         self._last_step: int | None = None
-        self._writers: list[Writer] = []
-        # If rank 0 can't make its files, the others raise here, too; else they would wait for it in a collective.
-        problems = self.world.exchange(self._prepare(formats))
+        self._file: int | None = None
+        self._writers: dict[str, Tracker] = {}  # by what they write to
+        # If rank 0 can't make its file, the others raise here, too; else they would wait for it in a collective.
+        problems = self.world.exchange(self._prepare(to))
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise ConfigurationError(f"Logger on rank {rank}: {problem}")
         self.world.at_end(self._world_ended)
 
-    def _prepare(self, formats: Sequence[str]) -> str | None:
-        """Make the writers, on rank 0; what is wrong, or None."""
-        if not isinstance(formats, tuple | list) or not formats or any(each not in list(FORMATS) for each in formats):
-            return f"formats={formats!r}; any of {', '.join(map(repr, FORMATS))}, as a tuple."
+    def _prepare(self, to: Tracker | None) -> str | None:
+        """Find out what is wrong, or None; on rank 0 make the directory."""
         try:
-            self.every = whole("every", self.every, least=1)
+            self.every = checks.whole("every", self.every, least=1)
+            if to is not None:
+                checks.function("to", to, otherwise="None")
         except ConfigurationError as error:
             return str(error)
         if not self.world.is_main:
             return None
-        if "tensorboard" in formats and (missing := why_no_tensorboard()) is not None:
-            return f'TensorBoard can\'t be used ({missing}). Install it: pip install "evenstep[tensorboard]".'
+        path = self._path
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.directory, os.W_OK):
-                return f"{self.directory} can't be written."
-            for each in dict.fromkeys(formats):
-                self._writers.append(_acquire(each, self.directory))
-        except (OSError, ConfigurationError) as error:
-            self.close()
-            return f"{self.directory}: {error.strerror}." if isinstance(error, OSError) else str(error)
+        except OSError as error:
+            return f"{self.directory}: {error.strerror}."
+        if not os.access(path if path.exists() else self.directory, os.W_OK):
+            return f"{path} can't be written."
+        self._writers = {str(path): self._write} | ({} if to is None else {f"to={to!r}": to})
         return None
 
     def log(
@@ -129,7 +130,7 @@ class Logger:
             UsageError: The step is less than that of the call before.
             MismatchError: With `mean`: the ranks give other names. Raised on all ranks.
         """
-        step = whole(f"Logger.log on rank {self.world.rank}: step", step, least=0)
+        step = checks.whole(f"Logger.log on rank {self.world.rank}: step", step, least=0)
         if step % self.every:
             return
         if not mean and not self.world.is_main:
@@ -148,27 +149,29 @@ class Logger:
             return
         if self.telemetry:
             numbers = {**numbers, **self._times()}
-        now = time.time()
-        for writer in list(self._writers):
+        for name, write in list(self._writers.items()):
             try:
-                writer.write(step, now, numbers)
-            except OSError as error:
+                write(dict(numbers), step)
+            except Exception as error:
                 # Numbers about a training are worth less than the training.
-                self._writers.remove(writer)
-                with contextlib.suppress(OSError):
-                    _release(writer)
+                del self._writers[name]
+                text = f"{error.strerror}" if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 warnings.warn(
-                    f"evenstep.Logger: {error.strerror or error}; {type(writer).__name__} in {self.directory} writes "
-                    f"nothing from step {step} on, training goes on.",
+                    f"evenstep.Logger: {text}. {name} gets nothing from step {step} on; training goes on.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
 
     def close(self) -> None:
-        """Close the files. Local; may be called twice. Called when the `with` block of the world ends."""
+        """Close the file. Local; may be called twice. Called when the `with` block of the world ends."""
         self.world.cancel_at_end(self._world_ended)
-        while self._writers:
-            _release(self._writers.pop())
+        self._writers.clear()
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
 
     def _world_ended(self, error: BaseException | None) -> None:
         self.close()
@@ -182,8 +185,21 @@ class Logger:
         self.close()
 
     def __repr__(self) -> str:
-        names = ", ".join(type(writer).__name__ for writer in self._writers)
+        names = ", ".join(self._writers)
         return f"<Logger {self.directory}: {names or 'writes nothing here'}, step {self._last_step}>"
+
+    # ------------------------------------------------------------------ the file
+
+    @property
+    def _path(self) -> Path:
+        return self.directory / "metrics.jsonl"
+
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        if self._file is None:
+            self._file = open_whole(self._path)
+        head = {"step": step, "attempt": self._attempt, "time": round(time.time(), 3)}
+        line = head | {name: _jsonable(value) for name, value in numbers.items()}
+        write_whole(self._file, json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
     # ------------------------------------------------------------------ values
 
@@ -194,10 +210,10 @@ class Logger:
                 f"Logger.log on rank {self.world.rank}: a {kind}; it takes a dictionary of numbers by name."
             )
         for name in values:
-            if not isinstance(name, str) or not name or name in ("step", "time"):
+            if not isinstance(name, str) or not name or name in _TAKEN:
                 raise ConfigurationError(
-                    f"Logger.log on rank {self.world.rank}: the name {name!r}; names are texts, and `step` and `time` "
-                    f"are taken."
+                    f"Logger.log on rank {self.world.rank}: the name {name!r}; names are texts, and `step`, `attempt` "
+                    f"and `time` are taken."
                 )
         return list(values.items())
 
@@ -254,22 +270,42 @@ class Logger:
         return times if losses is None else times | costs_of(losses)
 
 
-def _acquire(kind: str, directory: Path) -> Writer:
-    """The writer of a format for a directory: the one that another logger of this process has, or a new one."""
-    key = os.getpid(), kind, os.path.realpath(directory)
-    writer, num_users = _shared.get(key) or (FORMATS[kind](directory), 0)
-    _shared[key] = writer, num_users + 1
-    return writer
+def open_whole(path: Path) -> int:
+    """Open a file for appending, without the torn line at its end; made if there is none.
+
+    Raises:
+        OSError: It can't be opened.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        end = os.fstat(file).st_size
+        while end and not (block := os.pread(file, min(end, 1 << 16), max(0, end - (1 << 16)))).endswith(b"\n"):
+            end += block.rfind(b"\n") + 1 - len(block)
+            os.ftruncate(file, end)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
 
-def _release(writer: Writer) -> None:
-    """Give a writer back; the last logger that does closes it."""
-    for key, (each, num_users) in list(_shared.items()):
-        if each is writer and num_users > 1:
-            _shared[key] = writer, num_users - 1
-        elif each is writer:
-            del _shared[key]
-            writer.close()
+def write_whole(file: int, text: str) -> None:
+    """Append in one write.
+
+    Raises:
+        OSError: It didn't fit; a part that was written is removed again.
+    """
+    data = text.encode()
+    before = os.fstat(file).st_size
+    try:
+        if os.write(file, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.ftruncate(file, before)
+        raise
+
+
+def _jsonable(value: float) -> float | str:
+    return value if math.isfinite(value) else _NAMES[str(value)]
 
 
 def times_of(step: StepTimes) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -70,3 +71,38 @@ def test_other_libraries_trackers(tracker: str, tmp_path: Path) -> None:
     run(script, tmp_path, WANDB_MODE="offline")
     written = [path for path in tmp_path.rglob("*") if path.suffix in (".wandb", ".db")]
     assert len(written) == 1, "one run, of rank 0"
+
+
+@pytest.mark.extended
+def test_other_libraries_tensorboard(tmp_path: Path) -> None:
+    """Read back by TensorBoard itself; what a run makes again stands there once."""
+    if importlib.util.find_spec("tensorboard") is None:
+        pytest.skip("tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    program = pages.programs("how-to/trackers.md")["board.py"]
+    run(program, tmp_path)
+    again = program.replace("first = 0", "first = 2").replace("range(first, 3)", "range(first, 5)")
+    run(again.replace("1.0 + world.rank", "2.0 + world.rank"), tmp_path)
+    events = EventAccumulator(str(tmp_path / "runs" / "board")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [(0, 1.5), (1, 1.5), (2, 2.5), (3, 2.5), (4, 2.5)]
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "board" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 2, 3, 4]
+
+
+@pytest.mark.extended
+def test_other_libraries_line_of_pandas(tmp_path: Path) -> None:
+    """Of two lines of a step the later attempt's counts, name by name; a rare name isn't lost."""
+    if importlib.util.find_spec("pandas") is None:
+        pytest.skip("pandas is not installed")
+    (line,) = re.findall(r"`(pandas\.read_json[^`]*)`", pages.text("how-to/logging.md"))
+    written = [(0, 0, {"loss": 1.0}), (1, 0, {"loss": 2.0}), (1, 0, {"accuracy": 0.5}), (2, 0, {"loss": 3.0})]
+    written += [(1, 1, {"loss": 4.0}), (2, 1, {"loss": 5.0}), (3, 1, {"loss": 6.0})]
+    folder = tmp_path / "runs" / "example"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s, "attempt": a, "time": 1e9, **values}) + "\n" for s, a, values in written)
+    )
+    script = f"import pandas\nfound = {line}\nprint(found.loss.to_dict(), found.accuracy[1], list(found.attempt))\n"
+    printed = run(script, tmp_path).splitlines()
+    assert printed == ["{0: 1.0, 1: 4.0, 2: 5.0, 3: 6.0} 0.5 [0, 1, 1, 1]"] * 2

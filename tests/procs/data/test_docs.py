@@ -26,6 +26,7 @@ SAYS = {
     "orders.py": r"10 steps, 10 steps",
     "stream.py": r"7 steps on every rank, each record once",
     "files.py": r"399 of 400 records",
+    "mapped.py": r"1000 rows, each once: True",
     "evaluation.py": r"accuracy 0\.\d{4}",
     "metrics.py": r"\d+ of 33 right, 0\.\d{4}",
 }

@@ -106,3 +106,12 @@ def test_other_libraries_line_of_pandas(tmp_path: Path) -> None:
     script = f"import pandas\nfound = {line}\nprint(found.loss.to_dict(), found.accuracy[1], list(found.attempt))\n"
     printed = run(script, tmp_path).splitlines()
     assert printed == ["{0: 1.0, 1: 4.0, 2: 5.0, 3: 6.0} 0.5 [0, 1, 1, 1]"] * 2
+
+
+@pytest.mark.extended
+def test_other_libraries_arrow_files(tmp_path: Path) -> None:
+    if importlib.util.find_spec("datasets") is None:
+        pytest.skip("datasets is not installed")
+    (program,) = pages.blocks("py", "how-to/large-data.md")
+    assert run(program, tmp_path) == "1000 rows, each once: True\n"
+    assert list((tmp_path / "table").glob("*.arrow"))

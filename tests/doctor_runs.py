@@ -160,10 +160,6 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [("EV101", "loader = Data")],
     ),
     "no_set_epoch": (_changed(("        sampler.set_epoch(epoch)\n", "")), [("EV102", "in enumerate(loader)")]),
-    "shuffle_and_sampler": (
-        _changed((_LOADER, _LOADER.replace("sampler=", "shuffle=True, sampler="))),
-        [("EV103", "loader = Data")],
-    ),
     "padded": (
         _changed(("torch.randn(64, 20), torch.randint(3, (64,))", "torch.randn(63, 20), torch.randint(3, (63,))")),
         [("EV105", "val_loader = ")],
@@ -285,7 +281,6 @@ FOUND: dict[str, tuple[str, list[tuple[str, str]]]] = {
         [],
     ),
     "few_rows": (_changed((_LOADER, _LOADER.replace("16", "4"))), [("EV507", "model(x), y")]),
-    "unused": (_changed(("DDP(net)", "DDP(net, find_unused_parameters=True)")), [("EV508", "DDP(net,")]),
     "rates": (
         _changed(
             (

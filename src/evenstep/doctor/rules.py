@@ -91,17 +91,6 @@ _ALL = [
         _ERROR,
     ),
     Rule(
-        "EV103",
-        "shuffle beside a sampler",
-        "data",
-        "A DataLoader has both shuffle=True and a sampler.",
-        "torch refuses the combination when the loader is made. The sampler is what shuffles.",
-        "sampler = DistributedSampler(train_set, shuffle=True)\n"
-        "loader = DataLoader(train_set, batch_size=64, sampler=sampler)",
-        _READING,
-        _ERROR,
-    ),
-    Rule(
         "EV104",
         "global and local batch size confused",
         "data",
@@ -275,7 +264,7 @@ _ALL = [
         "Each copy of a batch to the GPU waits, instead of running beside the computation.",
         "loader = DataLoader(train_set, pin_memory=True)\nx = x.to(device, non_blocking=True)",
         _READING,
-        _WARNING,
+        _NOTE,
     ),
     Rule(
         "EV305",
@@ -400,16 +389,6 @@ _ALL = [
         _WARNING,
     ),
     Rule(
-        "EV508",
-        "find_unused_parameters for nothing",
-        "step",
-        "find_unused_parameters=True, and every parameter is used in every step.",
-        "DDP walks the whole autograd graph in each step, before it may begin to communicate.",
-        "model = DistributedDataParallel(model)",
-        _BOTH,
-        _WARNING,
-    ),
-    Rule(
         "EV509",
         "scheduler of another number of steps",
         "step",
@@ -431,16 +410,6 @@ _ALL = [
         _WARNING,
     ),
     Rule(
-        "EV602",
-        "NCCL without GPUs",
-        "starting",
-        "The backend is NCCL, and the script or this machine uses no GPU.",
-        "NCCL refuses tensors of the CPU: the first collective fails.",
-        'dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")',
-        _BOTH,
-        _ERROR,
-    ),
-    Rule(
         "EV603",
         "torch.distributed.launch",
         "starting",
@@ -448,7 +417,7 @@ _ALL = [
         "torchrun and other launchers set LOCAL_RANK instead, so that every rank keeps the default, usually 0.",
         'local_rank = int(os.environ["LOCAL_RANK"])  # torchrun --nproc-per-node 4 train.py',
         _READING,
-        _WARNING,
+        _NOTE,
     ),
     Rule(
         "EV604",
@@ -458,7 +427,7 @@ _ALL = [
         "Ranks end while others still communicate: warnings, hangs at exit, and leaked resources.",
         "dist.destroy_process_group()  # as the last thing, in a finally",
         _BOTH,
-        _WARNING,
+        _NOTE,
     ),
     Rule(
         "EV605",

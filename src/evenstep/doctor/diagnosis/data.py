@@ -40,7 +40,6 @@ def check(script: Script) -> Iterator[Finding]:
         yield from _batch_sizes(script)
         yield from _padded_validation(script)
         yield from _whole_streams(script)
-    yield from _shuffle_and_sampler(script)
     yield from _seeds_of_workers(script)
 
 
@@ -122,18 +121,6 @@ def _has_epochs(script: Script, loader: Call) -> bool:
             if outer is not None and script.loops_around(outer):
                 return True
     return False
-
-
-def _shuffle_and_sampler(script: Script) -> Iterator[Finding]:
-    for loader in script.named("torch.utils.data.DataLoader"):
-        sampler = loader.argument("sampler", 3)
-        if not is_true(loader.argument("shuffle", 2)) or is_nothing(sampler):
-            continue
-        if "None" in text_of(sampler) or any(
-            text_of(each) == "None" for each, _ in origins(script, sampler, loader.frame)
-        ):
-            continue
-        yield found("EV103", loader, f"{loader.text} has shuffle=True and sampler={text_of(sampler)}")
 
 
 def _batch_sizes(script: Script) -> Iterator[Finding]:

@@ -26,16 +26,6 @@ def check(script: Script) -> Iterator[Finding]:
     if groups and "destroy_process_group" not in script.text:
         call = groups[0]
         yield found("EV604", call, f"{call.text} has no dist.destroy_process_group()")
-    for call in groups:
-        backend = call.argument("backend", 0)
-        texts = {text_of(each).strip("\"'") for each, _ in origins(script, backend, call.frame)}
-        moves = re.search(r"\.to\(\s*(?:device=)?(?:\w+\.)*\w*(?:device|rank|gpu)", script.text)
-        if backend is not None and "nccl" in texts and not (script.uses_gpus or moves or _chooses(texts)):
-            yield found("EV602", call, f"{call.text}, and the script uses no GPU")
-
-
-def _chooses(texts: set[str]) -> bool:
-    return any("gloo" in each or " if " in each for each in texts)
 
 
 def _ports(script: Script) -> Iterator[Finding]:

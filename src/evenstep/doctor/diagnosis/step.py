@@ -11,7 +11,6 @@ from evenstep.doctor.diagnosis.asking import (
     assignments_to,
     found,
     is_nothing,
-    is_true,
     names_in,
     number,
     origins,
@@ -19,7 +18,7 @@ from evenstep.doctor.diagnosis.asking import (
 )
 from evenstep.doctor.findings import Finding
 from evenstep.doctor.reading.contexts import Script
-from evenstep.doctor.reading.program import Assignment, Call, Class, Frame, Loop, dotted, shortened, text_of
+from evenstep.doctor.reading.program import Assignment, Call, Frame, Loop, dotted, shortened, text_of
 
 # Up to this global batch Goyal et al., "Accurate, Large Minibatch SGD" (2017), leave the learning rate as it is.
 REFERENCE_BATCH = 256
@@ -38,7 +37,6 @@ def check(script: Script) -> Iterator[Finding]:
         yield from _tokens(script)
         yield from _learning_rate(script)
         yield from _batch_norm(script)
-        yield from _unused_parameters(script)
         yield from _schedulers(script)
     yield from _replaced_parameters(script)
     yield from _clipping(script)
@@ -401,61 +399,6 @@ def _batch_norm(script: Script) -> Iterator[Finding]:
             where = f"{layer.last} (line {layer.frame.file.source.place(layer.line)[0]})"
             yield found("EV507", at, f"{where} takes its statistics from {rows} rows a rank")
             return
-
-
-def _unused_parameters(script: Script) -> Iterator[Finding]:
-    for call in script.calls:
-        if "DistributedDataParallel" not in call.name or not is_true(call.argument("find_unused_parameters")):
-            continue
-        if call.name.startswith("evenstep."):
-            continue
-        things = script.things(call.argument("module", 0), call.frame)
-        inner = [each.cls for each in things if each.cls is not None]
-        if inner and all(_uses_all(script, cls) for cls in inner):
-            yield found("EV508", call, f"{call.text}: every layer of {inner[0].name} is used in every forward pass")
-    for call in script.calls:
-        if call.name in ("torch.nn.parallel.DistributedDataParallel",) and is_true(
-            call.argument("find_unused_parameters")
-        ):
-            things = script.things(call.argument("module", 0), call.frame)
-            names = {each.site.name for each in things if each.site is not None and each.cls is None}
-            if things and names and len(names) == len(things) and all(_is_plain(name) for name in names):
-                yield found("EV508", call, f"{call.text}: every layer of {', '.join(sorted(names))} is used")
-
-
-def _is_plain(name: str) -> bool:
-    return name in ("torch.nn.Sequential", "torch.nn.Linear") or name.startswith("torchvision.models.resnet")
-
-
-def _uses_all(script: Script, cls: Class) -> bool:
-    """True if a model's forward pass surely uses all its layers: no branches, one result."""
-    forward, init = cls.methods.get("forward"), cls.methods.get("__init__")
-    if forward is None or init is None or not script.values.is_kind_of(cls, {"Module"}):
-        return False
-    if any(base.rpartition(".")[2] != "Module" for base in cls.bases) or len(forward.returns) != 1:
-        return False
-    if isinstance(forward.returns[0], cst.Tuple | cst.Dict):
-        return False
-    body = text_of(forward.node)
-    if any(isinstance(each, cst.If | cst.IfExp | cst.For | cst.While | cst.Try) for each in walk(forward.node)):
-        return False
-    if re.search(r"detach|no_grad|checkpoint", body):
-        return False
-    layers = {
-        dotted(each.target)
-        for each in cls.file.assignments
-        if each.frame.function is init and dotted(each.target).startswith("self.") and _holds_parameters(script, each)
-    }
-    if any("requires_grad" in text_of(each.target) for each in cls.file.assignments):
-        return False
-    return bool(layers) and all(re.search(rf"{re.escape(layer)}\b", body) for layer in layers)
-
-
-def _holds_parameters(script: Script, assignment: Assignment) -> bool:
-    value = assignment.value
-    return (isinstance(value, cst.Call) and not isinstance(value.func, cst.Name | cst.Attribute)) or (
-        "nn." in text_of(value) or "model" in script.values.kinds(value, assignment.frame)
-    )
 
 
 def _schedulers(script: Script) -> Iterator[Finding]:

@@ -8,16 +8,10 @@ from evenstep.doctor.findings import Finding, Refuted
 _OF_GPUS = ("nccl", "no cuda", "not compiled with cuda", "no nvidia", "_cuda_", "invalid device ordinal", "no gpu")
 
 
-def judge(scene: Scene, *, wants_gpus: bool) -> tuple[list[Finding], list[Refuted]]:
-    """All of this group.
-
-    Args:
-        scene: The run.
-        wants_gpus: The script uses GPUs: on a machine without any, NCCL is no mistake of it.
-    """
-    found = [*_ports(scene), *([] if wants_gpus else _nccl(scene)), *_devices(scene), *_waits(scene)]
+def judge(scene: Scene) -> tuple[list[Finding], list[Refuted]]:
+    """All of this group."""
     ends, refuted = _ends(scene)
-    return [*found, *ends], refuted
+    return [*_ports(scene), *_devices(scene), *_waits(scene), *ends], refuted
 
 
 def _ports(scene: Scene) -> list[Finding]:
@@ -27,14 +21,6 @@ def _ports(scene: Scene) -> list[Finding]:
         return []  # a port that was free is another one on every rank
     seen = f"the group was made at port {ports.pop()}, whatever the launcher said"
     return [scene.finding("EV601", made[0].place, seen)]
-
-
-def _nccl(scene: Scene) -> list[Finding]:
-    made = next((each for each in scene.evidence.all("init") if "nccl" in str(each["backend"]).lower()), None)
-    raised = next((each for each in scene.evidence.all("raised") if is_for_want_of_gpus(str(each["message"]))), None)
-    if made is None or raised is None:
-        return []
-    return [scene.finding("EV602", made.place, f"it raised {raised['type']}: {str(raised['message']).splitlines()[0]}")]
 
 
 def is_for_want_of_gpus(message: str) -> bool:

@@ -15,9 +15,8 @@ _CLOSE = 1e-3  # relative difference of two divisors that are taken as equal
 
 def judge(scene: Scene) -> tuple[list[Finding], list[Refuted]]:
     """All of this group."""
-    unused, refuted = _unused(scene)
-    found = [*_passes(scene), *_clipping(scene), *_replaced(scene), *_tokens(scene), *_norms(scene), *unused]
-    return [*found, *_rates(scene)], [*refuted, *_whole_means(scene)]
+    found = [*_passes(scene), *_clipping(scene), *_replaced(scene), *_tokens(scene), *_norms(scene), *_rates(scene)]
+    return found, _whole_means(scene)
 
 
 def _passes(scene: Scene) -> list[Finding]:
@@ -160,19 +159,6 @@ def _norms(scene: Scene) -> list[Finding]:
             seen = f"a batch normalisation took its statistics from {rows} rows"
             found.append(scene.finding("EV507", place, seen))
     return found[:1]
-
-
-def _unused(scene: Scene) -> tuple[list[Finding], list[Refuted]]:
-    wrapped = [
-        each for each in (scene.evidence.of("wrapped")[0] if scene.evidence.ranks else []) if each["find_unused"]
-    ]
-    passes = [each for each in scene.evidence.all("backward") if each["wrapped"]]
-    if not wrapped or len(passes) < 2:
-        return [], []
-    if any(each["unused"] for each in passes):
-        return [], [Refuted("EV508")]
-    seen = f"every parameter had a gradient in each of {len(passes)} backward passes"
-    return [scene.finding("EV508", each.place, seen) for each in wrapped], []
 
 
 def _rates(scene: Scene) -> list[Finding]:

@@ -7,11 +7,9 @@ from dataclasses import replace
 
 from evenstep.doctor.evidence import collectives, data, output, starting, stepping
 from evenstep.doctor.evidence.scene import Scene
-from evenstep.doctor.findings import Finding, Watched
+from evenstep.doctor.findings import Watched
 from evenstep.doctor.run.events import Event, Evidence
 from evenstep.doctor.run.hangs import last_progress_s
-
-_SHUFFLE = "mutually exclusive with shuffle"
 
 
 def watched(
@@ -42,14 +40,14 @@ def watched(
         )
     of_data, refuted = data.judge(scene)
     of_steps, refuted_steps = stepping.judge(scene)
-    of_start, refuted_start = starting.judge(scene, wants_gpus=wants_gpus)
+    of_start, refuted_start = starting.judge(scene)
     lengths = any(each.rule == "EV109" for each in of_data)
     of_calls = collectives.judge(scene, has_other_lengths=lengths)
-    found = [*of_data, *_shuffled(scene), *output.judge(scene), *of_calls, *of_steps, *of_start]
+    found = [*of_data, *output.judge(scene), *of_calls, *of_steps, *of_start]
     return Watched(
         findings=found,
         refuted=[*refuted, *refuted_steps, *refuted_start],
-        notes=_notes(scene, found, wants_gpus),
+        notes=_notes(scene, wants_gpus),
         num_steps=evidence.num_steps,
     )
 
@@ -60,12 +58,7 @@ def _of_the_rank(events: Sequence[Event]) -> list[Event]:
     return list(events[began:])
 
 
-def _shuffled(scene: Scene) -> list[Finding]:
-    raised = [each for each in scene.evidence.all("raised") if _SHUFFLE in str(each["message"])]
-    return [scene.finding("EV103", each.place, f"it raised {each['type']}: {each['message']}") for each in raised[:1]]
-
-
-def _notes(scene: Scene, found: list[Finding], wants_gpus: bool) -> list[str]:
+def _notes(scene: Scene, wants_gpus: bool) -> list[str]:
     """Why the run ended before it had shown all."""
     evidence = scene.evidence
     raised = scene.error
@@ -76,8 +69,6 @@ def _notes(scene: Scene, found: list[Finding], wants_gpus: bool) -> list[str]:
         where = scene.told(spawned.place)
         return [f"It starts {count} ranks of its own ({where}), which can't be watched: it was only read."]
     if raised is not None:
-        if any(each.rule in ("EV103", "EV602") for each in found):
-            return [f"The run ended {steps}: what follows that error was only read."]
         if wants_gpus and starting.is_for_want_of_gpus(str(raised["message"])):
             first = str(raised["message"]).strip().splitlines()[0]
             return [f"It needs GPUs, and this machine has none that it could use, so it was only read: {first}"]

@@ -3,9 +3,9 @@
 Kinds of events, and their facts beside time, step and place:
 
     start      a rank begins: `pid`
-    init       the process group is made: `backend`, `init_method`, `port` (a fixed one, or None), `by_script`
+    init       the process group is made: `port` (a fixed one, or None), `by_script`
     destroy    it is destroyed
-    wrapped    a wrapper is made: `wrapper`, `find_unused`, `device`, `num_bytes` of gradients
+    wrapped    a wrapper is made: `wrapper`, `device`, `num_bytes` of gradients
     enter      a call that other ranks must make, too, begins: `op`, `call` (its number on this rank), `group`
     leave      it has ended: `call`
     iterate    a loop over a loader begins: `loader`, `iteration`, and facts of the loader
@@ -13,7 +13,7 @@ Kinds of events, and their facts beside time, step and place:
     iterated   the loop has ended: `loader`, `iteration`, `num_batches`, `cut` (ended by the watch, and not by itself)
     fetch      samples were loaded: `worker` (-1: in the rank), `dataset`, `streams` (those that moved, before)
     forward    an outermost forward pass: `wrapped`, `grad`, `rows`
-    backward   a backward pass: `synced`, `factor`, `is_mean`, `is_sum`, `weighted`, `unused`
+    backward   a backward pass: `synced`, `factor`, `is_mean`, `is_sum`, `weighted`
     loss       a loss over labels: `valid`, `labels`, `rows`, `reduction`
     norm       a batch normalisation in training: `rows`
     scale, unscale, clip       of gradients

@@ -98,8 +98,7 @@ class Collectives:
                 init_method = None
                 kwargs = {name: value for name, value in kwargs.items() if name not in ("rank", "world_size", "store")}
                 export(self._launched)
-            facts = {"backend": None if backend is None else str(backend), "port": port, "by_script": by_script}
-            self._recorder.note("init", **facts)
+            self._recorder.note("init", port=port, by_script=by_script)
             self._inside("init_process_group", original, (backend, init_method, *args), kwargs)
             self._group_made()
 
@@ -133,7 +132,6 @@ class Collectives:
             self._recorder.note(
                 "wrapped",
                 wrapper=kind,
-                find_unused=bool(getattr(wrapper, "find_unused_parameters", False)),
                 device=str(trained[0].device) if trained else "cpu",
                 num_bytes=sum(p.numel() * p.element_size() for p in trained),
             )

@@ -41,8 +41,6 @@ class Steps:
         self._used: set[nn.Module] = set()  # wrappers whose forward has run since the last backward pass
         self._scale: float | None = None
         self._counts: dict[int, int] = {}
-        self._arrived: set[int] = set()
-        self._followed: dict[int, dict[str, nn.Parameter]] = {}
 
     def install(self, patches: Patches) -> None:
         """Watch until the patches are undone."""
@@ -91,18 +89,10 @@ class Steps:
             return 0
         if grad:
             self._used.add(module)
-            self._follow(module)
         # torch's wrapper sends the buffers of rank 0 before the pass, also in an evaluation; and after the first step
         # it agrees on the order of its buckets.
         sends = getattr(module, "broadcast_buffers", False) and any(True for _ in module.buffers())
         return self._recorder.enter("forward of the model") if syncs and (grad or sends) else 0
-
-    def _follow(self, module: Any) -> None:
-        if id(module) in self._followed or not getattr(module, "find_unused_parameters", False):
-            return
-        self._followed[id(module)] = trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        for parameter in trained.values():
-            parameter.register_post_accumulate_grad_hook(lambda p: self._arrived.add(id(p)))
 
     # ------------------------------------------------------------------ backward
 
@@ -111,7 +101,7 @@ class Steps:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._going_back:
                 return original(tensors, grad_tensors, *args, **kwargs)
-            used, self._used, self._arrived = self._used, set(), set()
+            used, self._used = self._used, set()
             syncs = any(bool(each.require_backward_grad_sync) for each in used)
             number = self._recorder.enter("gradients of the model") if syncs else 0
             places, root = self._recorder.places(), self._root(tensors)  # before its tensors are freed
@@ -122,14 +112,8 @@ class Steps:
                 self._going_back = False
                 if number:
                     self._recorder.leave(number)
-            facts = {"synced": syncs, "wrapped": bool(used), "weighted": grad_tensors is not None}
-            unused = [
-                name
-                for module in used
-                for name, p in self._followed.get(id(module), {}).items()
-                if id(p) not in self._arrived
-            ]
-            self._recorder.write("backward", places, {**facts, **root, "unused": unused})
+            facts = {"synced": syncs, "wrapped": bool(used), "weighted": grad_tensors is not None, **root}
+            self._recorder.write("backward", places, facts)
             return None
 
         return backward

@@ -1,7 +1,6 @@
 """A training loop for one process, as one begins with. What it needs for several, `evenstep convert` writes:
 
     evenstep convert examples/one_process.py               # shows the changes; --write makes them
-    evenstep convert examples/one_process.py --to torch    # with torch's own classes
     evenstep convert examples/one_process.py --verify      # do one rank and two compute the same?
 
 And what has been forgotten in a script that is data-parallel already, `evenstep doctor` finds:

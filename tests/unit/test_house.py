@@ -155,7 +155,6 @@ ORDER: dict[str, list[str]] = {
         "output",
         "loops",
         "work",
-        "targets",
         "edits",
         "losses",
         "values",

@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from evenstep.convert.convert import Conversion
 
 _DESCRIPTION = """\
-Convert a training script for one process (or one with DataParallel) to data parallelism, with evenstep or with torch's
-own DistributedDataParallel. Formatting and comments stay. Shows what it would change; --write changes the file.
-What it can't convert it leaves, marks with a comment and explains."""
+Convert a training script for one process (or one with DataParallel) to data parallelism. Formatting and comments stay.
+Shows what it would change; --write changes the file. What it can't convert it leaves, marks with a comment and
+explains."""
 _EPILOG = """\
 examples:
   evenstep convert train.py                          show the changes
   evenstep convert train.py --write                  change the file
   evenstep convert train.py --verify --epochs 1      does the result compute the same on one rank and on two?
-  evenstep convert train.py --to torch --write       plain torch, to be started with torchrun
 
 exit status: 0 if it was converted, or was data-parallel already; 1 if it can't be converted or doesn't compute the
 same; 2 if --verify finds that the script itself fails; 78 if the command is wrong."""
@@ -50,14 +49,14 @@ def main(arguments: Sequence[str]) -> int:
             f"convert: {' '.join(args.arguments)} is no option of convert, so it is the script's, which is run with "
             f"--verify only. See evenstep convert --help."
         )
-    found = convert(args.script, args.to)
+    found = convert(args.script)
     if args.json is not None:
         Path(args.json).write_text(json.dumps(found.as_json(), indent=2) + "\n")
     for remark in (*found.problems, *found.notes):
         console.say(f"{args.script}:{remark.line}: {remark.text}")
     if found.by is not None:
         hint = ""
-        if found.by == "torch.distributed" and args.to == "evenstep":
+        if found.by == "torch.distributed":
             hint = " Its DistributedDataParallel may be evenstep's: see docs/reference/ddp-compatibility.md."
         console.say(f"{args.script} is data-parallel already, by {found.by}: nothing to do.{hint}")
         return 0
@@ -84,12 +83,6 @@ def build_parser() -> Parser:
         prog="evenstep convert",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-    )
-    parser.add_argument(
-        "--to",
-        choices=("evenstep", "torch"),
-        default="evenstep",
-        help="whose classes the result uses (default: %(default)s)",
     )
     parser.add_argument(
         "--write", action="store_true", help="change the file; with --verify only if it computes the same"

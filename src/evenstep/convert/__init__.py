@@ -9,7 +9,6 @@ In reading order:
     output      rank 0 prints, writes and shows; devices
     loops       which loops train and which evaluate, their batches, and what they add up
     work        what these share: the script, the changes so far, and what is said of it
-    targets     what a converted script says: evenstep's words, or torch's
     edits       changes to a tree, applied in one go
     losses      whether a number is a mean over samples, or a sum                           pure
     values      which names hold models, loaders, batches                                   pure

@@ -26,7 +26,6 @@ from evenstep.errors import ConfigurationError, UsageError
 from evenstep.verify.ranks import verify_ranks
 from evenstep.verify.report import Report
 
-TARGETS = ("evenstep", "torch")
 _DEEPEST = 500  # levels of a tree
 
 
@@ -125,12 +124,11 @@ class Conversion:
             copy.unlink(missing_ok=True)
 
 
-def convert(script: str, to: str = "evenstep") -> Conversion:
+def convert(script: str) -> Conversion:
     """Convert a script, in memory.
 
     Args:
         script: A file.
-        to: "evenstep" or "torch".
 
     Raises:
         ConfigurationError: There is no such script, or it isn't python that can be parsed.
@@ -142,7 +140,7 @@ def convert(script: str, to: str = "evenstep") -> Conversion:
     by = already_distributed(source)
     if by is not None:
         return Conversion(script, before, before, content, content, by=by)
-    work = plan(source, to, file=path.name)
+    work = plan(source, file=path.name)
     problems, notes = tuple(sorted(work.problems)), tuple(sorted(work.notes))
     if problems:
         return Conversion(script, before, before, content, content, problems=problems, notes=notes)

@@ -48,9 +48,9 @@ class Data:
         divided = {value for value in self.training if self._change(value, is_training=True)}
         for value in sorted(self._evaluated(), key=lambda value: self._script.order(value.site)):
             reason = self._why_whole(value)
-            if reason is None and not work.is_torch and self._change(value, is_training=False):
+            if reason is None and self._change(value, is_training=False):
                 divided.add(value)
-            elif reason is not None and not work.is_torch:
+            elif reason is not None:
                 work.note(value.site, f"every rank evaluates all of this: {reason}", mark=True)
         self.divided = frozenset(divided)
 
@@ -85,10 +85,7 @@ class Data:
             else:
                 self._work.note(call, f"every rank evaluates all of this: {problem}", mark=True)
             return False
-        if self._work.is_torch:
-            self._change_torchs(call, given)
-        else:
-            self._change_evensteps(call, given)
+        self._change_loader(call, given)
         return True
 
     def _given(self, call: cst.Call) -> dict[str, cst.Arg]:
@@ -118,9 +115,8 @@ class Data:
         sampler = given.get("sampler")
         if sampler is not None and script.code(sampler.value) != "None":
             found = self._sampler(sampler.value)
-            if found is None or (found.kind == _WEIGHTED and self._work.is_torch):
-                hint = "; evenstep has one for several" if found is not None else ""
-                return f"the order of its sampler ({script.code(sampler.value)}) is for one process{hint}"
+            if found is None:
+                return f"the order of its sampler ({script.code(sampler.value)}) is for one process"
             if found.kind == _SUBSET and script.imports.get("torch") != "torch":
                 return f"its sampler ({script.code(sampler.value)}) becomes a torch.utils.data.Subset: import torch"
         return None
@@ -168,7 +164,7 @@ class Data:
             edits.change(found.call, change)
         return True
 
-    def _change_evensteps(self, call: cst.Call, given: dict[str, cst.Arg]) -> None:
+    def _change_loader(self, call: cst.Call, given: dict[str, cst.Arg]) -> None:
         work, edits = self._work, self._work.edits
         edits.template(call.func, "evenstep.DataLoader")
         for unpacked in self._unpacked(call):
@@ -244,100 +240,11 @@ class Data:
         rest = f'{{k: v for k, v in {text}.items() if k != "batch_size"}}'
         return [size, new.with_changes(value=cst.parse_expression(rest, config))]
 
-    def _unpacked_for_torch(self, argument: cst.Arg, new: cst.Arg) -> cst.Arg:
-        """A rank's part of the batch size, and no order of its own: the sampler has it."""
-        items = items_of(self._script, argument.value) or {}
-        text = self._script.code(argument.value)
-        changed = [f'"batch_size": {text}["batch_size"] // dist.get_world_size()'] if "batch_size" in items else []
-        changed += ['"shuffle": False'] if "shuffle" in items else []
-        if not changed:
-            return new
-        value = cst.parse_expression(f"{{**{text}, {', '.join(changed)}}}", self._script.module.config_for_parsing)
-        return new.with_changes(value=value)
-
-    def _change_torchs(self, call: cst.Call, given: dict[str, cst.Arg]) -> None:
-        work, script, edits = self._work, self._script, self._work.edits
-        config = script.module.config_for_parsing
-        dataset = given["dataset"]
-        order = {id(given[name]): name for name in given}
-        is_stream = self._is_stream(dataset.value)
-        shuffle = script.code(given["shuffle"].value) if "shuffle" in given else "False"
-        for unpacked in self._unpacked(call):
-            if "shuffle" in (unpacked.items or {}):
-                shuffle = f'{script.code(unpacked.argument.value)}.get("shuffle", False)'
-        if "sampler" in given and script.code(given["sampler"].value) != "None":
-            shuffle = "True"
-        text = script.code(dataset.value)
-        chosen = self._sampler(given["sampler"].value) if "sampler" in given else None
-        is_chosen = chosen is not None and chosen.kind == _SUBSET
-        if chosen is not None and is_chosen:
-            text = f"torch.utils.data.Subset({text}, {chosen.indices})"
-        is_inner = any(isinstance(each, cst.CompFor | cst.BaseComp | cst.Lambda) for each in script.ancestors(call))
-        is_plain = not any(isinstance(each, cst.Call) for each in script.inside(dataset.value))
-        if is_inner and not is_plain and not is_stream:
-            work.refuse(call, f"{text} is made inside of an expression: give it a name in a line before")
-        is_named = isinstance(dataset.value, cst.Name | cst.Attribute) and not is_chosen
-        if not is_named and not (is_stream or (is_inner and is_plain)):
-            name = work.unused("samples")
-            edits.add(edits.before, script.statement(call), f"{name} = {text}")
-            edits.template(dataset.value, name)
-            text = name
-        last = ", drop_last=True" if "drop_last" in given and script.code(given["drop_last"].value) == "True" else ""
-        sampler = cst.parse_expression(f"DistributedSampler({text}, shuffle={shuffle}{last})", config)
-        if is_stream:
-            work.helpers.add("OfThisRank")
-            edits.template(dataset.value, "OfThisRank({old})")
-            work.note(
-                call, "each rank reads the whole stream and keeps its own records; up to the last few are left out"
-            )
-
-        def change(updated: cst.CSTNode) -> cst.CSTNode:
-            assert isinstance(updated, cst.Call)
-            kept = []
-            has_sampler = False
-            for argument, new in zip(call.args, updated.args, strict=True):
-                name = order.get(id(argument), "")
-                if argument.star:
-                    kept.append(self._unpacked_for_torch(argument, new))
-                    continue
-                if name == "batch_size":
-                    value = new.value
-                    if isinstance(value, cst.BinaryOperation | cst.IfExp) and not value.lpar:
-                        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-                    size = cst.BinaryOperation(value, cst.FloorDivide(), cst.parse_expression("dist.get_world_size()"))
-                    new = new.with_changes(value=size)
-                elif name in ("shuffle", "sampler") and not is_stream:
-                    if has_sampler:
-                        continue
-                    has_sampler = True
-                    new = _named(new, "sampler").with_changes(value=sampler)
-                elif argument.keyword is None and name not in ("dataset", "shuffle"):
-                    new = _named(new, name)
-                kept.append(new)
-            if not has_sampler and not is_stream:
-                first = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-                added = cst.Arg(sampler, keyword=cst.Name("sampler"), equal=_EQUAL, comma=kept[-1].comma)
-                if not isinstance(kept[-1].comma, cst.MaybeSentinel):
-                    first = first.with_changes(comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-                kept[-1:] = [first, added]
-            return updated.with_changes(args=kept)
-
-        edits.change(call, change)
-
-    def _is_stream(self, node: Node) -> bool:
-        for value in self._flow.of(node, "object"):
-            definition = value.definition
-            if definition is not None and any(
-                self._script.code(base.value).endswith("IterableDataset") for base in definition.bases
-            ):
-                return True
-        return False
-
     # ------------------------------------------------------------------ what is asked of loaders, and epochs
 
     def change_uses(self) -> None:
         """Change what is read of loaders that were divided, and have epochs counted."""
-        work, script, edits = self._work, self._script, self._work.edits
+        script, edits = self._script, self._work.edits
         for node in script.nodes:
             if isinstance(node, cst.Attribute) and node.attr.value == "sampler":
                 held, call = self._flow.of(node.value, "loader"), script.parent(script.parent(node) or node)
@@ -346,41 +253,24 @@ class Data:
             if isinstance(node, cst.Attribute) and node.attr.value == "batch_size":
                 held = self._flow.of(node.value, "loader")
                 if held and held <= self.divided:
-                    if work.is_torch:
-                        edits.template(node, "({old} * dist.get_world_size())")
-                    else:
-                        edits.change(node, lambda new: new.with_changes(attr=cst.Name("global_batch_size")))
+                    edits.change(node, lambda new: new.with_changes(attr=cst.Name("global_batch_size")))
         seen: set[Node] = set()
         for loop in sorted(self._loops.training, key=script.order):
             for value in sorted(self._loops.loaders(loop), key=lambda each: script.order(each.site)):
-                if value in self.divided and not (work.is_torch and self._is_stream_loader(value)):
-                    self._count_epochs(loop, value, seen)
+                if value in self.divided:
+                    self._count_epochs(value, seen)
 
-    def _is_stream_loader(self, value: Value) -> bool:
-        assert isinstance(value.site, cst.Call)
-        return self._is_stream(arguments(value.site, _POSITIONAL)["dataset"].value)
-
-    def _count_epochs(self, loop: Node, value: Value, seen: set[Node]) -> None:
+    def _count_epochs(self, value: Value, seen: set[Node]) -> None:
         work, script, edits = self._work, self._script, self._work.edits
         found = self._epochs_of(value)
         if found is None:
-            if work.is_torch and isinstance(loop, cst.For) and loop not in seen:
-                seen.add(loop)
-                name = self._name_of(value, loop.iter)
-                if name is not None:
-                    edits.add(edits.before, loop, f"{name}.sampler.set_epoch({name}.sampler.epoch + 1)")
-                else:
-                    work.note(loop, "set_epoch has no place here: every epoch has the same order", mark=True)
             return
         epochs, name = found
         assert isinstance(epochs.target, cst.Name)
         counter = epochs.target.value
-        if counter == "_" and (work.is_torch or epochs in seen):
+        if counter == "_" and epochs in seen:
             counter = work.unused("epoch")
             edits.template(epochs.target, counter)
-        if work.is_torch:
-            edits.add(edits.inside, epochs, f"{name}.sampler.set_epoch({counter})")
-            return
         assert isinstance(epochs.iter, cst.Call)
         if len(epochs.iter.args) == 1 and epochs not in seen:
             edits.change(epochs.iter, lambda new: _with_function(new, f"{name}.epochs", script.module))

@@ -24,15 +24,13 @@ class Start:
 
     Attributes:
         comment: Stands above it.
-        lines: Run before all that follows.
-        opening: The head of a `with` around what follows; "": none.
-        ending: Lines of a `finally` behind what follows.
+        line: Joins them: a statement, or the head of a `with`.
+        encloses: The line is the head of a `with` around what follows.
     """
 
     comment: str
-    lines: tuple[str, ...] = ()
-    opening: str = ""
-    ending: tuple[str, ...] = ()
+    line: str
+    encloses: bool
 
 
 @dataclass
@@ -47,9 +45,7 @@ class Edits:
         unwrapped: `if` statements that are replaced by their bodies.
         comments: By statement, what is said above it.
         inside: By compound statement, lines that its body begins with.
-        enclosed: Where ranks are joined, by the statement that is the first to run behind it.
-        at_end: Lines behind everything.
-        definitions: Functions and classes that are put behind a statement of the module.
+        started: Where ranks are joined, by the statement that is the first to run behind it.
         main: The condition that holds on the main rank.
     """
 
@@ -63,10 +59,7 @@ class Edits:
     unwrapped: set[Node] = field(default_factory=set)
     comments: dict[Node, list[str]] = field(default_factory=dict)
     inside: dict[Node, list[str]] = field(default_factory=dict)
-    enclosed: dict[Node, Start] = field(default_factory=dict)
-    at_end: list[str] = field(default_factory=list)
-    definitions: dict[Node, list[str]] = field(default_factory=dict)
-    _needed: list[Node] = field(default_factory=list)
+    started: dict[Node, Start] = field(default_factory=dict)
 
     def template(self, node: Node, template: str) -> None:
         """Replace an expression by a text in which {old} stands for it, as it is after the changes within it."""
@@ -117,8 +110,6 @@ class _Applying(cst.CSTTransformer):
         match updated:
             case cst.Module() | cst.IndentedBlock():
                 updated = updated.with_changes(body=self._statements(original.body, updated.body))
-                if isinstance(updated, cst.Module) and self._edits.at_end:
-                    updated = updated.with_changes(body=[*updated.body, *self._lines(self._edits.at_end)])
             case cst.SimpleStatementSuite() if self._is_touched(original):
                 # Behind a colon there is room for expressions alone.
                 line = cst.SimpleStatementLine(body=updated.body, trailing_whitespace=updated.trailing_whitespace)
@@ -135,7 +126,7 @@ class _Applying(cst.CSTTransformer):
             or suite in edits.after
             or suite in edits.comments
             or suite in edits.removed
-            or suite in edits.enclosed
+            or suite in edits.started
             or any(small in edits.guarded for small in smalls)
         )
 
@@ -150,41 +141,31 @@ class _Applying(cst.CSTTransformer):
         guarded: list[tuple[Any, bool]] = []  # what follows one another, with whether it is for the main rank alone
         start: Start | None = None
         outside: list[Any] = []
-        defined = False
         for original, statement in zip(originals, updated, strict=True):
-            parts = self._expand(original, statement)
-            if defined and parts:
-                parts[0] = (_spaced(parts[0][0]), parts[0][1])
-            definitions = edits.definitions.get(original, ())
-            parts += [(_spaced(each), False) for each in self._lines(definitions)]
-            defined = bool(definitions)
-            if original in edits.enclosed:
-                start, outside = edits.enclosed[original], self._guard(guarded)
+            if original in edits.started:
+                start, outside = edits.started[original], self._guard(guarded)
                 guarded = []
-            guarded += parts
+            guarded += self._expand(original, statement)
         found = self._guard(guarded)
         if originals and not found:
             found = self._lines(["pass"])
         if start is None:
             return found
-        return [*outside, *self._enclosed(start, found)]
+        return [*outside, *self._started(start, found)]
 
-    def _enclosed(self, start: Start, statements: list[Any]) -> list[Any]:
+    def _started(self, start: Start, statements: list[Any]) -> list[Any]:
         first = statements[0]
         leading = list(first.leading_lines)
         says = [at for at, line in enumerate(leading) if line.comment is not None]
         blanks, comments = (leading[: says[0]], leading[says[0] :]) if says else (leading, [])
-        statements = [first.with_changes(leading_lines=comments), *statements[1:]]
-        if start.opening:
-            block = cst.ensure_type(cst.parse_statement(f"{start.opening}\n    pass", self._config), cst.With)
-            statements = [block.with_changes(body=cst.IndentedBlock(body=statements)).visit(_NoBlanks())]
-        elif start.ending:
-            ending = cst.Finally(body=cst.IndentedBlock(body=self._lines(start.ending)))
-            guard = cst.Try(body=cst.IndentedBlock(body=statements), finalbody=ending)
-            statements = [guard.visit(_NoBlanks())]
-        elif comments:  # the first paragraph's own
-            statements[0] = first.with_changes(leading_lines=[cst.EmptyLine(indent=False), *comments])
-        whole = [*self._lines(start.lines), *statements]
+        whole: list[Any]
+        if start.encloses:
+            statements = [first.with_changes(leading_lines=comments), *statements[1:]]
+            block = cst.ensure_type(cst.parse_statement(f"{start.line}\n    pass", self._config), cst.With)
+            whole = [block.with_changes(body=cst.IndentedBlock(body=statements)).visit(_NoBlanks())]
+        else:
+            leading = [cst.EmptyLine(indent=False), *comments] if comments else []  # the first paragraph's own
+            whole = [*self._lines([start.line]), first.with_changes(leading_lines=leading), *statements[1:]]
         said = cst.EmptyLine(comment=cst.Comment(f"# {start.comment}"))
         lead = [*blanks, said, *whole[0].leading_lines]
         return [whole[0].with_changes(leading_lines=lead), *whole[1:]]
@@ -277,11 +258,3 @@ class _NoBlanks(cst.CSTTransformer):
 
     def leave_EmptyLine(self, original_node: cst.EmptyLine, updated_node: cst.EmptyLine) -> cst.EmptyLine:
         return updated_node if updated_node.comment is not None else updated_node.with_changes(indent=False)
-
-
-def _spaced(statement: Any) -> Any:
-    """A statement behind two blank lines."""
-    leading = list(statement.leading_lines)
-    while leading and leading[0].comment is None:
-        leading.pop(0)
-    return statement.with_changes(leading_lines=[cst.EmptyLine(indent=False)] * 2 + leading)

@@ -322,9 +322,8 @@ class Loops:
                 continue
             name = script.code(node.target)
             if self._may_wait(node, loop):
-                line = f"{name} = {work.target.total.replace('{old}', name)}"
+                line = f"{name} = {work.total.replace('{old}', name)}"
                 work.edits.add(work.edits.after, loop, line)
-                work.helpers.add("sum_over_ranks")
             else:
                 work.add_up(node.value)
 

@@ -6,7 +6,7 @@ import libcst as cst
 from libcst.helpers import parse_template_expression
 
 from evenstep.convert.loops import Loops, Pass
-from evenstep.convert.losses import MEAN, SUM
+from evenstep.convert.losses import SUM
 from evenstep.convert.source import Node, Statement
 from evenstep.convert.values import Value, Values
 from evenstep.convert.work import Work
@@ -46,6 +46,7 @@ _MODULES_OWN |= {
 }
 # What may be done to a model before it is wrapped; parts of it may be replaced, too.
 _SETTING_UP = {"print", "summary", "len", "sum", "str", "repr", "isinstance", "hasattr", "info", "debug", "getattr"}
+_WRAPPER = "evenstep.DistributedDataParallel"
 _BATCH_NORM = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "LazyBatchNorm", "torchvision.models", "timm.")
 
 
@@ -147,14 +148,10 @@ class Models:
                 self._wrap(value)
 
     def _wrap(self, value: Value) -> None:
-        work, edits = self._work, self._work.edits
+        edits = self._work.edits
         target = self._target_of(value.site)
         if target is None:
-            convert = (
-                "evenstep.SyncBatchNorm.convert_sync_batchnorm" if self._has_batch_norm and not work.is_torch else ""
-            )
-            inner = f"{convert}({{old}})" if convert else "{old}"
-            edits.template(value.site, f"{work.target.wrapper}({inner}{self._options()})")
+            edits.template(value.site, f"{_WRAPPER}({self._with_batch_norm('{old}')})")
             self._wrapped_at[value] = None
             return
         statement, text = target
@@ -165,19 +162,12 @@ class Models:
 
     def _wrapping(self, text: str) -> list[str]:
         """The lines that wrap what has a name."""
-        work, lines = self._work, []
-        if self._has_batch_norm and not work.is_torch:
-            lines.append(f"{text} = evenstep.SyncBatchNorm.convert_sync_batchnorm({text})")
-        elif self._has_batch_norm:  # torch's synchronises on GPUs only
-            lines.append(
-                f"if torch.cuda.is_available():\n    {text} = torch.nn.SyncBatchNorm.convert_sync_batchnorm({text})"
-            )
-        lines.append(f"{text} = {work.target.wrapper}({text}{self._options()})")
-        return lines
+        lines = [f"{text} = {self._with_batch_norm(text)}"] if self._has_batch_norm else []
+        return [*lines, f"{text} = {_WRAPPER}({text})"]
 
-    def _options(self) -> str:
-        # Called twice before a backward pass, torch's wrapper would write into buffers that the first call needs.
-        return ", broadcast_buffers=False" if self._work.is_torch and len(self.trained) > 1 else ""
+    def _with_batch_norm(self, model: str) -> str:
+        """A model whose batch norms take their statistics over all ranks, if it may have any."""
+        return f"evenstep.SyncBatchNorm.convert_sync_batchnorm({model})" if self._has_batch_norm else model
 
     def _target_of(self, site: Node) -> tuple[Statement, str] | None:
         """The statement that gives a model its name, and the name."""
@@ -327,11 +317,7 @@ class Models:
             return
         for value in values:
             self._wrapped_at[value] = script.statement(call)
-        batch_norm = (
-            "evenstep.SyncBatchNorm.convert_sync_batchnorm({})" if self._has_batch_norm and not work.is_torch else "{}"
-        )
-        inner = script.code(call.args[0].value)
-        edits.template(call, f"{work.target.wrapper}({batch_norm.format(inner)}{self._options()})")
+        edits.template(call, f"{_WRAPPER}({self._with_batch_norm(script.code(call.args[0].value))})")
         for each in script.ancestors(call):
             if isinstance(each, cst.If) and "device_count" in script.code(each.test) and each.orelse is None:
                 edits.unwrapped.add(each)
@@ -429,22 +415,9 @@ class Models:
     def change_backward(self) -> None:
         """Have every backward pass weighted, and those of an accumulation travel once."""
         for each in self._loops.passes:
-            accumulation = self._accumulation(each)
-            if self._work.is_torch:
-                self._change_torchs(each)
-            else:
-                self._change_evensteps(each, accumulation)
+            self._change_pass(each, self._accumulation(each))
 
-    def _change_torchs(self, each: Pass) -> None:
-        work, edits = self._work, self._work.edits
-        if each.kind.name == SUM:
-            edits.template(each.loss, "({old} * dist.get_world_size())")
-        elif each.kind.name == MEAN and each.kind.weight is not None:
-            work.helpers.add("sum_over_ranks")
-            weight = each.kind.weight
-            edits.template(each.loss, f"({{old}} * ({weight} / sum_over_ranks({weight}) * dist.get_world_size()))")
-
-    def _change_evensteps(self, each: Pass, factor: str | None) -> None:
+    def _change_pass(self, each: Pass, factor: str | None) -> None:
         work, script, edits = self._work, self._script, self._work.edits
         if each.kind.name == SUM:
             # The mean over ranks of so many times each rank's sum.

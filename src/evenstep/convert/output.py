@@ -52,13 +52,9 @@ class Output:
             name = self._script.qualified(call.func) or ""
             self._change_output(call, name)
             self._change_trackers(call, name)
-            if not self._work.is_torch:
-                self._change_device_calls(call, name)
-            else:
-                self._change_torchs_device(call)
-        if not self._work.is_torch:
-            for node in self._script.nodes:
-                self._change_devices(node)
+            self._change_device_calls(call, name)
+        for node in self._script.nodes:
+            self._change_devices(node)
 
     # ------------------------------------------------------------------ output
 
@@ -68,7 +64,7 @@ class Output:
         method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
         if text == "print" and not script.bound("print", call):
             named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
-            if work.is_torch or "file" in named:
+            if "file" in named:
                 self._guard(call)
                 return
             edits.template(call.func, f"{work.world}.print")
@@ -120,7 +116,7 @@ class Output:
         """A file that is opened for writing is nothing on other ranks: whatever writes to it may stay."""
         modes = [argument.value for argument in call.args[1:] if self._script.code(argument.value) in _MODES]
         if modes and call.args[0].keyword is None:
-            self._work.edits.template(call.args[0].value, f'{{old}} if {self._work.target.main} else "/dev/null"')
+            self._work.edits.template(call.args[0].value, f'{{old}} if {self._work.edits.main} else "/dev/null"')
 
     def _make_directories(self, call: cst.Call, name: str) -> None:
         """Several ranks may make a directory at the same time."""
@@ -135,13 +131,12 @@ class Output:
         work, script, edits = self._work, self._script, self._work.edits
         saves = [each for each in work.calls() if script.qualified(each.func) == "torch.save"]
         named = {argument.keyword.value for argument in call.args if argument.keyword is not None}
-        if not work.is_torch and "map_location" not in named and len(call.args) < 2:
+        if "map_location" not in named and len(call.args) < 2:
             edits.change(call, _with("map_location", f"{work.world}.device"))
         # One that follows in the text has been written by another run.
         own = [save for save in saves if script.function(save) is script.function(call)]
         if any(script.order(save) < script.order(call) for save in own) or (saves and self._is_behind_a_loop(call)):
-            line = "dist.barrier()" if work.is_torch else f"{work.world}.barrier()"
-            edits.add(edits.before, script.statement(call), f"{line}  # rank 0 has written it")
+            edits.add(edits.before, script.statement(call), f"{work.world}.barrier()  # rank 0 has written it")
 
     def _is_behind_a_loop(self, call: cst.Call) -> bool:
         """Whether a loop of the same function comes first: what it calls may have saved."""
@@ -157,15 +152,13 @@ class Output:
     # ------------------------------------------------------------------ trackers and bars
 
     def _change_trackers(self, call: cst.Call, name: str) -> None:
-        work, edits = self._work, self._work.edits
+        edits = self._work.edits
         if self._flow.is_a(call, "writer") and any(value.site is call for value in self._flow.of(call)):
             outer = self._script.parent(call)
             is_conditional = isinstance(outer, cst.IfExp) and outer.body is call
             edits.template(
                 call,
-                f"({{old}} if {work.target.main} else None)"
-                if is_conditional
-                else f"{{old}} if {work.target.main} else None",
+                f"({{old}} if {edits.main} else None)" if is_conditional else f"{{old}} if {edits.main} else None",
             )
         elif name == "wandb.init":
             edits.change(call, self._only_on_main("mode", '"disabled"', default="None"))
@@ -173,7 +166,7 @@ class Output:
             edits.change(call, self._disabled())
 
     def _only_on_main(self, keyword: str, elsewhere: str, *, default: str) -> Change:
-        main = self._work.target.main
+        main = self._work.edits.main
 
         def change(updated: Any) -> Any:
             module = self._script.module
@@ -188,8 +181,7 @@ class Output:
         return change
 
     def _disabled(self) -> Change:
-        main = self._work.target.main
-        negated = f"not {main}" if not self._work.is_torch else "dist.get_rank() != 0"
+        negated = f"not {self._work.edits.main}"
 
         def change(updated: Any) -> Any:
             module = self._script.module
@@ -294,21 +286,6 @@ class Output:
             ):
                 return True
         return False
-
-    def _change_torchs_device(self, call: cst.Call) -> None:
-        """`cuda` is this rank's GPU once it was chosen; `cuda:0` is the same for all."""
-        script, edits = self._script, self._work.edits
-        if script.qualified(call.func) == "torch.cuda.set_device":
-            edits.removed.add(script.statement(call))
-            return
-        is_move = isinstance(call.func, cst.Attribute) and call.func.attr.value == "cuda"
-        if is_move and not script.qualified(call.func) and call.args and isinstance(call.args[0].value, cst.Integer):
-            edits.change(call, lambda new: new.with_changes(args=new.args[1:]))
-        for argument in call.args:
-            for node in script.inside(argument.value):
-                is_first = isinstance(node, cst.SimpleString) and node.value[1:-1] in ("cuda:0", "cuda:1")
-                if is_first and node not in edits.replaced:
-                    edits.template(node, '"cuda"')
 
 
 def _with(name: str, value: str) -> Change:

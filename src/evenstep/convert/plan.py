@@ -10,10 +10,7 @@ from evenstep.convert.loops import Loops
 from evenstep.convert.losses import Losses
 from evenstep.convert.models import Models
 from evenstep.convert.output import Output
-from evenstep.convert.source import Node, Script, Statement
-from evenstep.convert.targets import Target
-from evenstep.convert.targets import evenstep as evensteps_words
-from evenstep.convert.targets import torch as torchs_words
+from evenstep.convert.source import Node, Script
 from evenstep.convert.values import Flow, Values
 from evenstep.convert.work import Remark, Work
 
@@ -51,21 +48,19 @@ def already_distributed(script: Script) -> str | None:
     return None
 
 
-def plan(script: Script, name: str, *, file: str) -> Work:
+def plan(script: Script, *, file: str) -> Work:
     """Decide all changes.
 
     Args:
         script: As it is.
-        name: "evenstep" or "torch".
         file: What the script is called.
     """
     flow = Flow(script)
     taken = script.names()
     world = next(each for each in ("world", "ranks", "evenstep_world", "world_of_ranks") if each not in taken)
-    target = evensteps_words(world) if name == "evenstep" else torchs_words()
-    launch = target.launch.replace("{script}", file)
-    work = Work(script, flow, Losses(script, flow), Edits(script, target.main), target, world, launch)
-    _validate_names(work)
+    launch = f"evenstep run --nproc-per-node 2 {file}"
+    work = Work(script, flow, Losses(script, flow), Edits(script, f"{world}.is_main"), world, launch)
+    _validate_name(work)
     loops = Loops(work)
     if not loops.passes and not work.problems:
         work.problems.append(_no_training(work))
@@ -85,21 +80,17 @@ def plan(script: Script, name: str, *, file: str) -> Work:
     output.change()
     _make_collective(work, output)
     _keep_calls_on_all_ranks(work, models.trained)
-    if work.is_torch:
-        _vary_dropout(work)
     _vary_noise(work, loops)
     if not work.problems:
         _Joining(work).place()
     return work
 
 
-def _validate_names(work: Work) -> None:
-    """Refuse a script that means something else by the names that are needed."""
-    for name in ("dist", "evenstep"):
-        uses = [node for node in work.script.nodes if isinstance(node, cst.Name) and node.value == name]
-        is_ours = (name == "dist") == work.is_torch
-        if is_ours and any(work.script.bound(name, node) for node in uses):
-            work.refuse(uses[0], f"the script calls something of its own {name}: give it another name")
+def _validate_name(work: Work) -> None:
+    """Refuse a script that means something else by the name that is needed."""
+    uses = [node for node in work.script.nodes if isinstance(node, cst.Name) and node.value == "evenstep"]
+    if any(work.script.bound("evenstep", node) for node in uses):
+        work.refuse(uses[0], "the script calls something of its own evenstep: give it another name")
 
 
 def _no_training(work: Work) -> Remark:
@@ -118,8 +109,6 @@ def _make_collective(work: Work, output: Output) -> None:
     for node, template in sorted(work.collectives.items(), key=lambda item: script.order(item[0])):
         if any(each is not node and each in work.collectives for each in script.ancestors(node)):
             continue
-        if work.is_torch:
-            work.helpers.add("sum_over_ranks")
         guard = _outermost_guard(work, output, node)
         if guard is None:
             edits.template(node, template)
@@ -176,32 +165,15 @@ def _name_for(script: Script, node: Node) -> str:
     return f"mean_{first}" if first != "self" else "mean_value"
 
 
-def _vary_dropout(work: Work) -> None:
-    """Have torch's ranks draw other masks; evenstep's do."""
-    text = work.script.module.code
-    if "ropout" not in text:
-        return
-    wraps = [
-        (statement, lines)
-        for where in (work.edits.before, work.edits.after)
-        for statement, lines in where.items()
-        if any("DistributedDataParallel" in line for line in lines)
-    ]
-    if wraps:
-        _, lines = wraps[-1]
-        lines.append("torch.manual_seed(torch.initial_seed() + dist.get_rank())  # other dropout masks on each rank")
-
-
 def _vary_noise(work: Work, loops: Loops) -> None:
     """Have ranks draw other random numbers for their samples: the script's seed is the same on all."""
     script, edits = work.script, work.edits
     if script.imports.get("torch") != "torch" or not any(_draws_noise(work, loops, call) for call in work.calls()):
         return
-    rank = "dist.get_rank()" if work.is_torch else f"{work.world}.rank"
     for loop in sorted(loops.training, key=script.order):
         outermost = _outermost(work, loop)
         if isinstance(script.parent(outermost), cst.IndentedBlock | cst.Module):
-            line = f"torch.manual_seed(torch.initial_seed() + {rank})  # other noise on each rank"
+            line = f"torch.manual_seed(torch.initial_seed() + {work.world}.rank)  # other noise on each rank"
             edits.add(edits.before, outermost, line)
 
 
@@ -238,7 +210,7 @@ def _draws_noise(work: Work, loops: Loops, call: cst.Call) -> bool:
 
 
 class _Joining:
-    """Puts imports, helpers and the start of the ranks where they belong."""
+    """Puts the import and the start of the ranks where they belong."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -246,9 +218,9 @@ class _Joining:
         self._body = list(work.script.module.body)
 
     def place(self) -> None:
-        """Add imports, helpers, and the call that joins the ranks before anything needs them."""
+        """Add the import, and the call that joins the ranks before anything needs them."""
         self._join()
-        self._import(self._work.target)
+        self._import()
 
     # ------------------------------------------------------------------ joining
 
@@ -275,31 +247,14 @@ class _Joining:
 
     def _enclose(self, statement: Node, *, may_enclose: bool) -> None:
         work = self._work
-        if work.is_torch:
-            work.helpers.add("join_ranks")
-            lines = ["join_ranks()"]
-            if not self._seeds():
-                lines.append("torch.manual_seed(0)  # all ranks make the same data and models")
-            ending = ("dist.destroy_process_group()",)
-            if may_enclose and isinstance(work.script.parent(statement), cst.IndentedBlock):
-                start = Start(work.launch, tuple(lines), ending=ending)
-            else:
-                start = Start(work.launch, tuple(lines))
-                work.edits.at_end += ending
-        else:
-            call = f"evenstep.init(seed={self._seed()})"
-            if may_enclose:
-                start = Start(work.launch, opening=f"with {call} as {work.world}:")
-            else:
-                start = Start(work.launch, (f"{work.world} = {call}",))
-        work.edits.enclosed[statement] = start
+        call = f"evenstep.init(seed={self._seed()})"
+        start = f"with {call} as {work.world}:" if may_enclose else f"{work.world} = {call}"
+        work.edits.started[statement] = Start(work.launch, start, encloses=may_enclose)
 
     def _seed(self) -> str:
-        found = [call for call in self._seeds() if call.args and isinstance(call.args[0].value, cst.Integer)]
+        seeds = [call for call in self._work.calls() if self._script.qualified(call.func) == "torch.manual_seed"]
+        found = [call for call in seeds if call.args and isinstance(call.args[0].value, cst.Integer)]
         return self._script.code(found[0].args[0].value) if found else "0"
-
-    def _seeds(self) -> list[cst.Call]:
-        return [call for call in self._work.calls() if self._script.qualified(call.func) == "torch.manual_seed"]
 
     def _is_main_guard(self, statement: Node) -> bool:
         return isinstance(statement, cst.If) and "__name__" in self._script.code(statement.test)
@@ -322,8 +277,6 @@ class _Joining:
 
     def _makes_random_data(self, statement: Node) -> bool:
         """Ranks have to be seeded before they draw what has to be the same on all of them."""
-        if self._work.is_torch and self._seeds():
-            return False
         for node in self._script.inside(statement):
             if isinstance(node, cst.Call) and self._script.function(node) is None:
                 name = self._script.qualified(node.func) or ""
@@ -381,51 +334,18 @@ class _Joining:
 
     # ------------------------------------------------------------------ imports
 
-    def _import(self, target: Target) -> None:
-        work, script, edits = self._work, self._script, self._work.edits
-        used = work.helpers
-        lines = {"first": [], "torch": []}  # type: dict[str, list[str]]
-        for line, place in target.imports:
-            needed = {
-                "import os": "join_ranks" in used,
-                "from torch.utils.data import IterableDataset": "OfThisRank" in used,
-                "import torch": script.imports.get("torch") != "torch",
-                "from torch.utils.data.distributed import DistributedSampler": self._uses_sampler(),
-            }.get(line, True)
-            name = line.rsplit(" ", 1)[-1]
-            if needed and (name not in script.imports or name == "dist"):
-                lines[place].append(line)
+    def _import(self) -> None:
+        script, edits = self._script, self._work.edits
         imports = [
-            index
-            for index, statement in enumerate(self._body)
+            statement
+            for statement in self._body
             if isinstance(statement, cst.SimpleStatementLine)
             and any(isinstance(each, cst.Import | cst.ImportFrom) for each in statement.body)
             and "__future__" not in script.code(statement)
         ]
-        torchs = [index for index in imports if " torch" in script.code(self._body[index])]
-        first = self._body[imports[0]] if imports else self._after_docstring()
-        at = self._body[torchs[0]] if torchs else first
-        for line in lines["first"]:
-            edits.add(edits.before, first, line)
-        if work.is_torch and torchs:
-            for line in lines["torch"]:
-                edits.add(edits.after, self._body[torchs[-1]], line)
-        else:
-            for line in lines["torch"]:
-                edits.add(edits.before, at, line)
-        helpers = [text for name, text in target.helpers if name in used]
-        if helpers:
-            edits.definitions[self._last_import()] = [helper.strip() for helper in helpers]
-
-    def _last_import(self) -> Statement:
-        """The last of the imports that the script begins with."""
-        last: Node = self._body[0]
-        for statement in self._body:
-            if isinstance(statement, cst.FunctionDef | cst.ClassDef) or self._is_main_guard(statement):
-                break
-            if any(isinstance(node, cst.Import | cst.ImportFrom) for node in self._script.inside(statement)):
-                last = statement
-        return last  # type: ignore[return-value]
+        torchs = [statement for statement in imports if " torch" in script.code(statement)]
+        first = [*torchs, *imports, self._after_docstring()][0]
+        edits.add(edits.before, first, "import evenstep")
 
     def _after_docstring(self) -> Node:
         for statement in self._body:
@@ -433,6 +353,3 @@ class _Joining:
             if not is_text and "__future__" not in self._script.code(statement):
                 return statement
         return self._body[-1]
-
-    def _uses_sampler(self) -> bool:
-        return any("DataLoader" in self._script.code(node) for node in self._work.calls()) and self._work.is_torch

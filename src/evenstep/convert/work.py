@@ -9,7 +9,6 @@ import libcst as cst
 from evenstep.convert.edits import Edits
 from evenstep.convert.losses import Losses
 from evenstep.convert.source import Node, Script
-from evenstep.convert.targets import Target
 from evenstep.convert.values import Flow
 
 
@@ -31,25 +30,17 @@ class Work:
         problems: Why the script can't be converted; if there are any, it is left as it is.
         notes: What was left, or decided, and why.
         collectives: Expressions that became a call that every rank makes.
-        helpers: Names of the target's functions that are used.
     """
 
     script: Script
     flow: Flow
     losses: Losses
     edits: Edits
-    target: Target
     world: str
     launch: str
     problems: list[Remark] = field(default_factory=list)
     notes: list[Remark] = field(default_factory=list)
     collectives: dict[Node, str] = field(default_factory=dict)
-    helpers: set[str] = field(default_factory=set)
-
-    @property
-    def is_torch(self) -> bool:
-        """Whether torch's own classes are to be used."""
-        return self.target.name == "torch"
 
     def refuse(self, node: Node, text: str) -> None:
         """Say why the script can't be converted."""
@@ -65,15 +56,20 @@ class Work:
         if mark:
             self.edits.add(self.edits.comments, self.script.statement(node), f"evenstep convert: {text}")
 
+    @property
+    def total(self) -> str:
+        """A number's sum over ranks; {old} is this rank's."""
+        return f"sum({self.world}.exchange({{old}}))"
+
     def average(self, node: Node, weight: str) -> None:
         """Have an expression be its mean over ranks."""
         if node not in self.collectives:
-            self.collectives[node] = self.target.mean.replace("{weight}", weight)
+            self.collectives[node] = f"{self.world}.mean({{old}}, weight={weight})"
 
     def add_up(self, node: Node) -> None:
         """Have an expression be its sum over ranks."""
         if node not in self.collectives:
-            self.collectives[node] = self.target.total
+            self.collectives[node] = self.total
 
     def calls(self) -> list[cst.Call]:
         """All calls of the script, in order."""

@@ -15,23 +15,20 @@ from tests.procs.verify.test_verify_ranks import OnPool
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "single"
 REFUSED = {"contrastive", "sliced_tensors"}
 CONVERTED = sorted(path.stem for path in SCRIPTS.glob("*.py") if path.stem not in REFUSED)
-QUICK = {("gan", "evenstep"), ("class_weights", "torch")}
+QUICK = {"gan", "class_weights"}
 # The ranks of the pool are another program's, with its arguments.
 ALONE = "import sys; sys.argv[1:] = []\n"
 # Several passes make a step, and have other weights in the script as it was: gradients and parameters are the same.
 OTHER_LOSS = {"accumulation", "gan"}
-# torch's batch norm synchronises on GPUs only.
-NOT_BY_TORCH = {"siamese": "batch norm"}
 # The converted script evaluates with torch's loader, so verify takes the original's batches for those of one rank.
-EVALUATED_WHOLE = frozenset({("gpt", "evenstep"), ("imagenet_style", "evenstep")})
+EVALUATED_WHOLE = frozenset({"gpt", "imagenet_style"})
 
 
-def cases(*, left_out: frozenset[tuple[str, str]] = frozenset()) -> list[object]:
+def cases(*, left_out: frozenset[str] = frozenset()) -> list[object]:
     return [
-        pytest.param(name, to, id=f"{name}-{to}", marks=() if (name, to) in QUICK else (pytest.mark.extended,))
+        pytest.param(name, id=name, marks=() if name in QUICK else (pytest.mark.extended,))
         for name in CONVERTED
-        for to in ("evenstep", "torch")
-        if (name, to) not in left_out
+        if name not in left_out
     ]
 
 
@@ -46,7 +43,7 @@ class BesideTheOriginal:
         return chosen(plan, rehearsal, num_ranks)
 
 
-def fresh(name: str, to: str, directory: Path, monkeypatch: pytest.MonkeyPatch, *, shuffled: bool = True) -> Path:
+def fresh(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch, *, shuffled: bool = True) -> Path:
     """A copy of a script beside which there is its conversion, "converted.py"."""
     monkeypatch.chdir(directory)
     text = (SCRIPTS / f"{name}.py").read_text()
@@ -54,37 +51,33 @@ def fresh(name: str, to: str, directory: Path, monkeypatch: pytest.MonkeyPatch, 
         text = text.replace("shuffle=True", "shuffle=False").replace("sampler=RandomSampler(train_ds)", "shuffle=False")
     script = directory / "script.py"
     script.write_text(text)
-    found = convert(str(script), to)
+    found = convert(str(script))
     assert not found.problems
     (directory / "converted.py").write_bytes(ALONE.encode() + found.content)
     script.write_text(ALONE + text)
     return script
 
 
-def is_as_expected(report: Report, name: str, to: str) -> bool:
+def is_fine(report: Report) -> bool:
     print(report.as_json())  # noqa: T201
-    if to == "torch" and name in NOT_BY_TORCH:
-        return {cause.kind for verdict in report.verdicts for cause in verdict.causes} == {NOT_BY_TORCH[name]}
     return report.is_fine
 
 
-@pytest.mark.parametrize(("name", "to"), cases())
-def test_one_rank_and_two_compute_the_same(
-    name: str, to: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    fresh(name, to, tmp_path, monkeypatch)
+@pytest.mark.parametrize("name", cases())
+def test_one_rank_and_two_compute_the_same(name: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fresh(name, tmp_path, monkeypatch)
     script = tmp_path / "converted.py"
     report = verify_ranks(str(script), [], ranks=(1, 2), say=print, start=OnPool(ranks, script))
     assert report.num_steps == 5
-    assert is_as_expected(report, name, to)
+    assert is_fine(report)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("name", "to"), cases(left_out=EVALUATED_WHOLE))
+@pytest.mark.parametrize("name", cases(left_out=EVALUATED_WHOLE))
 def test_two_ranks_compute_what_the_script_computed(
-    name: str, to: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    script = fresh(name, to, tmp_path, monkeypatch, shuffled=False)
+    script = fresh(name, tmp_path, monkeypatch, shuffled=False)
     start = BesideTheOriginal(ranks, script, tmp_path / "converted.py")
     report = verify_ranks(str(script), [], ranks=(1, 2), say=print, start=start)
     (verdict,) = report.verdicts
@@ -92,4 +85,4 @@ def test_two_ranks_compute_what_the_script_computed(
         assert verdict.difference.kind == "loss"
         assert verdict.apart < 1e-5
     else:
-        assert is_as_expected(report, name, to)
+        assert is_fine(report)

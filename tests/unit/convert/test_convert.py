@@ -44,20 +44,20 @@ for epoch in range(2):
 """
 
 
-def converted(tmp_path: Path, text: str, to: str = "evenstep") -> Conversion:
+def converted(tmp_path: Path, text: str) -> Conversion:
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(text))
-    return convert(str(path), to)
+    return convert(str(path))
 
 
-def after(tmp_path: Path, text: str, to: str = "evenstep") -> str:
-    found = converted(tmp_path, text, to)
+def after(tmp_path: Path, text: str) -> str:
+    found = converted(tmp_path, text)
     assert not found.problems, found.problems
     return found.after
 
 
-def why_not(tmp_path: Path, text: str, to: str = "evenstep") -> str:
-    found = converted(tmp_path, text, to)
+def why_not(tmp_path: Path, text: str) -> str:
+    found = converted(tmp_path, text)
     assert found.after == found.before
     assert len(found.problems) == 1, found.problems
     return found.problems[0].text
@@ -72,9 +72,8 @@ def test_the_corpus_is_as_large_as_it_has_to_be():
 
 
 @pytest.mark.parametrize("script", IN_PART)
-@pytest.mark.parametrize("to", ["evenstep", "torch"])
-def test_converting_twice_changes_nothing(script: Path, to: str, tmp_path: Path):
-    found = convert(str(script), to)
+def test_converting_twice_changes_nothing(script: Path, tmp_path: Path):
+    found = convert(str(script))
     if script.stem in REFUSED:
         assert [(each.line, each.text[:40]) for each in found.problems] == [
             (REFUSED[script.stem][0], REFUSED[script.stem][1][:40])
@@ -86,14 +85,14 @@ def test_converting_twice_changes_nothing(script: Path, to: str, tmp_path: Path)
     assert not any(line != line.rstrip() for line in found.after.splitlines())
     again = tmp_path / script.name
     again.write_bytes(found.content)
-    second = convert(str(again), to)
-    assert second.by == ("evenstep" if to == "evenstep" else "torch.distributed")
+    second = convert(str(again))
+    assert second.by == "evenstep"
     assert second.after == found.after
 
 
 @pytest.mark.parametrize("script", IN_PART)
 def test_comments_stay(script: Path):
-    found = convert(str(script), "evenstep")
+    found = convert(str(script))
     comments = [line.strip() for line in found.before.splitlines() if line.strip().startswith("#")]
     assert all(comment in found.after for comment in comments)
 
@@ -114,7 +113,7 @@ def test_a_plain_loop_becomes_the_loop_of_the_readme(tmp_path: Path):
 def test_names_that_the_script_uses_are_left_to_it(tmp_path: Path):
     text = after(tmp_path, HEAD + "world = 3\n" + LOOP)
     assert "as ranks:" in text
-    assert "its own dist" in why_not(tmp_path, HEAD + "dist = 3\n" + LOOP, "torch")
+    assert "its own evenstep" in why_not(tmp_path, HEAD + "evenstep = 3\n" + LOOP)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +242,9 @@ for epoch in range(2):
 
 def test_what_rank_0_prints_is_computed_on_all(tmp_path: Path):
     body = textwrap.indent(LOOP, "    ")
-    text = after(tmp_path, f"{HEAD}def run():\n{body}    return 3\n\nprint('best', run())\n", "torch")
-    assert "result = run()\nif dist.get_rank() == 0:\n    print('best', result)" in text
+    show = "print('best', run(), file=sys.stderr)\n"
+    text = after(tmp_path, f"import sys\n{HEAD}def run():\n{body}    return 3\n\n{show}")
+    assert "result = run()\nif world.is_main:\n    print('best', result, file=sys.stderr)" in text
 
 
 def test_a_step_in_a_function_of_its_own(tmp_path: Path):
@@ -343,9 +343,6 @@ def test_a_batch_size_in_a_dictionary_gets_its_other_name_where_the_dictionary_i
     assert (
         'global_batch_size=options["batch_size"], **{k: v for k, v in options.items() if k != "batch_size"}' in shared
     )
-    torchs = after(tmp_path, HEAD + options.replace("16}", "16, 'shuffle': True}") + text, "torch")
-    assert '"batch_size": options["batch_size"] // dist.get_world_size(), "shuffle": False}' in torchs
-    assert 'sampler=DistributedSampler(data, shuffle=options.get("shuffle", False))' in torchs
 
 
 def test_samplers_of_some_samples_and_by_weight(tmp_path: Path):
@@ -356,10 +353,9 @@ def test_samplers_of_some_samples_and_by_weight(tmp_path: Path):
     whole = "evenstep.DataLoader(torch.utils.data.Subset(data, chosen.indices), global_batch_size=16, shuffle=True)"
     assert whole in text
     assert "world.print(len(loader.dataset))" in text
-    assert "DistributedSampler(samples, shuffle=True)" in after(tmp_path, some + loop, "torch")
     weighted = head + "chosen = WeightedRandomSampler([1.0] * 64, 64, replacement=True)\n" + loop
     assert "chosen = evenstep.WeightedSampler([1.0] * 64, 64)" in after(tmp_path, weighted)
-    assert "is for one process" in why_not(tmp_path, weighted, "torch")
+    assert "is for one process" in why_not(tmp_path, weighted.replace("replacement=True", "replacement=False"))
 
 
 def test_the_weight_of_a_loss_in_a_function_is_said_in_the_callers_words(tmp_path: Path):
@@ -391,18 +387,17 @@ def test_batches_of_a_generator_and_loaders_of_a_comprehension(tmp_path: Path):
     assert "model.backward(loss, weight=len(x))" in after(tmp_path, HEAD + endless + text)
     loaders = "loaders = {k: DataLoader(sets[k], batch_size=8, shuffle=True) for k in ['train', 'val']}\n"
     script = HEAD + "sets = {'train': data, 'val': data}\n" + loaders + LOOP.partition("\n")[2]
-    text = after(tmp_path, script.replace("in loader:", "in loaders['train']:"), "torch")
-    assert "sampler=DistributedSampler(sets[k], shuffle=True)" in text
+    text = after(tmp_path, script.replace("in loader:", "in loaders['train']:"))
+    assert "evenstep.DataLoader(sets[k], global_batch_size=8, shuffle=True)" in text
 
 
-@pytest.mark.parametrize(("to", "rank"), [("evenstep", "world.rank"), ("torch", "dist.get_rank()")])
-def test_ranks_draw_other_noise_for_their_samples(to: str, rank: str, tmp_path: Path):
+def test_ranks_draw_other_noise_for_their_samples(tmp_path: Path):
     """The script's own seed is the same on all ranks."""
     noisy = LOOP.replace("model(x)", "model(x + torch.randn_like(x))")
-    text = after(tmp_path, HEAD + noisy, to)
-    line = f"torch.manual_seed(torch.initial_seed() + {rank})  # other noise on each rank"
+    text = after(tmp_path, HEAD + noisy)
+    line = "torch.manual_seed(torch.initial_seed() + world.rank)  # other noise on each rank"
     assert re.search(rf"{re.escape(line)}\n *for epoch in", text)
-    assert line not in after(tmp_path, HEAD + LOOP, to)
+    assert line not in after(tmp_path, HEAD + LOOP)
 
 
 def test_an_evaluation_that_counts_on_its_batch_size_is_whole_on_every_rank(tmp_path: Path):
@@ -435,12 +430,9 @@ def test_an_evaluation_that_counts_on_its_batch_size_is_whole_on_every_rank(tmp_
         (("in loader:", "in zip(data.tensors[0], data.tensors[1]):"), "which tensor holds the samples"),
     ],
 )
-@pytest.mark.parametrize("to", ["evenstep", "torch"])
-def test_what_cannot_be_converted_is_left_with_the_reason(
-    change: tuple[str, str], reason: str, to: str, tmp_path: Path
-):
+def test_what_cannot_be_converted_is_left_with_the_reason(change: tuple[str, str], reason: str, tmp_path: Path):
     text = LOOP.replace(*change).replace("model =", "from data import get_loader\nbatches = get_loader()\nmodel =")
-    assert reason in why_not(tmp_path, HEAD + text, to)
+    assert reason in why_not(tmp_path, HEAD + text)
 
 
 def test_a_file_that_only_defines_functions_is_left(tmp_path: Path):
@@ -518,7 +510,7 @@ def test_the_command_shows_and_writes(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["no/such.py"], ["--to", "jax", "train.py"], ["train.py", "--epochs", "1"], ["."]]
+    "arguments", [[], ["no/such.py"], ["--to", "torch", "train.py"], ["train.py", "--epochs", "1"], ["."]]
 )
 def test_a_wrong_call(
     arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

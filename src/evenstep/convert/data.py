@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from evenstep.convert.loops import Loops
-from evenstep.convert.source import Node, Script
+from evenstep.convert.source import Node
 from evenstep.convert.values import Value, Values, arguments
 from evenstep.convert.work import Work
 
@@ -21,9 +21,6 @@ _POSITIONAL = (
     "collate_fn",
     "pin_memory",
 )
-# What has to stand in the call itself, because it is changed or refused.
-_TO_BE_SEEN = {"dataset", "sampler", "batch_sampler", "generator", "in_order", "pin_memory_device"}
-_DEPTH = 6
 _SUBSET, _WEIGHTED = "SubsetRandomSampler", "WeightedRandomSampler"
 _PERHAPS_ONE = "a batch of one sample can't be divided over ranks: give the DataLoader a batch size"
 
@@ -40,7 +37,6 @@ class Data:
         self._script, self._flow = work.script, work.flow
         self.training: set[Value] = {value for loop in loops.training for value in loops.loaders(loop)}
         self.divided: Values = frozenset()
-        self._renamed: set[Node] = set()  # arguments `**options` whose batch size has got its other name
 
     def divide(self) -> None:
         """Have the loaders that are trained on divided over ranks, and those of evaluations where that is exact."""
@@ -77,7 +73,7 @@ class Data:
     def _change(self, value: Value, *, is_training: bool) -> bool:
         call = value.site
         assert isinstance(call, cst.Call)
-        given = self._given(call)
+        given = arguments(call, _POSITIONAL)
         problem = self._problem(call, given)
         if problem is not None:
             if is_training:
@@ -88,25 +84,11 @@ class Data:
         self._change_loader(call, given)
         return True
 
-    def _given(self, call: cst.Call) -> dict[str, cst.Arg]:
-        """The arguments of a loader by name, with those that are unpacked from dictionaries."""
-        given = arguments(call, _POSITIONAL)
-        for unpacked in self._unpacked(call):
-            for name, each in (unpacked.items or {}).items():
-                given.setdefault(name, cst.Arg(each[-1].value))
-        return given
-
-    def _unpacked(self, call: cst.Call) -> list[_Unpacked]:
-        return [_Unpacked(argument, items_of(self._script, argument.value)) for argument in call.args if argument.star]
-
     def _problem(self, call: cst.Call, given: dict[str, cst.Arg]) -> str | None:
         script = self._script
-        for unpacked in self._unpacked(call):
-            items = unpacked.items
-            if unpacked.argument.star != "**" or items is None or items.keys() & _TO_BE_SEEN:
-                return "its arguments are unpacked (**), so what they are isn't seen: write them out"
-            if items.keys() & {"batch_size", "shuffle"} and not isinstance(unpacked.argument.value, cst.Name):
-                return "its batch size is unpacked (**) from an expression: write it out"
+        unseen = self._work.unseen(call, "batch_size=..., shuffle=...")
+        if unseen is not None:
+            return unseen
         if "batch_sampler" in given and script.code(given["batch_sampler"].value) != "None":
             return "a batch_sampler decides which samples make a batch, for one process"
         size = given.get("batch_size")
@@ -117,6 +99,9 @@ class Data:
             found = self._sampler(sampler.value)
             if found is None:
                 return f"the order of its sampler ({script.code(sampler.value)}) is for one process"
+            unseen = self._work.unseen(found.call, "name=value")
+            if unseen is not None:
+                return unseen
             if found.kind == _SUBSET and script.imports.get("torch") != "torch":
                 return f"its sampler ({script.code(sampler.value)}) becomes a torch.utils.data.Subset: import torch"
         return None
@@ -131,11 +116,11 @@ class Data:
             given = arguments(value, ("weights", "num_samples", "replacement", "generator"))
             if kind == "RandomSampler" and len(value.args) == 1:
                 return _Sampler(kind, value)
-            if kind == _SUBSET and value.args and not value.args[0].star:
+            if kind == _SUBSET and value.args:
                 inline = self._script.code(value.args[0].value)
                 return _Sampler(kind, value, inline if value is node else f"{self._script.code(node)}.indices")
             replaces = "replacement" not in given or self._script.code(given["replacement"].value) == "True"
-            if kind == _WEIGHTED and replaces and not any(argument.star for argument in value.args):
+            if kind == _WEIGHTED and replaces:
                 return _Sampler(kind, value)
         return None
 
@@ -167,8 +152,6 @@ class Data:
     def _change_loader(self, call: cst.Call, given: dict[str, cst.Arg]) -> None:
         work, edits = self._work, self._work.edits
         edits.template(call.func, "evenstep.DataLoader")
-        for unpacked in self._unpacked(call):
-            self._rename_in_dictionary(unpacked)
         for name, dropped in (("generator", "the loader's order follows from the seed of evenstep.init"),):
             if name in given:
                 work.note(call, f"{name}= was left out: {dropped}")
@@ -181,9 +164,6 @@ class Data:
             kept: list[cst.Arg] = []
             for argument, new in zip(call.args, updated.args, strict=True):
                 name = order.get(id(argument), "")
-                if argument.star:
-                    kept += self._unpacked_for_evenstep(argument, new)
-                    continue
                 if name in ("generator", "batch_sampler", "in_order"):
                     continue
                 if name == "batch_size":
@@ -203,42 +183,6 @@ class Data:
             return updated.with_changes(args=kept)
 
         edits.change(call, change)
-
-    def _rename_in_dictionary(self, unpacked: _Unpacked) -> None:
-        """Give the batch size its other name in a dictionary that is made for this loader alone."""
-        script, name = self._script, unpacked.argument.value
-        places = (unpacked.items or {}).get("batch_size", [])
-        assert isinstance(name, cst.Name) or not places
-        for each in places:
-            above = script.parent(script.parent(each) or each)
-            is_its_own = isinstance(above, cst.Assign) and script.code(above.targets[0].target) == script.code(name)
-            if not is_its_own or not isinstance(each, cst.DictElement):
-                return
-        for use in script.nodes:
-            if isinstance(use, cst.Name) and use is not name and use.value == script.code(name):
-                parent = script.parent(use)
-                if not isinstance(parent, cst.AssignTarget) and script.code(parent or use) != f"{use.value}.update":
-                    return
-        for each in places:
-            assert isinstance(each, cst.DictElement)
-            quote = script.code(each.key)[-1]
-            self._work.edits.template(each.key, f"{quote}global_batch_size{quote}")
-            self._renamed.add(unpacked.argument)
-
-    def _unpacked_for_evenstep(self, argument: cst.Arg, new: cst.Arg) -> list[cst.Arg]:
-        """The batch size of a dictionary under its other name."""
-        items = items_of(self._script, argument.value) or {}
-        if "batch_size" not in items or argument in self._renamed:
-            return [new]
-        text, config = self._script.code(argument.value), self._script.module.config_for_parsing
-        size = cst.Arg(
-            cst.parse_expression(f'{text}["batch_size"]', config),
-            keyword=cst.Name("global_batch_size"),
-            equal=_EQUAL,
-            comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")),
-        )
-        rest = f'{{k: v for k, v in {text}.items() if k != "batch_size"}}'
-        return [size, new.with_changes(value=cst.parse_expression(rest, config))]
 
     # ------------------------------------------------------------------ what is asked of loaders, and epochs
 
@@ -334,79 +278,6 @@ class _Sampler:
     kind: str
     call: cst.Call
     indices: str = ""
-
-
-@dataclass(frozen=True)
-class _Unpacked:
-    """An argument `**options`.
-
-    Attributes:
-        items: By key, where the dictionary gets it; None: not all keys are seen.
-    """
-
-    argument: cst.Arg
-    items: dict[str, list[cst.DictElement | cst.Arg | cst.Assign]] | None
-
-
-def items_of(
-    script: Script, node: Node, depth: int = 0
-) -> dict[str, list[cst.DictElement | cst.Arg | cst.Assign]] | None:
-    """The keys of a dictionary that a script writes out, and where each is given its value; None: not all are seen."""
-    if depth > _DEPTH:
-        return None
-    parts: list[Node] = []
-    found: dict[str, list[cst.DictElement | cst.Arg | cst.Assign]] = {}
-    match node:
-        case cst.Dict():
-            for element in node.elements:
-                if isinstance(element, cst.StarredDictElement):
-                    parts.append(element.value)
-                elif isinstance(element, cst.DictElement) and isinstance(element.key, cst.SimpleString):
-                    found.setdefault(str(element.key.evaluated_value), []).append(element)
-                else:
-                    return None
-        case cst.Call(func=cst.Name(value="dict")):
-            for argument in node.args:
-                if argument.keyword is not None:
-                    found.setdefault(argument.keyword.value, []).append(argument)
-                else:
-                    parts.append(argument.value)
-        case cst.IfExp():
-            parts = [node.body, node.orelse]
-        case cst.Name():
-            by = script.bound(node.value, node)
-            for each in by:
-                above = script.parent(script.parent(each) or each)
-                if not isinstance(script.parent(each), cst.AssignTarget) or not isinstance(above, cst.Assign):
-                    return None
-                parts.append(above.value)
-            if not by:
-                return None
-            for use in script.nodes:
-                if not isinstance(use, cst.Name) or use.value != node.value or script.bound(use.value, use) != by:
-                    continue
-                above = script.parent(use)
-                call = script.parent(above) if isinstance(above, cst.Attribute) and above.value is use else None
-                if isinstance(call, cst.Call) and script.code(call.func).endswith(".update"):
-                    parts += [argument.value for argument in call.args if argument.keyword is None]
-                    for argument in call.args:
-                        if argument.keyword is not None:
-                            found.setdefault(argument.keyword.value, []).append(argument)
-                elif isinstance(above, cst.Subscript) and isinstance(script.parent(above), cst.AssignTarget):
-                    index, assign = above.slice[0].slice, script.parent(script.parent(above) or above)
-                    if not isinstance(index, cst.Index) or not isinstance(index.value, cst.SimpleString):
-                        return None
-                    assert isinstance(assign, cst.Assign)
-                    found.setdefault(str(index.value.evaluated_value), []).append(assign)
-        case _:
-            return None
-    for part in parts:
-        inner = items_of(script, part, depth + 1)
-        if inner is None:
-            return None
-        for key, places in inner.items():
-            found.setdefault(key, []).extend(places)
-    return found
 
 
 _EQUAL = cst.AssignEqual(whitespace_before=cst.SimpleWhitespace(""), whitespace_after=cst.SimpleWhitespace(""))

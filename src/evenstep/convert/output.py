@@ -124,7 +124,7 @@ class Output:
         if name == "os.mkdir":
             self._work.edits.change(call.func, lambda new: new.with_changes(attr=cst.Name("makedirs")))
         if "exist_ok" not in named and isinstance(call.func, cst.Attribute):
-            self._work.edits.change(call, _with("exist_ok", "True"))
+            self._set(call, "exist_ok", _with("exist_ok", "True"))
 
     def _load(self, call: cst.Call) -> None:
         """Rank 0 may still be writing what is read."""
@@ -161,9 +161,18 @@ class Output:
                 f"({{old}} if {edits.main} else None)" if is_conditional else f"{{old}} if {edits.main} else None",
             )
         elif name == "wandb.init":
-            edits.change(call, self._only_on_main("mode", '"disabled"', default="None"))
+            self._set(call, "mode", self._only_on_main("mode", '"disabled"', default="None"))
         elif name.startswith("tqdm.") and name.rsplit(".", 1)[-1] in ("tqdm", "trange", "tqdm_notebook"):
-            edits.change(call, self._disabled())
+            self._set(call, "disable", self._disabled())
+
+    def _set(self, call: cst.Call, name: str, change: Change) -> None:
+        """Change an argument of a call, or refuse the script where `**` may hold it."""
+        is_given = any(each.keyword is not None and each.keyword.value == name for each in call.args)
+        unseen = None if is_given else self._work.unseen(call, f"{name}=...")
+        if unseen is not None:
+            self._work.refuse(call, unseen)
+        else:
+            self._work.edits.change(call, change)
 
     def _only_on_main(self, keyword: str, elsewhere: str, *, default: str) -> Change:
         main = self._work.edits.main

@@ -61,6 +61,19 @@ class Work:
         """A number's sum over ranks; {old} is this rank's."""
         return f"sum({self.world}.exchange({{old}}))"
 
+    def unseen(self, call: cst.Call, by_hand: str) -> str | None:
+        """What to write by hand where a call gets arguments from `*` or `**`; None if all of them are seen.
+
+        Args:
+            call: Whose arguments have to be changed.
+            by_hand: The arguments that matter, as one writes them.
+        """
+        hidden = next((argument for argument in call.args if argument.star), None)
+        if hidden is None:
+            return None
+        unpacked, function = f"{hidden.star}{self.script.code(hidden.value)}", self.script.code(call.func)
+        return f"{unpacked} passes arguments to {function} that convert doesn't see: write them out there ({by_hand})"
+
     def average(self, node: Node, weight: str) -> None:
         """Have an expression be its mean over ranks."""
         if node not in self.collectives:

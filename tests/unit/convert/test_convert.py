@@ -18,6 +18,7 @@ from tests import pages
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts" / "single").glob("*.py"))
 REFUSED = {
     "contrastive": (21, "each sample is compared with all others of its batch"),
+    "keyword_dictionaries": (111, "**train_kwargs passes arguments to torch.utils.data.DataLoader"),
     "sliced_tensors": (17, "batches don't come from a torch DataLoader"),
 }
 QUICK = {"plain_loop", "contrastive", "tqdm_bars"}  # the others with `make test-all`
@@ -332,19 +333,6 @@ def test_ten_thousand_lines(tmp_path: Path, fresh_seed: int):
     assert "model.backward(loss, weight=len(x))" in text
 
 
-def test_a_batch_size_in_a_dictionary_gets_its_other_name_where_the_dictionary_is_for_one_loader(tmp_path: Path):
-    text = LOOP.replace("DataLoader(data, batch_size=16, shuffle=True)", "DataLoader(data, **options)")
-    options = "options = {'batch_size': 16}\nif torch.cuda.is_available():\n    options.update({'pin_memory': True})\n"
-    found = after(tmp_path, HEAD + options + text)
-    assert "options = {'global_batch_size': 16}" in found
-    assert "evenstep.DataLoader(data, **options)" in found
-    shared = after(tmp_path, HEAD + options + text + "print(options['batch_size'])\n")
-    assert "options = {'batch_size': 16}" in shared
-    assert (
-        'global_batch_size=options["batch_size"], **{k: v for k, v in options.items() if k != "batch_size"}' in shared
-    )
-
-
 def test_samplers_of_some_samples_and_by_weight(tmp_path: Path):
     head = HEAD.replace("import DataLoader", "import DataLoader, SubsetRandomSampler, WeightedRandomSampler")
     some = head + "chosen = SubsetRandomSampler([1, 2, 3])\n"
@@ -422,7 +410,16 @@ def test_an_evaluation_that_counts_on_its_batch_size_is_whole_on_every_rank(tmp_
         (("torch.optim.SGD(model.parameters(), lr=0.1)", "torch.optim.LBFGS(model.parameters())"), "LBFGS"),
         (("batch_size=16, shuffle=True", "batch_sampler=batches"), "a batch_sampler decides"),
         (("batch_size=16, ", ""), "a batch of one sample can't be divided"),
-        (("batch_size=16", "**options"), "its arguments are unpacked"),
+        (
+            ("batch_size=16", "**options"),
+            "**options passes arguments to DataLoader that convert doesn't see: "
+            "write them out there (batch_size=..., shuffle=...)",
+        ),
+        (("DataLoader(data, batch_size=16, shuffle=True)", "DataLoader(*options)"), "*options passes arguments to"),
+        (
+            ("shuffle=True", "sampler=torch.utils.data.RandomSampler(**options)"),
+            "**options passes arguments to torch.utils.data.RandomSampler",
+        ),
         (("in loader:", "in batches:"), "batches come from get_loader()"),
         (("model(x)", "model.score(x)"), "isn't the model's forward pass"),
         (("loss.backward()", "loss.backward(torch.ones(1))"), "the loss has to be one number"),
@@ -433,6 +430,14 @@ def test_an_evaluation_that_counts_on_its_batch_size_is_whole_on_every_rank(tmp_
 def test_what_cannot_be_converted_is_left_with_the_reason(change: tuple[str, str], reason: str, tmp_path: Path):
     text = LOOP.replace(*change).replace("model =", "from data import get_loader\nbatches = get_loader()\nmodel =")
     assert reason in why_not(tmp_path, HEAD + text)
+
+
+def test_a_call_that_would_change_shows_its_arguments(tmp_path: Path):
+    head = "from tqdm import tqdm\n" + HEAD + "options = {'disable': True}\n"
+    reason = why_not(tmp_path, head + LOOP.replace("in loader:", "in tqdm(loader, **options):"))
+    assert reason.endswith("write them out there (disable=...)")
+    text = after(tmp_path, head + LOOP.replace("in loader:", "in tqdm(loader, disable=False, **options):"))
+    assert "tqdm(loader, disable=False or not world.is_main, **options)" in text
 
 
 def test_a_file_that_only_defines_functions_is_left(tmp_path: Path):

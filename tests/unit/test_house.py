@@ -115,7 +115,6 @@ ORDER: dict[str, list[str]] = {
     "checkpoint.storage": ["directory", "storage", "lease"],
     "cli": [
         "main",
-        "completion",
         "commands",
         "bench",
         "checkpoint",

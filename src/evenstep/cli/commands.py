@@ -21,7 +21,6 @@ COMMANDS = {  # each is a module beside this one, imported when it is called
     "estimate": "how much memory a rank needs, and which parallelism (the same as bench memory)",
     "jobs": "write a job script for Slurm, PBS or Kubernetes",
     "env": "print this host's hardware and software, for a bug report",
-    "completion": "print a script that completes commands and flags in your shell",
 }
 SHORT = {"estimate": ["bench", "memory"]}  # what a command is short for
 _MEANT = {  # what other launchers and tools call it
@@ -70,7 +69,7 @@ def list_parser() -> Parser:
 
 
 def whole_parser() -> Parser:
-    """The parser of all commands with their flags: for completion and for the documentation."""
+    """The parser of all commands with their flags, for the documentation."""
     parser = list_parser()
     for name in COMMANDS:
         module, *path = SHORT.get(name, (name,))

@@ -299,36 +299,6 @@ def test_flags_of_the_other_kind_of_target_are_refused(
     assert "takes no arguments: --epochs 1" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------- completion
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion_knows_every_command_and_its_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", shell]) == 0
-    text = capsys.readouterr().out
-    for word in (*cli.COMMANDS, "--nproc-per-node", "--threads-per-rank", "network", "--sarif", "unlock"):
-        assert word in text
-
-
-def test_bash_completes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["completion", "bash"]) == 0
-    (tmp_path / "evenstep").write_text(capsys.readouterr().out)
-    ask = """
-    source evenstep
-    complete_words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_evenstep; echo "${COMPREPLY[@]}"; }
-    complete_words evenstep ch; complete_words evenstep bench run --st; complete_words evenstep run --nproc-
-    """
-    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[:2] == ["checkpoint", "--steps"], done.stderr
-    assert "--nproc-per-node" in done.stdout.splitlines()[2]
-
-
-def test_completion_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["completion", "bash"]) == 78
-    assert "pip install 'evenstep[completion]'" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------- pages
 
 

@@ -227,7 +227,7 @@ ORDER: dict[str, list[str]] = {
     ],
     "optim.local_sgd": ["local_sgd", "state"],
     "optim.sharded": ["sharded_optimizer", "element_wise", "per_parameter", "flat_segments"],
-    "preflight": ["host_report", "rank_check", "tested_versions"],
+    "preflight": ["host_report", "rank_check"],
     "replica": [
         "wrapper",
         "data_parallel",

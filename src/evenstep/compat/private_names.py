@@ -1,7 +1,7 @@
 """The private names of torch that evenstep uses: whether this torch has them, and what depends on each.
 
-They are used in the modules beside this one only, under public names. `evenstep env --check-torch` looks for all of
-them, `import evenstep` for those without which it can't go on.
+They are used in the modules beside this one only, under public names. `import evenstep` looks for those without which
+it can't go on, and tests/unit/compat/test_private_names.py for all of them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ class PrivateName:
     def name(self) -> str:
         """As a person writes it."""
         return self.where.replace(":", ".").replace("~", ": ")
-
-    def is_needed(self, torch_version: str) -> bool:
-        """Whether a torch should have it. One that was never looked at should have whatever something depends on."""
-        minor = ".".join(torch_version.split(".")[:2])
-        return minor in self.seen if minor in SEEN else self.without != NOTHING
 
 
 _DDP = "torch.nn.parallel"
@@ -303,38 +298,3 @@ def refuse_other_torch(names: Sequence[PrivateName] = NAMES) -> None:
             f"torch {torch.__version__} lacks private names on which evenstep stands: {listed}. They were seen in "
             f"torch {', '.join(lacking[0].seen)}: install one of these, or a newer evenstep."
         )
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `evenstep env --check-torch` prints."""
-
-    torch: str
-    is_there: dict[PrivateName, bool]
-
-    def as_json(self) -> dict[str, object]:
-        """For programs."""
-        names = [
-            {"name": each.name, "is there": there, "what": each.what, "without": each.without, "seen": list(each.seen)}
-            for each, there in self.is_there.items()
-        ]
-        return {"torch": self.torch, "names": names}
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this torch lacks nothing that something depends on."""
-        return all(there or not name.is_needed(self.torch) for name, there in self.is_there.items())
-
-    def __str__(self) -> str:
-        num = sum(self.is_there.values())
-        lines = [f"torch {self.torch} has {num} of {len(self.is_there)} private names"]
-        for each, there in self.is_there.items():
-            state = "has  " if there else "LACKS" if each.is_needed(self.torch) else "lacks"
-            lines.append(f"  {state} {each.name}")
-            lines.append(f"          {each.what}; without it: {each.without}; seen in {', '.join(each.seen)}")
-        return "\n".join(lines)
-
-
-def check_torch() -> Report:
-    """Look for all of them in this torch."""
-    return Report(str(torch.__version__), {name: is_there(name) for name in NAMES})

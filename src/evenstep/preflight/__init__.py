@@ -2,9 +2,8 @@
 
 Reading order:
 
-- `host_report`: what `evenstep env` prints of this node and its software. `collect` reads, `render` is pure; it opens
-  no port and starts no rank.
+- `host_report`: what `evenstep env` prints of this node and its software. `collect_torchs` asks torch, `collect` adds
+  what torch doesn't say, and `render` is pure; it opens no port and starts no rank.
 - `rank_check`: `evenstep run --check`, started as a module on every rank. It compares a sum and a training step with
   one process's, and measures pairs of ranks. `choose_pairs` and `slow_pairs` are pure.
-- `tested_versions`: the pairs of torch and python on which the tests were run. Pure.
 """

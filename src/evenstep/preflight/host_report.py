@@ -4,41 +4,45 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import resource
 import shutil
 import socket
-import sys
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import collect_env
 
 from evenstep import environment
 from evenstep.control_groups import memory_limit_bytes
 from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
-from evenstep.launcher.options.resources import Host, count_cores, plan_ranks
+from evenstep.launcher.options.resources import Host, look_at_host, plan_ranks
 from evenstep.network import addresses
-from evenstep.preflight.tested_versions import runs_on, untested
 from evenstep.transport.shm.segment import available_bytes, host_memory_bytes
 
 Report = dict[str, dict[str, str]]
 
-_PACKAGES = ("evenstep", "torch", "numpy", "safetensors", "rich", "triton", "mpi4py")
+_PACKAGES = ("evenstep", "torch", "safetensors", "rich", "mpi4py")
 _LIMITS = {"open files": "NOFILE", "processes": "NPROC", "locked memory": "MEMLOCK", "core files": "CORE"}
 
 
+def collect_torchs() -> tuple[str, dict[str, Any]]:
+    """What torch's own `collect_env` says, as its text and by name; why not, if it fails."""
+    try:
+        found = collect_env.get_env_info()  # type: ignore[no-untyped-call]
+    except (OSError, RuntimeError) as error:  # such as a torch that wants pip, where there is none
+        reason = f"torch.utils.collect_env fails: {error}"
+        return reason, {"error": reason}
+    return collect_env.pretty_str(found), found._asdict()  # type: ignore[no-untyped-call]
+
+
 def collect() -> Report:
-    """Everything, by section. Each line stands alone: what can't be found out says why."""
-    gpus = {f"cuda:{index}": _gpu(index) for index in range(torch.cuda.device_count())}
-    host = Host(num_cores=count_cores(), num_cpus=os.cpu_count() or 1, num_gpus=len(gpus))
+    """What torch doesn't say, by section. Each line stands alone: what can't be found out says why."""
     return {
         "versions": _versions(),
-        "processors": _processors(host),
-        "GPUs": gpus
-        or {"none": "torch finds no GPU" + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")},
+        "processors": _processors(look_at_host()),
         "memory": _memory(),
         "limits": {what: _limit(name) for what, name in _LIMITS.items()},
         "launcher": _launcher(),
@@ -85,15 +89,6 @@ def _versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    nccl = "none"
-    if dist.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    found["torch built with"] = f"CUDA {torch.version.cuda or 'none'}, NCCL {nccl}"
-    found["python"] = f"{platform.python_version()} ({sys.executable})"
-    pair = (str(torch.__version__), platform.python_version())
-    runs = "; ".join(f"{run.date} on torch {run.torch} ({run.wheel}): {run.result}" for run in runs_on(*pair))
-    found["tested"] = runs or f"no: {untested(*pair)}"
-    found["system"] = f"{platform.platform()}, {' '.join(platform.libc_ver())}"
     return found
 
 
@@ -101,25 +96,11 @@ def _processors(host: Host) -> dict[str, str]:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host.num_cpus
     plan = plan_ranks("auto", host, openmp_threads=environment.openmp_threads())
     return {
-        "model": _cpu_model(),
         "cores": f"{host.num_cores} physical that this process may use; {allowed} of {host.num_cpus} logical",
         "torch's threads": str(torch.get_num_threads()),
         "evenstep run": f"starts {plan.num_ranks} {'rank' if plan.num_ranks == 1 else 'ranks'} of {plan.num_threads} "
         f"{'thread' if plan.num_threads == 1 else 'threads'} here",
     }
-
-
-def _cpu_model() -> str:
-    file = Path("/proc/cpuinfo")
-    for line in file.read_text().splitlines() if file.exists() else ():
-        if line.startswith("model name"):
-            return f"{line.partition(':')[2].strip()} ({platform.machine()})"
-    return platform.machine()
-
-
-def _gpu(index: int) -> str:
-    seen = torch.cuda.get_device_properties(index)
-    return f"{seen.name}, {_gib(seen.total_memory)}, compute capability {seen.major}.{seen.minor}"
 
 
 def _memory() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.cli.main import main
 from evenstep.compat import private_names
 from evenstep.compat.private_names import NAMES, PrivateName, is_there, refuse_other_torch
 from tests.unit.test_house import private_torch
@@ -22,13 +20,19 @@ VERSION = ".".join(torch.__version__.split(".")[:2])
 MADE_UP = PrivateName("torch._C:_made_up", "for this test")
 
 
+def is_needed(name: PrivateName, torch_version: str) -> bool:
+    """Whether a torch should have it. One that was never looked at should have whatever something depends on."""
+    minor = ".".join(torch_version.split(".")[:2])
+    return minor in name.seen if minor in private_names.SEEN else name.without != private_names.NOTHING
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(each, marks=[pytest.mark.extended] * ("_dynamo" in each.where), id=each.name) for each in NAMES],
 )
 def test_seen_in_the_versions_that_the_list_names(name: PrivateName):
     """In a torch that was never looked at, those fail that are missing."""
-    is_expected = name.is_needed(VERSION) or (VERSION not in private_names.SEEN and is_there(name))
+    is_expected = is_needed(name, VERSION) or (VERSION not in private_names.SEEN and is_there(name))
     assert is_there(name) == is_expected, f"torch {VERSION}: {name.without}; listed: {', '.join(name.seen)}"
 
 
@@ -53,7 +57,7 @@ def test_nothing_is_listed_that_is_used_no_longer():
 
 
 @pytest.mark.parametrize(
-    ("version", "without", "is_needed"),
+    ("version", "without", "expected"),
     [
         ("2.11.1", "an error", True),
         ("2.15.0+cu132", "an error", False),
@@ -61,8 +65,8 @@ def test_nothing_is_listed_that_is_used_no_longer():
         ("2.99.0", private_names.NOTHING, False),
     ],
 )
-def test_a_torch_needs_what_its_version_was_seen_with(version: str, without: str, is_needed: bool):
-    assert replace(MADE_UP, without=without, seen=("2.11",)).is_needed(version) == is_needed
+def test_a_torch_needs_what_its_version_was_seen_with(version: str, without: str, expected: bool):
+    assert is_needed(replace(MADE_UP, without=without, seen=("2.11",)), version) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,24 +94,3 @@ def test_a_torch_without_a_name_that_import_needs_is_refused():
         f"torch {torch.__version__} lacks private names on which evenstep stands: torch._C._made_up (for this test). "
         f"They were seen in torch 2.11, 2.13: install one of these, or a newer evenstep."
     )
-
-
-def test_check_torch_goes_through_them(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    few = [name for name in NAMES if name.where.startswith("torch._C:")]
-    monkeypatch.setattr(private_names, "NAMES", few)
-    assert main(["env", "--check-torch"]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first == f"torch {torch.__version__} has {len(few)} of {len(few)} private names"
-    assert lines[::2] == [f"  has   {name.name}" for name in few]
-    monkeypatch.setattr(private_names, "NAMES", [*few, replace(MADE_UP, seen=("0.1",), without=private_names.NOTHING)])
-    assert main(["env", "--check-torch"]) == 0
-    assert "  lacks torch._C._made_up\n" in capsys.readouterr().out
-    monkeypatch.setattr(private_names, "NAMES", [*few, MADE_UP])
-    assert main(["env", "--check-torch"]) == 1
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"torch {torch.__version__} has {len(few)} of {len(few) + 1} private names\n")
-    seen = ", ".join(MADE_UP.seen)
-    told = f"          for this test; without it: evenstep can't be imported; seen in {seen}\n"
-    assert shown.endswith(f"  LACKS torch._C._made_up\n{told}")
-    assert main(["env", "--check-torch", "--json"]) == 1
-    assert [each["is there"] for each in json.loads(capsys.readouterr().out)["names"]] == [*[True] * len(few), False]

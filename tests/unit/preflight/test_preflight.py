@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from evenstep.cli.main import main
 from evenstep.environment import detect
@@ -14,23 +15,44 @@ from evenstep.preflight.host_report import describe_placement, render
 from evenstep.preflight.rank_check import choose_pairs, slow_pairs
 from tests.unit.environment import recorded_environments as recorded
 
+_SET_BY_TORCH = ("PIP_DISABLE_PIP_VERSION_CHECK", "1")  # collect_env leaves it in the environment
+
 
 def test_env_prints_every_section(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("PMI_SHARED_SECRET", "sesame")
+    monkeypatch.setenv(*_SET_BY_TORCH)
     assert main(["env"]) == 0
     text = capsys.readouterr().out
     for word in ("evenstep ", "torch ", "cores ", "/dev/shm", "open files", "none: one process", "gloo", "NCCL_DEBUG"):
         assert word in text
+    assert f"PyTorch version: {torch.__version__}\n" in text
     assert "sesame" not in text
     assert main(["env", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["variables"]["NCCL_DEBUG"] == "INFO"
+    report = json.loads(capsys.readouterr().out)
+    assert report["variables"]["NCCL_DEBUG"] == "INFO"
+    assert report["torch.utils.collect_env"]["torch_version"] == torch.__version__
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_env_says_why_torch_finds_nothing(
+    flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("there is no pip")
+
+    monkeypatch.setattr("torch.utils.collect_env.get_env_info", fail)
+    assert main(["env", *flags]) == 0
+    text = capsys.readouterr().out
+    assert "torch.utils.collect_env fails: there is no pip" in text
+    assert "open files" in text
 
 
 def test_env_shows_a_contradiction_instead_of_failing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv(*_SET_BY_TORCH)
     assert main(["env"]) == 0
     assert "OMPI_COMM_WORLD_SIZE=2 look like Open MPI, but" in capsys.readouterr().out
 

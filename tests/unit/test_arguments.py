@@ -296,7 +296,6 @@ def test_a_metric_that_never_comes_is_told_at_the_first_save_and_an_error_at_the
         ("run --shutdown-timeout -3 x.py", 78, "--shutdown-timeout=-3"),
         ("run --master-port 70000 x.py", 78, "--master-port=70000"),
         ("run --threads-per-rank 0 x.py", 78, "0 threads per rank"),
-        ("jobs slurm --nodes 0 x.py", 78, "--nodes 0: at least 1"),
         (f"checkpoint list {'a' * 300}", 74, "File name too long"),
         ("checkpoint list nowhere", 74, "nowhere has no checkpoint"),
         ("checkpoint import x.py run", 74, "is no file of tensors and plain data"),

@@ -19,7 +19,6 @@ COMMANDS = {  # each is a module beside this one, imported when it is called
     "convert": "make a training script for one process data-parallel",
     "checkpoint": "list, check and compare checkpoints; exchange them with plain torch files",
     "estimate": "how much memory a rank needs, and which parallelism (the same as bench memory)",
-    "jobs": "write a job script for Slurm, PBS or Kubernetes",
     "env": "print this host's hardware and software, for a bug report",
 }
 SHORT = {"estimate": ["bench", "memory"]}  # what a command is short for
@@ -31,7 +30,6 @@ _MEANT = {  # what other launchers and tools call it
     **dict.fromkeys(("check", "lint", "diagnose"), "doctor"),
     **dict.fromkeys(("test", "compare"), "verify"),
     **dict.fromkeys(("info", "report", "version"), "env"),
-    **dict.fromkeys(("slurm", "pbs", "kubernetes", "submit"), "jobs {}"),
     **dict.fromkeys(("migrate", "to-ddp"), "convert"),
 }
 

@@ -111,7 +111,6 @@ def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
         ("launch", "evenstep: launch is no command. Did you mean evenstep run? There are run, "),
         ("torchrun", "evenstep: torchrun is no command. Did you mean evenstep run? There are run, "),
         ("predict", "evenstep: predict is no command. Did you mean evenstep bench predict? There are run, "),
-        ("slurm", "evenstep: slurm is no command. Did you mean evenstep jobs slurm? There are run, "),
         ("xyzzy", "evenstep: xyzzy is no command. There are run, "),
     ],
 )
@@ -120,6 +119,13 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str], given: str, told
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 1)
     assert said.err.startswith(told)
+
+
+def test_a_command_without_a_script_says_that_and_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--steps", "2"]) == 78
+    assert capsys.readouterr().err == (
+        "evenstep: the following arguments are required: script. See `evenstep verify --help`.\n"
+    )
 
 
 def test_without_a_command_there_is_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,14 +174,12 @@ def test_a_directory_that_may_not_be_listed(
     assert err == f"evenstep: {tmp_path}: Permission denied. Run this as a user who may read and write there.\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "flags"), [("bench", []), ("verify", []), ("jobs", ["slurm"])], ids=["bench", "verify", "jobs"]
-)
+@pytest.mark.parametrize("command", ["bench", "verify"])
 def test_a_scripts_own_flags_may_look_like_abbreviations_of_ours(
-    command: str, flags: list[str], capsys: pytest.CaptureFixture[str]
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--r` could be several of ours; behind the script it is none of them."""
-    status = main([command, *flags, "no_such_script.py", "--r", "5", "--n", "6", "--re=1", "--c"])
+    status = main([command, "no_such_script.py", "--r", "5", "--n", "6", "--re=1", "--c"])
     assert "ambiguous" not in capsys.readouterr().err
     assert status in (0, 1, 2, 78)
 
@@ -259,10 +263,8 @@ def test_the_number_of_ranks_has_one_name_and_the_same_others_everywhere(flag: s
         (["bench", "network"], "2", [], 2),
         (["verify"], "1,2", ["x.py"], (1, 2)),
         (["doctor"], "2", ["x.py"], 2),
-        (["jobs", "slurm"], "2", ["x.py"], 2),
     ):
-        parsed = vars(parser.parse_args([*before, flag, value, *after]))
-        assert parsed["ranks_per_node" if before[0] == "jobs" else "nproc_per_node"] == expected
+        assert parser.parse_args([*before, flag, value, *after]).nproc_per_node == expected
 
 
 def test_a_command_of_bench_may_be_left_out() -> None:

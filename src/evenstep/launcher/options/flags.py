@@ -84,7 +84,6 @@ def add_nproc_per_node(
     type: Callable[[str], Any] = int,
     default: Any = None,
     metavar: str = "N",
-    dest: str = "nproc_per_node",
 ) -> None:
     """Add `--nproc-per-node` and its other names, which the help leaves out.
 
@@ -94,10 +93,9 @@ def add_nproc_per_node(
         type: Of the value: some commands take several numbers.
         default: If it isn't given.
         metavar: How the help shows the value.
-        dest: Attribute of the parsed arguments.
     """
-    parser.add_argument("--nproc-per-node", dest=dest, type=type, default=default, metavar=metavar, help=help)
-    parser.add_argument(*RANKS_ALIASES, dest=dest, type=type, default=SUPPRESS, help=SUPPRESS)
+    parser.add_argument("--nproc-per-node", type=type, default=default, metavar=metavar, help=help)
+    parser.add_argument(*RANKS_ALIASES, dest="nproc_per_node", type=type, default=SUPPRESS, help=SUPPRESS)
 
 
 class _Parser(ArgumentParser):

@@ -1,1 +1,0 @@
-"""Job scripts for schedulers: Slurm, PBS and Kubernetes. `scripts` is pure: a `Job` in, text out."""

@@ -17,9 +17,6 @@ HOW_TO = [
     "how-to/export.md",
     "how-to/hang.md",
     "how-to/hugging-face.md",
-    "how-to/launch/kubernetes.md",
-    "how-to/launch/pbs.md",
-    "how-to/launch/slurm.md",
     "how-to/test.md",
     "how-to/trackers.md",
 ]

@@ -67,7 +67,6 @@ ORDER: dict[str, list[str]] = {
         "layout",
         "roles",
         "traffic",
-        "staleness",
     ],
     "parameter_servers.worker": ["rpc_connection", "connections"],
     "parameter_servers.server": ["serving", "checkpoints", "shard", "coordinator", "batch_queue"],

@@ -16,5 +16,4 @@ Reading order:
     layout.py            which server has which parameters, and tensors packed into few
     roles.py             which ranks are workers, and which are servers
     traffic.py           what a worker sends and receives, and how long it waits
-    staleness.py         how late gradients were, drawn
 """

@@ -17,7 +17,6 @@ import evenstep
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.parameter_servers.server.batch_queue import BatchQueue
 from evenstep.parameter_servers.server.checkpoints import loader_state, queue_state
-from evenstep.parameter_servers.staleness import plot
 from evenstep.parameter_servers.worker.connections import EraEnded, LocalConnection
 
 
@@ -230,14 +229,6 @@ def test_sparse_gradients_are_refused():
         ps.backward(ps.model(torch.tensor([1])).sum())
         with pytest.raises(UsageError, match="'weight' is sparse"):
             ps.step()
-
-
-def test_staleness_is_drawn(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    for number, staleness in enumerate(({}, {0: 3, 4: 1}, {0: {0: 2}, 1: {1: 5, 2: 1}})):
-        assert plot(staleness, tmp_path / f"{number}.svg", title="late").read_text().count("<svg") == 1
-    with pytest.raises(ConfigurationError, match=r"what ps.staleness\(\) returns"):
-        plot([1, 2], tmp_path / "no.svg")  # type: ignore[arg-type]
 
 
 def train_from_queue(folder: Path, num_epochs: int, *, leaves_at: int = -1) -> tuple[dict[str, Tensor], list[int]]:

@@ -9,7 +9,7 @@ Reading order:
     worker_tables.py     all tables of a model
     tables.py            a server's tables: what is looked up, applied, and changed since it was looked up ahead
     table.py             a server's share of one table
-    row_optimizers.py    SGD, Adagrad and row-wise Adam of single rows
+    row_optimizers.py    SGD and Adagrad of single rows
     initial_rows.py      what a row is before it is trained, from its number alone
     rows.py              what travels, and which server has which rows
 """

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from evenstep import checks
 from evenstep.errors import ConfigurationError, NonFiniteError, PeerLostError, UsageError
-from evenstep.parameter_servers.embeddings.row_optimizers import ROW_OPTIMIZERS, RowOptimizer, default_eps
+from evenstep.parameter_servers.embeddings.row_optimizers import DEFAULT_EPS, ROW_OPTIMIZERS, RowOptimizer
 from evenstep.parameter_servers.embeddings.rows import ChangedRows, RowGradients, Rows, add_up, split_by_server
 from evenstep.parameter_servers.embeddings.table import Table, TableSpec
 from evenstep.parameter_servers.layout import to_device, to_host
@@ -98,12 +98,10 @@ class RemoteEmbedding(nn.Module):
         embedding_dim: Columns.
         padding_idx: A row of zeros, which is never trained; of bags it is left out. None: no such row.
         pooling: None: a row for each id. "sum", "mean", "max": one row for each bag of ids.
-        optimizer: "sgd", "adagrad" (Duchi et al., 2011), "rowwise_adagrad" (one accumulator for a row) or
-            "rowwise_adam" (Adam with one second moment for a row, as FBGEMM's). A row that isn't in a step is left
-            alone, with its state.
+        optimizer: "sgd", "adagrad" (Duchi et al., 2011) or "rowwise_adagrad" (one accumulator for a row). A row that
+            isn't in a step is left alone, with its state.
         lr: Rate. `module.lr` may be set between steps; on all workers in "sync".
-        betas: Of "rowwise_adam".
-        eps: Added to the denominator; None: torch's, 1e-10 or, of Adam, 1e-8.
+        eps: Added to the denominator of "adagrad" and "rowwise_adagrad".
         init_std: Rows begin as draws from a normal distribution of this standard deviation.
         init_fn: Makes the first rows instead: ids [n] to rows [n, embedding_dim], always the same for an id. Runs on
             servers.
@@ -128,8 +126,7 @@ class RemoteEmbedding(nn.Module):
         pooling: str | None = None,
         optimizer: str = "adagrad",
         lr: float = 0.01,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float | None = None,
+        eps: float = DEFAULT_EPS,
         init_std: float = 1.0,
         init_fn: Callable[[Tensor], Tensor] | None = None,
         seed: int = 0,
@@ -149,11 +146,7 @@ class RemoteEmbedding(nn.Module):
         self.pooling = pooling
         checks.choice(f"{_WHO}optimizer", optimizer, ROW_OPTIMIZERS)
         self.lr = checks.number(f"{_WHO}lr", lr, least=0)
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise checks.refuse(f"{_WHO}betas", betas, "two numbers, at least 0 and less than 1")
-        first, second = (checks.number(f"{_WHO}betas", each, least=0, below=1) for each in betas)
-        eps = default_eps(optimizer) if eps is None else checks.number(f"{_WHO}eps", eps, least=0, otherwise="None")
-        self._optimizer = RowOptimizer(optimizer, (first, second), eps)
+        self._optimizer = RowOptimizer(optimizer, checks.number(f"{_WHO}eps", eps, least=0))
         self._std = checks.number(f"{_WHO}init_std", init_std, least=0)
         if init_fn is not None:
             checks.function(f"{_WHO}init_fn", init_fn, otherwise="None")
@@ -305,7 +298,6 @@ class RemoteEmbedding(nn.Module):
             "padding_idx": self.padding_idx,
             "dtype": str(self.like.dtype),
             "optimizer": self._optimizer.name,
-            "betas": list(self._optimizer.betas),
             "eps": self._optimizer.eps,
             "lr": self.lr,
             "init_std": self._std,

@@ -50,7 +50,6 @@ from evenstep.parameter_servers.server.shard import Answer, Pushed
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
-    "backup, 1": {"mode": "backup", "backup_workers": 1},
     "bounded, 4": {"mode": "bounded", "max_staleness": 4},
     "async": {"mode": "async"},
     "async, overlap": {"mode": "async", "overlap": True},
@@ -385,7 +384,6 @@ def learn(options: dict[str, Any], lr: float, epochs: int, seed: int, delay: int
 RATE = 0.1  # of an update by one push; that of four is four times larger, as the batch
 DIGITS: dict[str, tuple[dict[str, Any], float, int]] = {
     "sync": (MODES["sync"], 4 * RATE, 0),
-    "backup, 1": (MODES["backup, 1"], 4 * RATE, 0),
     "bounded, 4": (MODES["bounded, 4"], RATE, 0),
     "async": (MODES["async"], RATE, 0),
     "async, 50 updates late": (MODES["async"], RATE, 12),

@@ -38,13 +38,13 @@ from evenstep.parameter_servers.recipe import Made, Recipe
 from evenstep.parameter_servers.roles import Roles, assign_roles
 from evenstep.parameter_servers.server.batch_queue import BatchQueue, Pass, Taken
 from evenstep.parameter_servers.server.checkpoints import CheckpointOptions, Checkpoints
-from evenstep.parameter_servers.server.coordinator import TOGETHER, Mode
+from evenstep.parameter_servers.server.coordinator import Mode
 from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
 from evenstep.parameter_servers.traffic import Traffic
 from evenstep.parameter_servers.worker.connections import Connection, EraEnded, LocalConnection, untrained
 
 Positioned = tuple[int, Loaded]  # with its position at the end
-MODES = ("sync", "backup", "async", "bounded")
+MODES = ("sync", "async", "bounded")
 _TRANSFER_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -54,7 +54,6 @@ def parameter_server(
     *,
     mode: str = "async",
     max_staleness: int | None = None,
-    backup_workers: int | None = None,
     delay_compensation: float = 0.0,
     scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
     max_norm: float | None = None,
@@ -77,9 +76,6 @@ def parameter_server(
     Modes:
 
     - "sync": a step waits for all workers and applies the weighted mean of their gradients, as one process would.
-    - "backup": synchronous training with backup workers (Chen et al., "Revisiting Distributed Synchronous SGD", 2016):
-      the same, but a step doesn't wait for the slowest `backup_workers`. What they push then is dropped, and their
-      batches go back to the queue.
     - "async": Downpour SGD (Dean et al., "Large Scale Distributed Deep Networks", 2012): each push is applied when it
       comes, and nobody waits. A gradient may be of older parameters than those that it changes.
     - "bounded": stale synchronous parallel (Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
@@ -89,15 +85,14 @@ def parameter_server(
         model_fn: Makes the model, the same on all workers and servers but for its values: those of the servers count.
         optimizer_fn: Makes a server's optimizer from its share of the parameters, a list of (name, parameter), which
             torch's optimizers take as it is. Runs on servers only.
-        mode: "sync", "backup", "async" or "bounded".
+        mode: "sync", "async" or "bounded".
         max_staleness: Of "bounded", in steps; 0: no worker begins a step before all have ended the one before.
-        backup_workers: Of "backup": at least 1, and fewer than there are workers.
         delay_compensation: Of "async" and "bounded": lambda of Zheng et al., "Asynchronous Stochastic Gradient Descent
             with Delay Compensation", 2017: lambda * g * g * (w_now - w_then) is added to each gradient g. 0: not.
         scheduler_fn: Makes a learning-rate schedule from a server's optimizer. It steps after every update: once for
-            all workers in "sync" and "backup", once for each push in the other modes.
+            all workers in "sync", once for each push in the other modes.
         max_norm: Clip the gradient of each update to this norm, over the parameters of all servers: the mean over
-            workers in "sync" and "backup", each push by itself in the other modes, before delay compensation.
+            workers in "sync", each push by itself in the other modes, before delay compensation.
         transfer_dtype: torch.bfloat16 or torch.float16: gradients and parameters travel in 16 bits. Servers add and
             keep them in the parameters' own dtype; workers compute with rounded ones. None: nothing is rounded.
         overlap: Of "async" and "bounded": `ps.step` doesn't wait for its push. What comes back is taken in the next
@@ -124,7 +119,7 @@ def parameter_server(
         checks.function(f"{WHO}optimizer_fn", optimizer_fn)
         if scheduler_fn is not None:
             checks.function(f"{WHO}scheduler_fn", scheduler_fn, otherwise="None")
-        chosen_mode = _choose_mode(mode, max_staleness, backup_workers, delay_compensation, max_norm, overlap)
+        chosen_mode = _choose_mode(mode, max_staleness, delay_compensation, max_norm, overlap)
         if transfer_dtype is not None and transfer_dtype not in _TRANSFER_DTYPES:
             raise checks.refuse(f"{WHO}transfer_dtype", transfer_dtype, "torch.bfloat16, torch.float16 or None")
         options = None
@@ -150,37 +145,31 @@ def parameter_server(
         return ParameterServer(recipe, chosen_mode, options, interface, timeout_s)
 
 
-def _choose_mode(
-    mode: Any, max_staleness: Any, backup_workers: Any, delay_compensation: Any, max_norm: Any, overlap: Any
-) -> Mode:
+def _choose_mode(mode: Any, max_staleness: Any, delay_compensation: Any, max_norm: Any, overlap: Any) -> Mode:
     """Raise for options that the mode doesn't have.
 
     Raises:
         ConfigurationError: See above.
     """
     name = checks.choice(f"{WHO}mode", mode, MODES)
-    bound = backups = 0
+    bound = 0
     if name == "bounded":
         bound = checks.whole(f"{WHO}max_staleness", max_staleness, least=0)
     elif max_staleness is not None:
         raise checks.refuse(f"{WHO}max_staleness", max_staleness, f"only with mode='bounded', not {name!r}")
-    if name == "backup":
-        backups = checks.whole(f"{WHO}backup_workers", backup_workers, least=1)
-    elif backup_workers is not None:
-        raise checks.refuse(f"{WHO}backup_workers", backup_workers, f"only with mode='backup', not {name!r}")
     compensation = checks.number(f"{WHO}delay_compensation", delay_compensation, least=0)
-    if compensation and name in TOGETHER:
+    if compensation and name == "sync":
         raise checks.refuse(
             f"{WHO}delay_compensation", delay_compensation, f"0 with mode={name!r}, where no gradient is late"
         )
     if max_norm is not None:
         max_norm = checks.number(f"{WHO}max_norm", max_norm, above=0, otherwise="None")
     if checks.switch(f"{WHO}overlap", overlap):
-        if name in TOGETHER:
+        if name == "sync":
             raise checks.refuse(f"{WHO}overlap", overlap, f"False with mode={name!r}, where a step waits for others")
         if name == "bounded" and bound < 1:
             raise checks.refuse(f"{WHO}overlap", overlap, "False with max_staleness=0: no worker may go ahead")
-    return Mode(name, bound, backups, compensation, max_norm, bool(overlap))
+    return Mode(name, bound, compensation, max_norm, bool(overlap))
 
 
 class ParameterServer:
@@ -244,12 +233,6 @@ class ParameterServer:
                 )
             placement = environment.current_placement()
             roles = assign_roles(placement, environment.num_servers())
-            if self._mode.backup_workers >= max(2, roles.num_workers):
-                raise checks.refuse(
-                    f"{WHO}backup_workers",
-                    self._mode.backup_workers,
-                    f"fewer than the {checks.counted(roles.num_workers, 'worker')}, one of whom a step has to wait for",
-                )
             self._state = "beginning"
             self._traffic = Traffic(max(1, roles.num_servers))
             self.worker, self.num_workers, self.num_servers = roles.rank, roles.num_workers, roles.num_servers
@@ -294,8 +277,8 @@ class ParameterServer:
     def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
         """Add `weight` times the gradient of `loss` to those of this step.
 
-        A step's gradient is the mean by weight: over all backward passes of all workers in "sync" and "backup", and
-        over this worker's in the other modes. With `weight=len(x)` and a mean loss that is the mean over samples.
+        A step's gradient is the mean by weight: over all backward passes of all workers in "sync", and over this
+        worker's in the other modes. With `weight=len(x)` and a mean loss that is the mean over samples.
 
         Args:
             loss: A scalar.
@@ -701,8 +684,8 @@ class SharedBatches:
     ) -> Iterator[Positioned]:
         """This worker's batches of an epoch, each taken when it is asked for, or, with `prefetch`, one before.
 
-        In "sync" and "backup" a worker without a batch takes part in the others' steps until all batches are done. In
-        the other modes it goes on at once.
+        In "sync" a worker without a batch takes part in the others' steps until all batches are done. In the other
+        modes it goes on at once.
 
         Args:
             epoch: Number of the epoch.
@@ -736,7 +719,7 @@ class SharedBatches:
                 else:
                     ahead, taken = None, self._take(connection, (wanted, num_batches, text))
                     if taken.batch < 0:
-                        if taken.is_over or ps._mode.name not in TOGETHER:
+                        if taken.is_over or ps._mode.name != "sync":
                             return
                         ps.step()
                         continue

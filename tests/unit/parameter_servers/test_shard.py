@@ -162,34 +162,6 @@ def test_who_joins_late_counts_from_then_on():
     assert servers.value == -3.0
 
 
-def test_backup_drops_what_the_slowest_push(fresh_seed: int):
-    """Every step applies all but k, and the batches of the others are taken again."""
-    servers = Servers(Mode("backup", backup_workers=1), 3, 2)
-    for worker in range(3):
-        assert servers.queue.take(servers.key(worker, 1), (1, 0, 0), 9, "").batch == worker
-    first = servers.push(0, 1.0)
-    assert not first.is_done
-    servers.push(2, 3.0)
-    assert first.is_done
-    assert servers.value == -2.0
-    late = servers.push(1, 100.0)
-    assert late.answers[0].version == 1
-    assert servers.value == -2.0
-    assert servers.coordinator.num_dropped == {1: 1}
-    assert servers.queue.take(servers.key(0, 1), (1, 0, 0), 9, "").batch == 1, "the batch of what was dropped"
-    assert servers.coordinator.staleness == {0: {0: 1}, 2: {0: 1}}
-
-
-def test_backup_waits_for_whoever_has_the_last_batch():
-    """Empty steps of those that have none would drop it for ever."""
-    servers = Servers(Mode("backup", backup_workers=1), 3)
-    servers.push(0, 0.0, weight=0)
-    idle = servers.push(1, 0.0, weight=0)
-    assert not idle.is_done
-    assert servers.push(2, 5.0).is_done
-    assert servers.value == -5.0
-
-
 def test_async_waits_for_nobody_and_counts_staleness():
     servers = Servers(Mode("async"), 2, 2)
     for _ in range(4):

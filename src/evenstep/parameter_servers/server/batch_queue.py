@@ -3,8 +3,8 @@
 [Note: a batch's way]
 
 A batch is *open* until a worker takes it, *held* until the gradients of its samples are applied, and then *finished*.
-What a worker holds when it ends, or whose push is dropped, is open again. Other workers may have gone on to a later
-epoch by then: they take it there.
+What a worker holds when it ends is open again. Other workers may have gone on to a later epoch by then: they take it
+there.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ version of all parameters.
 | mode | gradients are applied | a worker goes on |
 | --- | --- | --- |
 | "sync" | once a step, those of all workers together | after that |
-| "backup" | once a step, those of all workers but the slowest k; what comes later is dropped | after that |
 | "async" | each push by itself, at once | at once |
 | "bounded" | each push by itself, at once | when the slowest worker is at most `max_staleness` steps behind |
 """
@@ -26,7 +25,6 @@ from typing import NamedTuple
 
 from evenstep.parameter_servers.server.batch_queue import BatchQueue, Key, Pass
 
-TOGETHER = ("sync", "backup")
 _TOO_LATE = (
     "all workers had ended their loops when the servers went back to a checkpoint, after which batches are left to be "
     "trained on. Start the same command again: it goes on from there"
@@ -38,9 +36,8 @@ class Mode:
     """When gradients are applied, and who waits for whom.
 
     Attributes:
-        name: "sync", "backup", "async" or "bounded".
+        name: "sync", "async" or "bounded".
         max_staleness: Of "bounded": how many steps a worker may be ahead of the slowest.
-        backup_workers: Of "backup": how many pushes of a step are not waited for.
         delay_compensation: See `evenstep.parameter_server`; 0: none.
         max_norm: Of the mean gradient of an update, over all servers; None: not clipped.
         overlaps: Workers push in the background: each begins a step before the one before it is released.
@@ -48,7 +45,6 @@ class Mode:
 
     name: str
     max_staleness: int = 0
-    backup_workers: int = 0
     delay_compensation: float = 0.0
     max_norm: float | None = None
     overlaps: bool = False
@@ -152,7 +148,6 @@ class Coordinator:
         self._failure = ""
         self._has_ended = False
         self.version = version
-        self.num_dropped: Counter[int] = Counter()  # by worker
         self.staleness: dict[int, Counter[int]] = {}  # by worker
 
     def __repr__(self) -> str:
@@ -278,15 +273,9 @@ class Coordinator:
         del self._arriving[key]
         facts = facts._replace(square=sum(each.square for each in seen))
         member.clock += 1
-        version = self.version + bool(self._measuring)  # what is being measured is as good as applied
-        is_late = self._mode.name == "backup" and facts.weight > 0 and facts.version < version
-        if is_late:
-            self.num_dropped[member.worker] += 1
-            self._queue.give_back(key[0], key)
-            return [self._decide(dropped=[key], released=[key])]
         member.calls.append(key)
         self._held[key] = facts
-        if self._mode.name in TOGETHER:
+        if self._mode.name == "sync":
             return self._advance()
         square = facts.square / facts.weight**2 if facts.weight else 0.0
         return [self._apply([key], square), *self._advance()]
@@ -325,7 +314,7 @@ class Coordinator:
         decisions = []
         if self._failure:
             return [self._decide(failure=self._failure, has_ended=True)]
-        if self._mode.name in TOGETHER and not self._measuring and self._is_step_complete():
+        if self._mode.name == "sync" and not self._measuring and self._is_step_complete():
             keys = sorted(self._held, key=self._order)
             if self._mode.max_norm is not None and any(self._held[key].weight for key in keys):
                 self._measuring, self._measured = keys, []
@@ -345,16 +334,7 @@ class Coordinator:
         return (member.worker if member is not None else -1, key[1])
 
     def _is_step_complete(self) -> bool:
-        if not self._held:
-            return False
-        num_missing = len(self._members) + len(self._expected) - len(self._held)
-        if num_missing == 0:
-            return True
-        if self._mode.name == "sync":
-            return False
-        # Of those without samples none counts: they would let each other go on, and drop who has the last batch.
-        num_full = sum(facts.weight > 0 for facts in self._held.values())
-        return num_full >= max(1, len(self._members) + len(self._expected) - self._mode.backup_workers)
+        return bool(self._held) and len(self._held) == len(self._members) + len(self._expected)
 
     def _apply(self, keys: Sequence[Key], square: float) -> Decision:
         facts = {key: self._held.pop(key) for key in keys}
@@ -380,7 +360,7 @@ class Coordinator:
         bound = self._mode.max_staleness - self._mode.overlaps
 
         def may_go_on(member: _Member, key: Key) -> bool:
-            if self._mode.name in TOGETHER:
+            if self._mode.name == "sync":
                 return key not in self._held
             return self._mode.name == "async" or member.clock - slowest <= bound
 

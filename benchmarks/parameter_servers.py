@@ -52,7 +52,6 @@ MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
     "bounded, 4": {"mode": "bounded", "max_staleness": 4},
     "async": {"mode": "async"},
-    "async, overlap": {"mode": "async", "overlap": True},
 }
 NUM_WORKERS = 4
 STEP_S = 0.02
@@ -175,7 +174,7 @@ def equal(steps: int, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         base = max(on_ranks(equal_by_ddp, 2, (steps,)))
-        for name in ("sync", "async", "async, overlap"):
+        for name in ("sync", "async"):
             times = on_ranks(equal_by_servers, 2, (MODES[name], steps), servers=1)
             found.setdefault(name, []).append(max(times[:2]) / base)
     return {name: quartiles(each) for name, each in found.items()}

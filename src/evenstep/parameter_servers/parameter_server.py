@@ -54,11 +54,9 @@ def parameter_server(
     *,
     mode: str = "async",
     max_staleness: int | None = None,
-    delay_compensation: float = 0.0,
     scheduler_fn: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None,
     max_norm: float | None = None,
     transfer_dtype: torch.dtype | None = None,
-    overlap: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
     every_steps: int | None = None,
     every_minutes: float | None = 10.0,
@@ -87,16 +85,12 @@ def parameter_server(
             torch's optimizers take as it is. Runs on servers only.
         mode: "sync", "async" or "bounded".
         max_staleness: Of "bounded", in steps; 0: no worker begins a step before all have ended the one before.
-        delay_compensation: Of "async" and "bounded": lambda of Zheng et al., "Asynchronous Stochastic Gradient Descent
-            with Delay Compensation", 2017: lambda * g * g * (w_now - w_then) is added to each gradient g. 0: not.
         scheduler_fn: Makes a learning-rate schedule from a server's optimizer. It steps after every update: once for
             all workers in "sync", once for each push in the other modes.
         max_norm: Clip the gradient of each update to this norm, over the parameters of all servers: the mean over
-            workers in "sync", each push by itself in the other modes, before delay compensation.
+            workers in "sync", each push by itself in the other modes.
         transfer_dtype: torch.bfloat16 or torch.float16: gradients and parameters travel in 16 bits. Servers add and
             keep them in the parameters' own dtype; workers compute with rounded ones. None: nothing is rounded.
-        overlap: Of "async" and "bounded": `ps.step` doesn't wait for its push. What comes back is taken in the next
-            step, so a worker computes with parameters that lack its own last push.
         checkpoint: A directory for checkpoints, which are those of `Checkpointer`, with a model, an optimizer, a loader
             and, with `scheduler_fn`, a scheduler. The run begins with the newest that is there. A server that is lost
             and started again goes on from it, and so do all others. Server 0 holds a whole model and optimizer for it.
@@ -119,7 +113,7 @@ def parameter_server(
         checks.function(f"{WHO}optimizer_fn", optimizer_fn)
         if scheduler_fn is not None:
             checks.function(f"{WHO}scheduler_fn", scheduler_fn, otherwise="None")
-        chosen_mode = _choose_mode(mode, max_staleness, delay_compensation, max_norm, overlap)
+        chosen_mode = _choose_mode(mode, max_staleness, max_norm)
         if transfer_dtype is not None and transfer_dtype not in _TRANSFER_DTYPES:
             raise checks.refuse(f"{WHO}transfer_dtype", transfer_dtype, "torch.bfloat16, torch.float16 or None")
         options = None
@@ -145,7 +139,7 @@ def parameter_server(
         return ParameterServer(recipe, chosen_mode, options, interface, timeout_s)
 
 
-def _choose_mode(mode: Any, max_staleness: Any, delay_compensation: Any, max_norm: Any, overlap: Any) -> Mode:
+def _choose_mode(mode: Any, max_staleness: Any, max_norm: Any) -> Mode:
     """Raise for options that the mode doesn't have.
 
     Raises:
@@ -157,19 +151,9 @@ def _choose_mode(mode: Any, max_staleness: Any, delay_compensation: Any, max_nor
         bound = checks.whole(f"{WHO}max_staleness", max_staleness, least=0)
     elif max_staleness is not None:
         raise checks.refuse(f"{WHO}max_staleness", max_staleness, f"only with mode='bounded', not {name!r}")
-    compensation = checks.number(f"{WHO}delay_compensation", delay_compensation, least=0)
-    if compensation and name == "sync":
-        raise checks.refuse(
-            f"{WHO}delay_compensation", delay_compensation, f"0 with mode={name!r}, where no gradient is late"
-        )
     if max_norm is not None:
         max_norm = checks.number(f"{WHO}max_norm", max_norm, above=0, otherwise="None")
-    if checks.switch(f"{WHO}overlap", overlap):
-        if name == "sync":
-            raise checks.refuse(f"{WHO}overlap", overlap, f"False with mode={name!r}, where a step waits for others")
-        if name == "bounded" and bound < 1:
-            raise checks.refuse(f"{WHO}overlap", overlap, "False with max_staleness=0: no worker may go ahead")
-    return Mode(name, bound, compensation, max_norm, bool(overlap))
+    return Mode(name, bound, max_norm)
 
 
 class ParameterServer:
@@ -199,7 +183,6 @@ class ParameterServer:
         self._checkpoints: Checkpoints | None = None  # in a world of one
         self._made: Made | None = None
         self._versions: list[int] = []
-        self._finish_push: Callable[[], list[Answer]] | None = None  # with overlap: of the last step
         self._state = "not begun"
         self._is_outdated = False  # a lookup has found that its era has ended
         self._weight = 0.0
@@ -332,12 +315,7 @@ class ParameterServer:
             pushes.append(Pushed(self._weight, version, used, packed, rows[server], ahead))
         self._release_gradients()
         try:
-            if self._mode.overlaps:
-                # What the last push has brought, and not what this one will.
-                self._finish()
-                self._finish_push = self._start(connection, pushes)
-            else:
-                self._begin_step(self._start(connection, pushes)())
+            self._begin_step(self._ask(connection, pushes))
         except EraEnded:
             self._begin_again(connection)
         self._num_steps += 1
@@ -377,8 +355,7 @@ class ParameterServer:
             self._begin_again(connection)
             return
         try:
-            self._finish()
-            self._load(self._start(connection, None)())
+            self._load(self._ask(connection, None))
         except EraEnded:
             self._begin_again(connection)
 
@@ -418,7 +395,6 @@ class ParameterServer:
         connection = self._validate_training("staleness")
         while True:
             try:
-                self._finish()
                 found = connection.staleness()
                 break
             except EraEnded:
@@ -532,7 +508,7 @@ class ParameterServer:
 
     def _begin_again(self, connection: Connection) -> None:
         """Take everything as the servers have it, at the beginning or after one of them came back."""
-        self._finish_push, self._went_back = None, True
+        self._went_back = True
         self._num_beginnings += 1
         while True:
             self._is_outdated = False
@@ -540,7 +516,7 @@ class ParameterServer:
             self._validate_made().tables.forget_ahead()
             try:
                 self._take_untrained(connection.initial())
-                self._load(self._start(connection, None)())
+                self._load(self._ask(connection, None))
                 connection.begin_passes([each for queue in self._queues for each in queue.begun])
             except EraEnded:
                 continue
@@ -555,7 +531,6 @@ class ParameterServer:
     def _leave(self, connection: Connection) -> None:
         while True:
             try:
-                self._finish()
                 if self._checkpoints is not None:
                     self._save_alone(connection, self._checkpoints, is_last=True)
                 self._load(connection.leave("", was_done=self._went_back))
@@ -616,15 +591,9 @@ class ParameterServer:
         name = self._validate_made().names[index]
         return f"worker {self.worker}, step {self._num_steps}: the gradient of {name!r}"
 
-    def _finish(self) -> None:
-        """With overlap: take what the last push has brought."""
-        finish, self._finish_push = self._finish_push, None
-        if finish is not None:
-            self._begin_step(finish())
-
-    def _start(self, connection: Connection, pushed: Sequence[Pushed] | None) -> Callable[[], list[Answer]]:
+    def _ask(self, connection: Connection, pushed: Sequence[Pushed] | None) -> list[Answer]:
         kind, parts = ("pull", ()) if pushed is None else ("push", pushed)
-        return self._traffic.call(kind, parts, lambda on_answer: connection.start(pushed, on_answer))
+        return self._traffic.call(kind, parts, lambda on_answer: connection.start(pushed, on_answer))()
 
     def _begin_step(self, answers: list[Answer]) -> None:
         self._load(answers)

@@ -83,8 +83,6 @@ REFUSED: list[tuple[Callable[[], Any], Callable[..., Any], dict[str, Any], str]]
     (model, sgd, {"mode": "bounded"}, "max_staleness=None"),
     (model, sgd, {"mode": "bounded", "max_staleness": -1}, "max_staleness=-1"),
     (model, sgd, {"mode": "async", "max_staleness": 4}, "only with mode='bounded'"),
-    (model, sgd, {"mode": "sync", "overlap": True}, "where a step waits for others"),
-    (model, sgd, {"mode": "bounded", "max_staleness": 0, "overlap": True}, "no worker may go ahead"),
     (model, sgd, {"max_norm": 0}, "max_norm=0"),
     (model, sgd, {"transfer_dtype": torch.int8}, "torch.bfloat16, torch.float16 or None"),
     (model, sgd, {"scheduler_fn": lambda optimizer: None}, "return a schedule of the optimizer"),
@@ -92,8 +90,6 @@ REFUSED: list[tuple[Callable[[], Any], Callable[..., Any], dict[str, Any], str]]
     (model, sgd, {"every_steps": 3}, "only with checkpoint="),
     (model, sgd, {"checkpoint": ""}, "the path of a directory"),
     (model, sgd, {"checkpoint": "somewhere", "every_steps": 0}, "every_steps=0"),
-    (model, sgd, {"delay_compensation": -1}, "delay_compensation=-1"),
-    (model, sgd, {"mode": "sync", "delay_compensation": 0.1}, "no gradient is late"),
     (model, sgd, {"device": "toaster"}, "device='toaster'"),
     (model, sgd, {"timeout_s": 0}, "timeout_s=0"),
     (3, sgd, {}, "model_fn=3"),  # type: ignore[list-item]

@@ -38,16 +38,12 @@ class Mode:
     Attributes:
         name: "sync", "async" or "bounded".
         max_staleness: Of "bounded": how many steps a worker may be ahead of the slowest.
-        delay_compensation: See `evenstep.parameter_server`; 0: none.
         max_norm: Of the mean gradient of an update, over all servers; None: not clipped.
-        overlaps: Workers push in the background: each begins a step before the one before it is released.
     """
 
     name: str
     max_staleness: int = 0
-    delay_compensation: float = 0.0
     max_norm: float | None = None
-    overlaps: bool = False
 
 
 class Facts(NamedTuple):
@@ -357,12 +353,11 @@ class Coordinator:
         slowest = min((member.clock for member in self._members.values()), default=0)
         if self._expected:
             slowest = 0
-        bound = self._mode.max_staleness - self._mode.overlaps
 
         def may_go_on(member: _Member, key: Key) -> bool:
             if self._mode.name == "sync":
                 return key not in self._held
-            return self._mode.name == "async" or member.clock - slowest <= bound
+            return self._mode.name == "async" or member.clock - slowest <= self._mode.max_staleness
 
         released = []
         for member in self._members.values():

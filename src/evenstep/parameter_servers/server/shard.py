@@ -74,9 +74,6 @@ class Mean(NamedTuple):
     rows: dict[str, RowGradients]
 
 
-# With overlap a push is of the parameters that were given two answers before its own.
-_MOST_GIVEN = 3
-
 OUTDATED = Answer(0, [], is_outdated=True)
 OUTDATED_ROWS = Rows(torch.empty(0, device="cpu"), is_outdated=True)
 
@@ -153,7 +150,6 @@ class Shard:
         self._waiting: dict[Key, Future[Any]] = {}
         self._released: dict[Key, Answer] = {}  # before their call has come here: as all servers answer, then
         self._gone: set[int] = set()
-        self._given: dict[int, dict[int, list[Tensor]]] = {}  # to compensate: what a member computes with, by version
         self._decisions: dict[int, Decision] = {}  # that came before an earlier one
         self._next = 1
         self._failure = ""
@@ -274,7 +270,6 @@ class Shard:
         for key in (*decision.applied, *decision.dropped):
             self._pushed.pop(key, None)
         for member in decision.gone:
-            self._given.pop(member, None)
             self._tables.forget(member)
             measured = () if self._mean is None else self._mean[0]  # these are applied all the same
             for key in [key for key in self._pushed if key[0] == member and key not in measured]:
@@ -305,11 +300,6 @@ class Shard:
 
     def _answer(self, key: Key, packed: list[Tensor] | None = None) -> Answer:
         packed = self._packed() if packed is None else packed
-        if self._mode.delay_compensation and not self._failure:
-            given = self._given.setdefault(key[0], {})
-            given[self.version] = packed
-            while len(given) > _MOST_GIVEN:
-                del given[min(given)]
         changed: list[ChangedRows] = []
         wanted = self._wanted_ahead.pop(key, None)  # None: it was no push
         if wanted is not None and not self._failure:
@@ -341,8 +331,6 @@ class Shard:
         pushes = [self._pushed[key] for key in keys]
         if factor != 1.0 and total:
             torch._foreach_mul_(total, factor)
-        if self._mode.delay_compensation and total:
-            self._compensate(keys[0][0], pushes[0].version, total)
         try:
             if self._optimizer is not None:
                 gradients = unpack(self._parameters, total)
@@ -356,14 +344,6 @@ class Shard:
                 parameter.grad = None
         self._tables.apply(rows, factor)
         self.version += 1
-
-    def _compensate(self, member: int, version: int, total: list[Tensor]) -> None:
-        then = self._given.get(member, {}).get(version)
-        if then is None:
-            return
-        moved = torch._foreach_sub(pack(self._parameters, self._parameters), transferred(then, self._parameters))
-        squares = torch._foreach_mul(total, total)
-        torch._foreach_addcmul_(total, squares, moved, value=self._mode.delay_compensation)
 
     def _copy(self) -> Share:
         parameters = {name: each.detach().clone() for name, each in zip(self._names, self._parameters, strict=True)}

@@ -224,7 +224,12 @@ class ParameterServer:
             else:
                 self._join(placement, roles)
             made = self._validate_made()
-            made.tables.attach(f"{roles.name} (rank {roles.rank})", len(made.division), self._look_up)
+            made.tables.attach(
+                f"{roles.name} (rank {roles.rank})",
+                len(made.division),
+                self._look_up,
+                may_prefetch=self._mode.name != "sync",
+            )
             self._state = "training"
         return self
 
@@ -298,7 +303,7 @@ class ParameterServer:
             self._begin_again(connection)
             return
         pushes = []
-        rows, ahead = made.tables.gradients(len(made.division), self._recipe.transfer_dtype), made.tables.wanted_ahead()
+        rows = made.tables.gradients(len(made.division), self._recipe.transfer_dtype)
         for server, (indices, version) in enumerate(zip(made.division, self._versions, strict=True)):
             like = [made.trained[index] for index in indices]
             gradients = [parameter.grad for parameter in like]
@@ -312,10 +317,11 @@ class ParameterServer:
                     "ps.step: there are gradients, and no ps.backward since the last step. Call ps.backward(loss, "
                     "weight=len(x)) instead of loss.backward(): the weight travels with the gradients."
                 )
-            pushes.append(Pushed(self._weight, version, used, packed, rows[server], ahead))
+            pushes.append(Pushed(self._weight, version, used, packed, rows[server]))
         self._release_gradients()
         try:
-            self._begin_step(self._ask(connection, pushes))
+            self._load(self._ask(connection, pushes))
+            made.tables.begin_step()
         except EraEnded:
             self._begin_again(connection)
         self._num_steps += 1
@@ -330,8 +336,9 @@ class ParameterServer:
 
         Args:
             prefetch: Called with a worker's next batch before the loop has the present one, as in `lambda batch:
-                ps.model.users.prefetch(batch[0])`: rows of embeddings come while the present batch is computed. The
-                loop calls `ps.step` once for each batch then. None: no batch is taken ahead.
+                ps.model.users.prefetch(batch[0])`: rows of embeddings come while the present batch is computed, and
+                are those of before its step (see `RemoteEmbedding.prefetch`). The loop calls `ps.step` once for each
+                batch then. None: no batch is taken ahead.
 
         Raises:
             ConfigurationError: `prefetch` is no function.
@@ -595,21 +602,15 @@ class ParameterServer:
         kind, parts = ("pull", ()) if pushed is None else ("push", pushed)
         return self._traffic.call(kind, parts, lambda on_answer: connection.start(pushed, on_answer))()
 
-    def _begin_step(self, answers: list[Answer]) -> None:
-        self._load(answers)
-        self._validate_made().tables.begin_step([each.changed for each in answers])
-
-    def _look_up(self, table: str, ids: Sequence[Tensor], ahead: int) -> Callable[[], list[Rows]]:
+    def _look_up(self, table: str, ids: Sequence[Tensor]) -> Callable[[], list[Rows]]:
         """See `StartLookup`. Where a server was lost and came back, the forward pass goes on with its rows as they are
         now, and what comes of it isn't pushed."""
         connection = self._validate_training("model")
 
-        def start(number: int) -> Callable[[], list[Rows]]:
-            return self._traffic.call(
-                "lookup", ids, lambda on_answer: connection.look_up(table, ids, number, on_answer)
-            )
+        def start() -> Callable[[], list[Rows]]:
+            return self._traffic.call("lookup", ids, lambda on_answer: connection.look_up(table, ids, on_answer))
 
-        finish = start(ahead)
+        finish = start()
 
         def wait() -> list[Rows]:
             nonlocal finish
@@ -618,7 +619,7 @@ class ParameterServer:
                     return finish()
                 except EraEnded:
                     self._is_outdated = True
-                    finish = start(0)
+                    finish = start()
 
         return wait
 

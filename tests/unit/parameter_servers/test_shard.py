@@ -373,8 +373,8 @@ def test_a_lost_worker_leaves_nothing_behind():
         future, facts = shard.call((key[0], 9), Pushed(1.0, 0, [True], [torch.ones(2, dtype=torch.float64)]))
         assert future.value().is_outdated
         assert facts is None
-        assert shard.look_up(key[0], "table", torch.tensor([1]), 1).is_outdated
-        assert not any((shard._pushed, shard._waiting, shard._wanted_ahead, shard._released))
+        assert shard.look_up(key[0], "table", torch.tensor([1])).is_outdated
+        assert not any((shard._pushed, shard._waiting, shard._released))
 
 
 def test_who_waits_to_leave_joins_again_when_a_server_is_lost():

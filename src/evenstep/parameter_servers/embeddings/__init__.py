@@ -7,7 +7,7 @@ Reading order:
 
     remote_embedding.py  `evenstep.RemoteEmbedding`: the module in a worker's model
     worker_tables.py     all tables of a model
-    tables.py            a server's tables: what is looked up, applied, and changed since it was looked up ahead
+    tables.py            a server's tables: what is looked up and applied
     table.py             a server's share of one table
     row_optimizers.py    SGD and Adagrad of single rows
     initial_rows.py      what a row is before it is trained, from its number alone

@@ -13,7 +13,7 @@ pass that isn't followed by a backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from evenstep import checks
 from evenstep.errors import ConfigurationError, NonFiniteError, PeerLostError, UsageError
 from evenstep.parameter_servers.embeddings.row_optimizers import DEFAULT_EPS, ROW_OPTIMIZERS, RowOptimizer
-from evenstep.parameter_servers.embeddings.rows import ChangedRows, RowGradients, Rows, add_up, split_by_server
+from evenstep.parameter_servers.embeddings.rows import RowGradients, Rows, add_up, split_by_server
 from evenstep.parameter_servers.embeddings.table import Table, TableSpec
 from evenstep.parameter_servers.layout import to_device, to_host
 from evenstep.randomness import LARGEST_SEED
@@ -36,13 +36,12 @@ _DTYPES = (torch.float32, torch.float64)
 class StartLookup(Protocol):
     """Sends a lookup to all servers."""
 
-    def __call__(self, table: str, ids: Sequence[Tensor], ahead: int) -> Callable[[], list[Rows]]:
+    def __call__(self, table: str, ids: Sequence[Tensor]) -> Callable[[], list[Rows]]:
         """Send it.
 
         Args:
             table: Name.
             ids: For each server its ids.
-            ahead: See `Tables.look_up`.
 
         Returns:
             What waits for the answers, one for each server.
@@ -58,6 +57,7 @@ class _Attachment:
     who: str
     num_servers: int
     start: StartLookup
+    may_prefetch: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Attachment:
         return self
@@ -77,9 +77,7 @@ class _Lookup:
     ids: Tensor  # [n], int64, ascending, each once
     positions: list[Tensor]  # for each server those of its ids
     finish: Callable[[], list[Rows]]
-    number: int = 0
     has_begun: bool = False  # the step that it was for
-    changed: list[tuple[int, ChangedRows]] = field(default_factory=list)  # (server, its rows)
 
 
 class RemoteEmbedding(nn.Module):
@@ -159,7 +157,6 @@ class RemoteEmbedding(nn.Module):
         self._attachment: _Attachment | None = None
         self._pushed: list[tuple[Tensor, Tensor]] = []  # ids and gradients of this step's lookups
         self._ahead: list[_Lookup] = []
-        self._num_ahead = 0
 
     def extra_repr(self) -> str:
         """See `nn.Module.extra_repr`."""
@@ -215,18 +212,23 @@ class RemoteEmbedding(nn.Module):
         """Ask for rows that a later `forward` of this step or of the next one needs, without waiting for them.
 
         Called for the next batch before the present one is computed, its way to the servers and back is hidden.
-        `forward` uses what comes if it is called with the same set of ids. Rows that change before the next step begins
-        are sent again with the answer to `ps.step`, so a prefetch changes no result.
+        `forward` uses what comes if it is called with the same set of ids. It uses the rows as they were when they
+        were asked for, without what steps have changed since: also without this worker's own last step.
 
         Args:
             ids: As in `forward`.
 
         Raises:
+            ConfigurationError: In "sync", where each step uses what the step before has made.
             UsageError: An id isn't in the table, `ids` is no tensor of ids, or this is outside of
                 `with evenstep.parameter_server(...)`.
         """
-        self._num_ahead += 1
-        self._ahead.append(self._start(torch.unique(self._validate_ids(ids)), self._num_ahead))
+        if not self._validate_attached("prefetch").may_prefetch:
+            raise ConfigurationError(
+                f"{self._who()}: prefetch in mode='sync' would compute the next step with rows of before this one. "
+                f"Leave it out, or use mode='async' or 'bounded'."
+            )
+        self._ahead.append(self._start(torch.unique(self._validate_ids(ids))))
 
     def rows(self, first: int = 0, last: int | None = None) -> Tensor:
         """A range of rows as they are now, for an export.
@@ -252,7 +254,7 @@ class RemoteEmbedding(nn.Module):
 
     # What `evenstep.parameter_server` calls.
 
-    def attach(self, name: str, who: str, num_servers: int, start: StartLookup) -> None:
+    def attach(self, name: str, who: str, num_servers: int, start: StartLookup, *, may_prefetch: bool) -> None:
         """Connect with the servers' tables.
 
         Args:
@@ -260,8 +262,9 @@ class RemoteEmbedding(nn.Module):
             who: This worker, for messages.
             num_servers: At least 1.
             start: Sends a lookup.
+            may_prefetch: Rows may lack the steps since they were looked up: not in "sync".
         """
-        self._attachment = _Attachment(name, who, num_servers, start)
+        self._attachment = _Attachment(name, who, num_servers, start, may_prefetch)
 
     def detach(self) -> None:
         """The connection has ended."""
@@ -334,20 +337,11 @@ class RemoteEmbedding(nn.Module):
         """Forget what was looked up ahead."""
         self._ahead = []
 
-    def wanted_ahead(self) -> list[int]:
-        """Numbers of the lookups whose changed rows are still of use."""
-        return [each.number for each in self._ahead if not each.has_begun]
-
-    def begin_step(self, changed: Sequence[tuple[int, ChangedRows]]) -> None:
-        """A step has ended: what was looked up for it and not used is forgotten.
-
-        Args:
-            changed: This table's rows that changed since they were looked up ahead, with the number of their server.
-        """
+    def begin_step(self) -> None:
+        """A step has ended: what was looked up for it and not used is forgotten."""
         self._ahead = [each for each in self._ahead if not each.has_begun]
         for lookup in self._ahead:
             lookup.has_begun = True
-            lookup.changed = [(server, each) for server, each in changed if each.number == lookup.number]
 
     # Inside.
 
@@ -380,11 +374,11 @@ class RemoteEmbedding(nn.Module):
                 )
         return ids  # type: ignore[no-any-return]
 
-    def _start(self, ids: Tensor, ahead: int = 0) -> _Lookup:
+    def _start(self, ids: Tensor) -> _Lookup:
         attachment = self._validate_attached("forward")
         positions = split_by_server(ids, attachment.num_servers)
-        finish = attachment.start(attachment.name, [ids[each] for each in positions], ahead)
-        return _Lookup(ids, positions, finish, ahead)
+        finish = attachment.start(attachment.name, [ids[each] for each in positions])
+        return _Lookup(ids, positions, finish)
 
     def _take_ahead(self, ids: Tensor) -> _Lookup | None:
         for index, each in enumerate(self._ahead):
@@ -399,8 +393,6 @@ class RemoteEmbedding(nn.Module):
                 raise PeerLostError(f"{self._who()}: server {server} ends: {answer.failure}")
             if len(positions):  # a server without ids wasn't asked
                 rows[positions] = answer.values.to(rows.dtype)
-        for server, each in lookup.changed:
-            rows[lookup.positions[server][each.positions]] = each.values.to(rows.dtype)
         return rows
 
     def _note(self, leaf: Tensor, ids: Tensor, padding: int | None) -> None:

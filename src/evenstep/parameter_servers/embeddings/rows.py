@@ -37,22 +37,6 @@ class Rows(NamedTuple):
     is_outdated: bool = False
 
 
-class ChangedRows(NamedTuple):
-    """Rows that changed after a worker had looked them up ahead.
-
-    Attributes:
-        table: Name of the table.
-        number: Of the lookup: its worker counts them by table.
-        positions: [m], int64, among the ids that were asked for.
-        values: [m, dim].
-    """
-
-    table: str
-    number: int
-    positions: Tensor
-    values: Tensor
-
-
 def split_by_server(ids: Tensor, num_servers: int) -> list[Tensor]:
     """For each server the positions of its ids, ascending.
 

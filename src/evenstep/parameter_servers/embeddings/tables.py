@@ -1,34 +1,17 @@
-"""A server's tables: what is looked up, what is applied, and what has changed since it was looked up ahead.
-
-[Note: looking up ahead]
-
-A worker may look up the rows of its next batch while it computes the present one. Its own push, and those of others,
-change some of them meanwhile. So the server remembers what a worker has looked up ahead, marks what changes, and sends
-those rows along with the answer to the worker's push. A batch is then computed with the rows as they are when its
-worker's step begins, in every mode; most of them came before.
-"""
+"""A server's tables: what is looked up, and what is applied."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import MismatchError
-from evenstep.parameter_servers.embeddings.rows import ChangedRows, RowGradients, add_up, split_by_server
+from evenstep.parameter_servers.embeddings.rows import RowGradients, add_up, split_by_server
 from evenstep.parameter_servers.embeddings.table import Table
 
 TablesState = Mapping[str, Mapping[str, Tensor]]  # by table, then as of `Table.state_dict`
-
-
-@dataclass
-class _Ahead:
-    table: str
-    number: int
-    ids: Tensor  # [n], int64
-    has_changed: Tensor  # [n], bool
 
 
 class Tables:
@@ -40,26 +23,12 @@ class Tables:
 
     def __init__(self, tables: Iterable[Table] = ()) -> None:
         self._tables = {each.spec.name: each for each in tables}
-        self._ahead: dict[int, list[_Ahead]] = {}
 
     def __repr__(self) -> str:
         return f"<Tables {list(self._tables.values())}>"
 
-    def look_up(self, worker: int, table: str, ids: Tensor, ahead: int) -> Tensor:
-        """A worker's rows.
-
-        Args:
-            worker: Whose.
-            table: Name.
-            ids: [n], int64, of this server.
-            ahead: Number of this lookup of rows for the worker's next step; 0: they are for this one.
-
-        Returns:
-            [n, dim].
-        """
-        if ahead:
-            entry = _Ahead(table, ahead, ids, torch.zeros(len(ids), dtype=torch.bool, device="cpu"))
-            self._ahead.setdefault(worker, []).append(entry)
+    def look_up(self, table: str, ids: Tensor) -> Tensor:
+        """Rows of a table: see `Table.look_up`."""
         return self._tables[table].look_up(ids)
 
     def add_up(self, pushes: Sequence[Mapping[str, RowGradients]], weight: float) -> dict[str, RowGradients]:
@@ -96,29 +65,6 @@ class Tables:
         """
         for name, (ids, values, lr) in mean.items():
             self._tables[name].apply(ids, values if factor == 1.0 else values * factor, lr)
-            for entry in (each for entries in self._ahead.values() for each in entries if each.table == name):
-                entry.has_changed |= torch.isin(entry.ids, ids)
-
-    def changed(self, worker: int, wanted: Container[tuple[str, int]]) -> list[ChangedRows]:
-        """What has changed of what a worker has looked up ahead; it is forgotten then.
-
-        Args:
-            worker: Whose step begins.
-            wanted: (table, number) of the lookups that it still waits to use.
-        """
-        found = []
-        for entry in self._ahead.pop(worker, ()):
-            if (entry.table, entry.number) not in wanted:
-                continue
-            positions = torch.nonzero(entry.has_changed).flatten()
-            if len(positions):
-                values = self._tables[entry.table].look_up(entry.ids[positions])
-                found.append(ChangedRows(entry.table, entry.number, positions, values))
-        return found
-
-    def forget(self, worker: int) -> None:
-        """A worker has ended."""
-        self._ahead.pop(worker, None)
 
     def state_dict(self) -> TablesState:
         """Of each table, by name: see `Table.state_dict`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from evenstep.errors import ConfigurationError
 from evenstep.parameter_servers.embeddings.remote_embedding import RemoteEmbedding, StartLookup
-from evenstep.parameter_servers.embeddings.rows import ChangedRows, RowGradients
+from evenstep.parameter_servers.embeddings.rows import RowGradients
 from evenstep.parameter_servers.embeddings.tables import Tables
 from evenstep.parameter_servers.layout import rounded
 
@@ -59,10 +59,10 @@ class WorkerTables:
         """
         return Tables(each.build_table(name, server, num_servers) for name, each in self._tables.items())
 
-    def attach(self, who: str, num_servers: int, start: StartLookup) -> None:
+    def attach(self, who: str, num_servers: int, start: StartLookup, *, may_prefetch: bool) -> None:
         """Connect with the servers: see `RemoteEmbedding.attach`."""
         for name, each in self._tables.items():
-            each.attach(name, who, num_servers, start)
+            each.attach(name, who, num_servers, start, may_prefetch=may_prefetch)
 
     def detach(self) -> None:
         """The connection has ended."""
@@ -96,19 +96,10 @@ class WorkerTables:
         for each in self._tables.values():
             each.forget_ahead()
 
-    def wanted_ahead(self) -> list[tuple[str, int]]:
-        """(table, number) of the lookups whose changed rows are still of use."""
-        return [(name, number) for name, each in self._tables.items() for number in each.wanted_ahead()]
-
-    def begin_step(self, changed: Sequence[Sequence[ChangedRows]]) -> None:
-        """A step has ended.
-
-        Args:
-            changed: What each server has answered.
-        """
-        for name, table in self._tables.items():
-            mine = [(server, each) for server, rows in enumerate(changed) for each in rows if each.table == name]
-            table.begin_step(mine)
+    def begin_step(self) -> None:
+        """A step has ended."""
+        for each in self._tables.values():
+            each.begin_step()
 
 
 def find_tables(model: nn.Module) -> Iterator[tuple[str, RemoteEmbedding]]:

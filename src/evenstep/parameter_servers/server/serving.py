@@ -480,13 +480,13 @@ class Server:
             self._endpoint.call(self._first, "notice", era, key, facts)
         return future
 
-    def look_up(self, era: int, member: int, table: str, ids: Tensor, ahead: int) -> Rows:
+    def look_up(self, era: int, member: int, table: str, ids: Tensor) -> Rows:
         """Rows of a table of embeddings: see `Tables.look_up`."""
         shard = self._shard
         if era != self._era:
             return OUTDATED_ROWS
         try:
-            return shard.look_up(member, table, ids, ahead)
+            return shard.look_up(member, table, ids)
         except Exception as error:
             failure = f"a lookup in table {table!r} failed: {type(error).__name__}: {error}"
             self._error = error

@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from evenstep.parameter_servers.embeddings.rows import ChangedRows, RowGradients, Rows
+from evenstep.parameter_servers.embeddings.rows import RowGradients, Rows
 from evenstep.parameter_servers.embeddings.tables import Tables, TablesState
 from evenstep.parameter_servers.layout import pack, rounded, transferred, unpack
 from evenstep.parameter_servers.server.batch_queue import Key
@@ -33,7 +33,6 @@ class Pushed(NamedTuple):
         used: Which parameters have a gradient.
         gradients: Sums of weight times gradient, packed.
         rows: The same of rows of embeddings, by table; None: there are none.
-        wanted_ahead: (table, number) of lookups for the next step.
     """
 
     weight: float
@@ -41,7 +40,6 @@ class Pushed(NamedTuple):
     used: list[bool]
     gradients: list[Tensor]
     rows: dict[str, RowGradients] | None = None
-    wanted_ahead: Sequence[tuple[str, int]] = ()
 
 
 class Answer(NamedTuple):
@@ -52,14 +50,12 @@ class Answer(NamedTuple):
         parameters: Packed.
         failure: Why there are none; "" if there are.
         is_outdated: The caller belongs to an era that has ended, before a server came back; it has to join again.
-        changed: Rows of embeddings that changed since this worker looked them up for the step that begins.
     """
 
     version: int
     parameters: list[Tensor]
     failure: str = ""
     is_outdated: bool = False
-    changed: Sequence[ChangedRows] = ()
 
 
 class Mean(NamedTuple):
@@ -145,7 +141,6 @@ class Shard:
         self._lock = threading.Lock()
         self._pushed: dict[Key, Pushed] = {}
         self._tables = Tables() if tables is None else tables
-        self._wanted_ahead: dict[Key, Sequence[tuple[str, int]]] = {}  # see Pushed
         self._mean: tuple[Sequence[Key], Mean] | None = None  # of pushes that were measured
         self._waiting: dict[Key, Future[Any]] = {}
         self._released: dict[Key, Answer] = {}  # before their call has come here: as all servers answer, then
@@ -174,7 +169,6 @@ class Shard:
                 return future, None
             if pushed is not None:
                 self._pushed[key] = pushed
-                self._wanted_ahead[key] = pushed.wanted_ahead
                 square = 0.0
                 if self._mode.max_norm is not None:
                     square = _square(Mean(pushed.gradients, pushed.rows or {}))
@@ -188,7 +182,7 @@ class Shard:
                 self._waiting[key] = future
         return future, facts
 
-    def look_up(self, member: int, table: str, ids: Tensor, ahead: int) -> Rows:
+    def look_up(self, member: int, table: str, ids: Tensor) -> Rows:
         """Rows of a table: see `Tables.look_up`.
 
         Raises:
@@ -199,7 +193,7 @@ class Shard:
                 return OUTDATED_ROWS
             if self._failure:
                 return Rows(OUTDATED_ROWS.values, self._failure)
-            return Rows(rounded(self._tables.look_up(member, table, ids, ahead), self._transfer_dtype))
+            return Rows(rounded(self._tables.look_up(table, ids), self._transfer_dtype))
 
     def execute(self, decision: Decision) -> Outcome:
         """Do what was decided, if all that was decided before is done."""
@@ -270,13 +264,11 @@ class Shard:
         for key in (*decision.applied, *decision.dropped):
             self._pushed.pop(key, None)
         for member in decision.gone:
-            self._tables.forget(member)
             measured = () if self._mean is None else self._mean[0]  # these are applied all the same
             for key in [key for key in self._pushed if key[0] == member and key not in measured]:
                 del self._pushed[key]
-            for kept in (self._released, self._wanted_ahead):
-                for key in [key for key in kept if key[0] == member]:
-                    del kept[key]
+            for key in [key for key in self._released if key[0] == member]:
+                del self._released[key]
             # It may live, and only its connection have broken: it joins again then.
             outcome.complete += [
                 partial(self._waiting.pop(key).set_result, OUTDATED) for key in list(self._waiting) if key[0] == member
@@ -300,12 +292,7 @@ class Shard:
 
     def _answer(self, key: Key, packed: list[Tensor] | None = None) -> Answer:
         packed = self._packed() if packed is None else packed
-        changed: list[ChangedRows] = []
-        wanted = self._wanted_ahead.pop(key, None)  # None: it was no push
-        if wanted is not None and not self._failure:
-            for each in self._tables.changed(key[0], wanted):
-                changed.append(each._replace(values=rounded(each.values, self._transfer_dtype)))
-        return Answer(self.version, packed, self._failure, changed=changed)
+        return Answer(self.version, packed, self._failure)
 
     def _add_up(self, keys: Sequence[Key]) -> Mean:
         """The mean by weight of what was pushed, in the dtypes of the parameters."""

@@ -37,7 +37,7 @@ class Connection(Protocol):
         """
         ...
 
-    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int, on_answer: OnAnswer) -> Callable[[], list[Rows]]:
+    def look_up(self, table: str, ids: Sequence[Tensor], on_answer: OnAnswer) -> Callable[[], list[Rows]]:
         """Ask servers for rows of a table: see `StartLookup`."""
         ...
 
@@ -112,9 +112,9 @@ class LocalConnection:
             raise self._error
         return lambda: [future.wait()]
 
-    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int, on_answer: OnAnswer) -> Callable[[], list[Rows]]:
+    def look_up(self, table: str, ids: Sequence[Tensor], on_answer: OnAnswer) -> Callable[[], list[Rows]]:
         """See `Connection`."""
-        rows = self._shard.look_up(self._member, table, ids[0], ahead)
+        rows = self._shard.look_up(self._member, table, ids[0])
         return lambda: [rows]
 
     @property

@@ -73,11 +73,11 @@ class RpcConnection:
         _report(calls, on_answer)
         return lambda: self._finish("pull" if pushed is None else "step", era, calls)
 
-    def look_up(self, table: str, ids: Sequence[Tensor], ahead: int, on_answer: OnAnswer) -> Callable[[], list[Rows]]:
+    def look_up(self, table: str, ids: Sequence[Tensor], on_answer: OnAnswer) -> Callable[[], list[Rows]]:
         """See `Connection`. Servers without ids aren't asked."""
         era = self._era
         calls = [
-            self._call(server, "look_up", era, self._member, table, each, ahead) if len(each) else _nothing()
+            self._call(server, "look_up", era, self._member, table, each) if len(each) else _nothing()
             for server, each in enumerate(ids)
         ]
         _report(calls, on_answer)

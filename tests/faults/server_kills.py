@@ -78,32 +78,44 @@ def write_script(directory: Path, *, samples: int, epochs: int, batches_s: float
 def run_with_kills(
     directory: Path, *, kills: int, seed: int, pause_s: tuple[float, float], workers: int = 3
 ) -> tuple[Command, list[int]]:
-    """Run the script, with random ranks killed while it runs; (the command, who was killed)."""
+    """Run the script, with random ranks killed while it runs; (the command, who was killed).
+
+    A kill comes after a checkpoint that is newer than the kill before: a run whose restarts come to none ends.
+    """
     draw = random.Random(seed)
     command = Command(
         directory,
         f"run --servers 2 --nproc-per-node {workers} --device cpu --all-ranks --max-restarts {kills} train.py".split(),
     )
     killed: list[int] = []
-    command.wait_until(lambda: any(directory.glob("counts/step-*")))
+    saved: set[str] = set()
+
+    def has_saved() -> bool:
+        return command.process.poll() is not None or bool(
+            {each.name for each in directory.glob("counts/step-*")} - saved
+        )
+
     while len(killed) < kills and command.process.poll() is None:
+        command.wait_until(has_saved)
         time.sleep(draw.uniform(*pause_s))
         rank = draw.randrange(workers + 2)
         pid = processes_in(directory).get(rank)
         if pid is not None and is_running(pid):
             os.kill(pid, signal.SIGKILL)
             killed.append(rank)
+            saved = {each.name for each in directory.glob("counts/step-*")}
     return command, killed
 
 
 def processes_in(directory: Path) -> dict[int, int]:
-    """The ranks' processes, as the launcher's heartbeat pages have them."""
-    found = {}
-    for path in directory.glob("tmp/*/page-0-*"):
+    """The ranks' processes in their newest attempt, as the launcher's heartbeat pages have them."""
+    found: dict[int, tuple[int, int]] = {}  # (attempt, pid)
+    for path in directory.glob("tmp/*/page-*-*"):
+        attempt, rank = map(int, path.name.split("-")[1:])
         page = read_page(path)
         if page is not None:
-            found[int(path.name.split("-")[-1])] = page.pid
-    return found
+            found[rank] = max(found.get(rank, (-1, 0)), (attempt, page.pid))
+    return {rank: pid for rank, (_, pid) in found.items()}
 
 
 def main() -> int:

@@ -253,9 +253,6 @@ NAMES = (
     ),
     PrivateName(f"{_ELASTIC}.multiprocessing.subprocess_handler:SubprocessHandler._popen", "starts a process", _NO_RUN),
     PrivateName(
-        f"{_ELASTIC}.multiprocessing.api:SubprocessContext.__init__~_numa_options", "binds a rank to cores", NOTHING
-    ),
-    PrivateName(
         f"{_ELASTIC}.multiprocessing.api:_terminate_process_handler",
         "how torchelastic stops a run on a signal",
         "its handler isn't told from a script's own",

@@ -119,40 +119,6 @@ class _Handler(SubprocessHandler):
         return super()._popen(args, env) if process is None else process
 
 
-def start_again(context: Any, local_rank: int) -> Any:
-    """Start one process of a context anew, as it was started; its output is added to that of the one before.
-
-    Returns:
-        The process, as `subprocess.Popen`.
-    """
-    ours: Any = getattr(multiprocessing, "get_subprocess_handler", None)  # see `processes_started_by`
-    handler = _HandlerOfAnother(
-        context.entrypoint,
-        context.args[local_rank],
-        context.envs[local_rank],
-        None,
-        None,
-        local_rank,
-        getattr(context, "_numa_options", None),
-        start=getattr(ours, "keywords", {}).get("start", lambda *_: None),
-        files=(context.stdouts[local_rank], context.stderrs[local_rank]),
-    )
-    context.subprocess_handlers[local_rank] = handler
-    return handler.proc
-
-
-class _HandlerOfAnother(_Handler):
-    """The handler of a process that takes the place of one before. torch's would empty the files that it writes to."""
-
-    def __init__(self, *args: Any, files: tuple[str, str], **kwargs: Any) -> None:
-        self.files = files
-        super().__init__(*args, **kwargs)
-
-    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-        self._stdout, self._stderr = (open(path, "a") if path else None for path in self.files)  # noqa: SIM115
-        return super()._popen(args, env)
-
-
 @contextlib.contextmanager
 def fresh_store(handler: Any, open_store: Callable[..., Any]) -> Iterator[None]:
     """Have torch's elastic rendezvous, if `handler` is that, open another store for a rendezvous inside.

@@ -234,7 +234,7 @@ class _Run:
             on_preempted=self._on_preempted,
             limit=self._limit,
             name_after_s=self._args.name_after,
-            losses=LossPolicy(self._num_ranks - self._args.servers, self._args.servers, self._args.max_restarts),
+            losses=LossPolicy(self._num_ranks - self._args.servers if self._args.servers else 0),
             recoveries=self._recoveries,
             on_recovery=self._on_recovery,
         )

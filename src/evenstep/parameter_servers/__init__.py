@@ -9,7 +9,7 @@ Reading order:
     parameter_server.py  `evenstep.parameter_server` and the worker's handle: backward, step, pull
     worker/              a worker's way to the servers
     recipe.py            what the script gave to make models and optimizers from
-    server/              what servers hold, how they decide, and how they come back
+    server/              what servers hold, how they decide, and what they save
     remote.py            RPC between processes; the only file that needs torch.distributed.rpc
     preparation.py       what is refused before anything connects, and how processes compare what they were given
     embeddings/          tables of embeddings, divided over servers by row

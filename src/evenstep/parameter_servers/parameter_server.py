@@ -26,7 +26,6 @@ from torch.distributed import Store
 
 from evenstep import checks, environment
 from evenstep import world as worlds
-from evenstep.console import say
 from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_store
 from evenstep.data.loading.fetch import Loaded
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, NonFiniteError, PeerLostError, UsageError
@@ -41,7 +40,7 @@ from evenstep.parameter_servers.server.checkpoints import CheckpointOptions, Che
 from evenstep.parameter_servers.server.coordinator import Mode
 from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
 from evenstep.parameter_servers.traffic import Traffic
-from evenstep.parameter_servers.worker.connections import Connection, EraEnded, LocalConnection, untrained
+from evenstep.parameter_servers.worker.connections import Connection, LocalConnection, untrained
 
 Positioned = tuple[int, Loaded]  # with its position at the end
 MODES = ("sync", "async", "bounded")
@@ -92,16 +91,15 @@ def parameter_server(
         transfer_dtype: torch.bfloat16 or torch.float16: gradients and parameters travel in 16 bits. Servers add and
             keep them in the parameters' own dtype; workers compute with rounded ones. None: nothing is rounded.
         checkpoint: A directory for checkpoints, which are those of `Checkpointer`, with a model, an optimizer, a loader
-            and, with `scheduler_fn`, a scheduler. The run begins with the newest that is there. A server that is lost
-            and started again goes on from it, and so do all others. Server 0 holds a whole model and optimizer for it.
-            None: no checkpoints.
+            and, with `scheduler_fn`, a scheduler. The run begins with the newest that is there, also when the launcher
+            starts all processes again after a server was lost. Server 0 holds a whole model and optimizer for it. None:
+            no checkpoints.
         every_steps: Save after so many updates; None: not by their number.
         every_minutes: Save after so many minutes; None: not by time. The last state is always saved.
         keep: Number of newest checkpoints to keep.
         device: Where a worker's model is. Servers compute on the CPU.
         interface: The network interface to listen on; None: loopback on one node, else the one that leads to rank 0.
-        timeout_s: How long a worker waits for others in a step, all at the start and the end, and for a server that is
-            started again.
+        timeout_s: How long a worker waits for others in a step, and all at the start and the end.
 
     Raises:
         ConfigurationError: An argument is wrong, there is no server or no worker, or model or optimizer can't be
@@ -184,12 +182,9 @@ class ParameterServer:
         self._made: Made | None = None
         self._versions: list[int] = []
         self._state = "not begun"
-        self._is_outdated = False  # a lookup has found that its era has ended
         self._weight = 0.0
         self._num_steps = 0
-        self._queues: list[SharedBatches] = []
-        self._num_beginnings = 0  # in all eras
-        self._went_back = False  # to a checkpoint, and no batch was taken since
+        self._num_queues = 0
         self._restore = contextlib.ExitStack()
 
     def __repr__(self) -> str:
@@ -243,14 +238,14 @@ class ParameterServer:
                     self._leave(connection)
                 except BaseException as late:
                     # Servers would wait for ever for whom this worker has given up.
-                    with contextlib.suppress(EvenstepError, EraEnded):
+                    with contextlib.suppress(EvenstepError):
                         connection.leave(f"worker {self.worker} failed: {type(late).__name__}: {late}")
                     connection.close(gracefully=False)
                     raise
                 connection.close(gracefully=True)
             else:
                 # The first error counts, whatever else goes wrong now.
-                with contextlib.suppress(EvenstepError, EraEnded):
+                with contextlib.suppress(EvenstepError):
                     connection.leave(f"worker {self.worker} failed: {type(error).__name__}: {error}")
                 connection.close(gracefully=False)
         finally:
@@ -299,9 +294,6 @@ class ParameterServer:
         """
         connection = self._validate_training("step")
         made = self._validate_made()
-        if self._is_outdated:
-            self._begin_again(connection)
-            return
         pushes = []
         rows = made.tables.gradients(len(made.division), self._recipe.transfer_dtype)
         for server, (indices, version) in enumerate(zip(made.division, self._versions, strict=True)):
@@ -319,11 +311,8 @@ class ParameterServer:
                 )
             pushes.append(Pushed(self._weight, version, used, packed, rows[server]))
         self._release_gradients()
-        try:
-            self._load(self._ask(connection, pushes))
-            made.tables.begin_step()
-        except EraEnded:
-            self._begin_again(connection)
+        self._load(self._ask(connection, pushes))
+        made.tables.begin_step()
         self._num_steps += 1
         if self._checkpoints is not None:
             self._save_alone(connection, self._checkpoints)
@@ -347,8 +336,8 @@ class ParameterServer:
         self._validate_training("queue")
         if prefetch is not None:
             checks.function("ps.queue: prefetch", prefetch, otherwise="None")
-        self._queues.append(SharedBatches(self, len(self._queues) + 1, prefetch))
-        return self._queues[-1]
+        self._num_queues += 1
+        return SharedBatches(self, self._num_queues, prefetch)
 
     def pull(self) -> None:
         """Take the newest parameters, as before an evaluation.
@@ -357,14 +346,7 @@ class ParameterServer:
             UsageError: Not inside the `with` statement.
             PeerLostError: A server has gone, or a worker has failed.
         """
-        connection = self._validate_training("pull")
-        if self._is_outdated:
-            self._begin_again(connection)
-            return
-        try:
-            self._load(self._ask(connection, None))
-        except EraEnded:
-            self._begin_again(connection)
+        self._load(self._ask(self._validate_training("pull"), None))
 
     def traffic(self) -> dict[str, float]:
         """This worker's numbers since the last call of this, for `Logger.log`.
@@ -390,7 +372,7 @@ class ParameterServer:
         """How many gradients were applied how stale: {updates in between: gradients}.
 
         The number counts the updates between the parameters that a gradient was computed with and those that it has
-        changed. What was pushed before the last checkpoint that the run has gone back to isn't counted.
+        changed. What was pushed before the run was started again isn't counted.
 
         Args:
             by_worker: {worker: such a histogram} instead.
@@ -399,13 +381,7 @@ class ParameterServer:
             UsageError: Not inside the `with` statement.
             PeerLostError: A server has gone.
         """
-        connection = self._validate_training("staleness")
-        while True:
-            try:
-                found = connection.staleness()
-                break
-            except EraEnded:
-                self._begin_again(connection)
+        found = self._validate_training("staleness").staleness()
         if by_worker:
             return found
         total: Counter[int] = Counter()
@@ -442,7 +418,7 @@ class ParameterServer:
         if importlib.util.find_spec("torch.distributed.rpc") is None:
             raise ConfigurationError(f"{WHO}this build of torch has no torch.distributed.rpc.")
         from evenstep.parameter_servers.remote import Endpoint
-        from evenstep.parameter_servers.worker.rpc_connection import RpcConnection, RunHasEnded
+        from evenstep.parameter_servers.worker.rpc_connection import RpcConnection
 
         hook = excepthook.install(placement)
         self._restore.callback(_restore_hook, hook)
@@ -474,17 +450,13 @@ class ParameterServer:
         self.model = made.model
         endpoint = Endpoint(store, roles.name, self, interface=self._interface, timeout_s=self._timeout_s)
         try:
-            connection = RpcConnection(roles, store, endpoint, self._timeout_s, recovers=self._options is not None)
-        except BaseException as problem:
+            connection = RpcConnection(roles, store, endpoint, self._timeout_s)
+        except BaseException:
             endpoint.close()
-            if isinstance(problem, RunHasEnded):
-                say(f"evenstep: parameter servers: the run had ended before worker {self.worker} came")
-                self._restore.close()
-                raise SystemExit(0) from None
             raise
         self._connection = connection
-        self._begin_again(connection)
-        self._went_back = False
+        self._take_untrained(connection.initial())
+        self._load(self._ask(connection, None))
 
     def _serve(self, store: Store, roles: Roles, shard: Shard) -> None:
         """Be a server: [Note: a server's process ends]."""
@@ -495,12 +467,11 @@ class ParameterServer:
         checkpoints = None
         if self._options is not None and number == 0:
             checkpoints = recipe.make_checkpoints(self._options, roles)
-        first = [shard]
         server = Server(
             roles,
             store,
             mode,
-            lambda: first.pop() if first else recipe.make_shard(recipe.make(roles), number, mode),
+            shard,
             {name: tensor.detach().clone() for name, tensor in untrained(made.model).items()},
             checkpoints=checkpoints,
             has_checkpoints=self._options is not None,
@@ -508,26 +479,10 @@ class ParameterServer:
             timeout_s=self._timeout_s,
         )
         self._made = None
-        del made, shard  # a server needs only its share
+        del made  # a server needs only its share
         server.serve()
         self._restore.close()
         raise SystemExit(0)
-
-    def _begin_again(self, connection: Connection) -> None:
-        """Take everything as the servers have it, at the beginning or after one of them came back."""
-        self._went_back = True
-        self._num_beginnings += 1
-        while True:
-            self._is_outdated = False
-            self._release_gradients()
-            self._validate_made().tables.forget_ahead()
-            try:
-                self._take_untrained(connection.initial())
-                self._load(self._ask(connection, None))
-                connection.begin_passes([each for queue in self._queues for each in queue.begun])
-            except EraEnded:
-                continue
-            return
 
     def _take_untrained(self, tensors: Mapping[str, Tensor]) -> None:
         mine = untrained(self.model)
@@ -536,15 +491,9 @@ class ParameterServer:
                 mine[name].copy_(tensor)
 
     def _leave(self, connection: Connection) -> None:
-        while True:
-            try:
-                if self._checkpoints is not None:
-                    self._save_alone(connection, self._checkpoints, is_last=True)
-                self._load(connection.leave("", was_done=self._went_back))
-            except EraEnded:
-                self._begin_again(connection)
-                continue
-            return
+        if self._checkpoints is not None:
+            self._save_alone(connection, self._checkpoints, is_last=True)
+        self._load(connection.leave(""))
 
     def _save_alone(self, connection: Connection, checkpoints: Checkpoints, *, is_last: bool = False) -> None:
         assert isinstance(connection, LocalConnection)
@@ -603,25 +552,9 @@ class ParameterServer:
         return self._traffic.call(kind, parts, lambda on_answer: connection.start(pushed, on_answer))()
 
     def _look_up(self, table: str, ids: Sequence[Tensor]) -> Callable[[], list[Rows]]:
-        """See `StartLookup`. Where a server was lost and came back, the forward pass goes on with its rows as they are
-        now, and what comes of it isn't pushed."""
+        """See `StartLookup`."""
         connection = self._validate_training("model")
-
-        def start() -> Callable[[], list[Rows]]:
-            return self._traffic.call("lookup", ids, lambda on_answer: connection.look_up(table, ids, on_answer))
-
-        finish = start()
-
-        def wait() -> list[Rows]:
-            nonlocal finish
-            while True:
-                try:
-                    return finish()
-                except EraEnded:
-                    self._is_outdated = True
-                    finish = start()
-
-        return wait
+        return self._traffic.call("lookup", ids, lambda on_answer: connection.look_up(table, ids, on_answer))
 
     def _load(self, answers: list[Answer]) -> None:
         made = self._validate_made()
@@ -644,7 +577,6 @@ class SharedBatches:
     def __init__(self, ps: ParameterServer, number: int, prefetch: Callable[[Any], object] | None) -> None:
         self._ps, self._number, self._prefetch = ps, number, prefetch
         self._num_passes: Counter[int] = Counter()
-        self.begun: list[tuple[Pass, int, str]] = []  # as of `Connection.begin_passes`
 
     def __repr__(self) -> str:
         return f"<SharedBatches {self._number} of {self._ps!r}>"
@@ -675,19 +607,16 @@ class SharedBatches:
         ps, text = self._ps, json.dumps(facts, sort_keys=True)
         wanted = (self._number, epoch, self._num_passes[epoch])
         self._num_passes[epoch] += 1
-        self.begun.append((wanted, num_batches, text))
         ahead: _Ahead | None = None
         try:
             while True:
                 connection = ps._validate_training("queue")
-                if ps._is_outdated:
-                    ps._begin_again(connection)
-                if ahead is not None and ahead.beginning == ps._num_beginnings:
+                if ahead is not None:
                     if connection.num_pushes + 1 != ahead.push:
                         raise UsageError("ps.queue(prefetch=): call ps.step once for each batch of the loop.")
                     present, ahead = ahead.loaded, None
                 else:
-                    ahead, taken = None, self._take(connection, (wanted, num_batches, text))
+                    taken = self._take(connection, (wanted, num_batches, text))
                     if taken.batch < 0:
                         if taken.is_over or ps._mode.name != "sync":
                             return
@@ -698,26 +627,17 @@ class SharedBatches:
                     ahead = self._take_ahead(connection, self._prefetch, (wanted, num_batches, text), load)
                 yield present
         finally:
-            if ahead is not None and ps._connection is not None and ahead.beginning == ps._num_beginnings:
-                try:
-                    ps._connection.give_back(ahead.push)
-                except EraEnded:  # others have it, in any case
-                    ps._is_outdated = True
+            if ahead is not None and ps._connection is not None:
+                ps._connection.give_back(ahead.push)
 
     def _take(self, connection: Connection, wanted: tuple[Pass, int, str]) -> Taken:
         """The batch of the next step."""
         ps = self._ps
-        while True:
-            try:
-                taken = connection.take(connection.num_pushes + 1, *wanted)
-            except EraEnded:
-                ps._begin_again(connection)
-                continue
-            ps._went_back = False
-            if taken.failure:
-                kind = MismatchError if "another loader" in taken.failure else PeerLostError
-                raise kind(f"worker {ps.worker} (rank {ps.worker}): {taken.failure}")
-            return taken
+        taken = connection.take(connection.num_pushes + 1, *wanted)
+        if taken.failure:
+            kind = MismatchError if "another loader" in taken.failure else PeerLostError
+            raise kind(f"worker {ps.worker} (rank {ps.worker}): {taken.failure}")
+        return taken
 
     def _take_ahead(
         self,
@@ -728,28 +648,22 @@ class SharedBatches:
     ) -> _Ahead | None:
         """The batch after the present one; None: there is none now, and why is said when it is asked for again."""
         push = connection.num_pushes + 2
-        try:
-            taken = connection.take(push, *wanted)
-        except EraEnded:
-            self._ps._is_outdated = True  # the present batch was of the era that has ended: its step begins again
-            return None
+        taken = connection.take(push, *wanted)
         if taken.batch < 0:
             return None
         loaded = load(taken.epoch, taken.batch)
         prefetch(loaded[1].batch)
-        return _Ahead(self._ps._num_beginnings, push, loaded)
+        return _Ahead(push, loaded)
 
 
 class _Ahead(NamedTuple):
     """A batch that was taken before the step of the one before it.
 
     Attributes:
-        beginning: Since which it is this worker's.
         push: With which its gradients come.
         loaded: It.
     """
 
-    beginning: int
     push: int
     loaded: Positioned
 

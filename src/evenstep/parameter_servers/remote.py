@@ -5,7 +5,7 @@
 docs/reference/parameter-servers.md tells what torch's TensorPipe does besides: it listens on several ports of one
 interface, and neither encrypts nor authenticates; what it receives it unpickles. An agent belongs to one process alone
 ([Note: an agent of its own] in compat/torch_distributed.py), and processes find each other in the run's store, where
-each writes its agent's name and address under its role. Who comes back under a role has another name.
+each writes its agent's name and address under its role.
 
 A connection that breaks fails all calls in flight at once, and later ones too. `Endpoint.watch` keeps one call in
 flight for that alone.
@@ -103,7 +103,7 @@ class Endpoint:
         self._store.set(f"agent/{self.role}", json.dumps([self.name, self.address]))
 
     def find(self, role: str) -> Peer | None:
-        """The process that has registered last under a role; None: none has."""
+        """The process that has registered under a role; None: none has."""
         if not self._store.check([f"agent/{role}"]):
             return None
         name, address = json.loads(self._store.get(f"agent/{role}"))

@@ -17,7 +17,6 @@ import evenstep
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
 from evenstep.parameter_servers.server.batch_queue import BatchQueue
 from evenstep.parameter_servers.server.checkpoints import loader_state, queue_state
-from evenstep.parameter_servers.worker.connections import EraEnded, LocalConnection
 
 
 def model() -> nn.Module:
@@ -149,38 +148,6 @@ def test_batches_from_a_queue(mode: str):
                 evenstep.DataLoader(data, 4, **({"queue": ps.queue()} | options))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="inside"):
         next(iter(loader))
-
-
-def test_after_going_back_no_epoch_is_left_out(monkeypatch: pytest.MonkeyPatch):
-    """In epoch 2 the servers go back to a moment in epoch 0: its rest, all of epoch 1 and epoch 2 come once more."""
-    seen: list[tuple[int, int]] = []
-    saved: dict[str, Any] = {}
-    with evenstep.parameter_server(model, sgd, mode="async") as ps:
-        connection = ps._validate_training("test")
-        assert isinstance(connection, LocalConnection)
-        take = connection.take
-
-        def end_an_era(push: int, *wanted: Any) -> Any:
-            if len(seen) == 11:
-                monkeypatch.setattr(connection, "take", take)
-                connection._queue.load_state(saved)
-                seen[:] = seen[:2]
-                raise EraEnded
-            return take(push, *wanted)
-
-        monkeypatch.setattr(connection, "take", end_an_era)
-        loader = evenstep.DataLoader(list(range(15)), global_batch_size=3, shuffle=True, seed=3, queue=ps.queue())
-        for epoch in loader.epochs(3):
-            for batch in loader:
-                ps.step()
-                seen += [(epoch, batch[0].item())]
-                if len(seen) == 2 and not saved:
-                    saved = connection._queue.state()
-        plain = evenstep.DataLoader(
-            list(range(15)), global_batch_size=3, shuffle=True, seed=3, world=evenstep.World.alone()
-        )
-        expected = [batch[0].item() for _ in plain.epochs(3) for batch in plain]
-    assert [sample for _, sample in seen] == expected
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -44,7 +44,7 @@ def test_every_batch_is_finished_once_in_any_order(fresh_seed: int):
 def test_another_loader_is_named():
     queue = BatchQueue()
     assert queue.take((0, 0), (1, 0, 0), 7, "shuffled").batch == 0
-    assert "worker 1 has another loader" in queue.take((1, 0), (1, 0, 0), 7, "sorted", 1).failure
+    assert "worker 1 has another loader" in queue.take((1, 0), (1, 0, 0), 7, "sorted").failure
     assert queue.take((1, 0), (2, 0, 0), 5, "sorted").batch == 0, "another loader of the script has its own"
 
 
@@ -84,4 +84,4 @@ def test_a_state_has_what_is_finished_and_no_more(fresh_seed: int):
     assert len(finished) == len(set(finished))
     begun = {epoch for epoch, _ in finished}
     assert sorted(finished) == [(epoch, batch) for epoch in sorted(begun) for batch in range(11)]
-    assert not queue.has_open
+    assert taken.is_over

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from evenstep.parameter_servers.server.batch_queue import BatchQueue
 from evenstep.parameter_servers.server.coordinator import Coordinator, Decision, Mode
-from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
+from evenstep.parameter_servers.server.shard import GIVEN_UP, Answer, Pushed, Shard
 
 
 @dataclass
@@ -42,7 +42,6 @@ class Servers:
         self.shards = [Shard({"p": each}, torch.optim.SGD([each], lr=1.0), mode, **options) for each in self.parameters]
         self.queue = BatchQueue()
         self.coordinator = Coordinator(mode, num_servers, range(num_workers), self.queue)
-        self.members: dict[int, int] = {}
         self.numbers: dict[int, int] = {}
         for worker in range(num_workers if begin else 0):
             self.join(worker)
@@ -55,12 +54,11 @@ class Servers:
         return values.pop()
 
     def join(self, worker: int) -> None:
-        self.members[worker], decisions = self.coordinator.join(worker)
+        self.coordinator.join(worker)
         self.numbers[worker] = 0
-        self.execute(decisions)
 
     def key(self, worker: int, ahead: int = 0) -> tuple[int, int]:
-        return self.members[worker], self.numbers[worker] + ahead
+        return worker, self.numbers[worker] + ahead
 
     def push(
         self, worker: int, gradient: float, *, weight: float = 1.0, version: int = 0, servers: int | None = None
@@ -89,7 +87,7 @@ class Servers:
         return call
 
     def lose(self, worker: int) -> None:
-        self.execute(self.coordinator.lose(self.members[worker]))
+        self.execute(self.coordinator.lose(worker))
 
     def execute(self, decisions: list[Decision]) -> bool:
         """Whether the run has ended."""
@@ -151,8 +149,9 @@ def test_sync_goes_on_without_a_worker_that_has_left_or_was_lost(num_servers: in
 
 
 def test_who_joins_late_counts_from_then_on():
-    servers = Servers(Mode("sync"), 2)
-    servers.lose(1)
+    servers = Servers(Mode("sync"), 2, begin=False)
+    servers.join(0)
+    servers.execute(servers.coordinator.give_up([1]))
     assert servers.push(0, 1.0).is_done
     servers.join(1)
     waiting = servers.push(0, 1.0, version=1)
@@ -183,7 +182,7 @@ def test_bounded_lets_nobody_be_further_ahead(bound: int, fresh_seed: int):
         able = [worker for worker in range(num_workers) if worker not in waits or waits[worker].is_done]
         assert set(able) >= {worker for worker in range(num_workers) if done[worker] == min(done)}
         worker = chosen.choice(able)
-        if worker not in servers.members:
+        if worker not in servers.numbers:
             servers.join(worker)
             continue
         # It begins its next step only now: how far it is ahead then is what the bound is about.
@@ -288,7 +287,7 @@ def test_decisions_are_executed_in_their_order():
     shard, coordinator = servers.shards[0], servers.coordinator
     decisions = []
     for number in (1, 2):
-        key = (servers.members[0], number)
+        key = (0, number)
         _, facts = shard.call(key, Pushed(1.0, 0, [True], [torch.ones(2, dtype=torch.float64)]))
         assert facts is not None
         decisions += coordinator.push(key, facts)
@@ -314,9 +313,9 @@ def test_a_share_goes_on_from_a_copy(fresh_seed: int):
 
     def train(one: Shard, numbers: range, first: int) -> list[torch.Tensor]:
         coordinator = Coordinator(Mode("async"), 1, [0], BatchQueue())
-        member, _ = coordinator.join(0)
+        coordinator.join(0)
         for number in numbers:
-            key = (member, number)
+            key = (0, number)
             _, facts = one.call(key, Pushed(1.0, 0, [True, number % 3 > 0], [gradients[number]]))
             assert facts is not None
             for decision in coordinator.push(key, facts):
@@ -340,14 +339,14 @@ def test_a_share_goes_on_from_a_copy(fresh_seed: int):
         assert torch.equal(one, other)
 
 
-def test_who_waits_is_told_that_its_era_has_ended():
+def test_who_waits_and_who_comes_is_told_that_the_run_cannot_go_on():
     servers = Servers(Mode("sync"), 2)
     waiting = servers.push(0, 1.0)
-    servers.shards[0].end_era()
-    assert waiting.answers[0].is_outdated
-    future, facts = servers.shards[0].call((9, 1), None)
-    assert future.value().is_outdated
-    assert facts is None
+    servers.shards[0].fail("server 0 was lost")
+    assert waiting.answers[0].failure == "server 0 was lost"
+    future, _ = servers.shards[0].call((1, 1), None)
+    assert future.value().failure == "server 0 was lost"
+    assert servers.shards[0].look_up(1, "table", torch.tensor([1])).failure == "server 0 was lost"
 
 
 def test_a_pull_is_of_one_version():
@@ -363,40 +362,18 @@ def test_a_pull_is_of_one_version():
 
 
 def test_a_lost_worker_leaves_nothing_behind():
-    """What comes of it later is told to join again: only its connection may have broken."""
+    """What comes of it later gets an error: only its connection may have broken."""
     servers = Servers(Mode("sync"), 2, 2)
     waiting = servers.push(0, 1.0)
     key = servers.key(0)
     servers.lose(0)
-    assert waiting.answers[0].is_outdated
+    assert waiting.answers[0].failure == GIVEN_UP
     for shard in servers.shards:
         future, facts = shard.call((key[0], 9), Pushed(1.0, 0, [True], [torch.ones(2, dtype=torch.float64)]))
-        assert future.value().is_outdated
+        assert future.value().failure == GIVEN_UP
         assert facts is None
-        assert shard.look_up(key[0], "table", torch.tensor([1])).is_outdated
+        assert shard.look_up(key[0], "table", torch.tensor([1])).failure == GIVEN_UP
         assert not any((shard._pushed, shard._waiting, shard._released))
-
-
-def test_who_waits_to_leave_joins_again_when_a_server_is_lost():
-    servers = Servers(Mode("async"), 3)
-    servers.leave(0)
-    servers.lose(1)
-    assert servers.coordinator.workers == {0, 2}
-
-
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_a_run_ends_with_all_batches_or_says_so(goes_on: bool):
-    """Worker 0 had ended its loop when servers went back, to a pass with a batch left. Worker 1 takes it, or not."""
-    servers = Servers(Mode("async"), 2)
-    servers.queue.begin((1, 0, 0), 1, "")
-    servers.numbers[0] += 1
-    servers.execute(servers.coordinator.leave(servers.key(0), was_done=True))
-    if goes_on:
-        assert servers.queue.take(servers.key(1, 1), (1, 0, 0), 1, "").batch == 0
-        servers.push(1, 1.0)
-    failure = servers.leave(1).answers[0].failure
-    assert bool(failure) != goes_on
-    assert goes_on or "all workers had ended their loops when the servers went back" in failure
 
 
 def test_batches_that_nobody_is_left_to_take_are_named():

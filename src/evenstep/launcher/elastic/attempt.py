@@ -12,7 +12,6 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import RunProcsResult, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from evenstep.compat.torch_elastic import start_again
 from evenstep.console import say
 from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves_file
 from evenstep.health.heartbeat import Heartbeat, Phase, page_file, read_page
@@ -159,13 +158,6 @@ class Attempt:
         for process in self.alive().values():
             if observe(process.pid).state == "T":
                 process.signal_group(signal.SIGKILL)
-
-    def start_again(self, local_rank: int) -> None:
-        """Start one anew that has ended."""
-        self.processes[local_rank].release()
-        started = start_again(self._context, local_rank)
-        self.processes[local_rank] = Child.of(started) if isinstance(started, subprocess.Popen) else started
-        self._ends.add(self.processes[local_rank].pid)
 
     def stop(self, first: signal.Signals, *, patience_s: float, terminate_s: float) -> None:
         """Stop the ranks and what they started. A signal to us meanwhile means SIGKILL now.

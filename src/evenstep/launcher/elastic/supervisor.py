@@ -38,7 +38,7 @@ from evenstep.launcher.failure.detection import (
     observe,
 )
 from evenstep.launcher.failure.hangs import DEFAULT_AFTER_S, HangWatch, Seen
-from evenstep.launcher.failure.policy import Loss, LossPolicy, StopPolicy, describe_exit, is_evident
+from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, describe_exit, is_evident
 from evenstep.launcher.failure.report import Failure, RemoteFailure, judge
 from evenstep.launcher.spawn.script_runner import stack_file
 from evenstep.processes import has_gpu, has_gpu_driver, time_on_core_ns
@@ -96,7 +96,6 @@ class WatchedRanks:
     ) -> None:
         self._attempt = Attempt(context, ranks=ranks, number=attempt, run_directory=run_directory)
         self._losses = losses or LossPolicy()
-        self._num_restarts = 0  # of single ranks
         self._policy = policy
         self._on_failure = on_failure
         self._others = others
@@ -106,8 +105,12 @@ class WatchedRanks:
         self.should_admit_node = False
         self._recoveries, self._on_recovery = recoveries, on_recovery
         self.recovery: Recovery | None = None
-        follows = "it is killed" if self._losses.num_servers else "all ranks are stopped"
-        self._watch = StopWatch(grace_s=policy.stopped_grace_s, follows=follows)
+        self._watch = StopWatch(
+            grace_s=policy.stopped_grace_s,
+            follows=lambda rank: (
+                "it is killed" if self._losses.can_lose(rank, -signal.SIGKILL) else "all ranks are stopped"
+            ),
+        )
         self._timeout_watch = TimeoutWatch(timeouts)
         self._hang_watch = HangWatch(
             after_s=name_after_s,
@@ -191,9 +194,9 @@ class WatchedRanks:
     # ------------------------------------------------------------------ ranks that the run can lose
 
     def _take_losses(self) -> None:
-        """Start ranks again that were killed, or go on without them, as `LossPolicy` says."""
+        """Go on without ranks that were killed, as `LossPolicy` says, while a worker is left."""
         attempt = self._attempt
-        if not self._losses.num_servers or attempt.stopped:
+        if attempt.stopped:
             return
         for local_rank, process in list(attempt.processes.items()):
             code, rank = process.poll(), attempt.ranks[local_rank]
@@ -204,23 +207,12 @@ class WatchedRanks:
                 for each, other in attempt.processes.items()
                 if each not in attempt.lost and each != local_rank and attempt.ranks[each] < self._losses.num_workers
             ]
-            loss = self._losses.judge(
-                rank,
-                num_restarts=self._num_restarts,
-                num_workers_left=sum(other in (None, 0) for other in others),
-                has_checkpoints=attempt.saves(),
-            )
-            if loss is Loss.END_RUN:
+            if not any(other in (None, 0) for other in others):
                 continue
             process.signal_group(signal.SIGKILL)  # what it had started
-            who = f"{self._losses.name_of(rank)} (rank {rank}, pid {process.pid}) {describe_exit(code)}"
-            if loss is Loss.GO_ON:
-                attempt.lost.add(local_rank)
-                say(f"evenstep: {who}; {loss.value}")
-                continue
-            self._num_restarts += 1
-            attempt.start_again(local_rank)
-            say(f"evenstep: {who}; {loss.value} ({self._num_restarts} of {self._losses.max_restarts})")
+            attempt.lost.add(local_rank)
+            who = f"worker {rank} (rank {rank}, pid {process.pid})"
+            say(f"evenstep: {who} {describe_exit(code)}; the others go on without it")
 
     # ------------------------------------------------------------------ while it runs
 

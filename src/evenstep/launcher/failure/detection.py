@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +70,15 @@ class StopWatch:
     Args:
         report_after_s: When to report.
         grace_s: When to give up; a user may continue it until then. A debugger's stop is never given up.
-        follows: What happens then, for people.
+        follows: What happens to a rank then, for people.
     """
 
     def __init__(
-        self, *, report_after_s: float = 1.5, grace_s: float = 30.0, follows: str = "all ranks are stopped"
+        self,
+        *,
+        report_after_s: float = 1.5,
+        grace_s: float = 30.0,
+        follows: Callable[[int], str] = lambda rank: "all ranks are stopped",
     ) -> None:
         self._follows = follows
         self.report_after_s = report_after_s
@@ -115,7 +119,7 @@ class StopWatch:
             elif stopped_s >= self.report_after_s and rank not in self._told:
                 self._told.add(rank)
                 remedy = f"kill -CONT {seen.pid} continues it"
-                limit = "" if seen.state == "t" else f"; {self._follows} after {self.grace_s:g} s"
+                limit = "" if seen.state == "t" else f"; {self._follows(rank)} after {self.grace_s:g} s"
                 lines.append(f"{hang}. {remedy}{limit}")
         return lines, given_up
 
@@ -165,12 +169,6 @@ class Ends:
                 self._poll.register(self._fds[-1], select.POLLIN)
         except (OSError, AttributeError):  # an old kernel, or a sandbox that refuses it
             self._poll = None
-
-    def add(self, pid: int) -> None:
-        """Another child."""
-        if self._poll is not None:
-            self._fds.append(os.pidfd_open(pid))
-            self._poll.register(self._fds[-1], select.POLLIN)
 
     def wait(self, longest_s: float) -> None:
         """Return when one of them ends, or has; and else after a while."""

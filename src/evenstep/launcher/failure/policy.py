@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from enum import Enum
 
 from evenstep.health.first_failure import CrashReport, Exit
 
@@ -35,51 +34,19 @@ class StopPolicy:
             raise ValueError(f"{self}: times are at least 0")
 
 
-class Loss(Enum):
-    """What follows from the end of a rank that a signal has killed."""
-
-    END_RUN = "the run ends"
-    GO_ON = "the others go on without it"
-    START_AGAIN = "it is started again"
-
-
 @dataclass(frozen=True)
 class LossPolicy:
-    """Which ranks a run can lose: with parameter servers, those that a signal has killed. Pure.
+    """Which ranks a run can lose: with parameter servers, workers that a signal has killed. Pure.
 
     Attributes:
-        num_workers: The first ranks: the others go on without them, as long as one is left.
-        num_servers: The ranks behind: a run with checkpoints can start them again. 0: no rank can be lost.
-        max_restarts: How many ranks may be started again, one by one.
+        num_workers: The first ranks: the others go on without them, as long as one is left. 0: no rank can be lost.
     """
 
     num_workers: int = 0
-    num_servers: int = 0
-    max_restarts: int = 0
 
     def can_lose(self, rank: int, exit_code: int) -> bool:
-        """Whether anything but the end of the run may follow. One that failed by itself may fail again."""
-        return exit_code < 0 and self.num_servers > 0 and rank < self.num_workers + self.num_servers
-
-    def judge(self, rank: int, *, num_restarts: int, num_workers_left: int, has_checkpoints: bool) -> Loss:
-        """What follows from the end of a rank that can be lost.
-
-        Args:
-            rank: Which has ended.
-            num_restarts: How many ranks were started again so far.
-            num_workers_left: Workers that run, or have ended well.
-            has_checkpoints: A server that is started again has something to go on from.
-        """
-        may_restart = num_restarts < self.max_restarts
-        if rank >= self.num_workers:
-            return Loss.START_AGAIN if may_restart and has_checkpoints else Loss.END_RUN
-        if may_restart:
-            return Loss.START_AGAIN
-        return Loss.GO_ON if num_workers_left else Loss.END_RUN
-
-    def name_of(self, rank: int) -> str:
-        """A rank's role."""
-        return f"worker {rank}" if rank < self.num_workers else f"server {rank - self.num_workers}"
+        """Whether the others may go on without a rank that has ended so. One that failed by itself ends the run."""
+        return exit_code < 0 and rank < self.num_workers
 
 
 def is_evident(exits: Iterable[Exit], reports: Sequence[CrashReport]) -> bool:

@@ -155,8 +155,7 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="Start all ranks again after a failure, at most this often; with --servers, single ranks that were "
-        "killed (default: 0).",
+        help="Start all ranks again after a failure, at most this often (default: 0).",
     )
 
     add = _adder(parser, "several hosts")
@@ -249,8 +248,8 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="Start N parameter servers beside the workers, for evenstep.parameter_server; on one host. A worker that "
-        "is killed then doesn't end the run (default: 0).",
+        help="Start N parameter servers beside the workers, for evenstep.parameter_server; on one host. The others go "
+        "on without a worker that is killed (default: 0).",
     )
     add(
         "--cold-start",

@@ -333,10 +333,6 @@ class RemoteEmbedding(nn.Module):
         """Forget the gradients of this step."""
         self._pushed = []
 
-    def forget_ahead(self) -> None:
-        """Forget what was looked up ahead."""
-        self._ahead = []
-
     def begin_step(self) -> None:
         """A step has ended: what was looked up for it and not used is forgotten."""
         self._ahead = [each for each in self._ahead if not each.has_begun]

@@ -29,12 +29,10 @@ class Rows(NamedTuple):
     Attributes:
         values: [n, dim], in the order of the ids that were asked for.
         failure: Why there are none; "" if there are.
-        is_outdated: See `Answer`.
     """
 
     values: Tensor
     failure: str = ""
-    is_outdated: bool = False
 
 
 def split_by_server(ids: Tensor, num_servers: int) -> list[Tensor]:

@@ -91,11 +91,6 @@ class WorkerTables:
         for each in self._tables.values():
             each.release_gradients()
 
-    def forget_ahead(self) -> None:
-        """Forget what was looked up ahead."""
-        for each in self._tables.values():
-            each.forget_ahead()
-
     def begin_step(self) -> None:
         """A step has ended."""
         for each in self._tables.values():

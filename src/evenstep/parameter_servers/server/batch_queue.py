@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 Pass = tuple[int, int, int]  # number of the loader, epoch, and which iteration of that epoch
-Key = tuple[int, int]  # (member, number of its call)
+Key = tuple[int, int]  # (worker, number of its call)
 
 
 class Taken(NamedTuple):
@@ -61,20 +61,7 @@ class BatchQueue:
         held = sum(map(len, self._held.values()))
         return f"<BatchQueue {len(self._passes)} passes, {held} batches held>"
 
-    def begin(self, wanted: Pass, num_batches: int, facts: str) -> _State | None:
-        """A pass whose batches are given out from now on; None: it was finished in a run before this one.
-
-        A worker has begun passes that a checkpoint from before doesn't have. After the run has gone back to that, it
-        begins them again, or their batches would be left out.
-        """
-        if wanted[1] < self._first_epochs.get(wanted[0], 0):
-            return None
-        state = self._passes.setdefault(wanted, _State(facts, num_batches))
-        if not state.facts:
-            state.facts, state.num_batches = facts, num_batches
-        return state
-
-    def take(self, key: Key, wanted: Pass, num_batches: int, facts: str, worker: int | None = None) -> Taken:
+    def take(self, key: Key, wanted: Pass, num_batches: int, facts: str) -> Taken:
         """The next batch for a worker: one that an earlier pass over this loader lacks, else the next of its own pass.
 
         Args:
@@ -82,18 +69,19 @@ class BatchQueue:
             wanted: The worker's pass.
             num_batches: Of the epoch.
             facts: What decides which samples a batch has; equal on all workers.
-            worker: Who takes it, for messages.
         """
         loader, epoch, _ = wanted
-        state = self.begin(wanted, num_batches, facts)
-        if state is None:
+        if epoch < self._first_epochs.get(loader, 0):
             return Taken(epoch, -1, is_over=True)
+        state = self._passes.setdefault(wanted, _State(facts, num_batches))
+        if not state.facts:  # begun in a run before this one
+            state.facts, state.num_batches = facts, num_batches
         if (state.facts, state.num_batches) != (facts, num_batches):
             return Taken(
                 epoch,
                 -1,
                 failure=(
-                    f"worker {worker} has another loader than the worker that began epoch {epoch}: {num_batches} "
+                    f"worker {key[0]} has another loader than the worker that began epoch {epoch}: {num_batches} "
                     f"batches of {facts}, and there {state.num_batches} of {state.facts}"
                 ),
             )
@@ -110,26 +98,21 @@ class BatchQueue:
         for each, _ in self._held.pop(key, ()):
             self._passes[each].num_finished += 1
 
-    def give_back(self, member: int, key: Key | None = None, *, but: Container[Key] = ()) -> list[tuple[Pass, int]]:
-        """Others take what a member holds, or what it holds for one push; returns these batches.
+    def give_back(self, worker: int, key: Key | None = None, *, but: Container[Key] = ()) -> list[tuple[Pass, int]]:
+        """Others take what a worker holds, or what it holds for one push; returns these batches.
 
         Args:
-            member: Whose.
+            worker: Whose.
             key: Of the push; None: all.
             but: Of pushes that are as good as applied.
         """
         found = []
-        wanted = [each for each in self._held if each == key or (key is None and each[0] == member)]
+        wanted = [each for each in self._held if each == key or (key is None and each[0] == worker)]
         for held in [each for each in wanted if each not in but]:
             for each, batch in self._held.pop(held):
                 self._passes[each].returned.append(batch)
                 found.append((each, batch))
         return found
-
-    @property
-    def has_open(self) -> bool:
-        """Whether batches of a pass that was begun wait for a worker."""
-        return any(state.returned or _next_open(state) < state.num_batches for state in self._passes.values())
 
     def is_returned(self, at: Pass, batch: int) -> bool:
         """Whether a batch came back, and nobody has taken it since."""

@@ -20,15 +20,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from evenstep.parameter_servers.server.batch_queue import BatchQueue, Key, Pass
-
-_TOO_LATE = (
-    "all workers had ended their loops when the servers went back to a checkpoint, after which batches are left to be "
-    "trained on. Start the same command again: it goes on from there"
-)
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class Decision(NamedTuple):
         factor: What their mean is multiplied by: below 1 where it is clipped.
         dropped: Pushes that are never applied.
         released: Calls that are answered now, with the parameters as they are then.
-        gone: Members that will push no more.
+        gone: Workers that were lost.
         saves: A copy of the state is taken here.
         failure: Why the run can't go on: waiting and later calls are answered with it; "": it can.
         has_ended: All workers have left.
@@ -90,17 +85,15 @@ class Decision(NamedTuple):
 
 @dataclass
 class _Member:
-    """A worker's process.
+    """A worker that trains.
 
     Attributes:
-        worker: Its number.
         clock: Steps that it has pushed.
-        calls: Those of its pushes that wait for their release, in their order.
+        call: Its push that waits for its release; None: none does.
     """
 
-    worker: int
-    clock: int = 0
-    calls: list[Key] = field(default_factory=list)
+    clock: int
+    call: Key | None = None
 
 
 class Coordinator:
@@ -111,7 +104,6 @@ class Coordinator:
         num_servers: How many have to have a push.
         workers: Numbers of those that will join; they are waited for.
         queue: Batches; each is finished when its push is applied.
-        first_member: Number of the first member: those of a run before were lower.
         version: Number of updates so far.
         ends_itself: When all workers have left; False: then `end` ends the run.
     """
@@ -123,24 +115,21 @@ class Coordinator:
         workers: Iterable[int],
         queue: BatchQueue,
         *,
-        first_member: int = 0,
         version: int = 0,
         ends_itself: bool = True,
     ) -> None:
         self._mode, self._num_servers, self._queue = mode, num_servers, queue
         self._ends_itself = ends_itself
         self._expected = set(workers)
-        self._members: dict[int, _Member] = {}  # without those that have left
-        self._leaving: dict[int, tuple[int, Key]] = {}  # worker and call of each member that has left and waits
+        self._members: dict[int, _Member] = {}  # by worker, without those that have left
+        self._leaving: dict[int, Key] = {}  # the call of each worker that has left and waits
         self._has_left = False  # one of them, which may have been lost since
-        self._were_done = False  # some that have left had no loop to go back to
-        self._lost: list[tuple[int, Pass, int]] = []  # (worker, where, batch) that lost members held
+        self._lost: list[tuple[int, Pass, int]] = []  # (worker, where, batch) that lost workers held
         self._arriving: dict[Key, list[Facts]] = {}  # what some servers have
         self._held: dict[Key, Facts] = {}  # what all servers have, and no update yet
         self._measured: list[float] = []
         self._measuring: list[Key] = []
         self._number = 0
-        self._num_members = first_member
         self._failure = ""
         self._has_ended = False
         self.version = version
@@ -152,73 +141,52 @@ class Coordinator:
     # ------------------------------------------------------------------ who is there
 
     @property
-    def members(self) -> dict[int, int]:
-        """Worker of each member that trains."""
-        return {number: member.worker for number, member in self._members.items()}
+    def members(self) -> set[int]:
+        """Workers that train."""
+        return set(self._members)
 
     @property
     def expected(self) -> set[int]:
         """Workers that have not joined yet."""
         return set(self._expected)
 
-    @property
-    def workers(self) -> set[int]:
-        """Workers that join again if a server is lost: those that train, have left and wait, or have not joined yet."""
-        leaving = {worker for worker, _ in self._leaving.values()}
-        return {member.worker for member in self._members.values()} | leaving | self._expected
-
-    @property
-    def num_members(self) -> int:
-        """Number that the next member gets."""
-        return self._num_members
-
-    def join(self, worker: int) -> tuple[int, list[Decision]]:
-        """A worker's process begins: its number, and what follows. It replaces an earlier process of that worker.
+    def join(self, worker: int) -> None:
+        """A worker begins.
 
         Workers that are waited for begin at their first step, and others have gone ahead of that by the bound at most.
         A later one begins at the step of the slowest that is there, so it holds nobody back more than that one does.
         """
-        decisions = []
-        for number, member in list(self._members.items()):
-            if member.worker == worker:
-                decisions += self.lose(number)
         here = [0] if worker in self._expected else [member.clock for member in self._members.values()]
         self._expected.discard(worker)
-        self._num_members += 1
-        clock = min(here, default=0)
-        self._members[self._num_members] = _Member(worker, clock)
-        return self._num_members, decisions
+        self._members[worker] = _Member(min(here, default=0))
 
-    def lose(self, member: int) -> list[Decision]:
-        """A member's process has ended: what it holds, if it had not left, goes to others."""
-        left, lost = self._leaving.pop(member, None), self._members.pop(member, None)
+    def lose(self, worker: int) -> list[Decision]:
+        """A worker's process has ended: what it holds, if it had not left, goes to others."""
+        left, lost = self._leaving.pop(worker, None), self._members.pop(worker, None)
         if left is None and lost is None:
             return []
         if lost is not None:
             for pushed in (self._arriving, self._held):
-                for key in [key for key in pushed if key[0] == member and key not in self._measuring]:
+                for key in [key for key in pushed if key[0] == worker and key not in self._measuring]:
                     del pushed[key]
-            returned = self._queue.give_back(member, but=self._measuring)
-            self._lost += [(lost.worker, *batch) for batch in returned]
-        return [self._decide(gone=[member]), *self._advance()]
+            returned = self._queue.give_back(worker, but=self._measuring)
+            self._lost += [(worker, *batch) for batch in returned]
+        return [self._decide(gone=[worker]), *self._advance()]
 
     def give_up(self, workers: Iterable[int]) -> list[Decision]:
         """Workers that have never joined aren't waited for any more."""
         self._expected -= set(workers)
         return self._advance()
 
-    def leave(self, key: Key, failure: str = "", *, was_done: bool = False) -> list[Decision]:
-        """A member has ended: done, or with a failure, with which the run can't go on.
+    def leave(self, key: Key, failure: str = "") -> list[Decision]:
+        """A worker has ended: done, or with a failure, with which the run can't go on.
 
         Args:
             key: Of its call.
             failure: "": none.
-            was_done: It has taken no batch since the run went back to a checkpoint.
         """
-        self._were_done = self._were_done or was_done
-        member = self._members.pop(key[0], None)
-        if member is not None:  # else it was lost, or asks again
-            self._leaving[key[0]], self._has_left = (member.worker, key), True
+        if self._members.pop(key[0], None) is not None:  # else it was lost, or asks again
+            self._leaving[key[0]], self._has_left = key, True
         self._queue.give_back(key[0])
         return self.fail(failure) if failure else self._advance()
 
@@ -236,10 +204,8 @@ class Coordinator:
         """Answer the workers that have left, if all have."""
         if not self.is_done:
             return []
-        if self._were_done and self._queue.has_open:
-            return self.fail(_TOO_LATE)
         self._has_ended = True
-        return [self._decide(released=[key for _, key in self._leaving.values()], has_ended=True)]
+        return [self._decide(released=list(self._leaving.values()), has_ended=True)]
 
     @property
     def untrained(self) -> list[tuple[int, Pass, int]]:
@@ -248,13 +214,13 @@ class Coordinator:
 
     def lagging(self) -> list[tuple[int, int]]:
         """Workers for which others may wait, with the steps that they have pushed."""
-        here = [(member.worker, member.clock) for member in self._members.values() if not member.calls]
+        here = [(worker, member.clock) for worker, member in self._members.items() if member.call is None]
         return sorted(here + [(worker, 0) for worker in self._expected])
 
     # ------------------------------------------------------------------ what comes
 
     def pull(self, key: Key) -> list[Decision]:
-        """A member wants the parameters as they are."""
+        """A worker wants the parameters as they are."""
         return [] if self._failure else [self._decide(released=[key])]
 
     def push(self, key: Key, facts: Facts) -> list[Decision]:
@@ -269,7 +235,7 @@ class Coordinator:
         del self._arriving[key]
         facts = facts._replace(square=sum(each.square for each in seen))
         member.clock += 1
-        member.calls.append(key)
+        member.call = key
         self._held[key] = facts
         if self._mode.name == "sync":
             return self._advance()
@@ -311,7 +277,7 @@ class Coordinator:
         if self._failure:
             return [self._decide(failure=self._failure, has_ended=True)]
         if self._mode.name == "sync" and not self._measuring and self._is_step_complete():
-            keys = sorted(self._held, key=self._order)
+            keys = sorted(self._held)  # by worker, so that the sum doesn't depend on who came first
             if self._mode.max_norm is not None and any(self._held[key].weight for key in keys):
                 self._measuring, self._measured = keys, []
                 decisions.append(self._decide(measured=keys))
@@ -324,11 +290,6 @@ class Coordinator:
             decisions += self.end()
         return decisions
 
-    def _order(self, key: Key) -> Key:
-        # By worker, so that the sum doesn't depend on who came first.
-        member = self._members.get(key[0])
-        return (member.worker if member is not None else -1, key[1])
-
     def _is_step_complete(self) -> bool:
         return bool(self._held) and len(self._held) == len(self._members) + len(self._expected)
 
@@ -336,10 +297,9 @@ class Coordinator:
         facts = {key: self._held.pop(key) for key in keys}
         for key in keys:
             self._queue.finish(key)
-            member = self._members.get(key[0])
-            if member is not None and facts[key].weight:
+            if key[0] in self._members and facts[key].weight:
                 late = self.version - facts[key].version
-                self.staleness.setdefault(member.worker, Counter())[late] += 1
+                self.staleness.setdefault(key[0], Counter())[late] += 1
         full = [key for key in keys if facts[key].weight > 0]
         if not full:
             return self._decide(dropped=keys)
@@ -361,7 +321,7 @@ class Coordinator:
 
         released = []
         for member in self._members.values():
-            ready = [key for key in member.calls if may_go_on(member, key)]
-            member.calls = [key for key in member.calls if key not in ready]
-            released += ready
+            if member.call is not None and may_go_on(member, member.call):
+                released.append(member.call)
+                member.call = None
         return released

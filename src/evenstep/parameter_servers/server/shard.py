@@ -49,13 +49,11 @@ class Answer(NamedTuple):
         version: Number of updates that the parameters have seen.
         parameters: Packed.
         failure: Why there are none; "" if there are.
-        is_outdated: The caller belongs to an era that has ended, before a server came back; it has to join again.
     """
 
     version: int
     parameters: list[Tensor]
     failure: str = ""
-    is_outdated: bool = False
 
 
 class Mean(NamedTuple):
@@ -70,8 +68,7 @@ class Mean(NamedTuple):
     rows: dict[str, RowGradients]
 
 
-OUTDATED = Answer(0, [], is_outdated=True)
-OUTDATED_ROWS = Rows(torch.empty(0, device="cpu"), is_outdated=True)
+GIVEN_UP = "the servers have lost this worker, and the others train on its batches"
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,6 @@ class Shard:
         self._decisions: dict[int, Decision] = {}  # that came before an earlier one
         self._next = 1
         self._failure = ""
-        self._is_outdated = False
         self.version = 0
         self._copies: dict[int, Share] = {}  # by number of the decision
 
@@ -164,8 +160,8 @@ class Shard:
         future: Future[Any] = Future()
         facts = None
         with self._lock:
-            if self._is_outdated or key[0] in self._gone:
-                future.set_result(OUTDATED)
+            if key[0] in self._gone:
+                future.set_result(Answer(self.version, [], GIVEN_UP))
                 return future, None
             if pushed is not None:
                 self._pushed[key] = pushed
@@ -175,24 +171,22 @@ class Shard:
                 facts = Facts(pushed.weight, pushed.version, square)
             answer = self._released.pop(key, None)
             if answer is None and self._failure:
-                answer = self._answer(key)
+                answer = self._answer()
             if answer is not None:
                 future.set_result(answer)
             else:
                 self._waiting[key] = future
         return future, facts
 
-    def look_up(self, member: int, table: str, ids: Tensor) -> Rows:
+    def look_up(self, worker: int, table: str, ids: Tensor) -> Rows:
         """Rows of a table: see `Tables.look_up`.
 
         Raises:
             Exception: What the user's `init_fn` has raised.
         """
         with self._lock:
-            if self._is_outdated or member in self._gone:
-                return OUTDATED_ROWS
-            if self._failure:
-                return Rows(OUTDATED_ROWS.values, self._failure)
+            if worker in self._gone or self._failure:
+                return no_rows(self._failure or GIVEN_UP)
             return Rows(rounded(self._tables.look_up(table, ids), self._transfer_dtype))
 
     def execute(self, decision: Decision) -> Outcome:
@@ -200,7 +194,7 @@ class Shard:
         outcome = Outcome()
         with self._lock:
             self._decisions[decision.number] = decision
-            while not self._is_outdated and (ready := self._decisions.pop(self._next, None)) is not None:
+            while (ready := self._decisions.pop(self._next, None)) is not None:
                 self._next += 1
                 try:
                     self._execute(ready, outcome)
@@ -210,18 +204,18 @@ class Shard:
                     break
             if self._failure:
                 # Nothing is decided any more for those that wait.
-                for key, future in self._waiting.items():
-                    outcome.complete.append(partial(future.set_result, self._answer(key)))
+                outcome.complete += [partial(future.set_result, self._answer()) for future in self._waiting.values()]
                 self._waiting.clear()
         return outcome
 
-    def end_era(self) -> None:
-        """Answer whoever waits that this part is outdated: another takes its place."""
+    def fail(self, failure: str) -> None:
+        """Answer whoever waits, and whoever comes, that the run can't go on."""
         with self._lock:
-            self._is_outdated = True
-            waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
-            future.set_result(OUTDATED)
+            self._failure = self._failure or failure
+            answer, waiting = self._answer(), list(self._waiting.values())
+            self._waiting.clear()
+        for future in waiting:
+            future.set_result(answer)
 
     def take_copy(self, number: int) -> Share | None:
         """What a decision to save has copied; None: it wasn't executed yet. Copies of earlier ones are forgotten."""
@@ -263,23 +257,23 @@ class Shard:
             self._apply(decision.applied, decision.factor)
         for key in (*decision.applied, *decision.dropped):
             self._pushed.pop(key, None)
-        for member in decision.gone:
+        for worker in decision.gone:
             measured = () if self._mean is None else self._mean[0]  # these are applied all the same
-            for key in [key for key in self._pushed if key[0] == member and key not in measured]:
+            for key in [key for key in self._pushed if key[0] == worker and key not in measured]:
                 del self._pushed[key]
-            for key in [key for key in self._released if key[0] == member]:
+            for key in [key for key in self._released if key[0] == worker]:
                 del self._released[key]
-            # It may live, and only its connection have broken: it joins again then.
+            # It may live, and only its connection have broken: it ends with this failure then.
+            given_up = Answer(self.version, [], GIVEN_UP)
             outcome.complete += [
-                partial(self._waiting.pop(key).set_result, OUTDATED) for key in list(self._waiting) if key[0] == member
+                partial(self._waiting.pop(key).set_result, given_up) for key in list(self._waiting) if key[0] == worker
             ]
-            self._gone.add(member)
+            self._gone.add(worker)
         if decision.saves:
             self._copies[decision.number] = self._copy()
         if decision.released:
-            packed = self._packed()
+            answer = self._answer()
             for key in decision.released:
-                answer = self._answer(key, packed)
                 future = self._waiting.pop(key, None)
                 if future is None:
                     self._released[key] = answer
@@ -287,11 +281,8 @@ class Shard:
                     outcome.complete.append(partial(future.set_result, answer))
         outcome.has_ended = outcome.has_ended or decision.has_ended
 
-    def _packed(self) -> list[Tensor]:
-        return [] if self._failure else pack(self._parameters, self._parameters, self._transfer_dtype)
-
-    def _answer(self, key: Key, packed: list[Tensor] | None = None) -> Answer:
-        packed = self._packed() if packed is None else packed
+    def _answer(self) -> Answer:
+        packed = [] if self._failure else pack(self._parameters, self._parameters, self._transfer_dtype)
         return Answer(self.version, packed, self._failure)
 
     def _add_up(self, keys: Sequence[Key]) -> Mean:
@@ -349,6 +340,11 @@ class Shard:
                     }
         scheduler = None if self._scheduler is None else self._scheduler.state_dict()
         return Share(parameters, state, groups, scheduler, self.version, self._tables.state_dict())
+
+
+def no_rows(failure: str) -> Rows:
+    """The answer to a lookup that has failed."""
+    return Rows(torch.empty(0, device="cpu"), failure)
 
 
 def failure_of(error: Exception) -> str:

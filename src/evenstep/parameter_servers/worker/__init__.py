@@ -2,6 +2,6 @@
 
 Reading order:
 
-    rpc_connection.py  over RPC, also to servers that have come back
+    rpc_connection.py  over RPC
     connections.py     what a connection can do, and the one of a world of one
 """

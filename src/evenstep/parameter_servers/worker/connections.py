@@ -14,12 +14,8 @@ from evenstep.parameter_servers.server.shard import Answer, Pushed, Shard
 from evenstep.parameter_servers.traffic import OnAnswer
 
 
-class EraEnded(Exception):
-    """A server was lost and came back, and this worker has joined again: what it held goes to whoever takes it."""
-
-
 class Connection(Protocol):
-    """A worker's way to all servers. Every method but `initial`, `staleness` and `close` raises `EraEnded`."""
+    """A worker's way to all servers."""
 
     def initial(self) -> dict[str, Tensor]:
         """Tensors of the model that aren't trained, by name, as they are on the first server."""
@@ -43,7 +39,7 @@ class Connection(Protocol):
 
     @property
     def num_pushes(self) -> int:
-        """In this era."""
+        """How many there were."""
         ...
 
     def take(self, push: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
@@ -61,16 +57,11 @@ class Connection(Protocol):
         """What was taken for a push goes to whoever takes it next."""
         ...
 
-    def begin_passes(self, passes: Sequence[tuple[Pass, int, str]]) -> None:
-        """Begin passes (with their number of batches and facts) that this worker had begun in an era before."""
-        ...
-
-    def leave(self, failure: str, *, was_done: bool = False) -> list[Answer]:
+    def leave(self, failure: str) -> list[Answer]:
         """Tell the servers that this worker has ended; waits until all have, unless with a failure.
 
         Args:
             failure: "": none.
-            was_done: See `Coordinator.leave`.
         """
         ...
 
@@ -91,8 +82,7 @@ class LocalConnection:
         self._coordinator = Coordinator(mode, 1, [0], queue, version=version)
         self._error: Exception | None = None
         self._number = self._num_pulls = 0
-        self._member, decisions = self._coordinator.join(0)
-        self._execute(decisions)
+        self._coordinator.join(0)
 
     def initial(self) -> dict[str, Tensor]:
         """See `Connection`."""
@@ -102,10 +92,10 @@ class LocalConnection:
         """See `Connection`."""
         if pushed is None:
             self._num_pulls += 1  # counted apart: a batch that was taken is known by the number of the next push
-            key = (self._member, -self._num_pulls)
+            key = (0, -self._num_pulls)
         else:
             self._number += 1
-            key = (self._member, self._number)
+            key = (0, self._number)
         future, facts = self._shard.call(key, None if pushed is None else pushed[0])
         self._execute(self._coordinator.pull(key) if facts is None else self._coordinator.push(key, facts))
         if self._error is not None:
@@ -114,7 +104,7 @@ class LocalConnection:
 
     def look_up(self, table: str, ids: Sequence[Tensor], on_answer: OnAnswer) -> Callable[[], list[Rows]]:
         """See `Connection`."""
-        rows = self._shard.look_up(self._member, table, ids[0])
+        rows = self._shard.look_up(0, table, ids[0])
         return lambda: [rows]
 
     @property
@@ -124,21 +114,16 @@ class LocalConnection:
 
     def take(self, push: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
         """See `Connection`."""
-        return self._queue.take((self._member, push), wanted, num_batches, facts, 0)
+        return self._queue.take((0, push), wanted, num_batches, facts)
 
     def give_back(self, push: int) -> None:
         """See `Connection`."""
-        self._queue.give_back(self._member, (self._member, push))
+        self._queue.give_back(0, (0, push))
 
-    def begin_passes(self, passes: Sequence[tuple[Pass, int, str]]) -> None:
-        """See `Connection`."""
-        for each in passes:
-            self._queue.begin(*each)
-
-    def leave(self, failure: str, *, was_done: bool = False) -> list[Answer]:
+    def leave(self, failure: str) -> list[Answer]:
         """See `Connection`."""
         self._number += 1
-        key = (self._member, self._number)
+        key = (0, self._number)
         future, _ = self._shard.call(key, None)
         self._execute(self._coordinator.leave(key, failure))
         return [future.wait()]

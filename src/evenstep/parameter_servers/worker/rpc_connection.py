@@ -1,4 +1,4 @@
-"""A worker's way to the servers over RPC, also to servers that have come back."""
+"""A worker's way to the servers over RPC."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ from evenstep.parameter_servers.embeddings.rows import Rows
 from evenstep.parameter_servers.remote import Endpoint, Peer
 from evenstep.parameter_servers.roles import Roles
 from evenstep.parameter_servers.server.batch_queue import Pass, Taken
-from evenstep.parameter_servers.server.serving import ENDED, ERAS
+from evenstep.parameter_servers.server.serving import BEGUN, ENDED
 from evenstep.parameter_servers.server.shard import Answer, Pushed
 from evenstep.parameter_servers.traffic import OnAnswer
-from evenstep.parameter_servers.worker.connections import EraEnded
 
 _ASKS_S = 10.0  # for a short question after a deadline has passed
 _POLL_S = 0.05
-
-
-class RunHasEnded(PeerLostError):
-    """The other workers were done before this one came, or came back."""
 
 
 class RpcConnection:
@@ -39,18 +34,15 @@ class RpcConnection:
         store: Of this run.
         endpoint: This process's.
         timeout_s: How long a call may take, and how long to wait for servers.
-        recovers: Servers that are lost come back.
 
     Raises:
-        RunHasEnded: See there.
-        PeerLostError: There are no servers any more.
+        PeerLostError: The servers have not begun in time, or have gone.
     """
 
-    def __init__(self, roles: Roles, store: Store, endpoint: Endpoint, timeout_s: float, *, recovers: bool) -> None:
-        self._roles, self._store, self._endpoint = roles, store, endpoint
-        self._timeout_s, self._recovers = timeout_s, recovers
+    def __init__(self, roles: Roles, store: Store, endpoint: Endpoint, timeout_s: float) -> None:
+        self._roles, self._store, self._endpoint, self._timeout_s = roles, store, endpoint, timeout_s
         self._servers: list[Peer] = []
-        self._era = self._member = self._number = self._num_pulls = 0
+        self._number = self._num_pulls = 0
         endpoint.register()
         self._join()
 
@@ -67,21 +59,20 @@ class RpcConnection:
         else:
             self._number += 1
             number = self._number
-        era, key = self._era, (self._member, number)
+        key = (self._roles.rank, number)
         parts: Sequence[Pushed | None] = [None] * len(self._servers) if pushed is None else pushed
-        calls = [self._call(server, "ask", era, key, part, later=True) for server, part in enumerate(parts)]
+        calls = [self._call(server, "ask", key, part, later=True) for server, part in enumerate(parts)]
         _report(calls, on_answer)
-        return lambda: self._finish("pull" if pushed is None else "step", era, calls)
+        return lambda: self._finish("pull" if pushed is None else "step", calls)
 
     def look_up(self, table: str, ids: Sequence[Tensor], on_answer: OnAnswer) -> Callable[[], list[Rows]]:
         """See `Connection`. Servers without ids aren't asked."""
-        era = self._era
         calls = [
-            self._call(server, "look_up", era, self._member, table, each) if len(each) else _nothing()
+            self._call(server, "look_up", self._roles.rank, table, each) if len(each) else _nothing()
             for server, each in enumerate(ids)
         ]
         _report(calls, on_answer)
-        return lambda: self._finish("a lookup", era, calls)
+        return lambda: self._finish("a lookup", calls)
 
     @property
     def num_pushes(self) -> int:
@@ -90,36 +81,23 @@ class RpcConnection:
 
     def take(self, push: int, wanted: Pass, num_batches: int, facts: str) -> Taken:
         """See `Connection`."""
-        key = (self._member, push)
-        call = self._call(0, "take", self._era, key, self._roles.rank, wanted, num_batches, facts)
-        taken: Taken | None = self._wait("taking a batch", 0, call)
-        if taken is None:
-            self._join()
-            raise EraEnded
+        call = self._call(0, "take", (self._roles.rank, push), wanted, num_batches, facts)
+        taken: Taken = self._wait("taking a batch", 0, call)
         return taken
 
     def give_back(self, push: int) -> None:
         """See `Connection`."""
-        self._wait("taking a batch", 0, self._call(0, "give_back", self._era, (self._member, push)))
+        self._wait("taking a batch", 0, self._call(0, "give_back", (self._roles.rank, push)))
 
-    def begin_passes(self, passes: Sequence[tuple[Pass, int, str]]) -> None:
-        """See `Connection`."""
-        if not self._wait("taking a batch", 0, self._call(0, "begin_passes", self._era, passes)):
-            self._join()
-            raise EraEnded
-
-    def leave(self, failure: str, *, was_done: bool = False) -> list[Answer]:
+    def leave(self, failure: str) -> list[Answer]:
         """See `Connection`."""
         before: list[Any] | None = None
         self._number += 1
-        era, key = self._era, (self._member, self._number)
+        key = (self._roles.rank, self._number)
         while True:
-            calls = [
-                self._call(server, "leave", era, key, failure, was_done, later=True)
-                for server in range(len(self._servers))
-            ]
+            calls = [self._call(server, "leave", key, failure, later=True) for server in range(len(self._servers))]
             try:
-                return self._finish("leave", era, calls)
+                return self._finish("leave", calls)
             except CollectiveTimeoutError:
                 # A slow worker may have much more left to do than the timeout of a step.
                 progress = self._wait("leave", 0, self._call(0, "lagging", timeout_s=_ASKS_S))
@@ -140,43 +118,25 @@ class RpcConnection:
                 roles = json.loads(self._store.get(ENDED))
         self._endpoint.close(roles=roles)
 
-    # ------------------------------------------------------------------ eras
-
     def _join(self) -> None:
-        """Join the present era, or the next if a server is missing.
+        """Join the run, once the servers have begun.
 
         Raises:
-            RunHasEnded: There will be none.
-            PeerLostError: None began in time.
+            PeerLostError: They have not begun in time, or have gone.
         """
         deadline = time.monotonic() + self._timeout_s
-        while True:
-            if self._store.check([ENDED]):
-                raise RunHasEnded(
-                    f"{self._who}: the run has ended without it. The others have trained on what it held."
-                )
-            era = self._store.add(ERAS, 0)
-            if era and self._store.check([f"era-{era}"]):
-                self._servers = [Peer(*each) for each in json.loads(self._store.get(f"era-{era}"))]
-                me = self._endpoint.me
-                call = self._call(0, "join", self._roles.rank, me.name, me.address, timeout_s=self._timeout_s)
-                try:
-                    joined, self._member, failure = call.wait()
-                except RuntimeError as error:
-                    if not self._recovers:
-                        raise self._explain("the beginning", 0, error) from None
-                else:
-                    if failure:
-                        raise PeerLostError(f"{self._who}: {self._name_of(0)} ends: {failure}")
-                    if joined == era:
-                        self._era, self._number = era, 0
-                        return
+        while not self._store.check([BEGUN]):
             if time.monotonic() > deadline:
                 raise PeerLostError(
                     f"{self._who} waited {self._timeout_s:g} s for the servers to begin. Look at what they say: each "
                     f"has to run and to come to `with evenstep.parameter_server`."
                 )
             time.sleep(_POLL_S)
+        self._servers = [Peer(*each) for each in json.loads(self._store.get(BEGUN))]
+        me = self._endpoint.me
+        failure = self._wait("the beginning", 0, self._call(0, "join", self._roles.rank, me.name, me.address))
+        if failure:
+            raise PeerLostError(f"{self._who}: {self._name_of(0)} ends: {failure}")
 
     # ------------------------------------------------------------------ calls
 
@@ -185,24 +145,14 @@ class RpcConnection:
     ) -> Future[Any]:
         return self._endpoint.call(self._servers[server], method, *arguments, later=later, timeout_s=timeout_s)
 
-    def _finish(self, doing: str, era: int, calls: Sequence[Future[Any]]) -> list[Any]:
-        if era != self._era:
-            raise EraEnded
-        answers = [self._wait(doing, server, call) for server, call in enumerate(calls)]
-        if any(answer.is_outdated for answer in answers):
-            self._join()
-            raise EraEnded
-        return answers
+    def _finish(self, doing: str, calls: Sequence[Future[Any]]) -> list[Any]:
+        return [self._wait(doing, server, call) for server, call in enumerate(calls)]
 
     def _wait(self, doing: str, server: int, call: Future[Any]) -> Any:
         try:
             return call.wait()
         except RuntimeError as error:
-            known = self._explain(doing, server, error)
-            if not (self._recovers and isinstance(known, PeerLostError)):
-                raise known from None
-        self._join()
-        raise EraEnded
+            raise self._explain(doing, server, error) from None
 
     def _explain(self, doing: str, server: int, error: RuntimeError) -> Exception:
         who, name = self._who, self._name_of(server)

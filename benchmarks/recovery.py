@@ -1,21 +1,18 @@
-"""What a lost rank costs: from its death to the next whole step, restarted from disk, replaced, or left out.
+"""What a lost rank costs: from its death to the next whole step, with a restart from the newest checkpoint.
 
     python benchmarks/recovery.py --json build/recovery.json
     python benchmarks/recovery.py --torchft /tmp/torchft/bin/python --json build/recovery.json   # torchft beside it
 
-A multilayer perceptron with AdamW on two ranks, of 5 and of 500 MB of parameters. Rank 1 kills itself in the backward
-pass of a step that isn't saved on disk. In turn: `--max-restarts 1` with a checkpoint on disk every five steps,
-`--recover replace`, `--recover shrink`. Of each run: seconds from the death to the next step that is new, how many
-steps were repeated until then, and where the time went:
+A multilayer perceptron with AdamW on two ranks, of 5 and of 500 MB of parameters, under `--max-restarts 1`, with a
+checkpoint every five steps. Rank 1 kills itself in the backward pass of a step, three steps after a checkpoint. Of each
+run: seconds from the death to the next step that is new, how many steps were repeated until then, and where the time
+went:
 
-    noticed    the other rank's exchange ends with an error; without recovery it may be stopped before that
-    saved      it has left its world, and saved its state if it recovers
+    noticed    the other rank's exchange ends with an error; it may be stopped before that
     started    the ranks run the script again: the launcher has seen all of them end, and has forked new ones
     joined     they have met
     resumed    model and optimizer are built, and have their state
     stepped    the first step that is new is finished
-
-Then what `--recover` costs a step while nothing happens, by accounting: the time of its calls, over that of a step.
 
 With `--torchft` the same training runs as two replica groups of one rank each under torchft's `Manager`, over Gloo, and
 is killed at the same place: `recovery_torchft.py`. "alone" goes on with the survivor. "replaced" starts the killed rank
@@ -55,11 +52,6 @@ from pathlib import Path
 
 from measuring import describe_machine
 
-WAYS = {
-    "restart": ["--max-restarts", "1"],
-    "replace": ["--recover", "replace"],
-    "shrink": ["--recover", "shrink"],
-}
 OF_TORCHFT = ("torchft, alone", "torchft, replaced")
 DIES_AT, ENDS_AT = 8, 11
 SHARE_OF_BATCH = 8  # samples of a rank in a step
@@ -106,7 +98,6 @@ def train(world):
 
     for epoch in loader.epochs(100):
         for x in loader:
-            began = time.perf_counter()
             y = model(x)
             y.register_hook(die)
             model.backward(y.square().mean(), weight=len(x))
@@ -116,20 +107,11 @@ def train(world):
             if checkpoint.num_steps == DIES_AT + 1:
                 mark("stepped")
             if world.is_main:
-                print(f"step {checkpoint.num_steps} {time.monotonic()!r} {time.perf_counter() - began!r}", flush=True)
+                print(f"step {checkpoint.num_steps}", flush=True)
             if checkpoint.num_steps == ENDS_AT:
                 break
         if checkpoint.num_steps == ENDS_AT:
             break
-    last_step = checkpoint._last_step
-    if world.is_main and last_step is not None:
-        times = []
-        for _ in range(20):
-            began = time.perf_counter()
-            last_step.remember(ENDS_AT, {})
-            last_step._exchange_begins()
-            times.append(time.perf_counter() - began)
-        print(f"calls {sorted(times)[10]!r}", flush=True)
 
 
 try:
@@ -140,52 +122,43 @@ try:
             mark("noticed")
             raise
 finally:
-    if is_first:
-        mark("saved")
     write()
 """
-PARTS = ("noticed", "saved", "started", "joined", "resumed", "stepped")
+PARTS = ("noticed", "started", "joined", "resumed", "stepped")
 
 
 def parts_of(died_s: float, reached: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each part; of one that wasn't reached none. Pure.
-
-    Without recovery the other rank may be stopped before it notices anything.
-    """
+    """Seconds of each part; of one that wasn't reached none. Pure."""
     times = [died_s]
     for name in PARTS:
         times.append(max(times[-1], reached.get(name, times[-1])))
     return {name: end - begin for name, begin, end in zip(PARTS, times, times[1:], strict=False)}
 
 
-def run(way: str, width: int, depth: int) -> dict[str, float]:
-    """One run of one way."""
+def run(width: int, depth: int) -> dict[str, float]:
+    """One run of ours."""
     with tempfile.TemporaryDirectory(prefix="evenstep-bench-recovery-") as name:
         directory = Path(name)
         (directory / "tmp").mkdir()
         text = TRAINS.replace("DIES_AT", str(DIES_AT)).replace("ENDS_AT", str(ENDS_AT))
         (directory / "train.py").write_text(text)
-        flags = ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1", *WAYS[way]]
+        flags = ["--nproc-per-node", "2", "--device", "cpu", "--threads-per-rank", "1", "--max-restarts", "1"]
         command = [sys.executable, "-m", "evenstep", "run", *flags, "train.py", str(width), str(depth)]
         env = {**os.environ, "TMPDIR": str(directory / "tmp")}
         done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         died_s = float((directory / "died").read_text())
-        steps = [(int(n), float(at), float(took)) for n, at, took in re.findall(r"step (\d+) (\S+) (\S+)", done.stdout)]
         marks = [(name, float(at)) for name, at in map(str.split, (directory / "marks").read_text().splitlines())]
         reached = {name: at for name, at in marks if at > died_s}  # the last of each: of the ranks that went on
-        numbers = [number for number, _, _ in steps]
-        calls = re.search(r"calls (\S+)", done.stdout)
+        numbers = re.findall(r"step (\d+)", done.stdout)
         return {
             "bytes": float(re.findall(r"bytes (\d+)", done.stdout)[0]),
             "lost_s": reached["stepped"] - died_s,
-            "whole_s": 0.0 if way == "shrink" else reached["stepped"] - died_s,
+            "whole_s": reached["stepped"] - died_s,
             **parts_of(died_s, reached),
             "repeated": len(numbers) - len(set(numbers)) + 1,
             "dropped": 0,
             "missing": 0,
-            "step_s": statistics.median(took for number, _, took in steps if number > 2),
-            "calls_s": float(calls[1]) if calls is not None else 0.0,
         }
 
 
@@ -319,8 +292,7 @@ def main() -> None:
         for size in args.sizes.split(","):
             if number >= repeats[size]:
                 continue
-            for way in WAYS:
-                found.setdefault(f"{size} MB, {way}", []).append(run(way, *shapes[size]))
+            found.setdefault(f"{size} MB, restart", []).append(run(*shapes[size]))
             for way in OF_TORCHFT if args.torchft is not None else ():
                 found.setdefault(f"{size} MB, {way}", []).append(run_torchft(args.torchft, way, *shapes[size]))
     machine = describe_machine() | ({} if args.torchft is None else {"torchft": versions(args.torchft)})
@@ -341,12 +313,10 @@ def line(runs: list[dict[str, float]]) -> str:
     lost = sorted(each["lost_s"] for each in runs)
     whole = statistics.median(each["whole_s"] for each in runs)
     counts = " ".join(f"{max(each[key] for each in runs):8.0f}" for key in ("repeated", "dropped", "missing"))
-    share = statistics.median(each["calls_s"] / each["step_s"] if "calls_s" in each else 0.0 for each in runs)
     spread = f"{lost[0]:.2f} to {lost[-1]:.2f}"
     parts = " ".join(f"{statistics.median(each[part] for each in runs):8.2f}" for part in PARTS)
-    accounted = f"  calls {share:.2%} of a step" if share else ""
     whole_s = f"{whole:8.2f}" if whole else f"{'never':>8}"
-    return f"{statistics.median(lost):8.2f} {spread:>14} {whole_s} {counts}  {parts}{accounted}"
+    return f"{statistics.median(lost):8.2f} {spread:>14} {whole_s} {counts}  {parts}"
 
 
 if __name__ == "__main__":

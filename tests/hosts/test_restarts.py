@@ -1,9 +1,11 @@
-"""`evenstep run --max-restarts` on several hosts: all of them know whether a run gets anywhere."""
+"""`evenstep run --max-restarts` on several hosts: where a run goes on, and that all know whether it gets anywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests.hosts.conftest import Hosts
 
@@ -46,3 +48,56 @@ def test_all_hosts_end_a_run_that_gets_nowhere(make_hosts: Callable[[int], Hosts
         assert host.wait() == 1, host.stderr
         assert host.stderr.count("restarting all ranks") == 3, host.stderr
         assert host.stderr.splitlines()[-1].startswith("evenstep: 3 restarts have come to no new checkpoint")
+
+
+TRAINS = """
+    import hashlib, os
+    import evenstep, torch
+
+    with evenstep.init(seed=3, quiet=True) as world:
+        model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.Dropout(0.3), torch.nn.Linear(300, 4))
+        model = evenstep.DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        inputs = torch.randn(240, 8, generator=torch.Generator().manual_seed(5))
+        loader = evenstep.DataLoader(torch.utils.data.TensorDataset(inputs), global_batch_size=12, shuffle=True)
+        checkpoint = evenstep.Checkpointer(
+            {saved!r}, every_steps=5, every_minutes=None, asynchronous=False,
+            model=model, optimizer=optimizer, loader=loader,
+        )
+        checkpoint.resume()
+        began = checkpoint.num_steps
+        for epoch in loader.epochs(3):
+            for (x,) in loader:
+                model.backward(model(x).square().mean(), weight=len(x))
+                if began == 0 and checkpoint.num_steps == 12 and world.rank in {die}:
+                    os.kill(os.getpid(), 9)
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpoint.step()
+        values = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+        digest = hashlib.sha256(values).hexdigest()
+        world.print(f"{{world.world_size}} ranks from step {{began}} to {{checkpoint.num_steps}}, {{digest}}")
+"""
+
+
+@pytest.mark.parametrize(("ranks_each", "die"), [(1, (1,)), (1, (0,)), (2, (1,)), (2, (2, 3))])
+def test_lost_ranks_cost_the_steps_since_the_checkpoint_and_no_bit(
+    make_hosts: Callable[[int], Hosts], tmp_path: Path, ranks_each: int, die: tuple[int, ...]
+) -> None:
+    """Also where a host has lost all of its ranks, and with dropout."""
+    flags = ["--nproc-per-node", str(ranks_each), "--max-restarts", "1"]
+    ends = {}
+    for name, dying in {"lost": die, "undisturbed": ()}.items():
+        hosts = make_hosts(2)
+        hosts.directory = tmp_path / name
+        text = TRAINS.format(saved=str(tmp_path / f"saved {name}"), die=dying)
+        started = [hosts.start(host, text, flags) for host in range(2)]
+        assert [host.wait() for host in started] == [0, 0], "\n".join(host.stderr for host in started)
+        ends[name] = started[0].stdout
+        for host in started:
+            assert host.stderr.count("restarting all ranks") == bool(dying), host.stderr
+        hosts.__exit__(None, None, None)
+    num = 2 * ranks_each
+    assert ends["lost"].startswith(f"{num} ranks from step 10 to 60, "), ends
+    assert ends["undisturbed"].startswith(f"{num} ranks from step 0 to 60, "), ends
+    assert ends["lost"].split()[-1] == ends["undisturbed"].split()[-1]

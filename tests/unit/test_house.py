@@ -108,8 +108,8 @@ ORDER: dict[str, list[str]] = {
     ],
     "checkpoint": ["checkpointer", "tools", "exchange", "save", "load", "dcp", "storage", "format"],
     "checkpoint.format": ["manifest", "plan", "payload", "tree", "regions", "random_streams"],
-    "checkpoint.load": ["hosts", "restore", "compare", "reader", "in_place", "layouts"],
-    "checkpoint.save": ["survivors", "stream_page", "commit", "writer", "snapshot", "stopping"],
+    "checkpoint.load": ["restore", "compare", "reader", "in_place", "layouts"],
+    "checkpoint.save": ["commit", "writer", "snapshot", "stopping"],
     "checkpoint.storage": ["directory", "storage", "lease"],
     "cli": [
         "main",
@@ -191,7 +191,6 @@ ORDER: dict[str, list[str]] = {
         "peer_heartbeats",
         "phase_timeouts",
         "heartbeat",
-        "recovery_files",
     ],
     "launcher": ["run", "launch", "elastic", "pool", "failure", "spawn", "options"],
     "launcher.elastic": [
@@ -202,7 +201,6 @@ ORDER: dict[str, list[str]] = {
         "agreement",
         "heartbeat",
         "rendezvous",
-        "recovery",
         "restarts",
     ],
     "launcher.failure": ["report", "hangs", "stacks", "detection", "policy"],

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from evenstep import checks, environment
+from evenstep import checks
 from evenstep import world as worlds
-from evenstep.checkpoint.format.manifest import Manifest
 from evenstep.checkpoint.format.plan import Policy, is_better
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
-from evenstep.checkpoint.format.random_streams import left_streams
 from evenstep.checkpoint.format.tree import unwrapped
-from evenstep.checkpoint.load import hosts, restore
+from evenstep.checkpoint.load import restore
 from evenstep.checkpoint.save.commit import Saver
 from evenstep.checkpoint.save.snapshot import models_among
 from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignals
-from evenstep.checkpoint.save.survivors import LastStep, swept, why_not
-from evenstep.checkpoint.storage.directory import DamagedError, RunDirectory, folder_of, remove_step, steps_in
+from evenstep.checkpoint.storage.directory import DamagedError, RunDirectory, folder_of
 from evenstep.checkpoint.storage.storage import LocalDirectory, Storage
 from evenstep.console import say
 from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.data.loader import DataLoader
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, MismatchError, UsageError
-from evenstep.health import heartbeat, recovery_files
-from evenstep.health.first_failure import is_consequence
+from evenstep.health import heartbeat
 from evenstep.world import World, ended_well
 
 VIRTUAL_RANKS = "virtual_ranks"
@@ -119,11 +113,9 @@ class Checkpointer:
         self._continues_on_error = on_save_error == "continue"
         self._asynchronous = bool(asynchronous)
         self.num_steps = 0
-        self._saver = Saver(storage, self.world, objects, self._commit)
+        self._saver = Saver(storage, self.world, objects, self._directory.commit)
         self._requests = StatusExchange(self.world)
         self._signals: StopSignals | None = None
-        self._last_step: LastStep | None = None  # with `evenstep run --recover`
-        self._saved_file: Path | None = None  # the same, on rank 0: when the last save began, for the next ranks
         self._is_closed = False
         self._metrics: dict[str, float] = {}  # given since the last checkpoint, or for its step
         self._metrics_are_of: int | None = None  # the step whose checkpoint has them
@@ -154,16 +146,7 @@ class Checkpointer:
         """
         self._agree("resume", lambda: {"strict": checks.switch("strict", strict)})
         self._open()
-        resumed = self._resume(strict=strict)
-        if self._last_step is not None:
-            self._last_step.remember(self.num_steps, self._metrics)
-        return resumed
-
-    def _resume(self, *, strict: bool) -> int:
         problems = []
-        from_memory = self._load_from_memory(strict=strict)
-        if from_memory is not None:
-            return from_memory
         for step in sorted(self._directory.steps, reverse=True):
             try:
                 return self._load(step, strict=strict, verb="resumed from")
@@ -245,13 +228,9 @@ class Checkpointer:
         if self._metrics_are_of == self.num_steps:
             self._metrics = {}
         self.num_steps += 1
-        if self._last_step is not None:
-            self._last_step.remember(self.num_steps, self._metrics)
         now = time.monotonic()
         is_slow, self._stepped_at = now - self._stepped_at > _SLOW_STEP_S, now
         is_best = self._take_metrics(metrics)
-        if self._last_step is not None and metrics:
-            self._last_step.take_metrics(self._metrics)
         agreed = self._requests.receive(self._status(is_slow))
         if agreed.failed:
             self._finish()
@@ -310,8 +289,6 @@ class Checkpointer:
         self._is_closed = True
         try:
             if self._directory.is_open:
-                if self._last_step is not None and self.num_steps not in steps_in(self._directory.storage):
-                    self._last_step.save_at_end()
                 self._finish_alone()
                 if self.num_steps > 0 and self._last_saved != self.num_steps:
                     self._last_saved = self.num_steps
@@ -376,17 +353,6 @@ class Checkpointer:
         if waits or not self._asynchronous:
             self._finish(raises=raises)
 
-    def _commit(self, temporary: str, manifest: Manifest) -> None:
-        """See `RunDirectory.commit`."""
-        self._directory.commit(temporary, manifest)
-        self._note_saved_at()
-
-    def _note_saved_at(self) -> None:
-        """Tell the next ranks when the last save began, on rank 0 and with `evenstep run --recover`."""
-        if self._saved_file is not None:
-            with contextlib.suppress(OSError):  # the next ranks save too early
-                self._saved_file.write_text(repr(self._saved_at))
-
     def _finish(self, *, raises: bool = False) -> None:
         """Collective: wait for the pending save; raise or print its failure."""
         heartbeat.mark(heartbeat.Phase.SAVING)
@@ -448,10 +414,6 @@ class Checkpointer:
         self._names_given |= dict.fromkeys(metrics)
         self._lacks_best = self._lacks_best and self.policy.best not in metrics
         value = self._metrics.get(self.policy.best or "", math.nan) if self.policy.best in metrics else math.nan
-        return self._takes_best(value)
-
-    def _takes_best(self, value: float) -> bool:
-        """Note a value of the metric that `best` names; whether it beats all before."""
         if not is_better(value, self._best, self.policy):
             return False
         self._best, self._lacks_best = value, False
@@ -472,67 +434,14 @@ class Checkpointer:
             self._best = self._directory.best
             self._lacks_best = self._lacks_best and self._best is None
             self._signals = StopSignals(self.world)
-            if environment.recovers():
-                self._prepare_for_losses()
 
-    def _prepare_for_losses(self) -> None:
-        placement = environment.current_placement()
-        run_directory, key = placement.run_directory, recovery_files.key_of(self._where)
-        assert run_directory is not None
-        if self.world.is_main:
-            # Ranks that start again often would never come to a save that is due every ten minutes.
-            self._saved_file = recovery_files.saved_file(run_directory, key)
-            self._saved_at = recovery_files.read_time(self._saved_file) or self._saved_at
-            self._note_saved_at()
-        problem = why_not(self._objects, self.world)
-        if problem is None:
-            self._last_step = LastStep(self._objects, self.world, self._where)
-        else:
-            # It never comes, so neither does the rest of this run go on from memory: both belong together.
-            recovery_files.note_kept(run_directory, self.world.rank, placement.restart_count, key, None)
-            self._print(f"--recover: {problem}, so after a loss the ranks go on from the newest checkpoint on disk")
-
-    def _load_from_memory(self, *, strict: bool) -> int | None:
-        """Collective: load what the survivors of a lost rank have saved, unless the directory has a newer step."""
-        if self._last_step is None:
-            return None
-        storage, keeps = self._last_step.storage, hosts.keeps_storage(self.world)
-        for step, holders in hosts.steps_on_hosts(self.world, swept(storage) if keeps else []).items():
-            if step < (self._directory.newest or 0):
-                return None
-            try:
-                hosts.bring_to_all(self.world, storage, step, holders)
-            except CheckpointError as error:
-                self._print(str(error))
-                return None
-            try:
-                self._load(step, strict=strict, verb="resumed from", memory=storage)
-            except DamagedError as error:
-                self._print(f"damaged: {error}; removed")
-                if keeps:
-                    remove_step(storage, step)  # or what survivors save next would look older than it
-                continue
-            # Survivors on one host may have agreed on the metrics of this step, and those on another not yet.
-            self._metrics = self.world.broadcast_object(self._metrics, holders[0])
-            is_best = self._takes_best(self._metrics.get(self.policy.best or "", math.nan))
-            by_steps = self.policy.every_steps is not None and step % self.policy.every_steps == 0
-            if (is_best or by_steps) and step > 0 and step not in self._directory.steps:
-                self._save()  # that save had begun when the rank was lost
-            return step
-        return None
-
-    def _load(self, step: int, *, strict: bool, verb: str, memory: LocalDirectory | None = None) -> int:
-        storage = memory or self._directory.storage
-        found = restore.find(storage, self.world, step, self._objects, strict=strict)
-        where = f"{storage.where}/{folder_of(step)}"
-        if memory is not None:
-            random = found.states[RANDOM]
-            left = left_streams(memory.root, step, len(random["ranks"]))
-            random["ranks"] = hosts.streams_of_hosts(self.world, left, random["ranks"])
+    def _load(self, step: int, *, strict: bool, verb: str) -> int:
+        found = restore.find(self._directory.storage, self.world, step, self._objects, strict=strict)
+        where = f"{self._where}/{folder_of(step)}"
         restore.apply(found, self.world, self._objects, where)
         self.num_steps = found.manifest.step
-        self._last_saved = step if self._directory.is_open and memory is None else None
-        self._metrics, self._metrics_are_of = dict(found.manifest.metrics), step if memory is None else None
+        self._last_saved = step if self._directory.is_open else None
+        self._metrics, self._metrics_are_of = dict(found.manifest.metrics), step
         num_ranks = found.manifest.world_size
         saved_by = f", saved by {checks.counted(num_ranks, 'rank')}"
         ranks = "" if num_ranks == self.world.world_size else saved_by
@@ -549,7 +458,6 @@ class Checkpointer:
         if ended_well(error):
             self.close()
             return
-        self._save_last_step(error)
         # The pending save is finished if all ranks still can; no other begins.
         self._is_closed = True
         if not isinstance(error, SystemExit):  # else signals stay harmless until the process has gone
@@ -558,22 +466,7 @@ class Checkpointer:
                 self._signals.close()
         self._directory.close(after=self._saver.writer.thread)
 
-    def _save_last_step(self, error: BaseException | None) -> None:
-        """Save the last finished step for those who go on, if another rank is lost."""
-        last_step, self._last_step = self._last_step, None
-        if last_step is None:
-            return
-        if error is not None and is_consequence(error):
-            heartbeat.mark(heartbeat.Phase.SAVING)
-            last_step.save()
-            heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)
-        last_step.close()
-
     def _release(self) -> None:
-        if self._last_step is not None:
-            self._last_step.forget()
-            self._last_step.close()
-            self._last_step = None
         self.world.cancel_at_end(self._world_ended)
         if self._signals is not None:
             self._signals.close()

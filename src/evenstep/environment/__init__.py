@@ -22,7 +22,6 @@ Variables that evenstep itself sets for the ranks it starts (no user needs to se
     EVENSTEP_LAUNCHER    "run" or "launch": which of ours started this rank
     EVENSTEP_DEVICE      what `evenstep run --device` said; an argument of `evenstep.init` beats it
     EVENSTEP_INJECT      faults of `evenstep run --inject`
-    EVENSTEP_RECOVERS    set by `evenstep run --recover`: ranks keep what the others need to go on without them
     EVENSTEP_SERVERS     how many of the ranks, the last ones, are parameter servers; users of other launchers set it
     EVENSTEP_PHASE_TIMEOUTS     how long the phases may take that `evenstep run --phase-timeout` named
     EVENSTEP_STAMP_LINES set if lines of log files begin with time, rank and step
@@ -76,7 +75,6 @@ __all__ = [
     "phase_timeouts_of_run",
     "placement_from_nodes",
     "rank_variables",
-    "recovers",
     "refuse_independent_runs",
     "rehearsal_file",
     "replace",
@@ -98,7 +96,6 @@ _OF_ONE_RUN = (
     "EVENSTEP_RUN_DIR",
     "EVENSTEP_LAUNCHER",
     "EVENSTEP_INJECT",
-    "EVENSTEP_RECOVERS",
     "EVENSTEP_SERVERS",
     "EVENSTEP_PHASE_TIMEOUTS",
     "EVENSTEP_STAMP_LINES",
@@ -218,7 +215,6 @@ def run_variables(
     stamps_lines: bool = False,
     timeouts: str = "",
     servers: int = 0,
-    recovers: bool = False,
 ) -> dict[str, str]:
     """The variables that a launcher of ours ("run", "launch") sets for all its ranks. Pure."""
     variables = {"EVENSTEP_LAUNCHER": launcher, "EVENSTEP_RUN_DIR": str(run_directory)}
@@ -237,8 +233,6 @@ def run_variables(
         variables["EVENSTEP_INJECT"] = faults
     if servers:
         variables["EVENSTEP_SERVERS"] = str(servers)
-    if recovers:
-        variables["EVENSTEP_RECOVERS"] = "1"
     return variables
 
 
@@ -276,11 +270,6 @@ def announcement(
 def faults_to_inject() -> str:
     """The value of `evenstep run --inject`; "" without it."""
     return os.environ.get("EVENSTEP_INJECT", "")
-
-
-def recovers() -> bool:
-    """Whether `evenstep run --recover` has started this rank."""
-    return is_set("EVENSTEP_RECOVERS")
 
 
 def num_servers() -> int:

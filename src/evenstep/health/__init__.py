@@ -9,5 +9,4 @@ Reading order:
 5. `first_failure`: crash reports, and which of several failures was the first.
 6. `excepthook`: how an exception ends a rank: what is printed and reported, with which status.
 7. `telemetry`: how long the parts of the last steps took.
-8. `recovery_files`: what ranks leave for those who go on after a loss.
 """

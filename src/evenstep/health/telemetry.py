@@ -27,14 +27,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from time import perf_counter_ns
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from evenstep import environment
 from evenstep.compat.torch_profiler import begin_event, is_profiled
-from evenstep.health.recovery_files import Losses, losses_of
 
 FORWARD, FORWARD_END, BACKWARD, WAITING, REDUCED, END, OPTIMIZER, OPTIMIZER_END = range(-8, 0)
 
@@ -252,15 +249,6 @@ class Telemetry:
         """
         recorders = self.recorders
         return recorders[model].newest() if model < len(recorders) else None
-
-    def losses(self) -> Losses | None:
-        """What the run has lost so far, and what that has cost; None: nothing, or it runs without `--recover`."""
-        return None if self._recovers_in is None else losses_of(self._recovers_in)
-
-    @functools.cached_property
-    def _recovers_in(self) -> Path | None:
-        """The run's directory; None: it runs without `--recover`."""
-        return environment.current_placement().run_directory if environment.recovers() else None
 
     def __repr__(self) -> str:
         counts = ", ".join(str(len(recorder._ended())) for recorder in self.recorders)

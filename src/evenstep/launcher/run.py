@@ -23,19 +23,16 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args
 
 from evenstep import environment, network
-from evenstep.checks import counted
 from evenstep.compat import torch_elastic
 from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
 from evenstep.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic import rendezvous
 from evenstep.launcher.elastic.agent import RankAgent
-from evenstep.launcher.elastic.recovery import Recoveries, Recovery, RecoveryPolicy
 from evenstep.launcher.elastic.restarts import RestartLimit
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy, exit_status
 from evenstep.launcher.failure.report import Failure, describe_failure, status_of
 from evenstep.launcher.options.flags import (
-    SHRINK,
     behind_the_script,
     fixed_port,
     for_workers,
@@ -78,9 +75,8 @@ def run(arguments: Sequence[str], *, may_fork: bool = False) -> int:
         warning = f"{flag} stands behind {script} and is the script's. For evenstep run, write it before the script."
         say(f"evenstep: {warning}")
     # Before anything queries GPUs: a process that has initialised CUDA can't be forked.
-    starts_again = args.max_restarts > 0 or args.recover is not None
     may_fork = may_fork and not args.cold_start
-    zygote = fork_zygote(preloads=starts_again) if may_fork else None
+    zygote = fork_zygote(preloads=args.max_restarts > 0) if may_fork else None
     try:
         return _run(args, arguments, zygote)
     finally:
@@ -110,8 +106,6 @@ def _run(args: Namespace, arguments: Sequence[str], zygote: Zygote | None) -> in
         redirects=args.redirects, tee="3" if args.all_ranks else args.tee, local_ranks_filter=args.local_ranks_filter
     )
     choices.validate_ranks(plan.num_ranks)
-    if args.min_ranks > plan.num_ranks:
-        raise ConfigurationError(f"--min-ranks {args.min_ranks}: the run has only {counted(plan.num_ranks, 'rank')}.")
     _check_port(args)
     timeouts = PhaseTimeouts.parse(args.phase_timeout)
     log_directory = make_log_directory(args.log_dir)
@@ -154,9 +148,6 @@ class _Run:
         self._failure: Failure | None = None
         self._was_preempted = False
         self._limit = RestartLimit()
-        self._recoveries: Recoveries | None = None
-        if args.recover is not None:
-            self._recoveries = Recoveries(RecoveryPolicy(shrinks=args.recover == SHRINK, min_ranks=args.min_ranks))
         self._logs, self._log_directory = logs, Path(logs.root_log_dir)
         self._logs_are_temporary = args.log_dir is None
         self._variables = environment.run_variables(
@@ -169,7 +160,6 @@ class _Run:
             timeouts=str(self._timeouts),
             stamps_lines=args.log_dir is not None,
             servers=args.servers,
-            recovers=args.recover is not None,
         ) | {"OMP_NUM_THREADS": str(plan.num_threads)}
 
     def execute(self) -> int:
@@ -193,8 +183,6 @@ class _Run:
                 f"that every node runs the same command, and that the address and port can be reached."
             ) from None
         finally:
-            if self._recoveries is not None and self._recoveries.number and self._failure is None:
-                say(f"evenstep: {self._recoveries.describe()}")
             if self._logs_are_temporary and (self._failure is None or not self._has_logs()):
                 shutil.rmtree(self._log_directory, ignore_errors=True)
         return EXIT_PREEMPTED if self._was_preempted else 0
@@ -235,8 +223,6 @@ class _Run:
             limit=self._limit,
             name_after_s=self._args.name_after,
             losses=LossPolicy(self._num_ranks - self._args.servers if self._args.servers else 0),
-            recoveries=self._recoveries,
-            on_recovery=self._on_recovery,
         )
         with torch_elastic.processes_started_by(None if self._zygote is None else self._zygote.start_command):
             torch_elastic.launch(agent, config, command, command_args)
@@ -246,9 +232,19 @@ class _Run:
         self._failure = failure
         self._limit.note(attempt=failure.attempt, saves=failure.saves, saved_step=failure.saved_step)
         goes_on = restarts_left > 0 and not self._limit.is_reached
-        text = self._describe(failure, has_logs=not goes_on and self._has_logs())
-        if self._recoveries is not None and self._recoveries.number and not goes_on:
-            text = f"evenstep: {self._recoveries.describe()}\n{text}"  # the verdict stays the last line
+        destination = self._logs.destinations.get(failure.root_cause.rank)
+        log = "" if destination is None else destination.stderr or destination.stdout
+        attempt = f"attempt {failure.attempt + 1} of {self._num_attempts}"
+        has_logs = not goes_on and self._has_logs()
+        text = describe_failure(
+            failure,
+            run=f"run {name_of_run(self._log_directory)}, {attempt}, host {platform.node()}",
+            num_nodes=self._num_nodes,
+            log=log,
+            log_tail=tail(log) if log else "",
+            other_logs=self._log_directory if has_logs else None,
+            saved_step=self._limit.saved_step,
+        )
         if restarts_left > 0 and not goes_on:
             text += (
                 f"\nevenstep: {self._limit.num_in_vain} restarts have come to no new checkpoint, so there is no other, "
@@ -258,27 +254,6 @@ class _Run:
             text += f"\nevenstep: restarting all ranks: attempt {failure.attempt + 2} of {self._num_attempts}"
         say(text)
         return goes_on
-
-    def _on_recovery(self, failure: Failure, recovery: Recovery) -> None:
-        """Print which rank was lost, and how the run goes on."""
-        assert self._recoveries is not None
-        self._recoveries.note(recovery, noticed_ns=failure.noticed_ns)
-        text = self._describe(failure, has_logs=False)
-        say(f"{text}\nevenstep: recovery {self._recoveries.number}: {recovery}")
-
-    def _describe(self, failure: Failure, *, has_logs: bool) -> str:
-        destination = self._logs.destinations.get(failure.root_cause.rank)
-        log = "" if destination is None else destination.stderr or destination.stdout
-        attempt = f"attempt {failure.attempt + 1} of {self._num_attempts}"
-        return describe_failure(
-            failure,
-            run=f"run {name_of_run(self._log_directory)}, {attempt}, host {platform.node()}",
-            num_nodes=self._num_nodes,
-            log=log,
-            log_tail=tail(log) if log else "",
-            other_logs=self._log_directory if has_logs else None,
-            saved_step=self._limit.saved_step,
-        )
 
     def _on_preempted(self) -> None:
         self._was_preempted = True

@@ -26,7 +26,6 @@ from evenstep import checks
 from evenstep import world as worlds
 from evenstep.environment import current_placement
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
-from evenstep.health.recovery_files import Losses
 from evenstep.health.telemetry import StepTimes
 from evenstep.world import World
 
@@ -54,7 +53,7 @@ class Logger:
         to: Called on rank 0 with what is logged, by name, and the step: the `log` of a run of wandb or trackio.
             Other ranks may give None. What it raises is a warning, and it isn't called any more.
         telemetry: Add the times of rank 0's newest finished step to every line, as `time/forward_s` and so on (see
-            `world.telemetry`); once the run has lost ranks with `--recover`, what that has cost, as `recovery/lost_s`.
+            `world.telemetry`).
         every: Write only steps that this divides; others return at once, on all ranks.
         world: The ranks that log; None: the current world.
 
@@ -265,9 +264,8 @@ class Logger:
         return dict(zip(numbers, means.tolist(), strict=True))
 
     def _times(self) -> dict[str, float]:
-        newest, losses = self.world.telemetry.newest(), self.world.telemetry.losses()
-        times = {} if newest is None else times_of(newest)
-        return times if losses is None else times | costs_of(losses)
+        newest = self.world.telemetry.newest()
+        return {} if newest is None else times_of(newest)
 
 
 def open_whole(path: Path) -> int:
@@ -320,9 +318,3 @@ def times_of(step: StepTimes) -> dict[str, float]:
     if step.ready_s:
         times["ready_s"] = max(step.ready_s)
     return {f"time/{name}": value for name, value in times.items() if math.isfinite(value)}
-
-
-def costs_of(losses: Losses) -> dict[str, float]:
-    """What a run has lost so far by name, for a line of a log. Pure."""
-    costs = {"ranks_lost": losses.num_ranks, "steps_repeated": losses.num_repeated, "lost_s": losses.lost_s}
-    return {f"recovery/{name}": float(value) for name, value in costs.items()}

@@ -14,7 +14,6 @@ from tests.procs.docs.test_readme import PROGRAMS, call
 ROOT = Path(__file__).parents[3]
 
 FAULTS = "tests/faults/test_run_faults.py"
-RECOVERY = "tests/faults/test_recovery.py"
 HOSTS = "tests/hosts/test_runs.py"
 
 # What is run elsewhere: the test that does, and what of the command it runs.
@@ -31,7 +30,6 @@ ELSEWHERE = {
     "evenstep run --check --nproc-per-node 2": "tests/procs/preflight/test_rank_check.py",
     'evenstep run --nproc-per-node 2 --inject "kill:rank=1,step=2,phase=backward" train.py': FAULTS,
     'evenstep run --nproc-per-node 2 --inject "exit:rank=0,step=1" train.py': FAULTS,
-    'evenstep run --nproc-per-node 2 --recover replace --inject "kill:rank=1,step=2,phase=backward" train.py': RECOVERY,
 }
 
 

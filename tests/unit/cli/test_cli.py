@@ -322,7 +322,7 @@ def test_the_page_of_exit_statuses_has_every_status() -> None:
 
 @pytest.mark.parametrize(
     ("option", "meant"),
-    [("--nprocs-per-node", "--nproc-per-node"), ("--nproc", "--nproc-per-node"), ("--recovr", "--recover")],
+    [("--nprocs-per-node", "--nproc-per-node"), ("--nproc", "--nproc-per-node"), ("--maxrestarts", "--max-restarts")],
 )
 def test_an_option_that_was_meant_is_named(
     option: str, meant: str, script: str, capsys: pytest.CaptureFixture[str]

@@ -79,8 +79,6 @@ class Others:
     def exchange(self, text: str, *, longest_s: float) -> list[str]:
         return []
 
-    is_cut_off = False
-
     def close(self) -> None:
         pass
 

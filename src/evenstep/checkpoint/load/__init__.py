@@ -2,5 +2,5 @@
 
 Read `restore` first. `compare` lists the differences between the checkpoint and this run's objects; `reader` reads
 tensors and confirms checksums; `layouts` says which elements of a DTensor this rank reads; `in_place` finds parameters
-into which they can be read without a copy; `hosts` brings what survivors on one host have saved to the others.
+into which they can be read without a copy.
 """

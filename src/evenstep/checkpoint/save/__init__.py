@@ -3,7 +3,4 @@
 Read `commit` first: a `Saver` makes the plan, has `snapshot` copy this rank's tensors to memory, and gives them to the
 thread of `writer`; rank 0 commits when all receipts have come. `stopping` turns signals into a save at the same step
 on all ranks.
-
-`survivors` is the save of a rank that has lost another one, for those who go on; `stream_page` has what it needs of the
-dead.
 """

@@ -25,7 +25,7 @@ from evenstep.checkpoint.format.plan import FilePlan, plan_files, shard_file
 from evenstep.checkpoint.format.random_streams import NAME as RANDOM
 from evenstep.checkpoint.format.random_streams import capture_streams
 from evenstep.checkpoint.format.regions import Shape
-from evenstep.checkpoint.save.snapshot import Captured, Files, InPlace, Staging, capture, capture_one, shard_key
+from evenstep.checkpoint.save.snapshot import Captured, Files, Staging, capture, capture_one, shard_key
 from evenstep.checkpoint.save.writer import Job, Receipt, Writer, is_secondary
 from evenstep.checkpoint.storage.directory import saving_folder
 from evenstep.checkpoint.storage.storage import Storage
@@ -43,7 +43,6 @@ class Saver:
         objects: Objects to save, by name; the same names on all ranks.
         commit: Called on rank 0, in the writer's thread, with a folder that is written and durable, and its manifest:
             makes it the checkpoint of its step.
-        staging: Where the state is copied before it is written; None: to memory.
 
     Attributes:
         blocked_s: Seconds that the last `start` took.
@@ -55,15 +54,13 @@ class Saver:
         world: World,
         objects: Mapping[str, Any],
         commit: Callable[[str, Manifest], None],
-        *,
-        staging: Staging | InPlace | None = None,
     ) -> None:
         self._storage, self._world, self._objects = storage, world, objects
         self._put_in_place = commit
         store = HashStore() if world.store is None else world.store
         self.writer = Writer(storage, store, world.rank, world.world_size, timeout_s=world.timeout_s)
         self.blocked_s = 0.0
-        self._staging = staging or Staging()
+        self._staging = Staging()
         self._run = ""
         self._num_saves = 0
         self._step = -1
@@ -76,9 +73,7 @@ class Saver:
         """This rank ends with an error: peers stop waiting for it, and it for them."""
         self.writer.abandon(self._run)
 
-    def start(
-        self, step: int, metrics: Mapping[str, float], *, streams: Sequence[Mapping[str, Any] | None] | None = None
-    ) -> None:
+    def start(self, step: int, metrics: Mapping[str, float]) -> None:
         """Copy the state to memory and begin to write it.
 
         Every rank calls this, at the same step; no rank waits for another. `finish` returns the errors.
@@ -86,8 +81,6 @@ class Saver:
         Args:
             step: Optimizer steps so far.
             metrics: Numbers to store with it.
-            streams: The random streams of all ranks (`random_streams.as_data`), where this rank saves for all of them,
-                None for those that it doesn't know; without it every rank gives its own.
         """
         began = time.perf_counter()
         self._num_saves += 1
@@ -104,8 +97,7 @@ class Saver:
         began_at = time.time()
 
         def commit(receipts: Sequence[Receipt]) -> None:
-            of_ranks = streams or [_unpacked(receipt.facts["streams"]) for receipt in receipts]
-            self._commit(folder, step, dict(metrics), plan, receipts, of_ranks, began_at)
+            self._commit(folder, step, dict(metrics), plan, receipts, began_at)
 
         self.writer.start(Job(folder, key, staged, facts, commit if self._world.is_main else None))
         self.blocked_s = time.perf_counter() - began
@@ -157,7 +149,6 @@ class Saver:
         metrics: dict[str, float],
         plan: _Plan,
         receipts: Sequence[Receipt],
-        of_ranks: Sequence[Mapping[str, Any] | None],
         began_at: float,
     ) -> None:
         """Check that all ranks saved the same tensors; write random streams and manifest; rename."""
@@ -167,10 +158,11 @@ class Saver:
                     f"the objects of rank {rank} have other tensors than those of rank 0. What is saved must have the "
                     f"same names, shapes and dtypes on all ranks."
                 )
-        streams = capture_one(RANDOM, {"ranks": list(of_ranks)})
+        of_ranks = [_unpacked(receipt.facts["streams"]) for receipt in receipts]
+        streams = capture_one(RANDOM, {"ranks": of_ranks})
         random_plan = FilePlan(f"{RANDOM}.safetensors", RANDOM, 0, tuple(streams.entries))
         random_layout = plan_layout(streams.entries)
-        [staged] = InPlace().stage([(random_plan.name, random_layout, streams.tensors)])
+        [staged] = Staging().stage([(random_plan.name, random_layout, streams.tensors)])
         random_receipt = self.writer.write_file(folder, staged)
         builder = _ManifestBuilder()
         for file, layout in plan.layouts.items():
@@ -182,7 +174,7 @@ class Saver:
         captured = {**plan.captured, RANDOM: streams}
         manifest = Manifest(
             step=step,
-            world_size=len(of_ranks),
+            world_size=self._world.world_size,
             time=began_at,
             versions=_versions(),
             metrics=metrics,

@@ -272,18 +272,3 @@ class Staging:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         return staged
-
-
-class InPlace:
-    """Instead of copies the tensors themselves, where nothing changes them until the save is finished."""
-
-    def stage(self, files: Files) -> list[StagedFile]:
-        """Files of these tensors; only what isn't contiguous, or not on the CPU, is copied."""
-        return [
-            StagedFile(name, layout, {key: _as_stored(tensor) for key, tensor in tensors.items()})
-            for name, layout, tensors in files
-        ]
-
-
-def _as_stored(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -118,18 +118,14 @@ class LocalDirectory:
     Args:
         root: The directory; made when first written to.
         private: Files have mode 0600, folders 0700. False: 0666 and 0777 without the bits of the process's umask.
-        durable: Sync what is written. False: it needn't survive this machine, and so needn't wait for its disk.
         fault: Called with (operation, path) before each effect: "mkdir", "create", "write", "sync", "rename",
             "unlink", "rmdir", "lock". What it raises looks like a fault of the disk.
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str], *, private: bool = True, durable: bool = True, fault: Fault = _no_fault
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, private: bool = True, fault: Fault = _no_fault) -> None:
         self.root = Path(root).absolute()
         self.where = os.fspath(root)
         self._fault = fault
-        self._durable = durable
         self._file_mode, self._folder_mode = (0o600, 0o700) if private else (0o666, 0o777)
 
     def __repr__(self) -> str:
@@ -163,12 +159,11 @@ class LocalDirectory:
                     written = os.write(descriptor, left)
                     left = left[written:]
                     done += written
-                if self._durable and done - sent >= _SEND_BYTES:
+                if done - sent >= _SEND_BYTES:
                     _begin_to_sync(descriptor, sent, done - sent)
                     sent = done
             self._fault("sync", path)
-            if self._durable:
-                os.fsync(descriptor)
+            os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -194,13 +189,13 @@ class LocalDirectory:
     def rename(self, folder: str, to: str) -> None:
         """See `Storage.rename`."""
         self._fault("sync", folder)
-        self._sync_directory(self._path(folder))
+        _sync_directory(self._path(folder))
         self._fault("rename", to)
         if self._path(to).exists():  # an empty directory would be replaced
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self._path(to)))
         self._path(folder).rename(self._path(to))
         self._fault("sync", "")
-        self._sync_directory(self.root)
+        _sync_directory(self.root)
 
     def remove(self, folder: str) -> None:
         """See `Storage.remove`."""
@@ -228,11 +223,7 @@ class LocalDirectory:
             if path.exists() and not path.is_dir():  # not made by another thread meanwhile
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
             path.mkdir(mode=self._folder_mode, exist_ok=True)
-            self._sync_directory(path.parent)
-
-    def _sync_directory(self, path: Path) -> None:
-        if self._durable:
-            _sync_directory(path)
+            _sync_directory(path.parent)
 
     def _path(self, path: str) -> Path:
         parts = path.split("/") if path else []

@@ -8,5 +8,4 @@ Reading order, from the roof down:
 3. `heartbeat`: the launchers of a run's nodes show each other that they are alive, and which rank failed first.
    `agreement`: what all nodes know of an attempt that has ended, so that they decide alike.
 4. `rendezvous`: how they find each other. `restarts`: what is remembered from one attempt to the next.
-5. `recovery`: how a run goes on after a loss, with `--recover`.
 """

@@ -19,13 +19,11 @@ from evenstep.compat.torch_elastic import ElasticAgent, fresh_store, is_stop_han
 from evenstep.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.attempt import read_pages
 from evenstep.launcher.elastic.heartbeat import OtherNodes
-from evenstep.launcher.elastic.recovery import Recoveries, Recovery
 from evenstep.launcher.elastic.rendezvous import bound_answers, open_store
 from evenstep.launcher.elastic.restarts import RestartLimit, compare_standings, forget_attempt
 from evenstep.launcher.elastic.supervisor import WatchedRanks
 from evenstep.launcher.failure.policy import LossPolicy, StopPolicy
 from evenstep.launcher.failure.report import Failure, describe_ranks
-from evenstep.launcher.options.flags import FIXED_NODES
 
 _SAME_REQUEST_S = 1.0  # a signal that is repeated within this time was sent twice
 
@@ -34,8 +32,7 @@ class RankAgent(ElasticAgent):
     """torchelastic's agent of this node, which watches its ranks through `WatchedRanks`.
 
     `on_failure` receives a failed attempt and the number of restarts left, and returns whether to restart. `limit`
-    counts restarts in vain; nodes that join later adopt its count. `recoveries` says how a run goes on after a
-    loss, which isn't counted as a restart; `on_recovery` is called then.
+    counts restarts in vain; nodes that join later adopt its count.
 
     A node that joins is no failure: torchelastic restarts the ranks without counting that. But its nodes find out one
     by one, while ranks of one end because those of another were stopped; and a node that joins later counts from 0.
@@ -53,8 +50,6 @@ class RankAgent(ElasticAgent):
         limit: RestartLimit,
         name_after_s: float,
         losses: LossPolicy,
-        recoveries: Recoveries | None = None,
-        on_recovery: Callable[[Failure, Recovery], None] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -67,7 +62,6 @@ class RankAgent(ElasticAgent):
         self._limit = limit
         self._name_after_s = name_after_s
         self._losses = losses
-        self._recoveries, self._on_recovery = recoveries, on_recovery
         self._last_attempt: int | None = None
         self._stopped_for_new_node = False
 
@@ -91,12 +85,6 @@ class RankAgent(ElasticAgent):
         found = super().look(worker_group)
         if self._ranks is not None and self._ranks.should_admit_node:
             worker_group.state = WorkerState.HEALTHY
-            self.restart(worker_group)
-            return RunResult(state=WorkerState.HEALTHY)
-        if self._ranks is not None and self._ranks.recovery is not None:
-            if self._ranks.recovery.num_ranks is not None:
-                worker_group.spec.local_world_size = self._ranks.recovery.num_ranks
-            worker_group.state = WorkerState.STOPPED
             self.restart(worker_group)
             return RunResult(state=WorkerState.HEALTHY)
         return found
@@ -140,8 +128,6 @@ class RankAgent(ElasticAgent):
                 session=session,
                 node_rank=worker_group.group_rank,
                 num_nodes=worker_group.group_world_size,
-                num_ranks_each=len(ranks),
-                may_lose_nodes=worker_group.spec.rdzv_handler.get_backend() != FIXED_NODES,
                 describe=lambda: describe_ranks(
                     read_pages(self._run_directory, ranks, attempt), now_ns=time.monotonic_ns()
                 ),
@@ -161,8 +147,6 @@ class RankAgent(ElasticAgent):
             num_ranks=worker_group.workers[0].world_size,
             name_after_s=self._name_after_s,
             losses=self._losses,
-            recoveries=self._recoveries,
-            on_recovery=self._on_recovery,
         )
         return pids
 

@@ -1,7 +1,7 @@
 """What the nodes of a run agree on when an attempt has ended: of what it failed, and what it has saved.
 
-All nodes have the same answers, so each decides by itself, and all alike, whether the run goes on (`recovery`) or is
-restarted (`restarts`). A run of one node has them without asking anybody.
+All nodes have the same answers, so each decides by itself, and all alike, whether the run is restarted (`restarts`). A
+run of one node has them without asking anybody.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import contextlib
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from evenstep.launcher.elastic.heartbeat import OtherNodes
-from evenstep.launcher.elastic.recovery import is_loss, lost_ranks
 from evenstep.launcher.failure.report import Failure, RemoteFailure, state_of, status_of, summary_of
 
 _POLL_S = 0.02
@@ -26,31 +25,17 @@ class Saved:
     Attributes:
         has_checkpointer: There was a `Checkpointer`.
         step: Of the last checkpoint that was committed; None: none.
-        in_memory: The newest step that a survivor of a lost rank has saved; None: none.
-        is_new: It was saved in this attempt.
-        is_loss: Whether the attempt ended because ranks or nodes were lost; None: not known here, perhaps nowhere.
     """
 
     has_checkpointer: bool
     step: int | None
-    in_memory: int | None = None
-    is_new: bool = False
-    is_loss: bool | None = None
 
     @staticmethod
     def of_all_nodes(each: Iterable[Saved]) -> Saved:
         """What all nodes together have saved. Pure."""
         nodes = list(each)
         steps = [node.step for node in nodes if node.step is not None]
-        in_memory = [node.in_memory for node in nodes if node.in_memory is not None]
-        reasons = [node.is_loss for node in nodes if node.is_loss is not None]
-        return Saved(
-            any(node.has_checkpointer for node in nodes),
-            max(steps, default=None),
-            max(in_memory, default=None),
-            any(node.is_new for node in nodes),
-            all(reasons) if reasons else None,
-        )
+        return Saved(any(node.has_checkpointer for node in nodes), max(steps, default=None))
 
 
 def agree_on_saved(others: OtherNodes, own: Saved, *, longest_s: float) -> Saved:
@@ -65,14 +50,11 @@ def agree_on_saved(others: OtherNodes, own: Saved, *, longest_s: float) -> Saved
     for text in others.exchange(json.dumps(asdict(own)), longest_s=longest_s):
         with contextlib.suppress(ValueError, TypeError):
             nodes.append(Saved(**json.loads(text)))
-    together = Saved.of_all_nodes(nodes)
-    if others.is_cut_off:
-        return replace(together, is_loss=False)  # the others may go on, and this node can't
-    return together
+    return Saved.of_all_nodes(nodes)
 
 
 def agree_on_cause(
-    others: OtherNodes, failure: Failure | None, remote: RemoteFailure | None, *, recovers: bool, grace_s: float
+    others: OtherNodes, failure: Failure | None, remote: RemoteFailure | None, *, grace_s: float
 ) -> RemoteFailure | None:
     """Publish a failure that began here; else, after secondary failures only, wait for one published elsewhere.
 
@@ -80,29 +62,16 @@ def agree_on_cause(
         others: The other nodes.
         failure: Of this node's ranks, all of which have ended; None: none failed.
         remote: What was known of the other nodes when it was noticed; None: nothing.
-        recovers: The run goes on after losses. Then all nodes agree on the reason later, with what they have saved.
         grace_s: How long to wait.
 
     Returns:
         The failure on another node that is the cause; None: it isn't known, or happened here.
     """
-    if remote is not None:
-        if recovers:
-            others.publish(remote)  # all have to know of it, and a node that is lost can't say so
+    if remote is not None or failure is None:
         return remote
-    if failure is None:
-        return None
     if not failure.only_secondary:
-        others.publish_failure(
-            summary_of(failure),
-            status_of(failure),
-            state=state_of(failure),
-            is_loss=is_loss(failure),
-            lost=lost_ranks(failure),
-        )
+        others.publish_failure(summary_of(failure), status_of(failure), state=state_of(failure))
         return None
-    if recovers:
-        return others.look()
     deadline = time.monotonic() + grace_s
     while (published := others.look()) is None and time.monotonic() < deadline:
         if others.new_node_waits:

@@ -16,7 +16,7 @@ from evenstep.console import say
 from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves_file
 from evenstep.health.heartbeat import Heartbeat, Phase, page_file, read_page
 from evenstep.launcher.elastic.looks import RankProcess
-from evenstep.launcher.failure.detection import Ends, observe
+from evenstep.launcher.failure.detection import Ends
 from evenstep.launcher.failure.report import Failure
 from evenstep.launcher.spawn.child import Child
 from evenstep.launcher.spawn.script_runner import ready_file, stack_file
@@ -152,12 +152,6 @@ class Attempt:
     def kill(self, rank: int) -> None:
         """Kill one rank and what it has started."""
         self.processes[self.ranks.index(rank)].signal_group(signal.SIGKILL)
-
-    def kill_suspended(self) -> None:
-        """Kill ranks that a signal has stopped: a survivor that waits for one doesn't notice that another was lost."""
-        for process in self.alive().values():
-            if observe(process.pid).state == "T":
-                process.signal_group(signal.SIGKILL)
 
     def stop(self, first: signal.Signals, *, patience_s: float, terminate_s: float) -> None:
         """Stop the ranks and what they started. A signal to us meanwhile means SIGKILL now.

@@ -97,8 +97,6 @@ class OtherNodes:
         session: Name of this session: another one for every rendezvous.
         node_rank: This node.
         num_nodes: All nodes.
-        num_ranks_each: Ranks of every node.
-        may_lose_nodes: The run can go on without a node that is lost, or until it comes back.
         lost_after_s: See `Heartbeats`.
         describe: Returns a line on what this node's ranks are doing; called several times a second, by the thread.
 
@@ -116,14 +114,11 @@ class OtherNodes:
         session: str,
         node_rank: int,
         num_nodes: int,
-        num_ranks_each: int = 1,
-        may_lose_nodes: bool = False,
         lost_after_s: float = 4.0,  # so that it is named within 5
         describe: Callable[[], str] = lambda: "",
     ) -> None:
         self._address, self._port = address, port
-        self._node_rank, self._num_ranks_each = node_rank, num_ranks_each
-        self._may_lose_nodes = may_lose_nodes
+        self._node_rank = node_rank
         self._prefix = f"evenstep/nodes/{session}"
         self._others = [node for node in range(num_nodes) if node != node_rank]
         self._heartbeats = Heartbeats(self._others, lost_after_s=lost_after_s, now=time.monotonic())
@@ -152,33 +147,13 @@ class OtherNodes:
         """A failure on another node, as far as it is known. Never blocks."""
         if self._remote_failure is not None:
             return self._remote_failure
-        now = time.monotonic()
-        text = self._heartbeats.lost(now, store_at=f"{self._address}:{self._port}")
-        if text is None:
-            return None
-        each = self._num_ranks_each
-        lost = [rank for node in self._heartbeats.lost_nodes(now) for rank in range(node * each, (node + 1) * each)]
-        # Without the store nobody can agree with others on how to go on: that is left to those who have it.
-        is_loss = self._may_lose_nodes and not self._heartbeats.is_cut_off(now)
-        return RemoteFailure(text, self.LOST_STATUS, is_loss=is_loss, lost=tuple(lost))
+        lost = self._heartbeats.lost(time.monotonic(), store_at=f"{self._address}:{self._port}")
+        return None if lost is None else RemoteFailure(lost, self.LOST_STATUS)
 
-    def publish_failure(
-        self,
-        text: str,
-        status: int,
-        *,
-        state: str = "",
-        is_loss: bool = False,
-        lost: Iterable[int] = (),
-        wait_s: float = 1.0,
-    ) -> None:
+    def publish_failure(self, text: str, status: int, *, state: str = "", wait_s: float = 1.0) -> None:
         """Publish this node's failure as the first, unless another node's was. Waits a moment until that is done."""
         where = f"node {self._node_rank} ({socket.gethostname()})"
-        failure = RemoteFailure(f"on {where}: {text}"[:_MAX_TEXT], status, state[:_MAX_TEXT], is_loss, tuple(lost))
-        self.publish(failure, wait_s=wait_s)
-
-    def publish(self, failure: RemoteFailure, *, wait_s: float = 1.0) -> None:
-        """Publish a failure as the first, such as the loss of a node that can't; as `publish_failure`."""
+        failure = RemoteFailure(f"on {where}: {text}"[:_MAX_TEXT], status, state[:_MAX_TEXT])
         self._own_failure = json.dumps(asdict(failure))
         self._wakes.set()
         self._is_published.wait(wait_s)
@@ -231,16 +206,12 @@ class OtherNodes:
             time.sleep(_HURRY_S)
         return [self._given[node] for node in self._others if node in self._given]
 
-    @property
-    def is_cut_off(self) -> bool:
-        """Whether the store can't be reached, or not any more: no other node can be agreed with."""
-        return self._has_ended.is_set() or self._heartbeats.is_cut_off(time.monotonic())
-
     def _lack(self, heard: Collection[int]) -> bool:
         """Whether a node is missing here that may still be heard of."""
-        if self.is_cut_off:
-            return False
-        return not set(self._others) <= {*heard, *self._heartbeats.lost_nodes(time.monotonic())}
+        now = time.monotonic()
+        if self._has_ended.is_set() or self._heartbeats.is_cut_off(now):
+            return False  # the store can't be reached, or not any more
+        return not set(self._others) <= {*heard, *self._heartbeats.lost_nodes(now)}
 
     def close(self) -> None:
         """Stop the heartbeat. Doesn't wait for a store that is silent."""
@@ -294,13 +265,7 @@ class OtherNodes:
                     with contextlib.suppress(ValueError, TypeError):
                         found = RemoteFailure(**json.loads(published))
                         texts = (printable(str(text))[:_MAX_TEXT] for text in (found.text, found.state))
-                        self._remote_failure = RemoteFailure(
-                            next(texts),
-                            int(found.status),
-                            next(texts),
-                            bool(found.is_loss),
-                            tuple(map(int, found.lost)),
-                        )
+                        self._remote_failure = RemoteFailure(next(texts), int(found.status), next(texts))
             if self._node_rank in self._given:
                 self._exchange(store)
             self._num_looks += 1

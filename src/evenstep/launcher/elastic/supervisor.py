@@ -15,20 +15,10 @@ from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED
 from evenstep.health.heartbeat import Heartbeat
 from evenstep.health.phase_timeouts import PhaseTimeouts
-from evenstep.health.recovery_files import (
-    keep_what_belongs_together,
-    kept_by_survivors,
-    newest_in_memory,
-    note_losses,
-    note_lost_peers,
-    virtual_ranks_of,
-    why_unsaved,
-)
 from evenstep.launcher.elastic.agreement import Saved, agree_on_cause, agree_on_saved
 from evenstep.launcher.elastic.attempt import Attempt
 from evenstep.launcher.elastic.heartbeat import OtherNodes
 from evenstep.launcher.elastic.looks import StackRequest, WorkerStacks, packed, unpacked
-from evenstep.launcher.elastic.recovery import Recoveries, Recovery, is_known_here, is_loss, may_still_save
 from evenstep.launcher.failure.detection import (
     Hang,
     Observation,
@@ -67,12 +57,9 @@ class WatchedRanks:
         num_ranks: Of all nodes; None: of this one.
         name_after_s: See `HangWatch`.
         losses: Which ranks the run can lose.
-        recoveries: How the run goes on after a loss; None: it doesn't, unless it is restarted.
-        on_recovery: Called with a failed attempt after which it goes on, as `on_failure`, and how.
 
     Attributes:
         should_admit_node: Another node has announced a new one that waits: see `stop_for_new_node`.
-        recovery: All ranks have ended, and the run goes on so; None: no such thing.
     """
 
     def __init__(
@@ -91,8 +78,6 @@ class WatchedRanks:
         num_ranks: int | None = None,
         name_after_s: float = DEFAULT_AFTER_S,
         losses: LossPolicy | None = None,
-        recoveries: Recoveries | None = None,
-        on_recovery: Callable[[Failure, Recovery], None] | None = None,
     ) -> None:
         self._attempt = Attempt(context, ranks=ranks, number=attempt, run_directory=run_directory)
         self._losses = losses or LossPolicy()
@@ -103,8 +88,6 @@ class WatchedRanks:
         self._on_preempted = on_preempted
         self._first_preempted: float | None = None
         self.should_admit_node = False
-        self._recoveries, self._on_recovery = recoveries, on_recovery
-        self.recovery: Recovery | None = None
         self._watch = StopWatch(
             grace_s=policy.stopped_grace_s,
             follows=lambda rank: (
@@ -165,7 +148,8 @@ class WatchedRanks:
 
     def close(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the ranks that are left; `timeout` is torchelastic's, the policy's counts."""
-        saves = self._attempt.saves() and self._look_at_others() is None  # a save needs all ranks
+        # A save needs all ranks.
+        saves = self._attempt.saves() and (self._others is None or self._others.look() is None)
         self._stop(death_sig, patience_s=self._policy.save_s if saves else self._policy.terminate_s)
         self._close()
         self._tell_preempted()
@@ -229,11 +213,6 @@ class WatchedRanks:
         late: Hang | None = None
         pages = self._attempt.pages() if is_stopped or now - self._last_look >= _LOOK_EVERY_S else {}
         lines, hang = self._watch.look(now, observations, pages)
-        if self._recoveries is not None and self._recoveries.awaits_step:
-            steps = [0 if page is None else page.stepped_ns for page in self._attempt.pages().values()]
-            if min(steps):
-                self._recoveries.stepped(min(steps))
-                note_losses(self._attempt.run_directory, self._recoveries.losses)
         if now - self._last_look >= _LOOK_EVERY_S:
             self._last_look = now
             # Suspended ranks have been named already.
@@ -308,11 +287,12 @@ class WatchedRanks:
                 stacks = self._request_stacks()
             # A suspended rank receives no other signal. Its peers report that they have lost it, as after any death.
             attempt.kill(hang.rank)
-        is_known, first = self._await_cause(noticed_ns, remote_failure)
+        is_known, first = False, signal.SIGTERM
+        if remote_failure is None:
+            is_known, first = self._await_cause(noticed_ns)
         if not (is_known or remote_failure is not None or hang is not None):
             stacks = self._request_stacks()
         self._stop(first)
-        keep_what_belongs_together(attempt.run_directory, attempt.number)
         exits = attempt.exits()
         failure = judge(exits, attempt.reports(), attempt=attempt.number)
         if failure is not None:
@@ -320,25 +300,20 @@ class WatchedRanks:
             failure = replace(failure, hang=hang, pages=seen_pages, noticed_ns=noticed_ns)
         states: Sequence[str] = ()
         if self._others is not None:
-            recovers, grace_s = self._recoveries is not None, self._policy.grace_s
-            remote_failure = agree_on_cause(self._others, failure, remote_failure, recovers=recovers, grace_s=grace_s)
+            remote_failure = agree_on_cause(self._others, failure, remote_failure, grace_s=self._policy.grace_s)
             states = self._others.states()
             if self._others.new_node_waits and (failure is None or failure.only_secondary):
                 return self._yield_to_new_node()
         if failure is None and remote_failure is not None:
             failure = Failure(attempt.number, exits[0], None, noticed_ns=noticed_ns)  # nothing failed on this node
-        if failure is not None:
-            failure = replace(failure, remote_failure=remote_failure)
-        saved = self._saved_anywhere(attempt.pages(), failure)  # a save behind the loop may have ended meanwhile
-        if remote_failure is None and failure is not None and failure.only_secondary and saved.is_loss:
-            failure = replace(failure, remote_failure=self._look_at_others())  # another node has said why meanwhile
+        saved = self._saved_anywhere(attempt.pages())  # a save behind the loop may have ended meanwhile
         self._close()
         if failure is None:
             return attempt.result_of(None)
-        recovery = self._plan_recovery(failure, saved)
         kills, before = count_memory_kills(), self._num_memory_kills
         failure = replace(
             failure,
+            remote_failure=remote_failure,
             stacks=stacks,
             on_other_nodes=states,
             resident_bytes=self._watch.resident_bytes,
@@ -346,28 +321,17 @@ class WatchedRanks:
             saves=saved.has_checkpointer,
             saved_step=saved.step,
         )
-        if self._recoveries is not None and recovery is not None and self._on_recovery is not None:
-            self.recovery = recovery
-            self._on_recovery(failure, recovery)
-            note_losses(attempt.run_directory, self._recoveries.losses)
-            return RunProcsResult()
         self._on_failure(failure)
         return attempt.result_of(failure)
 
-    def _await_cause(self, noticed_ns: int, remote_failure: RemoteFailure | None) -> tuple[bool, signal.Signals]:
-        """Wait until the root cause has reported, and survivors have saved.
+    def _await_cause(self, noticed_ns: int) -> tuple[bool, signal.Signals]:
+        """Wait until the root cause has reported.
 
         Returns:
             Whether the root cause is known, as far as it is on this node; and the first signal to those that are left.
         """
-        attempt, is_known, has_told = self._attempt, False, False
+        attempt, is_known = self._attempt, False
         while attempt.alive():
-            lost = remote_failure or self._look_at_others()
-            if lost is not None and lost.is_loss and not has_told:
-                note_lost_peers(attempt.run_directory, attempt.number, lost.text)  # for the ranks that wait for them
-                has_told = True
-            if remote_failure is not None and not self._awaits_survivors(noticed_ns, remote_failure):
-                break
             if attempt.only_end():
                 return is_known, signal.SIGKILL  # python's own end takes a tenth of a second, and nothing comes of it
             is_known = is_evident(attempt.exits(), attempt.reports())
@@ -376,86 +340,20 @@ class WatchedRanks:
                 # It left its world as it should, and early: how it ends decides which rank is the root cause.
                 grace_s = max(grace_s, self._policy.terminate_s)
             if time.monotonic_ns() - noticed_ns >= grace_s * 1e9:
-                if not self._awaits_survivors(noticed_ns, lost):
-                    break
-                attempt.kill_suspended()
+                break
             time.sleep(_POLL_S)
         return is_known, signal.SIGTERM
 
-    def _look_at_others(self) -> RemoteFailure | None:
-        return None if self._others is None else self._others.look()
-
-    # ------------------------------------------------------------------ how the run goes on
-
-    def _awaits_survivors(self, noticed_ns: int, remote_failure: RemoteFailure | None) -> bool:
-        """Whether a survivor may still save the last step for those who go on: see `checkpoint.save.survivors`."""
-        if self._recoveries is None or not self._attempt.saves() or not self._may_be_loss(remote_failure):
-            return False
-        pages = self._attempt.pages()
-        alive = (pages[self._attempt.ranks[local_rank]] for local_rank in self._attempt.alive())
-        return may_still_save(
-            [seen for seen in alive if seen is not None],
-            has_saved=self._has_saved_here(),
-            noticed_ns=noticed_ns,
-            now_ns=time.monotonic_ns(),
-            begins_within_s=self._recoveries.policy.save_s,
-            ends_within_s=self._policy.save_s,
-        )
-
-    def _may_be_loss(self, remote_failure: RemoteFailure | None) -> bool:
-        """Whether ranks were lost, as far as is known here and now."""
-        if remote_failure is not None:
-            return remote_failure.is_loss
-        failure = judge(self._attempt.exits(), self._attempt.reports(), attempt=self._attempt.number)
-        if self._others is not None and failure is not None and failure.only_secondary:
-            return True  # the node where it happened knows, and has not said so yet
-        return is_loss(failure)
-
-    def _has_saved_here(self) -> bool:
-        """Whether a survivor on this node has saved all that it had to save in this attempt."""
-        return kept_by_survivors(self._attempt.run_directory, self._attempt.number)[0] is not None
-
-    def _saved_here(self, pages: Mapping[int, Heartbeat | None], failure: Failure | None = None) -> Saved:
+    def _saved_here(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
         steps = (seen.saved_step for seen in pages.values() if seen is not None)
-        knows = failure is not None and (self._others is None or is_known_here(failure))
-        return Saved(
-            self._attempt.saves(),
-            max((step for step in steps if step is not None), default=None),
-            newest_in_memory(self._attempt.run_directory),
-            self._has_saved_here(),
-            is_loss(failure) if knows else None,
-        )
+        return Saved(self._attempt.saves(), max((step for step in steps if step is not None), default=None))
 
-    def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None], failure: Failure | None) -> Saved:
+    def _saved_anywhere(self, pages: Mapping[int, Heartbeat | None]) -> Saved:
         """What this attempt has saved on any node, so that all nodes decide alike whether to restart."""
-        saved = self._saved_here(pages, failure)
-        if self._others is None or not (self._may_restart or self._recoveries is not None):
+        saved = self._saved_here(pages)
+        if self._others is None or not self._may_restart:
             return saved
-        longest_s = self._policy.terminate_s + self._policy.grace_s
-        return agree_on_saved(
-            self._others, saved, longest_s=longest_s if self._recoveries is None else self._policy.save_s
-        )
-
-    def _plan_recovery(self, failure: Failure, saved: Saved) -> Recovery | None:
-        if self._recoveries is None or not saved.is_loss:
-            return None
-        if is_loss(failure):
-            for rank in self._attempt.ranks:
-                why = why_unsaved(self._attempt.run_directory, rank, self._attempt.number)
-                if why is not None:
-                    say(f"evenstep: rank {rank} could not save the last step: {why}")
-        plan = self._recoveries.plan(
-            failure,
-            num_ranks=len(self._attempt.ranks) if self._others is None else None,
-            in_memory=saved.in_memory,
-            on_disk=saved.step,
-            is_new=saved.is_new,
-            virtual_ranks=virtual_ranks_of(self._attempt.run_directory),
-        )
-        if isinstance(plan, Recovery):
-            return plan
-        say(f"evenstep: not recovered: {plan}")
-        return None
+        return agree_on_saved(self._others, saved, longest_s=self._policy.terminate_s + self._policy.grace_s)
 
     def _stop(self, first: signal.Signals, patience_s: float | None = None) -> None:
         """`first`, then SIGKILL, to the ranks and to what they started."""

@@ -35,15 +35,11 @@ class RemoteFailure:
         text: For people.
         status: The status with which the run ends because of it.
         state: Where the root cause was, and which ranks waited; "" where that isn't known.
-        is_loss: Ranks were lost there, or the node itself; not a mistake that the next ranks would make, too.
-        lost: These ranks.
     """
 
     text: str
     status: int
     state: str = ""
-    is_loss: bool = False
-    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

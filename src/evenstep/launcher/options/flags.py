@@ -17,8 +17,6 @@ from evenstep import checks
 from evenstep.environment import elastic_shutdown_timeout, is_set
 from evenstep.errors import ConfigurationError
 
-REPLACE, SHRINK = "replace", "shrink"  # of --recover
-
 _DESCRIPTION = """\
 Start a training script on several ranks: on this host, or, with --nnodes, on several.
 Every flag of torchrun is understood, with dashes or underscores, and so are its PET_* variables.
@@ -69,8 +67,6 @@ _LAUNCHERS_ALONE = (
     "--rdzv-id",
     "--threads-per-rank",
     "--all-ranks",
-    "--recover",
-    "--min-ranks",
     "--stopped-grace",
     "--name-after",
     "--cold-start",
@@ -287,19 +283,6 @@ def make_parser(*, allow_abbrev: bool = False) -> ArgumentParser:
 
     add = _adder(parser, "failures")
     add(
-        "--recover",
-        choices=[REPLACE, SHRINK],
-        help="When a rank is lost, go on from the step that all had finished, out of a survivor's memory: with as many "
-        "ranks as before (replace), or on one node with those that are left (shrink). Needs a Checkpointer. CPU ranks.",
-    )
-    add(
-        "--min-ranks",
-        type=int,
-        default=1,
-        metavar="N",
-        help="With --recover shrink: don't go on with fewer ranks (default: %(default)s).",
-    )
-    add(
         "--name-after",
         type=float,
         default=10.0,
@@ -437,19 +420,6 @@ def validated(args: Namespace) -> Namespace:
         raise ConfigurationError(
             "--servers is for the ranks of a script on one node. On several, start all ranks alike and set "
             "EVENSTEP_SERVERS: so many of them, the last ones, are servers."
-        )
-    checks.whole("--min-ranks", args.min_ranks, least=1)
-    if args.min_ranks > 1 and args.recover != SHRINK:
-        raise ConfigurationError(f"--min-ranks {args.min_ranks} says how far --recover {SHRINK} may go. Pass both.")
-    if args.recover is not None and args.servers:
-        raise ConfigurationError(
-            f"--recover {args.recover} is for replicas, and a server holds what nobody else has. Leave it out: with "
-            f"--max-restarts and a Checkpointer, all ranks go on from the newest checkpoint."
-        )
-    if args.recover == SHRINK and num_nodes(args)[1] > 1:
-        raise ConfigurationError(
-            f"--recover {SHRINK} is for one node. On several, --recover {REPLACE} starts lost ranks again, and "
-            f"--nnodes MIN:MAX says with how few nodes the run goes on."
         )
     checks.whole("--shutdown-timeout", args.shutdown_timeout, least=0)
     if args.master_port is not None:

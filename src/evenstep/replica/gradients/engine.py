@@ -40,7 +40,7 @@ to a model that wasn't named, that is an error. `loss.backward()` means the same
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -76,7 +76,6 @@ class Engine:
 
     Attributes:
         ending: How windows end now; a `LocalSGD` replaces it for a while.
-        before_exchange: Each is called when a window's gradients are there, before the last of them travels.
     """
 
     def __init__(self, trained: Trained, exchange: Exchange, ending: WindowEnd, *, label: str) -> None:
@@ -92,7 +91,6 @@ class Engine:
         self.is_apart = False  # local SGD: parameters differ between ranks
         self.was_scaled = False  # whether a GradScaler has scaled what is in `p.grad` of a window that ended here alone
         self.num_reductions, self.has_learned_order = 0, False
-        self.before_exchange: list[Callable[[], object]] = []
         self._hooks = OutputHooks(self._outputs_reached)
         self._dummy_hooks = OutputHooks(self._dummy_outputs_reached, is_tracked=True)
         self._window: Window | None = None
@@ -446,8 +444,6 @@ class Engine:
         if not self.ending.exchanges:
             self.end_local_window()
             return
-        for call in self.before_exchange:
-            call()
         self.ending.close(self._window, self.buckets)
         first = self.num_dense if self.exchange.buckets else 0
         for observer in self.observers:

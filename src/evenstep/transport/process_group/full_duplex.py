@@ -94,21 +94,10 @@ class FullDuplex:
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once. Gloo can't say: from the first query on, a thread waits."""
-        self._begin_to_wait()
-        return not self._works or self._error is not None
-
-    def ends_within(self, longest_s: float) -> bool:
-        """Whether `wait` would return at once, after so many seconds at most."""
-        waiter = self._begin_to_wait()
-        if waiter is not None:
-            waiter.join(longest_s)
-        return self.is_completed()
-
-    def _begin_to_wait(self) -> threading.Thread | None:
         if self._waiter is None and self._works:
             self._waiter = threading.Thread(target=self._wait_quietly, name="evenstep full duplex", daemon=True)
             self._waiter.start()
-        return self._waiter
+        return not self._works or self._error is not None
 
     def _wait_quietly(self) -> None:
         with contextlib.suppress(RuntimeError):  # kept for `wait`

@@ -7,7 +7,6 @@ ranks send to each other, Gloo's collectives use a connection in one direction a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,12 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenstep import environment
 from evenstep.compat.torch_distributed import keep_groups, make_group_alone, set_gloo_timeout
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 from evenstep.health import heartbeat
 from evenstep.health.first_failure import is_consequence
-from evenstep.health.recovery_files import lost_peers
 from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.core.header import Fingerprint
 from evenstep.transport.core.last_calls import NUM_CALLS, RecordedGroup, describe_last_calls, record
@@ -52,8 +49,6 @@ _MOVED = frozenset(
     | {torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
 
-_LOOK_EVERY_S = 0.25
-
 
 class _GroupWork:
     """A `torch.distributed` work whose errors name rank and call."""
@@ -73,8 +68,6 @@ class _GroupWork:
         self._transport.check_process()
         heartbeat.mark_waiting(True)
         try:
-            if self._transport.recovers:
-                self._wait_for_the_living()
             self._work.wait()
         except RuntimeError as error:
             raise self._transport._explained(error, self._what) from error
@@ -84,22 +77,6 @@ class _GroupWork:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-
-    def _wait_for_the_living(self) -> None:
-        """Return when the work has ended. A host that is cut off ends no connection: the launcher says that it is lost.
-
-        Raises:
-            PeerLostError: It has said so.
-        """
-        placement = environment.current_placement()
-        assert placement.run_directory is not None
-        while not _ends_within(self._work, _LOOK_EVERY_S):
-            lost = lost_peers(placement.run_directory, placement.restart_count)
-            if lost is not None:
-                transport = self._transport
-                raise PeerLostError(
-                    f"rank {transport.known_as} lost a peer in {self._what} over {transport.name}: {lost}"
-                )
 
     def is_completed(self) -> bool:
         is_completed = self._work.is_completed()
@@ -122,7 +99,6 @@ class ProcessGroupTransport:
     Attributes:
         known_as: This rank's number in messages.
         recorded: This transport, as the record of the last calls knows it.
-        recovers: Whether the launcher says when a host is lost.
     """
 
     def __init__(
@@ -149,7 +125,6 @@ class ProcessGroupTransport:
         self._arguments = Arguments(name, self.rank, self.world_size)
         self._scratch = Scratch()
         self._is_parents = False
-        self.recovers = name == "gloo" and environment.recovers() and environment.current_placement().num_nodes > 1
         _transports.add(self)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -367,15 +342,6 @@ def _disown_all() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_all)
-
-
-def _ends_within(work: Any, longest_s: float) -> bool:
-    """Whether `work.wait()` would return at once, after so many seconds at most."""
-    if isinstance(work, FullDuplex):
-        return work.ends_within(longest_s)
-    with contextlib.suppress(RuntimeError):  # late, or its own failure, which `wait` raises once more
-        work.wait(timedelta(seconds=longest_s))
-    return bool(work.is_completed())
 
 
 def _name_of(group: dist.ProcessGroup) -> str:

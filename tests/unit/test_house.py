@@ -79,8 +79,7 @@ ORDER: dict[str, list[str]] = {
         "initial_rows",
         "rows",
     ],
-    "bench": ["command", "remedies", "explain", "measure", "predict"],
-    "bench.remedies": ["table", "trials", "calibrate", "probe", "apply", "results", "changes"],
+    "bench": ["command", "explain", "measure", "predict"],
     "bench.explain": ["page", "plots", "report", "findings"],
     "bench.measure": [
         "runs",

@@ -5,7 +5,6 @@ In reading order:
     command    `evenstep bench`: measures a script, or runs one of the sub-commands of `predict/`
     measure/   runs of a script on several numbers of replicas, what each rank records, and a step in parts
     explain/   causes with their expected gain, the report, its pictures and its page
-    remedies/  the script again with one change each: --try
     predict/   steps and memory on ranks that one doesn't have: `bench network`, `predict`, `memory`
 
 `explain` reads the results of `measure`, and `predict --predict` reads the report of `explain`.

@@ -55,7 +55,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Words with commas, as in fused,backend."""
+    """Words with commas, as in EV101,EV204."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 

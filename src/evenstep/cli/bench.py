@@ -9,7 +9,7 @@ from pathlib import Path
 from evenstep.bench.command import scaling
 from evenstep.bench.measure.plan import MODES
 from evenstep.bench.predict import memory, network, predict
-from evenstep.cli.arguments import Parser, add_script, at_least_1, names, numbers
+from evenstep.cli.arguments import Parser, add_script, at_least_1, numbers
 from evenstep.errors import ConfigurationError
 from evenstep.launcher.options.flags import add_nproc_per_node
 
@@ -31,7 +31,6 @@ optimizer, and fully sharded training (FSDP2). `evenstep estimate` is the same c
 _EXAMPLES = """\
 examples:
   evenstep bench train.py --epochs 1                        how well does it scale on this host?
-  evenstep bench run --try train.py                         which change would make it faster?
   evenstep bench network --json network.json                how fast are all-reduces between the ranks?
   evenstep bench predict bench-report/report.json --links network.json
   evenstep bench memory train.py:build_model --memory 80G   which parallelism does this model need?
@@ -70,12 +69,6 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
         help="numbers of ranks to compare (default: 1,2,4,... up to the number of GPUs, or of cores)",
     )
     parser.add_argument(
-        "--try",
-        dest="try_remedies",
-        action="store_true",
-        help="also run the script with one change each (backend, optimizer, loader, ...), and say what it gains",
-    )
-    parser.add_argument(
         "--out",
         type=Path,
         default=Path("bench-report"),
@@ -88,7 +81,8 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         choices=MODES,
-        help="weak: the batch grows with the ranks; strong: it is divided (default: both; weak with --try)",
+        default="both",
+        help="weak: the batch grows with the ranks; strong: it is divided (default: %(default)s)",
     )
     parser.add_argument(
         "--batch", type=at_least_1, metavar="N", help="samples of a step on the fewest ranks (default: the script's)"
@@ -116,12 +110,6 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
         default=900,
         metavar="S",
         help="seconds that one run may take (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--only",
-        type=names,
-        metavar="A,B",
-        help="with --try: only these changes, even if they promise little (default: those that promise a gain)",
     )
     add_script(parser, help="the training script", rest_help="its own arguments")
 

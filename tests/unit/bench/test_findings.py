@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from evenstep.bench.explain.findings import Case, Finding, find, unexplained
+from evenstep.bench.explain.findings import Case, Finding, find, grown, unexplained
 from evenstep.bench.explain.report import case_of
+from evenstep.bench.measure.decompose import Decomposition, Parts
 from evenstep.bench.measure.records import Facts
 from evenstep.bench.measure.scaling import curve
 from tests.bench_runs import CALM, Phases, calm, weak_pair
@@ -284,3 +285,18 @@ def test_a_loss_without_a_finding_is_named_with_the_reason(fresh_seed: int) -> N
     ]
     healthy = case(calm, exchange_ms=4, seed=fresh_seed)
     assert unexplained(healthy, find(healthy)) == []
+
+
+def test_exchanges_over_gloo_and_an_optimizer_that_has_grown_are_findings() -> None:
+    facts = Facts(wrapper="torch", backend="gloo", num_cores=4, gradient_bytes=8 << 20, num_tensors=6)
+    parts = Parts(compute_s=0.05, exposed_s=0.03, optimizer_s=0.04)
+    alone = Parts(compute_s=0.05, optimizer_s=0.01)
+    case = Case(2, 16, Decomposition(parts, None, (0.05, 0.05), 20), facts, num_threads=4, alone=alone)
+    found = {finding.cause: finding for finding in find(case)}
+    assert found["slow exchange"].gain == pytest.approx(120 / 90)
+    assert 'init_process_group("evenstep")' in found["slow exchange"].advice
+    assert found["slow optimizer"].gain == pytest.approx(120 / 100)
+    assert "ShardedOptimizer" in found["slow optimizer"].advice
+    assert [part for part, _ in grown(case)] == ["exposed", "optimizer"]
+    ours = replace(case, facts=replace(facts, backend="evenstep"), alone=None)
+    assert not {"slow exchange", "slow optimizer"} & {finding.cause for finding in find(ours)}

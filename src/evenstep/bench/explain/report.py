@@ -295,13 +295,7 @@ def findings_table(report: Mapping[str, Any]) -> Table:
     table.add_column("what to do, and to expect")
     for finding in report["findings"]:
         gain = f"{finding['cause']}\n{finding['curve']} scaling\nup to {finding['gain']:.2f}x"
-        if finding.get("measured"):
-            its = finding["measured"]["gain"]
-            gain += f"\nmeasured {its['median']:.2f}x\n({its['low']:.2f} to {its['high']:.2f})"
-        advice = finding["advice"]
-        if finding.get("measured"):
-            advice += f"; measured: {finding['measured']['title']}"
-        table.add_row(*map(Text, (gain, finding["what"], advice)))  # as they are: no markup
+        table.add_row(*map(Text, (gain, finding["what"], finding["advice"])))  # as they are: no markup
     return table
 
 

@@ -6,7 +6,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,27 +71,12 @@ class Measured:
     remarks: tuple[str, ...]
 
 
-Launch = Callable[[int, list[str]], list[tuple[list[str], dict[str, str]]]]
-PROBE = ("evenstep.bench.measure.probe",)
-
-
-def on_this_node(num_replicas: int, arguments: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    """How ranks are started: commands with variables of their own. Another one starts them on several nodes.
-
-    Args:
-        num_replicas: Ranks in all.
-        arguments: Of `evenstep run`.
-    """
-    return [([sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(num_replicas), *arguments], {})]
-
-
-def measure(wish: Wish, say: Callable[[str], None], launch: Launch = on_this_node) -> Measured:
+def measure(wish: Wish, say: Callable[[str], None]) -> Measured:
     """Run everything.
 
     Args:
         wish: What is to be measured.
         say: Told what is going on, a line each.
-        launch: Starts the ranks.
 
     Raises:
         ConfigurationError: The script isn't there, or a batch can't be divided.
@@ -106,7 +90,7 @@ def measure(wish: Wish, say: Callable[[str], None], launch: Launch = on_this_nod
         if batch is None:
             # What the script itself asks for on the fewest replicas is what the others are compared with.
             say(f"round 1 of {wish.num_rounds}: {counted(wish.replicas[0], 'replica')}, {wish.script} as it is")
-            first = run_once(Setting(wish.replicas[0], None), wish, root / "first", launch=launch)
+            first = run_once(Setting(wish.replicas[0], None), wish, root / "first")
             batch = first.loader_batch
         if first is not None and not (first.records[0].facts.has_loader and batch):
             # Nothing divides the batch, so there is no strong scaling.
@@ -128,7 +112,7 @@ def measure(wish: Wish, say: Callable[[str], None], launch: Launch = on_this_nod
                     continue
                 say(f"round {number + 1} of {wish.num_rounds}: {_told(setting)}")
                 place = root / f"round-{number}-{setting.num_replicas}-{setting.global_batch_size}-{setting.growth}"
-                runs[setting] = run_once(setting, wish, place, launch=launch)
+                runs[setting] = run_once(setting, wish, place)
             rounds.append(runs)
     return Measured(wish, curves, tuple(rounds), remarks(curves, rounds, wish))
 
@@ -194,42 +178,34 @@ def remarks(
     return tuple(found)
 
 
-def run_once(
-    setting: Setting, wish: Wish, place: Path, *, launch: Launch = on_this_node, probe: Sequence[str] = PROBE
-) -> Run:
+def run_once(setting: Setting, wish: Wish, place: Path) -> Run:
     """One run, and what its ranks have left.
 
     Args:
         setting: Replicas and batch.
         wish: The rest.
         place: A directory that doesn't exist yet; the ranks leave their records in it.
-        launch: Starts the ranks.
-        probe: The module that a rank is, with its first arguments.
 
     Raises:
         UsageError: It failed, made no steps, or took too long.
     """
     place.mkdir()
     asked = Measurement(place, wish.num_warmup, wish.num_steps, setting.global_batch_size, setting.growth)
-    arguments = ["--threads-per-rank", str(wish.num_threads), "--log-dir", str(place / "logs")]
-    arguments += [] if wish.device is None else ["--device", wish.device]
-    arguments += ["-m", *probe, wish.script, *wish.arguments]
+    command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(setting.num_replicas)]
+    command += ["--threads-per-rank", str(wish.num_threads), "--log-dir", str(place / "logs")]
+    command += [] if wish.device is None else ["--device", wish.device]
+    command += ["-m", "evenstep.bench.measure.probe", wish.script, *wish.arguments]
     log = place / "output.txt"
     with log.open("wb") as output:
-        processes = [
-            subprocess.Popen(
-                command,
-                env={**with_measurement(asked), **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            for command, variables in launch(setting.num_replicas, arguments)
-        ]
+        process = subprocess.Popen(
+            command,
+            env=with_measurement(asked),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
         try:
-            deadline = time.monotonic() + wish.limit_s
-            statuses = [process.wait(max(0.0, deadline - time.monotonic())) for process in processes]
-            status = next((each for each in statuses if each), 0)
+            status = process.wait(wish.limit_s)
         except subprocess.TimeoutExpired:
             said = _tail(log)
             raise UsageError(
@@ -237,8 +213,7 @@ def run_once(
                 f"--steps, or a longer --limit, if it does. It said:\n{said}"
             ) from None
         finally:
-            for process in processes:
-                _stop(process)
+            _stop(process)
     if status != 0:
         raise UsageError(f"{_told(setting)}: {wish.script} failed with status {status}. It said:\n{_tail(log)}")
     run = Run(setting, tuple(read_record(place / f"rank-{rank}.json") for rank in range(setting.num_replicas)))

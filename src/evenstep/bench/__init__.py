@@ -2,10 +2,10 @@
 
 In reading order:
 
-    command    `evenstep bench`: measures a script, or runs one of the sub-commands of `predict/`
+    command    `evenstep bench run`: measures a script
     measure/   runs of a script on several numbers of replicas, what each rank records, and a step in parts
     explain/   causes with their expected gain, the report, its pictures and its page
-    predict/   steps and memory on ranks that one doesn't have: `bench network`, `predict`, `memory`
+    memory/    how much memory a rank needs: `evenstep estimate`
 
-`explain` reads the results of `measure`, and `predict --predict` reads the report of `explain`.
+`explain` reads the results of `measure`.
 """

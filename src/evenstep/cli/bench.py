@@ -1,4 +1,4 @@
-"""`evenstep bench`: how well a script scales; how fast the network is; what more ranks would bring; how much memory."""
+"""`evenstep bench`: how well a script scales."""
 
 from __future__ import annotations
 
@@ -8,32 +8,19 @@ from pathlib import Path
 
 from evenstep.bench.command import scaling
 from evenstep.bench.measure.plan import MODES
-from evenstep.bench.predict import memory, network, predict
 from evenstep.cli.arguments import Parser, add_script, at_least_1, numbers
-from evenstep.errors import ConfigurationError
 from evenstep.launcher.options.flags import add_nproc_per_node
 
 _DESCRIPTION = """\
-Measure how well training scales, and predict what you can't measure. `evenstep bench train.py` is short for
-`evenstep bench run train.py`."""
+Measure how well training scales on this host, and say why not better. `evenstep bench train.py` is short for
+`evenstep bench run train.py`. bench can't tell what 64 ranks would give: it measures ranks, and predicts nothing."""
 _RUN = """\
 Measure how well a script scales, and say why not better. The script runs unchanged on 1, 2, 4, ... ranks, in several
 rounds; every run ends by itself after some steps. What the script saves goes elsewhere. Writes report.json, report.html
 and pictures. The script may use evenstep or torch's own DistributedDataParallel."""
-_NETWORK = """\
-Measure latency and bandwidth between ranks by size, as nccl-tests does. Starts ranks on this host. For several hosts,
-start it with a launcher on each: evenstep run --nnodes 2 ... -m evenstep bench network"""
-_PREDICT = """\
-Predict the time of a training step on more ranks than you have, from a measured step and a measured network."""
-_MEMORY = """\
-Compute how much memory a rank needs, and whether data parallelism is enough: for DistributedDataParallel, a sharded
-optimizer, and fully sharded training (FSDP2). `evenstep estimate` is the same command."""
 _EXAMPLES = """\
 examples:
-  evenstep bench train.py --epochs 1                        how well does it scale on this host?
-  evenstep bench network --json network.json                how fast are all-reduces between the ranks?
-  evenstep bench predict bench-report/report.json --links network.json
-  evenstep bench memory train.py:build_model --memory 80G   which parallelism does this model need?
+  evenstep bench train.py --epochs 1    how well does it scale on this host?
 
 exit status: 0 if it was measured; 2 if the script fails; 78 if the command is wrong."""
 
@@ -42,9 +29,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run a sub-command, `run` if the first argument names none; returns the exit status."""
     parser = build_parser()
     given = list(arguments) or ["--help"]
-    old_name = given[0].removeprefix("--")
-    if given[0] in ("--network", "--predict", "--memory"):
-        raise ConfigurationError(f"write `evenstep bench {old_name}`, without dashes. See `evenstep bench --help`.")
     if given[0] not in (*_SUBCOMMANDS, "-h", "--help"):
         given.insert(0, "run")
     args = parser.parse_args(given)
@@ -116,7 +100,4 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
 
 _SUBCOMMANDS = {  # carried out by, arguments, description, a few words
     "run": (scaling, _add_run_arguments, _RUN, "how well a script scales, and why not better"),
-    "network": (network.main, network.add_arguments, _NETWORK, "latency and bandwidth between ranks, by size"),
-    "predict": (predict.main, predict.add_arguments, _PREDICT, "the time of a step on more ranks than you have"),
-    "memory": (memory.main, memory.add_arguments, _MEMORY, "how much memory a rank needs, and which parallelism"),
 }

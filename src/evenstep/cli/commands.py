@@ -18,15 +18,13 @@ COMMANDS = {  # each is a module beside this one, imported when it is called
     "bench": "measure how well a script scales, and why not better",
     "convert": "make a training script for one process data-parallel",
     "checkpoint": "list, check and compare checkpoints; exchange them with plain torch files",
-    "estimate": "how much memory a rank needs, and which parallelism (the same as bench memory)",
+    "estimate": "how much memory a rank needs, and which parallelism is enough",
     "env": "print this host's hardware and software, for a bug report",
 }
-SHORT = {"estimate": ["bench", "memory"]}  # what a command is short for
 _MEANT = {  # what other launchers and tools call it
     **dict.fromkeys(("launch", "torchrun", "start", "exec", "train", "mpiexec", "mpirun", "srun"), "run"),
     **dict.fromkeys(("benchmark", "profile", "measure", "scale"), "bench"),
-    **dict.fromkeys(("network", "predict", "memory"), "bench {}"),
-    **dict.fromkeys(("estimate-memory", "mem"), "estimate"),
+    **dict.fromkeys(("estimate-memory", "memory", "mem"), "estimate"),
     **dict.fromkeys(("check", "lint", "diagnose"), "doctor"),
     **dict.fromkeys(("test", "compare"), "verify"),
     **dict.fromkeys(("info", "report", "version"), "env"),
@@ -70,11 +68,7 @@ def whole_parser() -> Parser:
     """The parser of all commands with their flags, for the documentation."""
     parser = list_parser()
     for name in COMMANDS:
-        module, *path = SHORT.get(name, (name,))
-        found = importlib.import_module(f"evenstep.cli.{module}").build_parser()
-        for each in path:
-            found = found.sub_commands[each]
-        parser.sub_commands[name] = found
+        parser.sub_commands[name] = importlib.import_module(f"evenstep.cli.{name}").build_parser()
     return parser
 
 

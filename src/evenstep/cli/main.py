@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from evenstep import console
-from evenstep.cli.commands import COMMANDS, SHORT, list_parser, validate_command
+from evenstep.cli.commands import COMMANDS, list_parser, validate_command
 from evenstep.errors import EXIT_SCRIPT_FAILED, ConfigurationError, EvenstepError, UsageError
 from evenstep.launcher.spawn.child import keep_ended_children
 from evenstep.launcher.spawn.zygote import BecomeRank
@@ -58,8 +58,7 @@ def _main(arguments: list[str], *, owns_process: bool) -> int:
         if arguments[0] not in COMMANDS:
             parser.parse_args(arguments)  # --help, --version, or a mistake: ends here
             parser.error(f"{arguments[0]}: a command comes first")
-        words = [*SHORT.get(arguments[0], [arguments[0]]), *arguments[1:]]
-        name, *rest = words
+        name, *rest = arguments
         command = importlib.import_module(f"evenstep.cli.{name}")
         status: int = command.main(rest, **({"may_fork": owns_process} if name == "run" else {}))
         return status

@@ -19,7 +19,6 @@ DOMINATES = 0.5  # of all gradients: such a parameter is an enormous layer
 SCHEDULING_S = 0.002  # seconds of a step that a rank may lose because the system ran something else
 OFTEN = 0.5  # times a step that a line makes the host wait for the GPU
 WELL = 0.9  # efficiency: a lower one should have a cause
-POOR_FIT = 0.3  # median relative error of a fitted link
 
 # ---------------------------------------------------------------------- verify: what is a difference
 

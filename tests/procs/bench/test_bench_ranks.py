@@ -1,4 +1,4 @@
-"""On ranks: the network is measured, profiles are taken, memory is what the formulas say, loggers write means."""
+"""On ranks: memory is what the formulas say, loggers write means."""
 
 from __future__ import annotations
 
@@ -13,65 +13,10 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.bench.predict.footprint import footprint
-from evenstep.bench.predict.memory_probe import sizes_of, state_tensors, storage_bytes
-from evenstep.bench.predict.network import Sweep, measure, plan_sizes
-from evenstep.bench.predict.profile import profile_of
+from evenstep.bench.memory.footprint import footprint
+from evenstep.bench.memory.probe import sizes_of, state_tensors, storage_bytes
 from evenstep.errors import EvenstepError
 from evenstep.testing import RankPool
-
-# ---------------------------------------------------------------------- the network
-
-
-def measure_network() -> dict[str, Any]:
-    world = evenstep.init()
-    return measure(world, Sweep(plan_sizes("1K", "256K"), repeats=2)).to_json()
-
-
-@pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.extended)])
-def test_the_network_of_a_host(ranks: RankPool, nproc: int) -> None:
-    told = ranks.run(measure_network, nproc)
-    assert all(each == told[0] for each in told)
-    report = told[0]
-    assert report["transport"] == "shared memory"
-    assert len(report["figures"]) == 4 * 5
-    for each in report["figures"]:
-        low, middle, high = each["seconds"]
-        assert 0 < low <= middle <= high
-        assert each["num_ranks"] == nproc
-        assert each["num_bytes"] % (4 * nproc) == 0
-    assert list(report["levels"]) == ["intra_node"]
-
-
-# ---------------------------------------------------------------------- profiles
-
-
-def take_profile() -> dict[str, Any]:
-    world = evenstep.init()
-    model = evenstep.DistributedDataParallel(
-        nn.Sequential(*(nn.Linear(300, 300) for _ in range(6))), bucket_cap_mb=0.5, world=world
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(8):
-        model.backward(model(torch.randn(4, 300)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"profile": profile_of(model, 4).to_json(), "bytes": sum(b.flat.nbytes for b in model.engine.buckets)}
-
-
-def test_a_profile_of_real_steps(ranks: RankPool) -> None:
-    for told in ranks.run(take_profile, 2):
-        profile = told["profile"]
-        assert sum(bucket["num_bytes"] for bucket in profile["buckets"]) == told["bytes"] > 0
-        ready = [bucket["ready_s"] for bucket in profile["buckets"]]
-        assert ready == sorted(ready)
-        assert 0 < ready[-1] <= profile["backward_s"] * 1.5
-        assert profile["forward_s"] > 0
-        assert profile["optimizer_s"] > 0
-    alone = ranks.run(take_profile, 1)[0]["profile"]
-    assert not alone["buckets"]
-    assert alone["backward_s"] > 0
-
 
 # ---------------------------------------------------------------------- memory
 

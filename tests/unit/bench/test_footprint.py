@@ -1,10 +1,12 @@
-"""Memory of a rank: formulas against tensors that exist, `evenstep estimate`, `evenstep bench memory`."""
+"""Memory of a rank: formulas against tensors that exist, `evenstep estimate`."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+import re
+import shlex
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.bench.predict.footprint import WAYS, Sizes, footprint, footprints, largest_batch, verdict
-from evenstep.bench.predict.memory_probe import (
+from evenstep.bench.memory.estimate import parse_size
+from evenstep.bench.memory.footprint import WAYS, Sizes, footprint, footprints, largest_batch, verdict
+from evenstep.bench.memory.probe import (
     SavedBytes,
     largest_unit_bytes,
     sizes_of,
@@ -22,14 +25,12 @@ from evenstep.bench.predict.memory_probe import (
     state_tensors,
     storage_bytes,
 )
-from evenstep.bench.predict.memory_probe import main as run_probe
-from evenstep.bench.predict.servers import server_footprints, server_lines
+from evenstep.bench.memory.probe import main as run_probe
+from evenstep.cli.commands import whole_parser
 from evenstep.cli.main import main
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.parameter_servers.server.batch_queue import BatchQueue
-from evenstep.parameter_servers.server.coordinator import Coordinator, Mode
-from evenstep.parameter_servers.server.shard import Pushed, Shard
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
+from tests import pages
 
 GIB = 1 << 30
 
@@ -365,7 +366,7 @@ def test_memory_of_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     """It ends after three steps; what is counted is what the same model has on "meta"."""
     (tmp_path / "train.py").write_text(SCRIPT)
     out = tmp_path / "memory.json"
-    assert main(["bench", "memory", "--ranks", "2", "--json", str(out), str(tmp_path / "train.py")]) == 0
+    assert main(["estimate", "--ranks", "2", "--json", str(out), str(tmp_path / "train.py")]) == 0
     text = capsys.readouterr().out
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 10))
@@ -416,11 +417,11 @@ def test_several_optimizers_and_one_inside_another(tmp_path: Path) -> None:
 
 @pytest.mark.extended
 def test_memory_of_scripts_that_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "memory", "no_such.py"]) == 78
+    assert main(["estimate", "no_such.py"]) == 78
     assert "no_such.py: no such script" in capsys.readouterr().err
     for text, message in (("1 / 0", "failed with status 1"), ("print()", "ended before its third optimizer step")):
         (tmp_path / "train.py").write_text(text)
-        assert main(["bench", "memory", str(tmp_path / "train.py")]) == 2
+        assert main(["estimate", str(tmp_path / "train.py")]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -431,43 +432,24 @@ def test_specs_of_a_model() -> None:
     ]
 
 
-def test_workers_and_servers() -> None:
-    """Parameters are divided whole: the larger server has the large one, or one more of the small ones."""
-    sizes = Sizes(specs((512, 512), (256, 512), (1,)), 100, 4 << 20, 5000)
-    mib = 1 << 20
-    worker, server = server_footprints(sizes, 4, 2)
-    assert (worker.name, server.name) == ("worker (2 servers)", "server (2 servers)")
-    assert (worker.parameters, worker.gradients, worker.optimizer) == (3 * mib // 2 + 104, 3 * mib // 2 + 4, 0)
-    assert (worker.passing, worker.activations) == (3 * mib + 8, 5000)
-    assert (server.parameters, server.gradients, server.passing) == (mib, 4 * mib, 5 * mib)
-    assert server.optimizer == pytest.approx(sizes.state_bytes * 2 / 3, rel=1e-4)
-    told = "\n".join(server_lines(sizes, 4, 2, 8 * mib))
-    assert "A worker needs 6.0 MiB.\n" in told
-    assert "A server needs 12.7 MiB, more than the 8.0 MiB that there are." in told
-    assert "a worker sends 1.5 MiB and gets as much; for a step of every worker a server gets and sends 4.0" in told
-    assert "An all-reduce sends and gets 2.3 MiB on each rank" in told
-    with pytest.raises(ConfigurationError, match="4 workers and 0 servers"):
-        server_footprints(sizes, 4, 0)
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("4096", "64K", "16M", "1G", "2MiB", "3kb")] == [
+        4096, 65536, 1 << 24, 1 << 30, 2 << 20, 3072,
+    ]  # fmt: skip
 
 
-def test_a_server_holds_what_the_formula_says() -> None:
-    """A real one, while all workers but one of a synchronous step have pushed."""
-    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 32))
-    named = dict(model.named_parameters())
-    sizes = sizes_of(model, lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False), [])
-    shard = Shard(named, torch.optim.AdamW(list(named.items())), Mode("sync"))
-    coordinator = Coordinator(Mode("sync"), 1, [], BatchQueue())
-    for worker in range(3):
-        coordinator.join(worker)
-    for step in (1, 2):
-        for worker in range(3 if step == 1 else 2):
-            pushed = Pushed(1.0, step - 1, [True] * 4, [torch.ones(sizes.parameter_bytes // 4)])
-            _, facts = shard.call((worker, step), pushed)
-            assert facts is not None
-            for decision in coordinator.push((worker, step), facts):
-                shard.execute(decision)
-    row = server_footprints(sizes, 3, 1)[1]
-    assert row.parameters == storage_bytes(shard._parameters)
-    assert row.gradients * 2 // 3 == storage_bytes(each for push in shard._pushed.values() for each in push.gradients)
-    assert shard._optimizer is not None
-    assert row.optimizer == storage_bytes(state_tensors(shard._optimizer))
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["estimate", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: evenstep estimate")
+    assert "FILE.py:FUNCTION" in text
+
+
+def test_commands_of_the_page_are_commands() -> None:
+    """Every `evenstep` command of the page is one that its parser takes."""
+    commands = re.findall(r"^evenstep (\w+) (.*)$", pages.text("how-to/memory.md"), re.MULTILINE)
+    assert [command for command, _ in commands] == ["estimate", "estimate"]
+    for command, rest in commands:
+        whole_parser().parse_args([command, *shlex.split(rest)])

@@ -110,7 +110,7 @@ def test_no_script(capsys: pytest.CaptureFixture[str]) -> None:
         ("train.py", "evenstep: train.py is no command. Did you mean evenstep run train.py? There are run, "),
         ("launch", "evenstep: launch is no command. Did you mean evenstep run? There are run, "),
         ("torchrun", "evenstep: torchrun is no command. Did you mean evenstep run? There are run, "),
-        ("predict", "evenstep: predict is no command. Did you mean evenstep bench predict? There are run, "),
+        ("memory", "evenstep: memory is no command. Did you mean evenstep estimate? There are run, "),
         ("xyzzy", "evenstep: xyzzy is no command. There are run, "),
     ],
 )
@@ -190,7 +190,6 @@ TAKE_A_SCRIPT = [
     ["run"],
     ["bench"],
     ["bench", "run"],
-    ["bench", "memory"],
     ["estimate"],
     ["verify"],
     ["verify", "--resume"],
@@ -260,7 +259,6 @@ def test_the_number_of_ranks_has_one_name_and_the_same_others_everywhere(flag: s
     for before, value, after, expected in (
         (["run"], "2", ["x.py"], "2"),
         (["bench", "run"], "1,2", ["x.py"], (1, 2)),
-        (["bench", "network"], "2", [], 2),
         (["verify"], "1,2", ["x.py"], (1, 2)),
         (["doctor"], "2", ["x.py"], 2),
     ):
@@ -275,20 +273,13 @@ def test_a_command_of_bench_may_be_left_out() -> None:
         patch.setitem(bench._SUBCOMMANDS, "run", (lambda args: seen.append(args) or 7, *bench._SUBCOMMANDS["run"][1:]))
         for given in (["train.py", "--x"], ["run", "train.py", "--x"], ["run", "--steps", "30", "train.py", "--x"]):
             assert main(["bench", *given]) == 7
-        assert main(["bench", "run", "network"]) == 7, "a script may be called as a sub-command"
-    assert [(args.script, args.arguments) for args in seen] == 3 * [("train.py", ["--x"])] + [("network", [])]
-
-
-@pytest.mark.parametrize("old", ["--network", "--predict", "--memory"])
-def test_flags_that_became_sub_commands_say_so(old: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", old]) == 78
-    assert f"write `evenstep bench {old[2:]}`, without dashes" in capsys.readouterr().err
+        assert main(["bench", "run", "run"]) == 7, "a script may be called as a sub-command"
+    assert [(args.script, args.arguments) for args in seen] == 3 * [("train.py", ["--x"])] + [("run", [])]
 
 
 def test_a_script_that_fails_is_2_and_a_function_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def build():\n    raise KeyError('nothing')\n")
     assert main(["estimate", f"{tmp_path}/model.py:build"]) == 2
-    assert main(["bench", "memory", f"{tmp_path}/model.py:build"]) == 2
     assert "KeyError: 'nothing'" in capsys.readouterr().err
 
 

@@ -14,10 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.bench.explain.findings import Case, find, grown, unexplained
-from evenstep.bench.measure.records import backward_until_ready, buckets_in_flight, spans, steps_in_parts
+from evenstep.bench.measure.records import backward_until_ready, buckets_in_flight, spans
 from evenstep.bench.measure.runs import Measured
 from evenstep.bench.measure.scaling import Point, Run, Spread, busy_cores, cores_elsewhere, curve, utilisation
-from evenstep.bench.predict.profile import deviation_of
 from evenstep.checks import counted
 from evenstep.observe.thresholds import WELL
 
@@ -142,12 +141,6 @@ def timeline(run: Run) -> dict[str, Any]:
     return {"step": number, "bucket_bytes": list(first.facts.bucket_bytes), "ranks": ranks}
 
 
-def passes_spread_s(run: Run) -> float:
-    """Standard deviation of a rank's forward and backward passes of a step, over all steps and ranks."""
-    steps = [step for record in run.records for step in steps_in_parts(record)]
-    return deviation_of([step["forward"] + step["backward"] for step in steps])
-
-
 def buckets_of(run: Run) -> list[dict[str, float]]:
     """Bytes of every bucket, and when in the backward passes it sets out: the median of all steps and ranks."""
     found: dict[int, list[float]] = {}
@@ -175,11 +168,8 @@ def _point(point: Point) -> dict[str, Any]:
         "speedup": asdict(point.speedup),
         "efficiency": asdict(point.efficiency),
         "parts": {name: getattr(decomposition.parts, f"{name}_s") for name in PART_NAMES},
-        "backward_s": decomposition.backward_s,
-        "script_s": decomposition.script_s,
         "late": None if decomposition.late is None else asdict(decomposition.late),
         "ready_s": list(decomposition.ready_s),
-        "passes_spread_s": passes_spread_s(point.run),
         "buckets": buckets_of(point.run),
         "blocks": [
             {"name": name, "all_gather_s": gathering, "reduce_scatter_s": scattering}

@@ -93,16 +93,12 @@ class Decomposition:
         late: Who held the others up; None with one rank.
         ready_s: By rank: how long it was on its own in a step, on average: the time until it was ready.
         num_steps: Steps that were counted.
-        backward_s: Of `compute_s` and `contention_s` together, the backward pass.
-        script_s: And the script's own work.
     """
 
     parts: Parts
     late: Late | None
     ready_s: tuple[float, ...]
     num_steps: int
-    backward_s: float = 0.0
-    script_s: float = 0.0
 
 
 Steps = Sequence[Sequence[dict[str, float]]]  # by rank, by step: seconds by phase
@@ -121,7 +117,6 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
         raise ValueError("there is no step to take apart")
     world_size = len(steps)
     sums = dict.fromkeys(("data", "imbalance", "exposed", "engine", "optimizer", "compute", "total"), 0.0)
-    backward = script = 0.0
     last: Counter[int] = Counter()
     lost = [dict.fromkeys(_OWN, 0.0) for _ in range(world_size)]
     own_sums = [0.0] * world_size
@@ -139,8 +134,6 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
         sums["engine"] += sum(typical[phase] for phase in ENGINE)
         sums["optimizer"] += typical["optimizer"]
         sums["compute"] += sum(typical[phase] for phase in COMPUTE)
-        backward += typical["backward"]
-        script += typical["script"]
         last[order[-1]] += 1
         for rank, step in enumerate(each):
             own_sums[rank] += own[rank]
@@ -168,8 +161,6 @@ def decompose(steps: Steps, *, compute_alone_s: float | None = None) -> Decompos
         late=_late(last, lost, num_steps) if world_size > 1 else None,
         ready_s=tuple(value / num_steps for value in own_sums),
         num_steps=num_steps,
-        backward_s=backward / num_steps,
-        script_s=script / num_steps,
     )
 
 

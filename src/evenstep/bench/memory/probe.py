@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer
 
-from evenstep.bench.predict.footprint import Sizes
+from evenstep.bench.memory.footprint import Sizes
 from evenstep.compat import torch_pytree as pytree
 from evenstep.errors import UsageError
 from evenstep.observe.patching import Patches

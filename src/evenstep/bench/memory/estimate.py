@@ -1,5 +1,4 @@
-"""`evenstep bench memory`, also called `evenstep estimate`: how much memory a rank needs, and whether data parallelism
-is enough.
+"""`evenstep estimate`: how much memory a rank needs, and whether data parallelism is enough.
 
 It takes a function that builds the model, or a script. It calls the function on torch's device "meta": no tensor has
 memory, so the model may be larger than this machine. It runs the script as it is, in a process of its own, for three
@@ -25,11 +24,8 @@ from torch import nn, optim
 from torch.optim.optimizer import Optimizer
 
 from evenstep import checks
-from evenstep.bench.predict.arguments import add_json_argument, parse_counts, parse_size, write_json
-from evenstep.bench.predict.footprint import Sizes, footprint_table, footprints, verdict
-from evenstep.bench.predict.memory_probe import sizes_of
-from evenstep.bench.predict.servers import server_footprints, server_lines
-from evenstep.checks import counted
+from evenstep.bench.memory.footprint import Sizes, footprint_table, footprints, verdict
+from evenstep.bench.memory.probe import sizes_of
 from evenstep.compat import torch_pytree as pytree
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
@@ -43,10 +39,11 @@ _OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "rmsprop": (optim.RMSprop, {}),
     "adagrad": (optim.Adagrad, {}),
 }
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The flags of `evenstep bench memory` and `evenstep estimate`."""
+    """The flags of `evenstep estimate`."""
     _add_flags(parser)
     parser.add_argument(
         "target",
@@ -61,12 +58,6 @@ def _add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks", default="8", metavar="N,N", help="ranks of all hosts to compute it for (default: 8)")
     parser.add_argument(
         "--nproc-per-node", "--nproc_per_node", "--replicas", dest="ranks", default=SUPPRESS, help=SUPPRESS
-    )
-    parser.add_argument(
-        "--servers",
-        type=int,
-        metavar="N",
-        help="also with so many parameter servers (evenstep.parameter_server) beside the ranks, which are workers then",
     )
     parser.add_argument(
         "--memory",
@@ -84,10 +75,10 @@ def _add_flags(parser: ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="for a function: of parameters, inputs and with them the optimizer's state (default: as built)",
     )
-    add_json_argument(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
 
 
-def main(args: Namespace) -> int:
+def run(args: Namespace) -> int:
     """Compute the memory of a script or of a function, print it, write the JSON.
 
     Raises:
@@ -168,7 +159,7 @@ def _measure(args: Namespace) -> int:
 
 
 def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run a script for three steps in a process of its own, and return what `memory_probe` wrote.
+    """Run a script for three steps in a process of its own, and return what `probe` wrote.
 
     Raises:
         UsageError: It failed, or ended before.
@@ -177,7 +168,7 @@ def run_script(script: str, arguments: Sequence[str]) -> dict[str, Any]:
         out = directory / "memory.json"
         # As a rank: a script for torch's wrapper asks the environment which one it is.
         command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", "1"]
-        command += ["-m", "evenstep.bench.predict.memory_probe", str(out), script, *arguments]
+        command += ["-m", "evenstep.bench.memory.probe", str(out), script, *arguments]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
         )
@@ -200,8 +191,6 @@ def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:
         sizes = sizes.at(args.batch)
     memory_bytes = parse_size(args.memory) if args.memory is not None else device_bytes()
     rows = footprints(sizes, counts)
-    if args.servers is not None:
-        rows += [row for count in counts for row in server_footprints(sizes, count, args.servers)]
     numel = sum(spec.numel for spec in sizes.parameters)
     samples = f", {checks.counted(sizes.num_samples, 'sample')} a rank" if sizes.num_samples else ""
     lines = [f"{numel:,} trained parameters{samples}", "", footprint_table(rows), ""]
@@ -209,21 +198,40 @@ def _tell(sizes: Sizes, counts: Sequence[int], args: Namespace) -> int:
     for count in counts:
         received[count] = verdict(sizes, count, memory_bytes)
         lines += [f"{count:,} ranks: {received[count][0]}", *(f"  {line}" for line in received[count][1:])]
-        if args.servers is not None:
-            said = server_lines(sizes, count, args.servers, memory_bytes)
-            lines += [
-                f"{count:,} workers, {counted(args.servers, 'server')}: {said[0]}",
-                *(f"  {line}" for line in said[1:]),
-            ]
-            received[count] += said
     sys.stdout.write("\n".join(lines) + "\n")
     if args.json is not None:
         report = {"kind": "memory", "version": 1, "memory_bytes": memory_bytes} | {
             "rows": [row.to_json() for row in rows],
             "verdicts": received,
         }
-        write_json(args.json, report)
+        _write_json(args.json, report)
     return 0
+
+
+def _write_json(file: str, figures: Any) -> None:
+    try:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(json.dumps(figures, indent=1))
+    except OSError as error:
+        raise ConfigurationError(f"--json {file}: {error.strerror or error}.") from error
+
+
+def parse_counts(text: str) -> list[int]:
+    """ "8,16" is [8, 16]."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigurationError(f"--ranks {text}: write numbers from 1 on, such as 8,16,64.")
+    return [int(part) for part in parts]
+
+
+def parse_size(text: str) -> int:
+    """ "64M" is 64 MiB."""
+    number, unit = text.upper().removesuffix("IB").removesuffix("B"), ""
+    if number[-1:] in ("K", "M", "G"):
+        number, unit = number[:-1], number[-1]
+    if not number.isdigit() or int(number) == 0:
+        raise ConfigurationError(f"{text!r} is no size: write 4096, 64K, 16M or 1G.")
+    return int(number) * _UNITS[unit]
 
 
 def device_bytes() -> int:

@@ -32,7 +32,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from evenstep.checks import counted
 from evenstep.errors import ConfigurationError
 from evenstep.replica.gradients.buckets.layout import BucketPolicy, Layout, ParameterSpec, Sharding, plan_layout
 
@@ -83,10 +82,9 @@ class Footprint:
     """Bytes of a rank, by kind.
 
     Attributes:
-        way: How the work is divided, or what the rank is where there are parameter servers.
-        num_ranks: Over how many; of workers where there are servers.
+        way: How the work is divided.
+        num_ranks: Over how many.
         mesh: Sizes of the mesh of ranks by name; {}: it needs none.
-        num_servers: 0: there are no parameter servers.
         parameters: With frozen ones and module buffers.
         gradients: That stay between backward pass and optimizer; where they are views, the buckets.
         optimizer: State.
@@ -102,7 +100,6 @@ class Footprint:
     passing: int
     activations: int
     mesh: dict[str, int] = field(default_factory=dict)
-    num_servers: int = 0
 
     @property
     def name(self) -> str:
@@ -114,7 +111,7 @@ class Footprint:
             return f"tensor {self.mesh['tensor']}" + (
                 f" x FSDP2 {self.mesh['shard']}" if self.mesh["shard"] > 1 else ""
             )
-        return f"{self.way} ({counted(self.num_servers, 'server')})" if self.num_servers else self.way
+        return self.way
 
     @property
     def lines(self) -> list[str]:

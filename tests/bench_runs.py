@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from evenstep.bench.measure.plan import Setting
@@ -26,7 +25,6 @@ WARMUP = 2
 MS = 1_000_000
 CALM = {"data": 0.5, "forward": 30.0, "script": 1.0, "backward": 60.0, "engine": 0.2, "optimizer": 3.0}
 FACTS = Facts(wrapper="evenstep", num_cores=8, gradient_bytes=8 << 20, num_tensors=6)
-BUCKET_BYTES = (1 << 20, 7 << 20)
 Phases = Mapping[str, float]  # milliseconds
 
 
@@ -88,7 +86,7 @@ def make_run(
                 tuple(ends[rank]),
                 (rows,) * len(ends[rank]),
                 tuple(marks[rank]),
-                replace(facts or FACTS, bucket_bytes=BUCKET_BYTES if size > 1 else ()),
+                facts or FACTS,
                 Usage(wall_s=1.0, process_s=0.9, cores=(0.9,) * size),
                 syncs,
                 device_busy_s,

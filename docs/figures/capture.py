@@ -1,4 +1,4 @@
-"""Takes the pictures of terminals, and of the report of `evenstep bench`, from real runs. The report needs chromium.
+"""Takes the pictures of terminals from real runs.
 
     python docs/figures/capture.py            # all of them, into docs/figures/captured
     python docs/figures/capture.py verify     # one
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -61,29 +60,7 @@ def doctor() -> None:
     _write("doctor", command, _printed(command, {"train.py": _program("tutorials/what-is-wrong.md")}))
 
 
-def bench_report() -> None:
-    """The top of the page that `evenstep bench` writes, from the tutorial's script."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        raise SystemExit("no chromium: apt-get install chromium")
-    with tempfile.TemporaryDirectory() as folder:
-        command = "evenstep bench --nproc-per-node 1,2 --mode weak --steps 10 --repeats 1 train.py"
-        sys.stdout.write(_printed(command, {"train.py": _program("tutorials/why-slow.md")}, folder))
-        page = Path(folder, "bench-report", "report.html").resolve().as_uri()
-        shot = HERE / "captured" / "bench-report.png"
-        flags = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            f"--user-data-dir={folder}/chromium",
-        ]
-        subprocess.run(
-            [browser, *flags, "--window-size=1000,1150", f"--screenshot={shot}", page], check=True, capture_output=True
-        )
-
-
-PICTURES = {"failed-rank": failed_rank, "verify": verify, "doctor": doctor, "bench-report": bench_report}
+PICTURES = {"failed-rank": failed_rank, "verify": verify, "doctor": doctor}
 
 
 def _program(page: str) -> str:
@@ -93,10 +70,10 @@ def _program(page: str) -> str:
     return found[1]
 
 
-def _printed(command: str, files: dict[str, str], folder: str | None = None) -> str:
+def _printed(command: str, files: dict[str, str]) -> str:
     """What a command prints in a directory with some files."""
-    with tempfile.TemporaryDirectory() as own:
-        where = Path(folder or own)
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder)
         for name, content in files.items():
             (where / name).write_text(content)
         env = os.environ | {"COLUMNS": "96", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": "/tmp"}

@@ -80,7 +80,7 @@ ORDER: dict[str, list[str]] = {
         "rows",
     ],
     "bench": ["command", "explain", "measure", "memory"],
-    "bench.explain": ["page", "plots", "report", "findings"],
+    "bench.explain": ["plots", "report", "findings"],
     "bench.measure": [
         "runs",
         "probe",
@@ -89,7 +89,6 @@ ORDER: dict[str, list[str]] = {
         "gpu",
         "models",
         "fsdp",
-        "torch_buckets",
         "records",
         "plan",
     ],

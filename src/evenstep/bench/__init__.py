@@ -4,7 +4,7 @@ In reading order:
 
     command    `evenstep bench run`: measures a script
     measure/   runs of a script on several numbers of replicas, what each rank records, and a step in parts
-    explain/   causes with their expected gain, the report, its pictures and its page
+    explain/   causes with their expected gain, the report and its plot
     memory/    how much memory a rank needs: `evenstep estimate`
 
 `explain` reads the results of `measure`.

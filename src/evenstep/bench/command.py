@@ -25,7 +25,7 @@ def scaling(args: Namespace) -> int:
     """
     from rich.console import Console
 
-    from evenstep.bench.explain import page, plots
+    from evenstep.bench.explain import plots
     from evenstep.bench.explain.report import build_report, print_report
     from evenstep.bench.measure.runs import Wish, measure
     from evenstep.launcher.options.resources import look_at_host
@@ -58,12 +58,8 @@ def scaling(args: Namespace) -> int:
     (args.out / "report.json").write_text(json.dumps(report, indent=1))
     print_report(report, Console())
     if plots.is_available():
-        figures = plots.draw(report)
-        for name, figure in figures.items():
-            plots.save_png(figure, args.out / f"{name}.png")
-        pictures = {name: plots.as_svg(figure, name) for name, figure in figures.items()}
-        (args.out / "report.html").write_text(page.render(report, pictures))
-        print(f"{args.out}/report.html", flush=True)  # noqa: T201
+        plots.draw_efficiency(report["curves"], args.out / "efficiency.png")
+    print(f"{args.out}/report.json", flush=True)  # noqa: T201
     return 0
 
 

@@ -16,8 +16,8 @@ Measure how well training scales on this host, and say why not better. `evenstep
 `evenstep bench run train.py`. bench can't tell what 64 ranks would give: it measures ranks, and predicts nothing."""
 _RUN = """\
 Measure how well a script scales, and say why not better. The script runs unchanged on 1, 2, 4, ... ranks, in several
-rounds; every run ends by itself after some steps. What the script saves goes elsewhere. Writes report.json, report.html
-and pictures. The script may use evenstep or torch's own DistributedDataParallel."""
+rounds; every run ends by itself after some steps. What the script saves goes elsewhere. Writes report.json
+and a plot. The script may use evenstep or torch's own DistributedDataParallel."""
 _EXAMPLES = """\
 examples:
   evenstep bench train.py --epochs 1    how well does it scale on this host?

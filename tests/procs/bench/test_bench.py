@@ -71,21 +71,12 @@ def test_command_of_the_page(number: int, tmp_path: Path) -> None:
             assert point["parts"][part] > 0, part
     assert two["parts"]["exposed"] + two["parts"]["imbalance"] > 0
     assert report["facts"]["wrapper"] == ("torch" if number else "evenstep")
-    assert len(report["timeline"]["ranks"]) == 2
-    phases = {phase for rank in report["timeline"]["ranks"] for phase, _, _ in rank["phases"]}
-    assert phases >= {"data", "forward", "backward", "wait", "optimizer"}
-    sizes = report["timeline"]["bucket_bytes"]
-    assert sum(sizes) == pytest.approx(report["facts"]["gradient_bytes"], rel=0.01)  # buckets may be padded
-    for rank in report["timeline"]["ranks"]:
-        assert [bucket for bucket, _, _ in rank["buckets"]] == list(range(len(sizes)))
-    assert [each["num_bytes"] for each in two["buckets"]] == sizes
-
     if number == 0:
         assert not (tmp_path / "runs").exists(), "the checkpointer left something"
     else:
         assert not (tmp_path / "model.pt").exists()
     kept = sorted(path.name for path in (tmp_path / out).iterdir())
-    assert kept == ["efficiency.png", "parts.png", "report.html", "report.json", "timeline.png"]
+    assert kept == ["efficiency.png", "report.json"]
 
 
 # ---------------------------------------------------------------------- planted causes

@@ -17,8 +17,7 @@ from torch.utils.data import TensorDataset
 import evenstep
 from evenstep.bench.measure.gpu import covered, is_of_the_script
 from evenstep.bench.measure.models import ModelWatch, facts_of
-from evenstep.bench.measure.records import COLLECTIVE, RankRecord, backward_until_ready, sorted_marks, steps_in_parts
-from evenstep.bench.measure.torch_buckets import TorchBuckets, read_buckets
+from evenstep.bench.measure.records import COLLECTIVE, RankRecord, sorted_marks, steps_in_parts
 from evenstep.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
 from evenstep.observe.loaders import LoaderWatch, replace_batch_sizes
 from evenstep.observe.models import num_rows, trained_by
@@ -131,83 +130,6 @@ def test_blocks_of_fsdp2_wait_for_parameters_and_gradients(ranks: RankPool) -> N
         assert slow["forward"] > 0.2
     waited = sum(step["wait"] for step in fast_steps) / len(fast_steps)
     assert sum(sum(times) for _, *times in fast_blocks) == pytest.approx(waited, rel=0.2)
-
-
-def watch_torchs_buckets(
-    finds_unused: bool, has_hook: bool
-) -> tuple[tuple[int, ...], list[dict[int, list[float]]], int]:
-    """(bytes of buckets, seconds of the backward pass by bucket and step, buckets that really went)."""
-    world = evenstep.init(quiet=True)
-    torch.manual_seed(0)
-    # torch's first bucket is full with 1 MiB: the last layer's gradients.
-    sleepy = Sleepy(0.05, 2000, 150)
-    model = TorchDistributedDataParallel(sleepy, bucket_cap_mb=0.1, find_unused_parameters=finds_unused)
-    sent: list[int] = []
-
-    def hook(_, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and not for texts
-        sent.append(bucket.index())
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    if has_hook:
-        model.register_comm_hook(None, hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    marks: list[int] = []
-    train(model, marks, optimizer, 1)
-    marks.clear()
-    watch = ModelWatch(marks)
-    watch.models, watch.wrapper = [model], "torch"
-    watch._attach(model)
-    with model.no_sync():  # nothing travels, and torch doesn't say that its buckets are others now
-        for _ in range(4):
-            model(torch.randn(3, 200)).square().mean().backward()
-    ends = train(model, marks, optimizer, 3)
-    with model.no_sync():
-        model(torch.randn(3, 200)).square().mean().backward()
-    sent.clear()
-    ends += train(model, marks, optimizer, 2)
-    record = RankRecord(world.rank, 2, 3, tuple(ends), (3,) * 5, tuple(sorted_marks(marks)))
-    return watch.bucket_bytes(), [backward_until_ready(record)], len(sent) // 2
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("finds_unused", [False, True])
-def test_buckets_of_torchs_wrapper_set_out_one_by_one(ranks: RankPool, finds_unused: bool) -> None:
-    """As many as torch itself sends, all bytes of the gradients, in order; the first before the pass sleeps."""
-    for num_bytes, (ready,), num_sent in ranks.run(watch_torchs_buckets, 2, finds_unused, True):
-        assert sum(num_bytes) == 4 * (200 * 2000 + 2000 + 2000 * 150 + 150)
-        assert len(num_bytes) == num_sent > 1
-        assert list(ready) == list(range(num_sent))
-        assert [len(each) for each in ready.values()] == [2] * num_sent
-        for first, last in zip(ready[0], ready[num_sent - 1], strict=True):
-            assert first < last
-            assert last > 0.05
-
-
-@pytest.mark.parametrize(
-    ("told", "found"),
-    [
-        (
-            {
-                "has_rebuilt_buckets": 1,
-                "rebuilt_bucket_sizes": "12, 28",
-                "rebuilt_per_bucket_param_indices": "2 0, 1 3",
-            },
-            TorchBuckets((12, 28), (0, 3)),
-        ),
-        ({"has_rebuilt_buckets": 0, "bucket_sizes": "20, 20"}, TorchBuckets((20, 20), (3, 0))),
-        ({"has_rebuilt_buckets": 0, "bucket_sizes": "16, 24"}, None),
-        ({"bucket_sizes": "20, 28"}, None),
-        ({"bucket_sizes": ""}, None),
-        ({"has_rebuilt_buckets": 1}, None),
-        ({"has_rebuilt_buckets": 1, "rebuilt_bucket_sizes": "4", "rebuilt_per_bucket_param_indices": "0"}, None),
-        ({"has_rebuilt_buckets": 1, "rebuilt_bucket_sizes": "9", "rebuilt_per_bucket_param_indices": "7"}, None),
-    ],
-)
-def test_what_torch_says_of_its_buckets(told: dict[str, object], found: TorchBuckets | None) -> None:
-    """Four parameters of 4, 8, 8 and 20 bytes; what doesn't fit them is not believed."""
-    assert read_buckets(told, [4, 8, 8, 20]) == found
 
 
 def test_a_plain_module_is_found_by_its_optimizer() -> None:

@@ -17,7 +17,6 @@ from evenstep.bench.measure.records import (
     DATA_END,
     PHASES,
     RankRecord,
-    buckets_in_flight,
     read_record,
     sorted_marks,
     spans,
@@ -84,11 +83,6 @@ def test_any_marks_give_steps_whose_phases_add_up(fresh_seed: int) -> None:
             assert set(step) == set(PHASES)
             assert min(step.values()) >= 0
             assert sum(step.values()) == pytest.approx((ended - began) / 1e9, abs=1e-12)
-
-
-def test_buckets_travel_until_all_have_arrived() -> None:
-    record = RankRecord(0, 2, 1, (0, 100), (1, 1), (0, 10, 1, 20, WAITING, 30, REDUCED, 50, 0, 110))
-    assert buckets_in_flight(record, 0, 100) == [(0, 10, 50), (1, 20, 50)]
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path: Path) -> None:

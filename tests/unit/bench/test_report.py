@@ -1,12 +1,10 @@
-"""The report: a dictionary that goes through JSON, tables, pictures, and a page that needs nothing else."""
+"""The report: a dictionary that goes through JSON, tables, and a plot."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-import shutil
-import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import replace
@@ -17,18 +15,13 @@ import pytest
 from rich.console import Console
 
 from evenstep.bench.command import scaling
-from evenstep.bench.explain import page, plots
+from evenstep.bench.explain import plots
 from evenstep.bench.explain.report import PART_NAMES, build_report, nothing_found, print_report
 from evenstep.bench.measure.plan import Setting
 from evenstep.bench.measure.runs import Wish, remarks
 from evenstep.cli.bench import build_parser
 from evenstep.errors import ConfigurationError
 from tests.bench_runs import CALM, calm, make_run, measured, weak_pair
-
-CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
-)
-
 
 WISH = Wish("train.py", (), (1, 2), "weak", None, 2, 20, 1, 1)
 
@@ -50,35 +43,12 @@ def report() -> dict[str, Any]:
     return reported()
 
 
-@pytest.fixture(scope="module")
-def html(report: dict[str, Any]) -> str:
-    figures = plots.draw(report)
-    return page.render(report, {name: plots.as_svg(figure, name) for name, figure in figures.items()})
-
-
 def test_the_report_says_what_was_measured(report: dict[str, Any]) -> None:
     one, two = report["curves"]["weak"]
     assert (one["num_replicas"], two["num_replicas"]) == (1, 2)
     assert sum(two["parts"].values()) == pytest.approx(two["step_s"]["median"], rel=1e-3)
     assert two["late"]["rank"] == 1
     assert [finding["cause"] for finding in report["findings"]] == ["slow rank"]
-    ranks = report["timeline"]["ranks"]
-    assert [rank["rank"] for rank in ranks] == [0, 1]
-    for rank in ranks:
-        ends = [ended for _, _, ended in rank["phases"]]
-        assert [began for _, began, _ in rank["phases"][1:]] == ends[:-1], "no gap"
-        assert [number for number, _, _ in rank["buckets"]] == [0, 1]
-    assert any(phase == "wait" for phase, _, _ in ranks[0]["phases"])
-
-
-def test_the_report_says_when_buckets_set_out(report: dict[str, Any], html: str) -> None:
-    """Half-way through the backward pass of 60 ms, and at its end; nothing travels on one replica."""
-    one, two = report["curves"]["weak"]
-    assert one["buckets"] == []
-    assert [each["num_bytes"] for each in two["buckets"]] == report["timeline"]["bucket_bytes"] == [1 << 20, 7 << 20]
-    assert [each["ready_s"] for each in two["buckets"]] == pytest.approx([0.03, 0.06], rel=0.05)
-    assert "<td>bucket 1</td><td>7 MiB</td>" in html
-    assert report["facts"]["bucket_bytes"] == [1 << 20, 7 << 20]
 
 
 def test_the_tables_fit_a_terminal(report: dict[str, Any]) -> None:
@@ -115,7 +85,7 @@ def test_a_loss_without_a_cause_is_not_said_to_be_healthy() -> None:
     )
 
 
-def test_a_loss_without_a_finding_is_a_note_in_the_table_and_on_the_page() -> None:
+def test_a_loss_without_a_finding_is_a_note() -> None:
     found = weak_pair(2, lambda r, s: {**CALM, "forward": 45.0, "backward": 90.0}, alone=calm)
     busy = [
         replace(r, usage=replace(r.usage, cores=(1.0,) * 8)) for r in found.rounds[0][found.curves["weak"][-1]].records
@@ -131,38 +101,34 @@ def test_a_loss_without_a_finding_is_a_note_in_the_table_and_on_the_page() -> No
     print_report(built, Console(file=out, width=80))
     assert f"note: {line}" in re.sub(r"\s+", " ", out.getvalue())
     assert nothing_found(built).startswith("No cause was found for certain")
-    pictures = {name: plots.as_svg(figure, name) for name, figure in plots.draw(built).items()}
-    assert f"<li>{line}</li>" in page.render(built, pictures)
 
 
 def test_one_round_has_no_quartiles() -> None:
-    def texts(num_rounds: int) -> tuple[str, str]:
+    def text(num_rounds: int) -> str:
         built = build_report(weak_pair(2, calm, exchange_ms=4), version="1", began_at="now")
         built["command"]["num_rounds"] = num_rounds
         out = io.StringIO()
         print_report(built, Console(file=out, width=100))
-        pictures = {name: plots.as_svg(figure, name) for name, figure in plots.draw(built).items()}
-        return out.getvalue(), page.render(built, pictures)
+        return out.getvalue()
 
     quartiles = r"\d+% \(\d+ to \d+\)"
-    terminal, html = texts(3)
-    assert re.search(quartiles, terminal)
-    assert "<td>one round</td>" not in html
-    terminal, html = texts(1)
-    assert not re.search(quartiles, terminal)
-    assert html.count("<td>one round</td>") == 2
+    assert re.search(quartiles, text(3))
+    assert not re.search(quartiles, text(1))
     found = weak_pair(2, calm)
     assert any("one round" in remark for remark in remarks(found.curves, found.rounds[:1], WISH))
     assert not any("one round" in remark for remark in remarks(found.curves, found.rounds[:1] * 3, WISH))
 
 
-def test_both_curves_in_one_report() -> None:
+def test_both_curves_in_one_report_and_one_plot(tmp_path: Path) -> None:
     one, two, half = Setting(1, 32, 1), Setting(2, 64, 2), Setting(2, 32, 1)
     halved = {k: v / 2 for k, v in CALM.items()}
     runs = {one: make_run(one, calm), two: make_run(two, calm), half: make_run(half, lambda r, s: halved, rows=16)}
     found = build_report(measured([runs], weak=(one, two), strong=(one, half)), version="1", began_at="now")
     assert set(found["curves"]) == {"weak", "strong"}
-    assert set(plots.draw(found)) == {"efficiency", "parts", "timeline"}
+    plots.draw_efficiency(found["curves"], tmp_path / "efficiency.png")
+    content = (tmp_path / "efficiency.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 8000
 
 
 def test_a_step_of_several_batches_is_told_from_its_batches() -> None:
@@ -183,84 +149,6 @@ def test_why_there_is_no_strong_scaling() -> None:
         settings = Setting(1, batch), Setting(2, batch, 2)
         runs = {each: make_run(each, calm) for each in settings}
         assert told in str(remarks({"weak": settings}, [runs], wish))
-
-
-# ---------------------------------------------------------------------- the page
-
-
-def test_the_page_needs_nothing_from_outside(html: str) -> None:
-    names = {
-        "http://www.w3.org/2000/svg",
-        "http://www.w3.org/1999/xlink",
-        "http://www.w3.org/1999/02/22-rdf-syntax-ns#",
-    }
-    names |= {
-        "http://creativecommons.org/ns#",
-        "http://purl.org/dc/elements/1.1/",
-        "http://purl.org/dc/dcmitype/StillImage",
-    }
-    assert set(re.findall(r'https?://[^"\'<> ]+', html)) <= names | {"https://matplotlib.org/"}
-    assert not re.search(r"<(script|link|img|iframe)\b|url\((?!#)|@import", html)
-    assert "&lt;0.1&gt;" in html, "arguments are escaped"
-    assert "<0.1>" not in html
-
-
-def test_every_picture_is_in_the_page_once_with_names_of_its_own(html: str) -> None:
-    assert re.findall(r'<figure id="(\w+)"', html) == ["efficiency", "parts", "timeline"]
-    assert html.count("<svg") == 3
-    figures = re.findall(r"<figure.*?</figure>", html, re.DOTALL)
-    clips = [set(re.findall(r'<clipPath id="(\w+)"', figure)) for figure in figures]
-    assert all(clips)
-    assert not clips[0] & clips[1]
-    assert not clips[1] & clips[2]
-
-
-def test_pictures_for_slides(report: dict[str, Any], tmp_path: Path) -> None:
-    for name, figure in plots.draw(report).items():
-        plots.save_png(figure, tmp_path / f"{name}.png")
-        content = (tmp_path / f"{name}.png").read_bytes()
-        assert content.startswith(b"\x89PNG")
-        assert len(content) > 8000
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome is installed")
-def test_a_browser_shows_the_pictures(html: str, tmp_path: Path) -> None:
-    """The browser itself measures what it has laid out, and writes that into the page it prints."""
-    asks = """<script>window.addEventListener('load', () => {
-        const found = [...document.querySelectorAll('figure svg')].map(each => {
-            const box = each.getBoundingClientRect();
-            const paths = [...each.querySelectorAll('path, use')];
-            const ink = paths.filter(path => path.getBoundingClientRect().width > 0).length;
-            const bars = paths.filter(path => getComputedStyle(path).fill === 'rgb(229, 121, 74)'
-                                              && path.getBoundingClientRect().width > 1).length;
-            return [each.parentElement.id, Math.round(box.width), Math.round(box.height), ink, bars].join(' ');
-        });
-        document.body.setAttribute('data-found', found.join(';'));
-    });</script>"""
-    (tmp_path / "report.html").write_text(html.replace("</body>", asks + "</body>"))
-    assert CHROMIUM is not None
-    quiet = ["--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
-    called = [
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        *quiet,
-        "--disable-sync",
-        "--disable-dev-shm-usage",
-    ]
-    called += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=900,1200", "--dump-dom"]
-    done = subprocess.run([*called, f"file://{tmp_path}/report.html"], capture_output=True, text=True, timeout=120)
-    found = re.search(r'data-found="([^"]*)"', done.stdout)
-    assert found, done.stderr[-2000:]
-    seen = {name: [int(n) for n in numbers] for name, *numbers in (each.split() for each in found[1].split(";"))}
-    assert set(seen) == {"efficiency", "parts", "timeline"}
-    # Exposed communication has a bar for each number of replicas, either bucket in flight one for each rank; legends.
-    assert (seen["parts"][3], seen["timeline"][3]) == (2 + 1, 2 * 2 + 1)
-    for name, (width, height, num_paths, _) in seen.items():
-        assert width > 500, name
-        assert height > 150, name
-        assert num_paths > 20, name
 
 
 # ---------------------------------------------------------------------- the command

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from evenstep.bench.explain.findings import Case, find, grown, unexplained
-from evenstep.bench.measure.records import backward_until_ready, buckets_in_flight, spans
 from evenstep.bench.measure.runs import Measured
 from evenstep.bench.measure.scaling import Point, Run, Spread, busy_cores, cores_elsewhere, curve, utilisation
 from evenstep.checks import counted
@@ -60,7 +57,6 @@ def build_report(measured: Measured, *, version: str, began_at: str) -> dict[str
         "unexplained": _unexplained(curves),
         "grown": _grown(main),
         "findings_at": main[-1].num_replicas,
-        "timeline": timeline(main[-1].run),
         "remarks": list(measured.remarks),
     }
 
@@ -114,49 +110,6 @@ def _device_busy_s(run: Run) -> float | None:
     return max((r.device_busy_s for r in run.records if r.device_busy_s is not None), default=None)
 
 
-def timeline(run: Run) -> dict[str, Any]:
-    """The step that is the median by its length, on every rank: phases and buckets in seconds from its beginning."""
-    first = run.records[0]
-    ends = first.steps_ns[first.num_warmup - 1 :]
-    lengths = sorted((ended - began, number) for number, (began, ended) in enumerate(pairwise(ends)))
-    number = first.num_warmup + lengths[(len(lengths) - 1) // 2][1]
-    # One clock for all processes of a host: `perf_counter` is the kernel's monotonic one.
-    origin = min(record.steps_ns[number - 1] for record in run.records)
-    ranks = []
-    for record in run.records:
-        began, ended = record.steps_ns[number - 1], record.steps_ns[number]
-        marks = [
-            each
-            for what, when in zip(record.marks[::2], record.marks[1::2], strict=True)
-            if began <= when <= ended
-            for each in (what, when)
-        ]
-        ranks.append(
-            {
-                "rank": record.rank,
-                "phases": [[p, _s(a - origin), _s(b - origin)] for p, a, b in spans(marks, began, ended)],
-                "buckets": [[n, _s(a - origin), _s(b - origin)] for n, a, b in buckets_in_flight(record, began, ended)],
-            }
-        )
-    return {"step": number, "bucket_bytes": list(first.facts.bucket_bytes), "ranks": ranks}
-
-
-def buckets_of(run: Run) -> list[dict[str, float]]:
-    """Bytes of every bucket, and when in the backward passes it sets out: the median of all steps and ranks."""
-    found: dict[int, list[float]] = {}
-    for record in run.records:
-        for bucket, seconds in backward_until_ready(record).items():
-            found.setdefault(bucket, []).extend(seconds)
-    sizes = run.records[0].facts.bucket_bytes
-    if sorted(found) != list(range(len(sizes))):
-        return []
-    return [{"num_bytes": size, "ready_s": statistics.median(found[n])} for n, size in enumerate(sizes)]
-
-
-def _s(ns: int) -> float:
-    return round(ns / 1e9, 9)
-
-
 def _point(point: Point) -> dict[str, Any]:
     decomposition, busy_s = point.decomposition, _device_busy_s(point.run)
     return {
@@ -170,7 +123,6 @@ def _point(point: Point) -> dict[str, Any]:
         "parts": {name: getattr(decomposition.parts, f"{name}_s") for name in PART_NAMES},
         "late": None if decomposition.late is None else asdict(decomposition.late),
         "ready_s": list(decomposition.ready_s),
-        "buckets": buckets_of(point.run),
         "blocks": [
             {"name": name, "all_gather_s": gathering, "reduce_scatter_s": scattering}
             for name, gathering, scattering in point.run.blocks()

@@ -12,14 +12,12 @@ a communication hook of the script's stays in its place.
     first callback of the pass       WAITING: all gradients of this rank are there. The wrapper queues its own callback,
                                      which waits for the buckets, when the last bucket is on its way: later than ours
     callback queued by that          REDUCED, END: the wrapper's has run
-    last gradient of a bucket        its number, [Note: torch's buckets]
 
 A plain module, in a process without a group, has the same marks, without a wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Any
 
@@ -29,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from evenstep.bench.measure.fsdp import ShardWatch
 from evenstep.bench.measure.records import SYNC
-from evenstep.bench.measure.torch_buckets import BucketWatch
 from evenstep.compat import torch_pytree as pytree
 from evenstep.compat.torch_autograd import at_end_of_backward
 from evenstep.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, REDUCED, WAITING
@@ -56,7 +53,6 @@ class ModelWatch:
         self.wrapper = ""
         self._marks = marks
         self._is_in_backward = False
-        self._buckets: list[BucketWatch] = []
         self.shards = ShardWatch(marks)
 
     def find(self, optimizer: torch.optim.Optimizer) -> None:
@@ -72,24 +68,9 @@ class ModelWatch:
             self.wrapper = "fsdp"
 
     def marks(self) -> list[int]:
-        """What evenstep's models have recorded themselves; buckets are numbered over all of them."""
-        found: list[int] = []
-        first = 0
-        for model in self._ours():
-            marks = model.engine.recorder.marks()
-            found += [
-                n for what, when in zip(marks[::2], marks[1::2], strict=True) for n in (_after(first, what), when)
-            ]
-            first += len(model.engine.buckets)
-        return found
-
-    def bucket_bytes(self) -> tuple[int, ...]:
-        """Bytes of every bucket of gradients; empty where none travel, or where they are unknown."""
-        ours = [bucket.flat.nbytes for model in self._ours() for bucket in model.engine.buckets]
-        return (*ours, *(size for watch in self._buckets for size in watch.num_bytes))
-
-    def _ours(self) -> Iterable[DistributedDataParallel]:
-        return [model for model in self.models if isinstance(model, DistributedDataParallel)]
+        """What evenstep's models have recorded themselves."""
+        ours = [model for model in self.models if isinstance(model, DistributedDataParallel)]
+        return [number for model in ours for number in model.engine.recorder.marks()]
 
     def _count_rows(self, model: nn.Module, inputs: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -101,22 +82,10 @@ class ModelWatch:
         if isinstance(model, TorchDistributedDataParallel):
             inner: nn.Module = model.module
             model.register_forward_pre_hook(lambda *_: self._mark(SYNC))
-            self._watch_buckets(model, inner)
             inner.register_forward_pre_hook(lambda *_: self._mark(FORWARD))
         else:
             model.register_forward_pre_hook(lambda *_: self._mark(FORWARD))
         model.register_forward_hook(self._forward_ended)
-
-    def _watch_buckets(self, model: TorchDistributedDataParallel, inner: nn.Module) -> None:
-        earlier = tuple(self._buckets)
-
-        def sets_out(number: int) -> None:
-            number += sum(len(watch.num_bytes) for watch in earlier)
-            self._marks += (number, perf_counter_ns())
-
-        watch = BucketWatch(model, sets_out)
-        self._buckets.append(watch)
-        inner.register_forward_pre_hook(lambda *_: watch.forward_begins() if torch.is_grad_enabled() else None)
 
     def _mark(self, what: int) -> None:
         if torch.is_grad_enabled():
@@ -134,13 +103,9 @@ class ModelWatch:
         if not self._is_in_backward:
             self._is_in_backward = True
             self._marks += (BACKWARD, perf_counter_ns())
-            for watch in self._buckets:
-                watch.backward_begins()
             at_end_of_backward(self._gradients_are_there)
 
     def _gradients_are_there(self) -> None:
-        for watch in self._buckets:
-            watch.gradients_are_there()
         self._marks += (WAITING, perf_counter_ns())
         at_end_of_backward(self._backward_ended)
 
@@ -158,7 +123,3 @@ def facts_of(models: list[nn.Module]) -> dict[str, Any]:
         "num_tensors": len(sizes),
         "largest": max(sizes, key=lambda each: each[1], default=("", 0)),
     }
-
-
-def _after(first: int, what: int) -> int:
-    return first + what if what >= 0 else what

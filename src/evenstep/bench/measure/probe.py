@@ -144,7 +144,6 @@ class Probe:
             num_cores=count_cpus(),
             num_workers=self._loaders.num_workers,
             has_loader=self._loaders.was_seen,
-            bucket_bytes=models.bucket_bytes(),
             **facts_of(models.models),
         )
         record = RankRecord(
@@ -154,7 +153,7 @@ class Probe:
             steps_ns=tuple(self._steps_ns),
             rows=tuple(self._rows),
             batches=tuple(self._batches),
-            marks=tuple(sorted_marks([*self._marks, *_but_the_optimizer(models.marks())])),
+            marks=tuple(sorted_marks([*self._marks, *_of_passes(models.marks())])),
             facts=facts,
             usage=self._usage,
             syncs=() if self._inspection is None else self._inspection.syncs(),
@@ -240,9 +239,9 @@ def _is_on_gpu(models: list[torch.nn.Module]) -> bool:
     return any(p.is_cuda for model in models for p in model.parameters())
 
 
-def _but_the_optimizer(marks: list[int]) -> list[int]:
-    """Marks of evenstep's models; when optimizers step the probe has seen itself."""
-    kept = [(what, when) for what, when in zip(marks[::2], marks[1::2], strict=True) if what < OPTIMIZER or what >= 0]
+def _of_passes(marks: list[int]) -> list[int]:
+    """Marks of evenstep's models without buckets and optimizers, whose steps the probe has seen itself."""
+    kept = [(what, when) for what, when in zip(marks[::2], marks[1::2], strict=True) if what < OPTIMIZER]
     return [number for pair in kept for number in pair]
 
 

@@ -22,7 +22,7 @@ A step lasts from the end of one optimizer step to the end of the next.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -92,7 +92,6 @@ class Facts:
         gradient_bytes: Of all gradients.
         num_tensors: Parameters that are trained.
         largest: Name and bytes of the largest of them.
-        bucket_bytes: Of every bucket in which gradients travel; empty where none do, or where they are unknown.
     """
 
     device: str = "cpu"
@@ -104,7 +103,6 @@ class Facts:
     gradient_bytes: int = 0
     num_tensors: int = 0
     largest: tuple[str, int] = ("", 0)
-    bucket_bytes: tuple[int, ...] = ()
     backend: str = ""
 
 
@@ -183,7 +181,7 @@ def read_record(path: Path) -> RankRecord:
         **plain,
         blocks=tuple((name, gathering, scattering) for name, gathering, scattering in blocks),
         syncs=tuple((line, count) for line, count in found["syncs"]),
-        facts=Facts(**{**facts, "largest": tuple(facts["largest"]), "bucket_bytes": tuple(facts["bucket_bytes"])}),
+        facts=Facts(**{**facts, "largest": tuple(facts["largest"])}),
         usage=Usage(**{**usage, "cores": tuple(usage["cores"])}),
     )
 
@@ -231,52 +229,19 @@ def spans(marks: Sequence[int], began_ns: int, ended_ns: int) -> list[tuple[str,
 
 def steps_in_parts(record: RankRecord) -> list[dict[str, float]]:
     """Every counted step: seconds by phase, all of `PHASES`; they add up to the step."""
-    found = []
-    for began, ended, marks in counted_steps(record):
-        parts = dict.fromkeys(PHASES, 0.0)
-        for phase, since, until in spans(marks, began, ended):
-            parts[phase] += (until - since) / 1e9
-        found.append(parts)
-    return found
-
-
-def counted_steps(record: RankRecord) -> Iterator[tuple[int, int, list[int]]]:
-    """(from, to, marks between them) of every counted step."""
     if record.num_warmup == 0:
         raise ValueError("the first step has no beginning: at least one step of warm-up is needed")
-    pairs = list(zip(record.marks[::2], record.marks[1::2], strict=True))
+    marks = list(zip(record.marks[::2], record.marks[1::2], strict=True))
     position = 0
+    found = []
     for began, ended in pairwise(record.steps_ns[record.num_warmup - 1 :]):
-        while position < len(pairs) and pairs[position][1] < began:
+        while position < len(marks) and marks[position][1] < began:
             position += 1
         stop = position
-        while stop < len(pairs) and pairs[stop][1] <= ended:
+        while stop < len(marks) and marks[stop][1] <= ended:
             stop += 1
-        yield began, ended, [number for pair in pairs[position:stop] for number in pair]
-
-
-def backward_until_ready(record: RankRecord) -> dict[int, list[float]]:
-    """By bucket, by counted step: seconds of backward passes that the step had behind it when the bucket set out."""
-    found: dict[int, list[float]] = {}
-    for began, ended, marks in counted_steps(record):
-        passes = [(since, until) for phase, since, until in spans(marks, began, ended) if phase == "backward"]
-        last = {what: when for what, when in zip(marks[::2], marks[1::2], strict=True) if what >= 0}
-        for bucket, when in last.items():
-            spent = sum(min(until, when) - since for since, until in passes if since < when)
-            found.setdefault(bucket, []).append(spent / 1e9)
-    return found
-
-
-def buckets_in_flight(record: RankRecord, began_ns: int, ended_ns: int) -> list[tuple[int, int, int]]:
-    """(bucket, from when it travels, until when it has arrived at the latest) in a stretch of time."""
-    found: list[tuple[int, int, int]] = []
-    open_since: dict[int, int] = {}
-    for what, when in zip(record.marks[::2], record.marks[1::2], strict=True):
-        if not began_ns <= when <= ended_ns:
-            continue
-        if what >= 0:
-            open_since[what] = when
-        elif what == REDUCED:
-            found += [(bucket, since, when) for bucket, since in sorted(open_since.items())]
-            open_since = {}
+        parts = dict.fromkeys(PHASES, 0.0)
+        for phase, since, until in spans([n for mark in marks[position:stop] for n in mark], began, ended):
+            parts[phase] += (until - since) / 1e9
+        found.append(parts)
     return found

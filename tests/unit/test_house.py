@@ -79,7 +79,7 @@ ORDER: dict[str, list[str]] = {
         "initial_rows",
         "rows",
     ],
-    "bench": ["command", "explain", "measure", "memory"],
+    "bench": ["command", "compare", "explain", "measure", "memory"],
     "bench.explain": ["plots", "report", "findings"],
     "bench.measure": [
         "runs",

@@ -48,6 +48,57 @@ def test_every_command_of_the_page_is_run() -> None:
     assert [shlex.split(command)[-1] for command in COMMANDS] == [*PROGRAMS] == ["train.py", "train_ddp.py"]
 
 
+def compare(directory: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    """The scripts of the answer, and what was printed."""
+    command = Command(directory, ["bench", "compare", "--json", "out.json", *arguments], {"COLUMNS": "120"})
+    assert wait(command) == 0, f"{command.stdout}\n{command.stderr}"
+    assert command.leaves_no_process()
+    return json.loads((directory / "out.json").read_text())["scripts"], command.stdout
+
+
+def test_scripts_are_compared_in_alternating_rounds(tmp_path: Path) -> None:
+    """The page's, one that sleeps and is slower for that, and one with another rate, whose losses differ."""
+    (program,) = pages.programs("how-to/compare.md").values()
+    (tmp_path / "train.py").write_text(program)
+    sleeps = program.replace(
+        "            optimizer.step()", "            import time; time.sleep(0.02)\n            optimizer.step()"
+    )
+    (tmp_path / "sleeps.py").write_text(sleeps)
+    (tmp_path / "rate.py").write_text(program.replace("lr=1e-2", "lr=3e-1"))
+    flags = ["--nproc-per-node", "2", "--repeats", "2", "--steps", "10"]
+    found, printed = compare(tmp_path, *flags, "train.py", "sleeps.py", "rate.py", "--", "--unused", "--json")
+    first, slow, rate = found
+    assert slow["speed"]["high"] < 0.7, found
+    assert slow["losses"] == "the same, bit by bit"
+    assert not slow["losses_differ"]
+    assert rate["losses_differ"]
+    assert "losses of rate.py and train.py: DIFFERENT" in printed
+    assert first["speed"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+
+
+@pytest.mark.extended
+def test_commands_of_the_page_about_comparing(tmp_path: Path) -> None:
+    """As they stand there, but for fewer rounds."""
+    for name, program in pages.programs("how-to/compare.md").items():
+        (tmp_path / name).write_text(program)
+    change, command = pages.commands("how-to/compare.md")
+    subprocess.run(change, shell=True, cwd=tmp_path, check=True)
+    words = shlex.split(command)
+    assert words[:3] == ["evenstep", "bench", "compare"]
+    found, _ = compare(tmp_path, "--repeats", "1", *words[3:])
+    assert [each["script"] for each in found] == ["train.py", "fused.py"]
+    assert not found[1]["losses_differ"], found
+
+
+def test_a_script_that_fails_ends_the_comparison_with_its_error(tmp_path: Path) -> None:
+    (tmp_path / "good.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "bad.py").write_text("raise ValueError('of the script')\n")
+    command = Command(tmp_path, ["bench", "compare", "--nproc-per-node", "2", "bad.py", "good.py"])
+    assert wait(command) == 2
+    assert "bad.py failed with status 1" in command.stderr
+    assert "ValueError: of the script" in command.stderr
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "number", [pytest.param(0, id="evenstep"), pytest.param(1, id="torch", marks=pytest.mark.extended)]

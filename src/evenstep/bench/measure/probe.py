@@ -8,11 +8,13 @@ the probe looks for them then.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -61,6 +63,7 @@ class Probe:
         self._is_written = False
         self._backend = ""
         self._blocks: tuple[tuple[str, float, float], ...] = ()
+        self._losses: list[torch.Tensor] = []
 
     def install(self, patches: Patches) -> None:
         """Watch this process until the patches are undone."""
@@ -74,11 +77,22 @@ class Probe:
         self._models.shards.install(patches)
         self._scratch.install(patches)
         watch_steps(patches, self._optimizer_begins, self._optimizer_ended)
+        patches.replace(torch.autograd, "backward", self._watch_losses)
 
     # ------------------------------------------------------------------ hooks
 
     def _waited_for_data(self, began_ns: int, ended_ns: int) -> None:
         self._marks += (DATA, began_ns, DATA_END, ended_ns)
+
+    def _watch_losses(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) else None
+            if isinstance(root, torch.Tensor) and root.numel() == 1 and not self._is_written:
+                self._losses.append(root.detach().clone())  # read at the end: on a GPU that would wait for it
+            return original(tensors, *args, **kwargs)
+
+        return backward
 
     def _optimizer_begins(self, optimizer: Any) -> None:
         self._marks += (OPTIMIZER, perf_counter_ns())
@@ -160,6 +174,8 @@ class Probe:
             device_busy_s=None if self._inspection is None else self._inspection.device_busy_s,
             saved=tuple(self._scratch.saved),
             blocks=self._blocks,
+            losses=tuple(float(loss) for loss in self._losses),
+            loss_dtype=str(self._losses[0].dtype).removeprefix("torch.") if self._losses else "",
         )
         write_record(record, record_file(self._asked, self._placement.rank))
 

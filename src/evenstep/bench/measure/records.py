@@ -125,6 +125,8 @@ class RankRecord:
         batches: By step, samples of the newest batch of a loader: fewer than `rows` where a step takes several, or
             where a model is called twice with the same.
         blocks: Of FSDP2: (name, seconds in all-gathers, in reduce-scatters) of a step, on average; see `fsdp`.
+        losses: By backward pass, what it began at, where that is one element.
+        loss_dtype: Of the first of them, such as "float32".
     """
 
     rank: int
@@ -140,6 +142,8 @@ class RankRecord:
     saved: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
     blocks: tuple[tuple[str, float, float], ...] = ()
+    losses: tuple[float, ...] = ()
+    loss_dtype: str = ""
 
     @property
     def num_steps(self) -> int:

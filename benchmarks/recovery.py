@@ -274,9 +274,9 @@ def versions(python: Path) -> str:
 
 def main() -> None:
     """Print a table and write it as JSON."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--repeats-large", type=int, help="of the 500 MB; default: as --repeats")
+    parser.add_argument("--repeats-large", type=int, default=2, help="of the 500 MB (default: %(default)s)")
     parser.add_argument("--sizes", default="5,500", help="MB of parameters")
     parser.add_argument(
         "--torchft", type=Path, metavar="PYTHON", help="of an environment that has it, to measure it, too"
@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     shapes = {"5": (512, 4), "500": (4096, 7)}
-    repeats = {"5": args.repeats, "500": args.repeats_large or args.repeats}
+    repeats = {"5": args.repeats, "500": args.repeats_large}
     if args.torchft is None:
         print("without torchft: --torchft PYTHON names the python of an environment that has it")
     found: dict[str, list[dict[str, float]]] = {}

@@ -61,11 +61,11 @@ def test_scripts_are_compared_in_alternating_rounds(tmp_path: Path) -> None:
     (program,) = pages.programs("how-to/compare.md").values()
     (tmp_path / "train.py").write_text(program)
     sleeps = program.replace(
-        "            optimizer.step()", "            import time; time.sleep(0.02)\n            optimizer.step()"
+        "            optimizer.step()", "            import time; time.sleep(0.3)\n            optimizer.step()"
     )
     (tmp_path / "sleeps.py").write_text(sleeps)
     (tmp_path / "rate.py").write_text(program.replace("lr=1e-2", "lr=3e-1"))
-    flags = ["--nproc-per-node", "2", "--repeats", "2", "--steps", "10"]
+    flags = ["--nproc-per-node", "2", "--repeats", "2", "--steps", "8", "--warmup", "2"]
     found, printed = compare(tmp_path, *flags, "train.py", "sleeps.py", "rate.py", "--", "--unused", "--json")
     first, slow, rate = found
     assert slow["speed"]["high"] < 0.7, found

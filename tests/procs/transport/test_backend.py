@@ -282,7 +282,8 @@ def gloo_for_a_message(way: str) -> list[float]:
     before = listening()
     group = dist.new_group(backend="evenstep")
     dist.all_reduce(torch.ones(3), group=group)
-    assert listening() == before
+    # A group of an earlier test may just be closing its port, in a thread.
+    assert not listening() - before
     received = message(way, world, group)
     dist.barrier(group)
     assert [address for address, _ in listening() - before] == ["127.0.0.1"]

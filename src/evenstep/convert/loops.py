@@ -107,7 +107,7 @@ class Loops:
             work.refuse(
                 call,
                 "each sample is compared with all others of its batch, so ranks would compare theirs with fewer: "
-                "gather the features of all ranks first (docs/how-to/loss-over-all-ranks.md)",
+                "gather the features of all ranks first (docs/how-to/contrastive.md)",
             )
             return
         if kind.name == UNKNOWN:

@@ -342,12 +342,6 @@ class Script:
             and (self.loaders_of(loop) or _LOADER_NAME.fullmatch(_iterated_name(loop.iterates)))
         ]
 
-    def is_over_data(self, loop: Loop) -> bool:
-        """True if a loop goes through a loader."""
-        return bool(self.loaders_of(loop)) or bool(
-            loop.iterates is not None and _LOADER_NAME.fullmatch(_iterated_name(loop.iterates))
-        )
-
     def is_own(self, call: Call) -> bool:
         """True of a call in the script itself, not in what it imports."""
         return call.frame.file is self.files[0]

@@ -407,7 +407,8 @@ class World:
             weight: Samples, tokens or whatever the value was averaged over on this rank; at least 0.
 
         Returns:
-            A float for a number, else a tensor of `value`'s shape and dtype. NaN if all weights are 0.
+            A float for a number, else a tensor of `value`'s shape and dtype (float64 for integers and bool). NaN if all
+            weights are 0.
 
         Raises:
             ConfigurationError: The value is no real number or tensor, or the weight isn't one, where it is seen.

@@ -174,14 +174,14 @@ def weighted_mean(transport: Transport, value: Tensor, weight: float | Tensor) -
         weight: A number or a 0-dim tensor.
 
     Returns:
-        `value`'s shape and dtype; float32 for integers.
+        `value`'s shape and dtype; float64 for integers and bool, which float32 rounds above 2^24.
     """
     total = torch.empty(value.numel() + 1, dtype=torch.float64, device=value.device)
     total[-1] = weight
     total[:-1] = torch.where(total[-1] == 0, 0.0, value.reshape(-1).double() * total[-1])
     transport.all_reduce(total).wait()
     mean = total[:-1] / total[-1]
-    return mean.reshape(value.shape).to(value.dtype if value.is_floating_point() else torch.float32)
+    return mean.reshape(value.shape).to(value.dtype if value.is_floating_point() else torch.float64)
 
 
 def _encode_or_explain(value: Any) -> tuple[bytes, bool]:

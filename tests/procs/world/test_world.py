@@ -38,7 +38,8 @@ def means():
             world.gather(value)
     # float32 has no odd number above 2^24.
     whole = world.mean(torch.tensor([2**24 + 1, -(2**53)]))
-    assert whole.dtype == torch.float64 and whole.tolist() == [2**24 + 1, -(2**53)], whole
+    assert whole.dtype == torch.float64
+    assert whole.tolist() == [2**24 + 1, -(2**53)]
     assert world.mean(torch.tensor(True)).item() == 1.0
     return world.mean(r), world.mean(r, weight=r + 1), world.mean(nothing, weight=0 if r == 0 else 2), tensor.tolist()
 

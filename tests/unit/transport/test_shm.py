@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import subprocess
+import weakref
 
 import pytest
 import torch
@@ -61,8 +62,8 @@ def test_the_layout_has_no_overlap(world_size):
     assert layout.header(0, 1) - layout.header(0, 0) == HEADER_BYTES >= HEADER_USED_BYTES
 
 
-def make_segment() -> Segment:
-    return Segment.create(plan_segment(2, memory_bytes=host_memory_bytes()), b"n" * 16)
+def make_segment(world_size: int = 2) -> Segment:
+    return Segment.create(plan_segment(world_size, memory_bytes=host_memory_bytes()), b"n" * 16)
 
 
 def test_a_segment_is_private_anonymous_and_attached_by_another_descriptor():
@@ -113,6 +114,33 @@ def test_memory_is_for_real_and_goes_back_with_the_last_tensor():
     assert not arena.allocate(1 << 20, torch.float32).any()  # what was released reads as zeros
     del second
     assert os.fstat(segment.fd).st_blocks - before == 0
+
+
+def test_views_of_many_buckets_on_many_ranks_are_made_once():
+    segment = make_segment(64)
+    views, made = Views(segment), []
+    for _ in range(3):
+        made.append([views.zone(r, 128 * b, torch.float32, 32) for b in range(65) for r in range(64)])
+    assert all(again is first for later in made[1:] for again, first in zip(later, made[0], strict=True))
+
+
+def test_the_view_used_least_recently_goes_first_and_memory_goes_without_a_collection():
+    segment = make_segment()
+    views = Views(segment)
+    first, second = (views.common(8 * n, torch.float32, 2) for n in range(2))
+    for n in range(2, 4096):
+        views.common(8 * n, torch.float32, 2)
+    assert views.common(0, torch.float32, 2) is first
+    views.common(8 * 4096, torch.float32, 2)
+    assert views.common(0, torch.float32, 2) is first
+    assert views.common(8, torch.float32, 2) is not second
+    is_gone = weakref.ref(views)
+    gc.disable()
+    try:
+        del views
+        assert is_gone() is None
+    finally:
+        gc.enable()
 
 
 def test_too_little_memory_names_needed_and_available_bytes(monkeypatch):

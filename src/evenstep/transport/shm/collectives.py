@@ -137,7 +137,6 @@ Programs = Mapping[
 ]
 
 _memmove = ctypes.memmove
-_MAX_EAGER_VIEWS = 1024
 _MAX_AGREED = 1024
 
 
@@ -167,7 +166,6 @@ class ProgramContext:
         self._programs = programs
         self._views = Views(segment)
         self._scratch = Scratch()
-        self._eager_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         # By the headers of all ranks: their places, and whether all are ready.
         self._agreed: dict[tuple[bytes, ...], tuple[Sequence[int | None], bool]] = {}
         self._num_chunks = 0
@@ -224,8 +222,7 @@ class ProgramContext:
         self.counters.signal(Phase.FINISHED)
 
     def _add_piggyback(self, call: Call, numbers: Tensor) -> None:
-        key = (call.slot + NUM_SLOTS, numbers.dtype, numbers.numel())
-        views = self._slots(key, self.segment.layout.piggyback)
+        views = self._views.piggyback(call.slot, numbers.dtype, numbers.numel())
         reduce_into([numbers], views, plan_arithmetic("sum", numbers.dtype), self._scratch)
 
     def _read_headers(self, call: Call) -> None:
@@ -263,18 +260,7 @@ class ProgramContext:
 
     def eager_data(self, call: Call) -> list[Tensor]:
         """[numel] of every rank: the data of an eager call."""
-        key = (call.slot, call.flat.dtype, call.flat.numel())
-        return self._slots(key, self.segment.layout.eager_slot)
-
-    def _slots(self, key: tuple[int, torch.dtype, int], place: Callable[[int, int], int]) -> list[Tensor]:
-        views = self._eager_views.get(key)
-        if views is None:
-            slots = [place(rank, key[0] % NUM_SLOTS) for rank in self.ranks]
-            views = [self._views.common(slot, key[1], key[2]) for slot in slots]
-            if len(self._eager_views) >= _MAX_EAGER_VIEWS:
-                self._eager_views.clear()
-            self._eager_views[key] = views
-        return views
+        return self._views.eager(call.slot, call.flat.dtype, call.flat.numel())
 
     def shared_view(self, call: Call, rank: int, chunk: int, begin: int, end: int) -> Tensor:
         """[end - begin], elements of a rank's tensor, in memory that all ranks share.

@@ -39,7 +39,6 @@ from evenstep.transport import fallback
 from evenstep.transport.base import Transport
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 from evenstep.transport.shm.handshake import connect_shared_memory
-from evenstep.transport.shm.sync import plan_waiting
 
 CPU = torch.device("cpu")
 COLLECTIVES = ["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
@@ -102,7 +101,7 @@ def measure(sizes: list[int], collectives: list[str], num_blocks: int) -> tuple[
     world = evenstep.init(quiet=True)
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=120))
     gloo = ProcessGroupTransport(group, name="gloo", timeout_s=120, owns_group=True)
-    shared = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=120))
+    shared = connect_shared_memory(world.control, timeout_s=120)
     assert not isinstance(shared, str), shared
     backend = dist.new_group(backend="evenstep")
     deepspeed = deepspeeds_operator(world)

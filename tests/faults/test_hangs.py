@@ -15,7 +15,6 @@ from evenstep.health import heartbeat
 from evenstep.health.heartbeat import Phase
 from evenstep.testing import RankPool
 from evenstep.transport.shm.handshake import connect_shared_memory
-from evenstep.transport.shm.sync import plan_waiting
 from tests.commands import call
 
 
@@ -43,7 +42,7 @@ def test_a_mismatch_says_where_both_calls_were_made(ranks: RankPool) -> None:
 
 def comes_late(phase: Phase, timeout_s: float, sleep_s: float) -> str:
     world = evenstep.init(quiet=True)
-    transport = connect_shared_memory(world.control, plan_waiting(2, timeout_s=timeout_s))
+    transport = connect_shared_memory(world.control, timeout_s=timeout_s)
     assert not isinstance(transport, str)
     try:
         if world.rank == 1:

@@ -30,7 +30,6 @@ from evenstep.errors import (
 from evenstep.testing import RankPool
 from evenstep.transport.base import Transport
 from evenstep.transport.shm.handshake import connect_shared_memory
-from evenstep.transport.shm.sync import plan_waiting
 from evenstep.transport.shm.transport import SharedMemoryTransport
 from tests.limits import no_descriptors
 
@@ -38,9 +37,7 @@ CPU = torch.device("cpu")
 
 
 def connect(timeout_s: float = 30.0) -> SharedMemoryTransport:
-    made = connect_shared_memory(
-        evenstep.init(quiet=True).control, plan_waiting(evenstep.init(quiet=True).world_size, timeout_s=timeout_s)
-    )
+    made = connect_shared_memory(evenstep.init(quiet=True).control, timeout_s=timeout_s)
     assert isinstance(made, SharedMemoryTransport), made
     return made
 

@@ -22,7 +22,6 @@ from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group.gloo import open_gloo, store_of
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 from evenstep.transport.shm.handshake import connect_shared_memory, describe_this_process
-from evenstep.transport.shm.sync import plan_waiting
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def open_shared_memory(store: Store, rank: int, world_size: int, *, timeout_s: f
         The transport on every rank; None on every rank if they can't share memory.
     """
     control = StoreGather(PrefixStore("shared memory/", store), rank, world_size, timeout_s=timeout_s)
-    made = connect_shared_memory(control, plan_waiting(world_size, timeout_s=timeout_s))
+    made = connect_shared_memory(control, timeout_s=timeout_s)
     return None if isinstance(made, str) else made
 
 
@@ -163,8 +162,7 @@ def connect_ranks(
     seen = exchange(control, describe_this_process(control.rank))
     plan = plan_nodes(seen)
     if len(plan.nodes) == 1 or max(map(len, plan.nodes)) == 1:
-        policy = plan_waiting(control.world_size, timeout_s=timeout_s)
-        return connect_shared_memory(control, policy)  # explains it where memory can't be shared
+        return connect_shared_memory(control, timeout_s=timeout_s)  # explains it where memory can't be shared
     # Imported here, so that the module costs time only in a world of several nodes.
     from evenstep.transport.internode.transport import InternodeTransport
 
@@ -173,7 +171,7 @@ def connect_ranks(
     intra_node: IntraNode | str = LocalTransport()
     if len(ranks) > 1:
         # Gloo's threads need cores as well.
-        intra_node = connect_shared_memory(control.among(ranks), plan_waiting(2 * len(ranks), timeout_s=timeout_s))
+        intra_node = connect_shared_memory(control.among(ranks), timeout_s=timeout_s, threads_per_rank=2)
     problems = exchange(control, intra_node if isinstance(intra_node, str) else None)
     for rank, problem in enumerate(problems):
         if problem is not None:

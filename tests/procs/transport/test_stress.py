@@ -26,7 +26,6 @@ from evenstep.transport.base import Transport, Work
 from evenstep.transport.core.reduction import Scratch, plan_arithmetic, reduce_into
 from evenstep.transport.process_group.gloo import open_gloo
 from evenstep.transport.shm.handshake import connect_shared_memory
-from evenstep.transport.shm.sync import plan_waiting
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 CPU = torch.device("cpu")
@@ -127,7 +126,7 @@ def open_groups(seed: int) -> list[SharedMemoryTransport | None]:
         opened.append(None)
         if world.rank in members:
             meeting = open_gloo(members, timeout_s=60)
-            made = connect_shared_memory(meeting, plan_waiting(len(members), timeout_s=60))
+            made = connect_shared_memory(meeting, timeout_s=60)
             meeting.close()
             assert isinstance(made, SharedMemoryTransport), made
             opened[-1] = made
@@ -214,7 +213,7 @@ def test_random_collectives_while_ranks_are_stopped_and_go_on(fresh_seed: int) -
 def helped() -> None:
     """Rank 0 launches, and waits for something else first, which rank 1 does only after the call."""
     world = evenstep.init(quiet=True)
-    transport = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
+    transport = connect_shared_memory(world.control, timeout_s=30)
     assert not isinstance(transport, str)
     tensors = [torch.ones(size) for size in (10, 500_000)]
     works = [transport.all_reduce(tensor) for tensor in tensors]
@@ -246,7 +245,7 @@ def helped_after_a_long_wait(folder: Path) -> None:
     Then it waits for what rank 1 does only after that next call.
     """
     world = evenstep.init(quiet=True)
-    transport = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
+    transport = connect_shared_memory(world.control, timeout_s=30)
     assert not isinstance(transport, str)
     first, second = torch.ones(10), torch.ones(500_000)
     if world.rank == 0:
@@ -271,7 +270,7 @@ def test_the_helper_stays_awake_while_one_call_waits_and_another_is_in_flight(ra
 def called_back_during_a_wait(folder: Path) -> None:
     """Rank 0 waits for its second call, which rank 1 makes only after the callback of rank 0's first."""
     world = evenstep.init(quiet=True)
-    transport = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
+    transport = connect_shared_memory(world.control, timeout_s=30)
     assert not isinstance(transport, str)
     first, second = torch.ones(10), torch.ones(500_000)
     if world.rank == 0:
@@ -297,7 +296,7 @@ def launched_during_a_wait(folder: Path) -> None:
     That one is shown to rank 1 all the same: it allocates, asks for a callback, and returns at once.
     """
     world = evenstep.init(quiet=True)
-    transport = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
+    transport = connect_shared_memory(world.control, timeout_s=30)
     assert not isinstance(transport, str)
     first, second = torch.ones(10), transport.allocate(500_000, dtype=torch.float32, device=CPU).fill_(1)
     called: list[object] = []
@@ -331,7 +330,7 @@ def test_a_launch_never_waits_for_a_thread_that_waits(ranks: RankPool, tmp_path:
 
 def from_threads() -> None:
     world = evenstep.init(quiet=True)
-    first = connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=30))
+    first = connect_shared_memory(world.control, timeout_s=30)
     assert not isinstance(first, str)
     transports = [first, first.split(), first.split()]
     sums: list[float] = []

@@ -30,16 +30,14 @@ from evenstep.transport.process_group.transport import ProcessGroupTransport
 from evenstep.transport.shm import handshake
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.segment import CHUNK_BYTES, MAX_PIGGYBACK_BYTES, plan_segment
-from evenstep.transport.shm.sync import Phase, plan_waiting
+from evenstep.transport.shm.sync import Phase, WaitPolicy
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 TIMEOUT_S = 60.0
 
 
 def new_shared_memory() -> SharedMemoryTransport:
-    made = connect_shared_memory(
-        evenstep.init(quiet=True).control, plan_waiting(evenstep.init(quiet=True).world_size, timeout_s=TIMEOUT_S)
-    )
+    made = connect_shared_memory(evenstep.init(quiet=True).control, timeout_s=TIMEOUT_S)
     assert isinstance(made, SharedMemoryTransport), made
     return made
 
@@ -161,7 +159,7 @@ def check_one_rank(seed: int) -> tuple[int, int]:
     """Gloo and shared memory of a single rank, as a group of one in a larger world may be."""
 
     def shared_memory() -> SharedMemoryTransport:
-        made = connect_shared_memory(LocalTransport(), plan_waiting(1, timeout_s=TIMEOUT_S))
+        made = connect_shared_memory(LocalTransport(), timeout_s=TIMEOUT_S)
         assert isinstance(made, SharedMemoryTransport), made
         return made
 
@@ -239,14 +237,14 @@ def refusals() -> list[str]:
     with mock.patch.object(
         handshake, "describe_this_process", lambda r: genuine(r) | ({"boot": "x"} if r == 1 else {})
     ):
-        reasons.append(handshake.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
+        reasons.append(handshake.connect_shared_memory(world.control, timeout_s=5))
     with mock.patch.object(handshake.Segment, "create", no_room):
-        reasons.append(handshake.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
+        reasons.append(handshake.connect_shared_memory(world.control, timeout_s=5))
     if world.rank == 1:
         with mock.patch.object(handshake.Segment, "attach", refused):
-            reasons.append(handshake.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
+            reasons.append(handshake.connect_shared_memory(world.control, timeout_s=5))
     else:
-        reasons.append(handshake.connect_shared_memory(world.control, plan_waiting(world.world_size, timeout_s=5)))
+        reasons.append(handshake.connect_shared_memory(world.control, timeout_s=5))
     return [str(reason) for reason in reasons]
 
 
@@ -569,3 +567,21 @@ def call_in_a_fork(kind: str) -> str:
 def test_a_forked_child_does_not_wait_for_threads_of_gloo(ranks: RankPool, kind: str) -> None:
     for rank, said in enumerate(ranks.run(call_in_a_fork, 2, kind, timeout_s=30)):
         assert said.split("|") == [f"this process was forked from rank {rank}; only ranks can call collectives."] * 4
+
+
+def policy_of_pinned_ranks():
+    world, cores = evenstep.init(quiet=True), os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {sorted(cores)[world.rank]})
+        transport = new_shared_memory()
+    finally:
+        os.sched_setaffinity(0, cores)
+    policy = transport.counters.policy
+    transport.close()
+    return policy
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks are pinned to a core each")
+def test_ranks_pinned_to_a_core_each_spin_as_if_they_were_not(ranks):
+    """As Slurm and mpirun pin them."""
+    assert ranks.run(policy_of_pinned_ranks, 2) == [WaitPolicy(timeout_s=TIMEOUT_S)] * 2

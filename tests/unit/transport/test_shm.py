@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenstep.control_groups import count_cpus
 from evenstep.errors import ConfigurationError
 from evenstep.processes import state_and_start
 from evenstep.transport.core.header import (
@@ -20,7 +21,7 @@ from evenstep.transport.core.header import (
 )
 from evenstep.transport.shm import segment as segment_module
 from evenstep.transport.shm.allocator import Arena, FreeList, Views
-from evenstep.transport.shm.handshake import describe_this_process, why_not_together
+from evenstep.transport.shm.handshake import count_cores, describe_this_process, why_not_together
 from evenstep.transport.shm.peers import PeerProcess, PeerWatch, this_process
 from evenstep.transport.shm.segment import HEADER_BYTES, Segment, host_memory_bytes, plan_segment
 from evenstep.transport.shm.sync import (
@@ -165,6 +166,15 @@ def test_semaphores_count():
     assert take(address, 0.01) is True
     assert sem_trywait(address) == 0
     assert sem_trywait(address) != 0
+
+
+def test_cores_are_those_of_all_ranks_together():
+    here = describe_this_process(0)
+    assert count_cores([here] * 4) == count_cpus()
+    pinned = [{"cores": [rank], "core_limit": None} for rank in range(4)]
+    assert count_cores(pinned) == 4
+    assert count_cores([pinned[0], pinned[0], pinned[1]]) == 2
+    assert count_cores([each | {"core_limit": 2.5} for each in pinned]) == 3
 
 
 def test_who_can_share_memory():

@@ -11,6 +11,8 @@ transport on every rank, or the same reason why there is none.
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import platform
 import secrets
@@ -20,22 +22,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from evenstep import control_groups
 from evenstep.errors import ConfigurationError
 from evenstep.transport.core.object_collectives import Gathering, exchange
 from evenstep.transport.shm.peers import PeerProcess, this_process
 from evenstep.transport.shm.segment import NONCE_BYTES, Segment, SegmentLayout, host_memory_bytes, plan_segment
-from evenstep.transport.shm.sync import WaitPolicy
+from evenstep.transport.shm.sync import plan_waiting
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
 
-def connect_shared_memory(control: Gathering, policy: WaitPolicy) -> SharedMemoryTransport | str:
+def connect_shared_memory(
+    control: Gathering, *, timeout_s: float, threads_per_rank: int = 1
+) -> SharedMemoryTransport | str:
     """Join the ranks of `control` through memory that they share.
 
     Collective: every rank calls this, in the same order.
 
     Args:
         control: Carries the few messages of the handshake: the rendezvous store (`StoreGather`), or a transport.
-        policy: How to wait for peers, and until when.
+        timeout_s: Deadline for peers to arrive.
+        threads_per_rank: How many threads of a rank are busy while it waits.
 
     Returns:
         The transport on every rank, or on every rank the same reason why there is none.
@@ -66,12 +72,15 @@ def connect_shared_memory(control: Gathering, policy: WaitPolicy) -> SharedMemor
             return f"rank {rank} could not join: {problem}"
     assert segment is not None
     processes = [PeerProcess(**each["process"]) for each in seen]
-    return SharedMemoryTransport(segment, processes, rank=control.rank, policy=policy, split_by=_connect_again)
+    policy = plan_waiting(threads_per_rank * control.world_size, num_cores=count_cores(seen), timeout_s=timeout_s)
+    split_by = functools.partial(_connect_again, threads_per_rank=threads_per_rank)
+    return SharedMemoryTransport(segment, processes, rank=control.rank, policy=policy, split_by=split_by)
 
 
-def _connect_again(transport: SharedMemoryTransport) -> SharedMemoryTransport:
+def _connect_again(transport: SharedMemoryTransport, *, threads_per_rank: int) -> SharedMemoryTransport:
     """Make another segment of the same ranks."""
-    made = connect_shared_memory(transport, transport.counters.policy)
+    timeout_s = transport.counters.policy.timeout_s
+    made = connect_shared_memory(transport, timeout_s=timeout_s, threads_per_rank=threads_per_rank)
     if isinstance(made, str):
         raise ConfigurationError(f"rank {transport.rank}: no second segment of shared memory could be made: {made}.")
     return made
@@ -89,10 +98,23 @@ def describe_this_process(rank: int) -> dict[str, Any]:
             "user": os.geteuid(),
             "machine": f"{platform.machine()} {sys.byteorder} {sys.maxsize}",
             "memory_bytes": host_memory_bytes(),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "core_limit": control_groups.cpu_limit(),
             "process": asdict(this_process(rank)),
         }
     except OSError as error:
         return {"problem": str(error)}
+
+
+def count_cores(seen: Sequence[dict[str, Any]]) -> int:
+    """The cores that ranks which described themselves so may use together. Pure.
+
+    Launchers pin each rank to cores of its own (Slurm, mpirun): no rank knows from its own affinity how many there are.
+    """
+    cores = {core for each in seen for core in each["cores"]}
+    # Control groups of one node mostly have all its ranks, so their limits don't add up.
+    limits = [math.ceil(each["core_limit"] or len(cores)) for each in seen]
+    return min(len(cores), max(limits))
 
 
 def why_not_together(seen: Sequence[dict[str, Any]]) -> str | None:

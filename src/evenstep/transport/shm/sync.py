@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 from evenstep.compat.c_library.libc import c_library
 from evenstep.console import say
-from evenstep.control_groups import count_cpus
 from evenstep.errors import CollectiveTimeoutError, PeerLostError
 from evenstep.health import heartbeat
 from evenstep.health.phase_timeouts import PhaseTimeouts, describe, patience
@@ -116,15 +115,15 @@ class WaitPolicy:
     report_missing_after_s: float = 30.0
 
 
-def plan_waiting(num_threads: int, *, timeout_s: float, num_cores: int | None = None) -> WaitPolicy:
-    """Plan to spin where every thread has a core of its own; else to yield at once, and soon sleep. Pure but for cores.
+def plan_waiting(num_threads: int, *, num_cores: int, timeout_s: float) -> WaitPolicy:
+    """Plan to spin where every thread has a core of its own; else to yield at once, and soon sleep. Pure.
 
     Args:
         num_threads: Of all ranks together.
+        num_cores: That all ranks together may use.
         timeout_s: Deadline for peers to arrive.
-        num_cores: That they share; None: those that this process may use.
     """
-    if num_threads <= (num_cores or count_cpus()):
+    if num_threads <= num_cores:
         return WaitPolicy(timeout_s=timeout_s)
     return WaitPolicy(timeout_s=timeout_s, spin_s=50e-6, num_tries_before_yield=0)
 

@@ -4,6 +4,7 @@
          what others read of the first chunk can be read already
 8  92 B  the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, a
          checksum of those beyond, and how many numbers piggyback on the call
+.. u64 the call's number, from 0, which each rank compares with its own
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ ELSEWHERE = (1 << 63) - 1
 
 _FINGERPRINT = struct.Struct("<4BiQ9QI")
 _PLACE = struct.Struct("<Q")
-HEADER_USED_BYTES = _PLACE.size + _FINGERPRINT.size
+_NUMBER_BYTES = 8
+HEADER_USED_BYTES = _PLACE.size + _FINGERPRINT.size + _NUMBER_BYTES
 _MAX_DIMS = 8
 
 # The call of a rank that refuses its arguments, with the reason. Without it the others would wait for this rank.
@@ -156,11 +158,20 @@ def pack_place(place: int | None, *, is_ready: bool = False) -> bytes:
     return _PLACE.pack((ELSEWHERE if place is None else place) | is_ready << 63)
 
 
+def pack_number(number: int) -> bytes:
+    """The end of a header: the call's number, from 0."""
+    return number.to_bytes(_NUMBER_BYTES, "little")
+
+
 def unpack_header(data: bytes) -> tuple[int | None, bool, bytes]:
     """Split a header: where the tensor lies, whether its first chunk can be read, and the packed fingerprint."""
     (packed,) = _PLACE.unpack_from(data)
     place = packed & ELSEWHERE
-    return (None if place == ELSEWHERE else place), bool(packed >> 63), data[_PLACE.size : HEADER_USED_BYTES]
+    return (
+        (None if place == ELSEWHERE else place),
+        bool(packed >> 63),
+        data[_PLACE.size : _PLACE.size + _FINGERPRINT.size],
+    )
 
 
 def pack_text(text: str, num_bytes: int = REASON_BYTES) -> bytes:

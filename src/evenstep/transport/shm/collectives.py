@@ -39,7 +39,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evenstep.errors import MismatchError
+from evenstep.errors import MismatchError, PeerLostError
 from evenstep.health import peer_heartbeats
 from evenstep.transport.base import Op
 from evenstep.transport.core.header import (
@@ -49,6 +49,7 @@ from evenstep.transport.core.header import (
     REPORT,
     Fingerprint,
     explain_mismatch,
+    pack_number,
     pack_place,
     text_bytes,
     unpack_header,
@@ -202,7 +203,7 @@ class ProgramContext:
             there = self.segment.common.address + layout.piggyback(self.rank, slot)
             _memmove(there, call.piggyback.data_ptr(), call.piggyback.nbytes)
         call.head = pack_place(call.place, is_ready=is_ready) + call.packed
-        self.segment.write(layout.header(self.rank, slot), call.head)
+        self.segment.write(layout.header(self.rank, slot), call.head + pack_number(call.number))
         self.counters.signal(Phase.ARRIVED)
 
     def run_eager(self, call: Call) -> None:
@@ -227,9 +228,19 @@ class ProgramContext:
 
     def _read_headers(self, call: Call) -> None:
         layout, slot, own = self.segment.layout, call.slot, call.head
-        heads = tuple(
-            own if r == self.rank else self.segment.read(layout.header(r, slot), len(own)) for r in self.ranks
-        )
+        expected = pack_number(call.number)
+        length = len(own) + len(expected)
+        heads_list = []
+        for r in self.ranks:
+            head = own
+            if r != self.rank:
+                read = self.segment.read(layout.header(r, slot), length)
+                # A rank whose handler raised in the middle of a call may show an earlier header, with earlier data.
+                if not read.endswith(expected):
+                    self._refuse_number(call, r)
+                head = read[: len(own)]
+            heads_list.append(head)
+        heads = tuple(heads_list)
         agreed = self._agreed.get(heads)  # a bucket has the same header step after step
         if agreed is not None:
             call.places, call.all_ready = agreed
@@ -255,6 +266,13 @@ class ProgramContext:
         if len(self._agreed) >= _MAX_AGREED:
             self._agreed.clear()
         self._agreed[heads] = call.places, call.all_ready
+
+    def _refuse_number(self, call: Call, rank: int) -> None:
+        known_as = self.counters.known_as
+        raise PeerLostError(
+            f"rank {known_as[self.rank]} is in {self._name} collective {call}, and rank {known_as[rank]} is in another "
+            f"one: an exception interrupted a call there, or here. Start again."
+        )
 
     # ------------------------------------------------------------------ primitives of programs
 

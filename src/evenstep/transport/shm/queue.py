@@ -226,28 +226,36 @@ class CallQueue:
             address = flat.data_ptr()
         except RuntimeError:
             self._arguments.refuse_without_memory(collective)
-        with self._launching:
-            if self._failure is not None:
-                raise self._failure
-            if self._compared_as is not None:
-                packed, self._compared_as = self._compared_as, None
-            place = self._context.arena.locate(address, flat.nbytes) if flat.nbytes > EAGER_BYTES else None
-            call = Call(
-                self._num_calls, collective, op, source, flat, address, out, packed, place, receiver, splits, piggyback
-            )
-            self._num_calls += 1
-            heartbeat.mark_collective(self._num_calls)
-            record(self.recorded, self._num_calls, packed)
-            work = SharedWork(self, call, back)
-            self._queue.append(work)
-            self._unarrived.append(work)  # second: another thread may show it at once, and looks for it in the queue
-        if self._stepping.acquire(blocking=False):
-            try:
-                self._arrive()
-                if len(self._queue) > 1:
-                    self._advance()
-            finally:
-                self._stepping.release()
+        try:
+            with self._launching:
+                if self._failure is not None:
+                    raise self._failure
+                if self._compared_as is not None:
+                    packed, self._compared_as = self._compared_as, None
+                place = self._context.arena.locate(address, flat.nbytes) if flat.nbytes > EAGER_BYTES else None
+                number = self._num_calls
+                call = Call(
+                    number, collective, op, source, flat, address, out, packed, place, receiver, splits, piggyback
+                )
+                self._num_calls += 1
+                heartbeat.mark_collective(self._num_calls)
+                record(self.recorded, self._num_calls, packed)
+                work = SharedWork(self, call, back)
+                self._queue.append(work)
+                # Second: another thread may show it at once, and looks for it in the queue.
+                self._unarrived.append(work)
+            if self._stepping.acquire(blocking=False):
+                try:
+                    self._arrive()
+                    if len(self._queue) > 1:
+                        self._advance()
+                finally:
+                    self._stepping.release()
+        except BaseException as error:
+            # An interrupt, perhaps between two signals of one arrival: to go on would send the first one twice.
+            if self._failure is None:
+                self._fail(error)
+            raise
         if self._callbacks:
             self._run_callbacks()
         if helper.is_asleep:
@@ -351,27 +359,27 @@ class CallQueue:
                 if work._program is None:
                     work._program = context.program(work._call)
                 following = next(work._program, None)
+            if following is not None:
+                work._waits_for = following
+                return True
+            if work._back is not None:
+                work._back[0].copy_(work._back[1])
+            work._program = None
+            with self._launching:
+                work.is_done = True
+                self.recorded.num_completed = work._call.number + 1
+                self._queue.popleft()
+                if work._callback is not None:
+                    self._callbacks.append(functools.partial(work._callback, None))
+                    work._callback = None
+            if self._unarrived:
+                self._arrive()
+            return True
         except BaseException as error:
             self._fail(error)
             if blocking or not isinstance(error, EvenstepError):
                 raise
             return False
-        if following is not None:
-            work._waits_for = following
-            return True
-        if work._back is not None:
-            work._back[0].copy_(work._back[1])
-        work._program = None
-        with self._launching:
-            work.is_done = True
-            self.recorded.num_completed = work._call.number + 1
-            self._queue.popleft()
-            if work._callback is not None:
-                self._callbacks.append(functools.partial(work._callback, None))
-                work._callback = None
-        if self._unarrived:
-            self._arrive()
-        return True
 
     # ------------------------------------------------------------------ callbacks
 

@@ -73,6 +73,7 @@ $(RUN) tests.procs.replica.test_reproducible 100
 endef
 define stress_collectives
 $(RUN) tests.procs.transport.test_stress 100000
+$(RUN) tests.faults.test_interrupts 1000
 endef
 define stress_checkpoint
 EVENSTEP_TEST_FLIPS=1000 EVENSTEP_TEST_TRUNCATIONS=100 $(RUN) pytest -q -k "flipped or truncated" tests/unit/checkpoint/test_checkpointer.py

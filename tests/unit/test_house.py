@@ -87,6 +87,7 @@ ORDER: dict[str, list[str]] = {
         "scaling",
         "decompose",
         "gpu",
+        "losses",
         "models",
         "fsdp",
         "records",

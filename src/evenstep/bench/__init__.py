@@ -2,10 +2,10 @@
 
 In reading order:
 
-    command    `evenstep bench run` and `evenstep bench compare`, from the command line to the answer
+    command    `evenstep bench run` and `evenstep bench compare`
     measure/   runs of a script on several numbers of replicas, what each rank records, and a step in parts
     explain/   causes with their expected gain, the report and its plot
-    compare    several scripts in alternating rounds: their speed and their losses
+    compare    scripts beside each other, in alternating rounds
     memory/    how much memory a rank needs: `evenstep estimate`
 
 `explain` reads the results of `measure`.

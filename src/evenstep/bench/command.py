@@ -1,4 +1,4 @@
-"""`evenstep bench run` and `evenstep bench compare`: what the command line asks for becomes runs and an answer."""
+"""`evenstep bench run` measures a script on several numbers of replicas; `bench compare` several scripts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scaling(args: Namespace) -> int:
 
     _validate_steps(args)
     host = look_at_host()
-    replicas = validate_replicas(args.nproc_per_node or default_replicas(_num_places(host, args.device)))
+    replicas = validate_replicas(args.nproc_per_node or default_replicas(_count_places(host, args.device)))
     # The same for every number of replicas: else one would have the whole host, and all of them a part each.
     threads = args.threads_per_rank or max(1, host.num_cores // replicas[-1])
     try:
@@ -62,7 +62,7 @@ def scaling(args: Namespace) -> int:
 
 
 def compare(args: Namespace) -> int:
-    """Run several scripts in alternating rounds, and print how fast each is and whether losses are the same.
+    """Run scripts in alternating rounds, and print what their steps take and whether their losses are the same.
 
     Args:
         args: Of the command line.
@@ -73,27 +73,30 @@ def compare(args: Namespace) -> int:
     """
     from rich.console import Console
 
-    from evenstep.bench.compare import as_data, compare, print_compared
+    from evenstep.bench.compare import as_data, remarks, run_rounds, summarise, table, validate_scripts, verdicts
     from evenstep.bench.measure.runs import Wish
     from evenstep.launcher.options.resources import look_at_host
 
-    if len(args.scripts) < 2:
-        raise ConfigurationError(
-            f"one script, {args.scripts[0]}: name those to compare it with. The same script twice shows how much runs "
-            f"differ by themselves; `evenstep bench run` measures one."
-        )
     _validate_steps(args)
+    names = validate_scripts(args.scripts)
     host = look_at_host()
-    num_ranks = args.nproc_per_node or default_replicas(_num_places(host, args.device))[-1]
+    num_ranks = args.nproc_per_node or _count_places(host, args.device)
+    if args.batch is not None and args.batch < num_ranks:
+        raise ConfigurationError(f"--batch {args.batch}: at least a sample for each of {num_ranks} ranks.")
     threads = args.threads_per_rank or max(1, host.num_cores // num_ranks)
     wish = Wish(
-        args.scripts[0], tuple(args.arguments), (num_ranks,), "strong", args.batch, args.warmup, args.steps,
-        args.repeats, threads, args.device, float(args.limit),
+        args.scripts[0], tuple(args.arguments), (num_ranks,), "weak", args.batch, args.warmup, args.steps, args.rounds,
+        threads, args.device, float(args.limit), watches_losses=True,
     )  # fmt: skip
-    found = compare(wish, args.scripts, _say)
-    print_compared(found, wish, Console())
+    rounds = run_rounds(wish, args.scripts, names, _say)
+    sides = summarise(names, rounds)
+    told = remarks(wish, sides, rounds)
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(as_data(found, wish), indent=1))
+        Path(args.json).write_text(json.dumps(as_data(sides, told, wish), indent=1))
+    console = Console()
+    console.print(table(sides, wish))
+    for line in [*verdicts(sides), *(f"note: {remark}" for remark in told)]:
+        console.print(line, highlight=False, markup=False)
     return 0
 
 
@@ -106,7 +109,8 @@ def _validate_steps(args: Namespace) -> None:
         )
 
 
-def _num_places(host: Host, device: str | None) -> int:
+def _count_places(host: Host, device: str | None) -> int:
+    """GPUs if there are any that may be used, else cores."""
     return host.num_gpus if host.num_gpus > 0 and device != "cpu" else host.num_cores
 
 

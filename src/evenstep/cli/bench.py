@@ -1,4 +1,4 @@
-"""`evenstep bench`: how well a script scales, and which of several is the fastest."""
+"""`evenstep bench`: how well a script scales, and which of several scripts is faster."""
 
 from __future__ import annotations
 
@@ -12,22 +12,29 @@ from evenstep.cli.arguments import Parser, add_script, at_least_1, numbers, vali
 from evenstep.launcher.options.flags import add_nproc_per_node
 
 _DESCRIPTION = """\
-Measure how well training scales on this host, and say why not better. `evenstep bench train.py` is short for
-`evenstep bench run train.py`. bench can't tell what 64 ranks would give: it measures ranks, and predicts nothing."""
+Measure how well training scales on this host, and say why not better; or which of several scripts is faster.
+`evenstep bench train.py` is short for `evenstep bench run train.py`.
+
+bench measures the ranks that there are. It can't tell what 64 ranks would give: for that, measure on some nodes of
+that kind."""
 _RUN = """\
 Measure how well a script scales, and say why not better. The script runs unchanged on 1, 2, 4, ... ranks, in several
-rounds; every run ends by itself after some steps. What the script saves goes elsewhere. Writes report.json
-and a plot. The script may use evenstep or torch's own DistributedDataParallel."""
+rounds; every run ends by itself after some steps. What the script saves goes elsewhere. Writes report.json and a plot.
+The script may use evenstep or torch's own DistributedDataParallel."""
 _COMPARE = """\
-Compare scripts: is a change worth making? They run in alternating rounds, on as many ranks each, and every run ends by
-itself after some steps. Prints the time of a step, the throughput, its ratio to the first script's in the same round
-with quartiles, and whether the losses are the same. Seed the scripts, or losses differ by themselves."""
+Run scripts in alternating rounds (a b, b a, a b, ...) on as many ranks each, and compare the time of their steps and
+their losses. To try a change, make it in a copy of the script. A script beside itself shows how much rounds differ.
+
+Arguments behind -- go to every script: evenstep bench compare a.py b.py -- --epochs 1
+
+Ratios are taken within a round, and shown with their quartiles. Losses are those that backward passes begin with,
+averaged over ranks. A script that sets no seed begins with a fixed one."""
 _EXAMPLES = """\
 examples:
-  evenstep bench train.py --epochs 1                        how well does it scale on this host?
-  evenstep bench compare train.py fused.py -- --epochs 1    is the change in fused.py faster? Both get --epochs 1
+  evenstep bench train.py --epochs 1                   how well does it scale on this host?
+  evenstep bench compare train.py train_changed.py     is the changed script faster, and are its losses the same?
 
-exit status: 0 if it was measured; 2 if the script fails; 78 if the command is wrong."""
+exit status: 0 if it was measured; 2 if a script fails; 78 if the command is wrong."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,13 +43,14 @@ def main(arguments: Sequence[str]) -> int:
     given = list(arguments) or ["--help"]
     if given[0] not in (*_SUBCOMMANDS, "-h", "--help"):
         given.insert(0, "run")
-    rest: list[str] = []
+    behind: list[str] = []
     if given[0] == "compare" and "--" in given:
+        # argparse would take what follows for more scripts.
         at = given.index("--")
-        given, rest = given[:at], given[at + 1 :]
+        given, behind = given[:at], given[at + 1 :]
     args = parser.parse_args(given)
     if args.action == "compare":
-        args.arguments = rest
+        args.arguments = behind
         validate_target("--json", args.json)
     status: int = _SUBCOMMANDS[args.action][0](args)
     return status
@@ -71,6 +79,7 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
         metavar="DIR",
         help="where the report goes (default: %(default)s)",
     )
+    _add_steps(parser)
     parser.add_argument(
         "--mode",
         choices=MODES,
@@ -80,23 +89,26 @@ def _add_run_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--batch", type=at_least_1, metavar="N", help="samples of a step on the fewest ranks (default: the script's)"
     )
-    _add_measuring(parser, threads="cores divided by the most ranks")
+    parser.add_argument("--repeats", type=at_least_1, default=3, metavar="N", help="rounds (default: %(default)s)")
+    _add_host(parser)
     add_script(parser, help="the training script", rest_help="its own arguments")
 
 
 def _add_compare_arguments(parser: ArgumentParser) -> None:
-    add_nproc_per_node(
-        parser, type=at_least_1, metavar="N", help="ranks of every run (default: the number of GPUs, or of cores)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the answer to this file, too")
+    add_nproc_per_node(parser, type=at_least_1, help="ranks of every script (default: the GPUs, or the cores)")
+    parser.add_argument("--rounds", type=at_least_1, default=5, metavar="N", help="rounds (default: %(default)s)")
+    _add_steps(parser)
     parser.add_argument(
-        "--batch", type=at_least_1, metavar="N", help="samples of a step on all ranks (default: each script's)"
+        "--batch", type=at_least_1, metavar="N", help="samples of a step on all ranks together (default: the script's)"
     )
-    _add_measuring(parser, threads="cores divided by the ranks")
-    parser.add_argument("scripts", nargs="+", metavar="script", help="training scripts; after -- the arguments of all")
+    _add_host(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.add_argument(
+        "scripts", nargs="+", metavar="script", help="two training scripts or more; the first is the base"
+    )
 
 
-def _add_measuring(parser: ArgumentParser, *, threads: str) -> None:
+def _add_steps(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=at_least_1, default=30, metavar="N", help="steps that count, of each run (default: %(default)s)"
     )
@@ -107,12 +119,14 @@ def _add_measuring(parser: ArgumentParser, *, threads: str) -> None:
         metavar="N",
         help="steps before those that count, at least 2 (default: %(default)s)",
     )
-    parser.add_argument("--repeats", type=at_least_1, default=3, metavar="N", help="rounds (default: %(default)s)")
+
+
+def _add_host(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--threads-per-rank",
         type=at_least_1,
         metavar="N",
-        help=f"threads of every rank's CPU operations (default: {threads})",
+        help="threads of every rank's CPU operations (default: cores divided by the most ranks)",
     )
     parser.add_argument(
         "--device", help="cpu, cuda (a GPU for each rank), or cuda:0 for all (default: GPUs if there are any)"
@@ -132,6 +146,6 @@ _SUBCOMMANDS = {  # carried out by, arguments, description, a few words
         compare,
         _add_compare_arguments,
         _COMPARE,
-        "which of several scripts is the fastest, and are losses equal",
+        "which of several scripts is faster, and whether losses are the same",
     ),
 }

@@ -15,7 +15,7 @@ COMMANDS = {  # each is a module beside this one, imported when it is called
     "run": "start a training script on several ranks",
     "doctor": "find the usual mistakes of data-parallel training in a script",
     "verify": "check that a script takes the same steps on any number of ranks, and after a resume",
-    "bench": "measure how well a script scales, and why not better",
+    "bench": "measure how well a script scales, and why not better; compare scripts",
     "convert": "make a training script for one process data-parallel",
     "checkpoint": "list, check and compare checkpoints; exchange them with plain torch files",
     "estimate": "how much memory a rank needs, and which parallelism is enough",
@@ -26,7 +26,8 @@ _MEANT = {  # what other launchers and tools call it
     **dict.fromkeys(("benchmark", "profile", "measure", "scale"), "bench"),
     **dict.fromkeys(("estimate-memory", "memory", "mem"), "estimate"),
     **dict.fromkeys(("check", "lint", "diagnose"), "doctor"),
-    **dict.fromkeys(("test", "compare"), "verify"),
+    "test": "verify",
+    "compare": "bench compare",
     **dict.fromkeys(("info", "report", "version"), "env"),
     **dict.fromkeys(("migrate", "to-ddp"), "convert"),
 }

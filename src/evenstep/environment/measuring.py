@@ -19,6 +19,7 @@ class Measurement:
         num_steps: Optimizer steps that are counted; then the run ends, with status 0.
         global_batch_size: Samples of a step on all ranks together, instead of what the script says; None: as it says.
         growth: What is measured in other units than samples (`max_tokens`) is multiplied by this.
+        watches_losses: Whether ranks record losses, and begin with a seed.
     """
 
     directory: Path
@@ -26,6 +27,7 @@ class Measurement:
     num_steps: int
     global_batch_size: int | None = None
     growth: int = 1
+    watches_losses: bool = False
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str]) -> Measurement | None:
@@ -39,6 +41,7 @@ class Measurement:
             num_steps=integer(variables, "EVENSTEP_BENCH_STEPS", default=1),
             global_batch_size=integer(variables, "EVENSTEP_BENCH_BATCH", default=0) or None,
             growth=integer(variables, "EVENSTEP_BENCH_GROWTH", default=1),
+            watches_losses=bool(integer(variables, "EVENSTEP_BENCH_LOSSES", default=0)),
         )
 
     def variables(self) -> dict[str, str]:
@@ -49,4 +52,5 @@ class Measurement:
             "EVENSTEP_BENCH_STEPS": str(self.num_steps),
             "EVENSTEP_BENCH_BATCH": str(self.global_batch_size or 0),
             "EVENSTEP_BENCH_GROWTH": str(self.growth),
+            "EVENSTEP_BENCH_LOSSES": str(int(self.watches_losses)),
         }

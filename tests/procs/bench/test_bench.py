@@ -45,58 +45,8 @@ def bench(directory: Path, *arguments: str, out: str = "bench-report") -> dict[s
 
 
 def test_every_command_of_the_page_is_run() -> None:
-    assert [shlex.split(command)[-1] for command in COMMANDS] == [*PROGRAMS] == ["train.py", "train_ddp.py"]
-
-
-def compare(directory: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
-    """The scripts of the answer, and what was printed."""
-    command = Command(directory, ["bench", "compare", "--json", "out.json", *arguments], {"COLUMNS": "120"})
-    assert wait(command) == 0, f"{command.stdout}\n{command.stderr}"
-    assert command.leaves_no_process()
-    return json.loads((directory / "out.json").read_text())["scripts"], command.stdout
-
-
-def test_scripts_are_compared_in_alternating_rounds(tmp_path: Path) -> None:
-    """The page's, one that sleeps and is slower for that, and one with another rate, whose losses differ."""
-    (program,) = pages.programs("how-to/compare.md").values()
-    (tmp_path / "train.py").write_text(program)
-    sleeps = program.replace(
-        "            optimizer.step()", "            import time; time.sleep(0.3)\n            optimizer.step()"
-    )
-    (tmp_path / "sleeps.py").write_text(sleeps)
-    (tmp_path / "rate.py").write_text(program.replace("lr=1e-2", "lr=3e-1"))
-    flags = ["--nproc-per-node", "2", "--repeats", "2", "--steps", "8", "--warmup", "2"]
-    found, printed = compare(tmp_path, *flags, "train.py", "sleeps.py", "rate.py", "--", "--unused", "--json")
-    first, slow, rate = found
-    assert slow["speed"]["high"] < 0.7, found
-    assert slow["losses"] == "the same, bit by bit"
-    assert not slow["losses_differ"]
-    assert rate["losses_differ"]
-    assert "losses of rate.py and train.py: DIFFERENT" in printed
-    assert first["speed"] == {"median": 1.0, "low": 1.0, "high": 1.0}
-
-
-@pytest.mark.extended
-def test_commands_of_the_page_about_comparing(tmp_path: Path) -> None:
-    """As they stand there, but for fewer rounds."""
-    for name, program in pages.programs("how-to/compare.md").items():
-        (tmp_path / name).write_text(program)
-    change, command = pages.commands("how-to/compare.md")
-    subprocess.run(change, shell=True, cwd=tmp_path, check=True)
-    words = shlex.split(command)
-    assert words[:3] == ["evenstep", "bench", "compare"]
-    found, _ = compare(tmp_path, "--repeats", "1", *words[3:])
-    assert [each["script"] for each in found] == ["train.py", "fused.py"]
-    assert not found[1]["losses_differ"], found
-
-
-def test_a_script_that_fails_ends_the_comparison_with_its_error(tmp_path: Path) -> None:
-    (tmp_path / "good.py").write_text("import sys\nsys.exit(0)\n")
-    (tmp_path / "bad.py").write_text("raise ValueError('of the script')\n")
-    command = Command(tmp_path, ["bench", "compare", "--nproc-per-node", "2", "bad.py", "good.py"])
-    assert wait(command) == 2
-    assert "bad.py failed with status 1" in command.stderr
-    assert "ValueError: of the script" in command.stderr
+    assert [*PROGRAMS] == ["train.py", "train_ddp.py"]
+    assert [shlex.split(command)[-1] for command in COMMANDS] == [*PROGRAMS, "train.py"]
 
 
 @pytest.mark.extended
@@ -321,3 +271,85 @@ def test_a_script_that_fails_is_shown_and_leaves_nothing(tmp_path: Path) -> None
     assert "ValueError: no such thing" in command.stderr
     assert command.leaves_no_process()
     assert not [name for name in command.left_files() if name.startswith("evenstep-")]
+
+
+# ---------------------------------------------------------------------- scripts beside each other
+
+
+def compare(directory: Path, *arguments: str) -> tuple[dict[str, Any], Command]:
+    command = Command(directory, ["bench", "compare", "--json", "compare.json", *arguments], {"COLUMNS": "200"})
+    assert wait(command) == 0, f"{command.stdout}\n{command.stderr}"
+    assert command.leaves_no_process()
+    assert not [name for name in command.left_files() if name.startswith("evenstep-")]
+    return json.loads((directory / "compare.json").read_text()), command
+
+
+def write_script(directory: Path, name: str, *, work_s: float, lr: float = 1e-3) -> None:
+    text = textwrap.dedent(SCRIPT).format(**{**CALM, "work_s": work_s})
+    (directory / name).write_text(text.replace("lr=1e-3", f"lr={lr}"))
+
+
+def test_a_slower_script_is_slower_and_another_training_has_other_losses(tmp_path: Path) -> None:
+    """All three on two ranks: the base, the same with a longer nap, and one that learns faster."""
+    write_script(tmp_path, "a.py", work_s=0.05)
+    write_script(tmp_path, "slow.py", work_s=0.25)
+    write_script(tmp_path, "other.py", work_s=0.05, lr=0.3)
+    flags = ["--nproc-per-node", "2", "--device", "cpu", "--rounds", "2", "--steps", "6", "--warmup", "2"]
+    data, command = compare(tmp_path, *flags, "a.py", "slow.py", "other.py")
+    first, slow, other = data["scripts"]
+    assert first["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert min(slow["ratios"]) > 1.5
+    assert slow["ratio"]["low"] <= slow["ratio"]["median"] <= slow["ratio"]["high"]
+    assert slow["step_s"]["median"] > 0.25 > 0.05 < first["step_s"]["median"]
+    assert slow["losses"]["are_same"] is True, slow
+    assert slow["losses"]["num_steps"] == 8, "those of the warm-up, too"
+    assert other["losses"]["are_same"] is False, other
+    assert other["losses"]["step"] > 1, "before the first step nothing has been learned"
+    assert "slow.py: slower than a.py in every round" in command.stdout
+    assert "losses: same losses (8 steps)" in command.stdout
+    assert "losses: DIFFER by " in command.stdout
+    order = [line.rpartition(": ")[2] for line in command.stderr.splitlines() if "round " in line]
+    assert order == ["a.py", "slow.py", "other.py", "other.py", "slow.py", "a.py"]
+
+
+@pytest.mark.extended
+def test_compare_of_the_page(tmp_path: Path) -> None:
+    """torch's wrapper beside ours, with one batch for both; they draw other samples, and that is told."""
+    for name, program in PROGRAMS.items():
+        (tmp_path / name).write_text(program)
+    words = shlex.split(COMMANDS[2])
+    assert words[:3] == ["evenstep", "bench", "compare"]
+    data, _ = compare(tmp_path, *words[3:])
+    torchs, ours = data["scripts"]
+    assert (torchs["name"], ours["name"]) == ("train_ddp.py", "train.py")
+    assert torchs["rows_per_step"] == ours["rows_per_step"] == 256
+    assert ours["losses"]["told"].startswith("DIFFER by")
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.extended
+def test_a_script_without_a_loss_is_not_said_to_be_the_same(tmp_path: Path) -> None:
+    write_script(tmp_path, "a.py", work_s=0.01)
+    text = (tmp_path / "a.py").read_text()
+    (tmp_path / "b.py").write_text(
+        text.replace("model.backward(F.cross_entropy(model(x), y))", "out = model(x); out.backward(out.detach())")
+    )
+    flags = ["--nproc-per-node", "1", "--device", "cpu", "--rounds", "1", "--steps", "3", "--warmup", "2"]
+    data, command = compare(tmp_path, *flags, "a.py", "b.py")
+    told = "not compared: b.py calls backward on nothing of one number, so no loss was seen"
+    assert data["scripts"][1]["losses"]["told"] == told
+    assert f"losses: {told}" in command.stdout
+    assert any(remark.startswith("one round") for remark in data["remarks"])
+
+
+@pytest.mark.extended
+def test_arguments_reach_every_script_and_one_that_fails_is_named(tmp_path: Path) -> None:
+    write_script(tmp_path, "a.py", work_s=0.01)
+    (tmp_path / "b.py").write_text("import sys\nraise ValueError(f'arguments {sys.argv[1:]}')")
+    flags = ["--nproc-per-node", "1", "--device", "cpu", "--rounds", "1", "--steps", "3", "--warmup", "2"]
+    command = Command(tmp_path, ["bench", "compare", *flags, "a.py", "b.py", "--", "--epochs", "7"])
+    assert wait(command) == 2, f"{command.stdout}\n{command.stderr}"
+    assert "1 replica: b.py failed with status 1" in command.stderr
+    assert "ValueError: arguments ['--epochs', '7']" in command.stderr
+    assert command.leaves_no_process()

@@ -46,7 +46,6 @@ RUN_BY = {
     "how-to/parameter-server.md": "tests/procs/parameter_servers/test_docs.py",
     "how-to/remote-embeddings.md": "tests/procs/parameter_servers/test_docs.py",
     "reference/bench.md": "tests/procs/bench/test_bench.py",
-    "how-to/compare.md": "tests/procs/bench/test_bench.py",
     "reference/verify.md": "tests/procs/verify/test_verify_ranks.py",
     "reference/doctor.md": "tests/unit/doctor/test_pages.py",
     "reference/api.md": "tests/unit/test_api_page.py",

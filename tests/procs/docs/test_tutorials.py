@@ -14,6 +14,7 @@ TUTORIALS = sorted(each.relative_to(DOCS).as_posix() for each in DOCS.glob("tuto
 HOW_TO = [
     *sorted(each.relative_to(DOCS).as_posix() for each in DOCS.glob("how-to/migrate/*.md") if each.stem != "index"),
     "how-to/accumulation.md",
+    "how-to/compare.md",
     "how-to/export.md",
     "how-to/hang.md",
     "how-to/hugging-face.md",

@@ -1,125 +1,257 @@
-"""Scripts compared by `evenstep bench compare`, from runs that never ran."""
+"""`evenstep bench compare` as far as it needs no ranks: ratios with their spread, losses, and commands refused."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
+import json
 import math
 import random
-from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
-from evenstep.bench.compare import as_data, compare_losses, compared, difference, print_compared
+from evenstep.bench.compare import (
+    as_data,
+    compare_losses,
+    in_turn,
+    losses_of,
+    remarks,
+    summarise,
+    table,
+    validate_scripts,
+    verdicts,
+)
+from evenstep.bench.measure.losses import LossWatch
 from evenstep.bench.measure.plan import Setting
+from evenstep.bench.measure.records import read_record, write_record
 from evenstep.bench.measure.runs import Wish
-from evenstep.bench.measure.scaling import Run
+from evenstep.bench.measure.scaling import Run, Spread
+from evenstep.cli import bench
 from evenstep.cli.main import main
-from tests.bench_runs import CALM, make_run
+from evenstep.errors import ConfigurationError
+from evenstep.observe.patching import Patches
+from tests.bench_runs import CALM, FACTS, make_run
 
-WISH = Wish("a.py", (), (2,), "strong", None, 2, 20, 3, 1)
+WISH = Wish("a.py", (), (2,), "weak", None, 2, 20, 3, 1, watches_losses=True)
+NAMES = ("a.py", "b.py")
 
 
-def run_with(losses: Sequence[Sequence[float]], dtype: str = "float32", *, scale: float = 1.0, seed: int = 0) -> Run:
-    """On as many ranks as there are sequences of losses; steps take `scale` times as long."""
-    phases = {name: scale * ms for name, ms in CALM.items()}
-    run = make_run(Setting(len(losses), None), lambda rank, step: phases, seed=seed)
-    records = [
-        dataclasses.replace(record, losses=tuple(its), loss_dtype=dtype)
-        for record, its in zip(run.records, losses, strict=True)
+def run_of(pace: float, *, rows: int = 32, losses: list[list[float]] | None = None, dtype: str = "float32") -> Run:
+    """Two ranks whose step takes `pace` times as long as usual; losses by rank and step, all of weight 2."""
+    run = make_run(
+        Setting(2, None),
+        lambda rank, step: {name: seconds * pace for name, seconds in CALM.items()},
+        rows=rows,
+        noise=0,
+        facts=replace(FACTS, loss_dtype=dtype),
+    )
+    seen = losses or [[3.0, 2.0, 1.0]] * 2
+    records = [replace(r, losses=tuple((2 * x, 2.0) for x in seen[r.rank])) for r in run.records]
+    return replace(run, records=tuple(records))
+
+
+# ---------------------------------------------------------------------- ratios
+
+
+def test_rounds_alternate() -> None:
+    assert [in_turn(3, number) for number in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+
+
+def test_a_ratio_is_taken_within_a_round() -> None:
+    """The host gets slower by half and by two, and the ratio of the scripts doesn't move."""
+    rounds = [(run_of(pace), run_of(1.5 * pace)) for pace in (1.0, 1.5, 2.0)]
+    first, other = summarise(NAMES, rounds)
+    assert first.ratio == Spread(1.0, 1.0, 1.0)
+    assert first.losses is None
+    assert (other.ratio.low, other.ratio.median, other.ratio.high) == pytest.approx([1.5] * 3, rel=1e-3)
+    assert other.ratios == pytest.approx([1.5] * 3, rel=1e-3)
+    assert other.step_s.median == pytest.approx(1.5 * first.step_s.median, rel=1e-3)
+    assert first.step_s.low < first.step_s.median < first.step_s.high
+    assert verdicts([first, other]) == [
+        "b.py: slower than a.py in every round, 1.50 times as long a step; losses: same losses (3 steps)"
     ]
-    return Run(run.setting, tuple(records))
 
 
-def test_the_ratio_is_that_of_one_round() -> None:
-    """The machine becomes twice as slow from round to round; each round says 2."""
-    seed = random.randrange(2**32)
-    rounds = [
-        {0: run_with([[1.0]], scale=2 * 2**r, seed=seed + r), 1: run_with([[1.0]], scale=2**r, seed=seed + r)}
-        for r in range(3)
-    ]
-    first, second = (compared(["a.py", "b.py"], rounds, each) for each in range(2))
-    assert (first.speed.median, first.speed.low, first.losses) == (1.0, 1.0, "")
-    assert second.speed.low == pytest.approx(2.0, rel=0.02), seed
-    assert second.speed.high == pytest.approx(2.0, rel=0.02), seed
-    assert second.step_ms.high > 1.5 * second.step_ms.low
-    assert second.losses == "the same, bit by bit"
+def test_rounds_that_disagree_are_no_verdict() -> None:
+    rounds = [(run_of(1.0), run_of(pace)) for pace in (0.9, 1.05, 1.1)]
+    sides = summarise(NAMES, rounds)
+    assert sides[1].ratio.low < 1 < sides[1].ratio.high
+    assert "neither faster nor slower than a.py in every round" in verdicts(sides)[0]
+    faster = summarise(NAMES, [(run_of(1.0), run_of(0.5))])
+    assert verdicts(faster)[0].startswith("b.py: faster than a.py in every round, 0.50 times as long a step")
+
+
+def test_another_batch_is_told_and_compared_by_the_sample() -> None:
+    rounds = [(run_of(1.0), run_of(1.5, rows=64))] * 3
+    sides = summarise(NAMES, rounds)
+    assert sides[1].ratio_by_sample.median == pytest.approx(0.75, rel=1e-3)
+    (line,) = remarks(WISH, sides, rounds)
+    assert line.startswith("b.py takes 128 samples a step, and a.py 64: by the sample it takes 0.75 (")
+    unknown = [(run_of(1.0), run_of(1.0, rows=0))] * 3
+    (line,) = remarks(WISH, summarise(NAMES, unknown), unknown)
+    assert line == "no tensor went into a model of b.py, so its samples aren't known"
+
+
+def test_what_else_a_reader_is_told() -> None:
+    assert remarks(WISH, summarise(NAMES, [(run_of(1.0),) * 2] * 3), [(run_of(1.0),) * 2] * 3) == []
+    rounds = [(run_of(1.0),) * 2]
+    told = remarks(replace(WISH, num_steps=30), summarise(NAMES, rounds), rounds)
+    assert told[0].startswith("one round: ")
+    assert "b.py ended by itself after 20 of the 30 steps that were to be counted" in told
+
+
+def test_the_table_and_the_file_have_a_line_for_each_script() -> None:
+    rounds = [(run_of(1.0), run_of(1.5), run_of(1.0, losses=[[3.0, math.nan, 1.0]] * 2))] * 3
+    sides = summarise(("a.py", "b.py", "a.py (2)"), rounds)
+    out = io.StringIO()
+    Console(file=out, width=80).print(table(sides, WISH))
+    assert "…" not in out.getvalue()
+    assert [word in out.getvalue() for word in ("a.py (2)", "1.5 (1.5 to 1.5)", "On 2 ranks, 3 rounds")] == [True] * 3
+    data = json.loads(json.dumps(as_data(sides, ["a remark"], WISH), allow_nan=False))
+    assert [each["name"] for each in data["scripts"]] == ["a.py", "b.py", "a.py (2)"]
+    assert data["scripts"][1]["ratio"]["median"] == pytest.approx(1.5, rel=1e-3)
+    assert [each["losses"] and each["losses"]["are_same"] for each in data["scripts"]] == [None, True, False]
+    assert data["scripts"][2]["losses"]["difference"] == "inf"
+    assert data["remarks"] == ["a remark"]
+
+
+# ---------------------------------------------------------------------- losses
 
 
 @pytest.mark.parametrize(
-    ("first", "other", "words", "differs"),
+    ("others", "tolerance", "told"),
     [
-        ([[1.0, 0.5]], [[1.0, 0.5]], "the same, bit by bit", False),
-        ([[1.0, 0.5]], [[1.0, 0.5001]], "the same: at most 1.0e-04 apart", False),
-        ([[1.0, 0.5]], [[1.0, 0.6]], "DIFFERENT: 1.0e-01 apart in backward pass 2", True),
-        ([[1.0, 0.5]], [[1.0, math.nan]], "DIFFERENT: inf apart in backward pass 2", True),
-        ([[1.0, math.nan]], [[1.0, math.nan]], "the same, bit by bit", False),
-        # Ranks may divide a batch otherwise: their mean is what is compared.
-        ([[1.0, 3.0], [3.0, 1.0]], [[2.0, 2.0], [2.0, 2.0]], "the same, bit by bit", False),
-        ([[1.0, 0.5]], [[1.0, 0.5, 0.4]], "not compared: 2 backward passes in a.py, and 3 in b.py", False),
-        ([[1.0]], [[]], "not compared: in b.py no backward pass began at a loss of one element", False),
-        ([[0.0]], [[0.1]], "DIFFERENT: inf apart in backward pass 1", True),
+        ([[2.0, 1.5, 1.0]], 1e-3, "same losses (3 steps)"),
+        ([[2.0, 1.5, 1.0001]], 1e-3, "same losses (3 steps), but for rounding: 5e-05"),
+        ([[2.0, 1.5, 1.0001]], 1e-8, "DIFFER by 5e-05 of the largest loss in step 3"),
+        ([[2.0, 1.6, 1.1]], 1e-3, "DIFFER by 0.05 of the largest loss in step 2"),
+        ([[2.0, 1.5, math.nan]], 1e-3, "DIFFER by inf of the largest loss in step 3"),
+        ([[2.0, 1.5]], 1e-3, "same losses (2 steps)"),
+        ([[2.0, None, 1.0]], 1e-3, "same losses (2 steps)"),
+        ([[]], 1e-3, "not compared: b.py calls backward on nothing of one number, so no loss was seen"),
+        ([[None] * 3 + [1.0]], 1e-3, "not compared: no step has a loss in both scripts"),
     ],
 )
-def test_losses_of_two_scripts(first: list[list[float]], other: list[list[float]], words: str, differs: bool) -> None:
-    assert compare_losses([run_with(first)], [run_with(other)], "a.py", "b.py") == (words, differs)
-
-
-def test_a_script_that_differs_from_itself_may_differ_twice_as_much() -> None:
-    unseeded = [run_with([[1.0, 0.5]]), run_with([[1.0, 0.53]])]
-    words, differs = compare_losses(unseeded, [run_with([[1.0, 0.55]])] * 2, "a.py", "b.py")
-    assert not differs
-    assert words == "the same: at most 5.0e-02 apart; runs of one script differ by 3.0e-02"
-    words, differs = compare_losses(unseeded, [run_with([[1.0, 0.57]])] * 2, "a.py", "b.py")
-    assert differs
-    assert words.startswith("DIFFERENT: 7.0e-02 apart in backward pass 2")
-
-
-def test_sixteen_bits_may_differ_more_and_float64_less() -> None:
-    for dtype, expected in (("bfloat16", False), ("float32", True), ("float64", True)):
-        runs = [run_with([[1.0]], dtype), run_with([[1.03]], dtype)]
-        assert compare_losses(runs[:1], runs[1:], "a.py", "b.py")[1] is expected
-
-
-def test_where_the_difference_is_largest() -> None:
-    assert difference([1.0, 2.0, 4.0], [1.1, 2.4, 4.0]) == (pytest.approx(0.1), 1)
-    assert difference([1.0], [1.0]) == (0.0, 0)
-
-
-def test_what_is_printed_and_written() -> None:
-    rounds = [{0: run_with([[1.0]]), 1: run_with([[2.0]], scale=0.5)}]
-    found = [compared(["a.py", "b[1].py"], rounds, each) for each in range(2)]
-    text = io.StringIO()
-    print_compared(found, dataclasses.replace(WISH, num_steps=30), Console(file=text, width=120))
-    assert "speed over a.py" in text.getvalue()
-    assert "losses of b[1].py and a.py: DIFFERENT" in text.getvalue()
-    assert "a.py ended by itself after 20 of 30 steps that were to count" in text.getvalue()
-    data = as_data(found, WISH)
-    assert [each["losses_differ"] for each in data["scripts"]] == [False, True]
-    assert data["scripts"][1]["speed"]["median"] == found[1].speed.median > 1.5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["a.py"], "one script, a.py: name those to compare it with"),
-        (["a.py", "nothing.py"], "nothing.py: no such script"),
-        (["--warmup", "1", "a.py", "a.py"], "--warmup 1: at least 2"),
-        (["--steps", "100000", "a.py", "a.py"], "at most"),
-        (["--json", "nowhere/x.json", "a.py", "a.py"], "can't be written"),
-        (["--json", ".", "a.py", "a.py"], "can't be written"),
-        ([], "script"),
-    ],
-)
-def test_wrong_calls(
-    arguments: list[str],
-    words: str,
-    tmp_path: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_losses_are_same_or_differ_or_there_is_a_reason(
+    others: list[list[float | None]], tolerance: float, told: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    open("a.py", "w").close()
-    assert main(["bench", "compare", *arguments]) == 78
-    assert words in capsys.readouterr().err
+    assert str(compare_losses([[2.0, 1.5, 1.0]], others, tolerance, names=NAMES)) == told
+
+
+def test_a_script_that_differs_by_itself_is_told_beside_the_difference() -> None:
+    """Also then nothing is called the same."""
+    found = compare_losses([[2.0, 1.0], [2.0, 1.2]], [[2.0, 1.1], [2.0, 1.1]], 1e-3, names=NAMES)
+    assert str(found) == "differ by 0.05 of the largest loss in step 2; the first script's own rounds differ by 0.1"
+    assert found.are_same is False
+    worst = compare_losses([[2.0, 1.0], [2.0, 1.0]], [[2.0, 1.0], [2.0, 1.5]], 1e-3, names=NAMES)
+    assert str(worst) == "DIFFER by 0.25 of the largest loss in step 2", "one round of two is enough"
+
+
+def test_losses_that_end_in_nan_alike_are_the_same() -> None:
+    losses = [[1.0, math.nan, math.inf]]
+    assert compare_losses(losses, losses, 1e-3, names=NAMES).difference == 0
+    assert compare_losses([[0.0, 0.0]], [[0.0, 1e-9]], 1e-3, names=NAMES).difference == math.inf
+
+
+def test_the_coarser_of_two_dtypes_decides() -> None:
+    near = [[3.0, 2.0, 1.06]] * 2
+    assert summarise(NAMES, [(run_of(1.0), run_of(1.0, losses=near))])[1].losses.are_same is False  # type: ignore[union-attr]
+    halved = summarise(NAMES, [(run_of(1.0), run_of(1.0, losses=near, dtype="bfloat16"))])
+    assert halved[1].losses.are_same is True  # type: ignore[union-attr]
+
+
+def test_a_loss_is_the_mean_over_ranks_by_their_weights(fresh_seed: int) -> None:
+    draw = random.Random(fresh_seed)
+    values = [[draw.uniform(0, 5) for _ in range(3)] for _ in range(2)]
+    weights = [[draw.randrange(1, 9) for _ in range(3)] for _ in range(2)]
+    run = run_of(1.0)
+    records = [
+        replace(r, losses=(*((v * w, w) for v, w in zip(values[r.rank], weights[r.rank], strict=True)), (0, 0)))
+        for r in run.records
+    ]
+    expected = [
+        sum(values[r][s] * weights[r][s] for r in range(2)) / sum(weights[r][s] for r in range(2)) for s in range(3)
+    ]
+    found = losses_of(replace(run, records=tuple(records)))
+    assert found[:3] == pytest.approx(expected)
+    assert found[3] is None
+
+
+def test_backward_passes_are_seen_by_step(tmp_path: Path) -> None:
+    step = 0
+    watch = LossWatch(lambda: step)
+    x = torch.ones(3, requires_grad=True)
+    with Patches() as patches:
+        watch.install(patches)
+        (2 * x).sum().backward()
+        (x * x).sum().backward()  # a second micro-batch: plain passes add up
+        step = 1
+        torch.autograd.backward(x.mean(), torch.tensor(4.0))
+        torch.autograd.backward([3 * x.mean()], [torch.tensor(12.0)])
+        torch.autograd.backward(x.mean() / 0, torch.tensor(0.0))  # an empty share
+        step = 2
+        (2 * x).backward(torch.ones(3))  # no loss
+    x.sum().backward()
+    assert list(watch.by_step(4)) == [(9.0, 1.0), (40.0, 16.0), (0, 0.0), (0, 0.0)]
+    assert watch.dtype == "float32"
+    record = replace(run_of(1.0).records[0], losses=tuple(watch.by_step(2)))
+    write_record(record, tmp_path / "rank-0.json")
+    assert read_record(tmp_path / "rank-0.json") == record
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_same_script_twice_has_two_names(tmp_path: Path) -> None:
+    script = str(tmp_path / "a.py")
+    Path(script).write_text("")
+    assert validate_scripts([script, script, script]) == (script, f"{script} (2)", f"{script} (3)")
+    with pytest.raises(ConfigurationError, match="no such script"):
+        validate_scripts([script, str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "the following arguments are required: script"),
+        (["{}"], "bench compare needs two scripts or more"),
+        (["{}", "no/such.py"], "no/such.py: no such script"),
+        (["{}", "{}", "--epochs", "1"], "unrecognized arguments: --epochs 1"),
+        (["--rounds", "0", "{}", "{}"], "argument --rounds: '0' is less than 1"),
+        (["--warmup", "1", "{}", "{}"], "--warmup 1: at least 2"),
+        (["--steps", "999", "{}", "{}"], "at most 1000 together"),
+        (["--nproc-per-node", "1,2", "{}", "{}"], "argument --nproc-per-node: '1,2' is no whole number"),
+        (["--nproc-per-node", "4", "--batch", "3", "{}", "{}"], "--batch 3: at least a sample for each of 4 ranks"),
+        (["--json", "no/such/file.json", "{}", "{}"], "--json no/such/file.json: can't be written"),
+    ],
+)
+def test_commands_that_make_no_sense(
+    arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text("raise SystemExit('it is started')")
+    assert main(["bench", "compare", *(each.format(tmp_path / "a.py") for each in arguments)]) == 78
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told in err
+
+
+def test_arguments_behind_two_dashes_go_to_every_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setitem(
+        bench._SUBCOMMANDS,
+        "compare",
+        (lambda args: seen.append((args.scripts, args.arguments)) or 7, *bench._SUBCOMMANDS["compare"][1:]),
+    )
+    assert main(["bench", "compare", "a.py", "b.py", "--rounds", "2", "--", "--rounds", "9", "--", "x"]) == 7
+    assert main(["bench", "compare", "a.py", "b.py"]) == 7
+    assert seen == [(["a.py", "b.py"], ["--rounds", "9", "--", "x"]), (["a.py", "b.py"], [])]
+
+
+def test_the_help_says_what_bench_cannot_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, told in ((["bench"], "It can't tell what 64 ranks would give"), (["bench", "compare"], "behind --")):
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        assert told in capsys.readouterr().out

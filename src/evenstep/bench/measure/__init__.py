@@ -7,6 +7,7 @@ In reading order. What is run, and the process of a rank:
     probe           one rank of such a run: counts steps, ends the run, leaves the record
     models          when forward and backward passes begin and end
     fsdp            what the blocks of FSDP2 wait for
+    losses          what its backward passes begin with
     gpu             what makes the CPU wait for a GPU
 
 From records to a curve:

@@ -8,13 +8,12 @@ the probe looks for them then.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
+import random
 import sys
 import threading
 import time
-from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.bench.measure.gpu import Inspection
+from evenstep.bench.measure.losses import LossWatch
 from evenstep.bench.measure.models import ModelWatch, facts_of
 from evenstep.bench.measure.records import DATA, DATA_END, Facts, RankRecord, Usage, sorted_marks, write_record
 from evenstep.control_groups import count_cpus
@@ -56,6 +56,7 @@ class Probe:
         self._counts: dict[int, int] = {}
         self._loaders = LoaderWatch(self._waited_for_data, lambda: len(self._steps_ns))
         self._models = ModelWatch(self._marks)
+        self._losses = LossWatch(lambda: len(self._steps_ns))
         self._scratch = Scratch(asked.directory)
         self._inspection: Inspection | None = None
         self._began: _Clock | None = None
@@ -63,7 +64,6 @@ class Probe:
         self._is_written = False
         self._backend = ""
         self._blocks: tuple[tuple[str, float, float], ...] = ()
-        self._losses: list[torch.Tensor] = []
 
     def install(self, patches: Patches) -> None:
         """Watch this process until the patches are undone."""
@@ -77,22 +77,16 @@ class Probe:
         self._models.shards.install(patches)
         self._scratch.install(patches)
         watch_steps(patches, self._optimizer_begins, self._optimizer_ended)
-        patches.replace(torch.autograd, "backward", self._watch_losses)
+        if self._asked.watches_losses:
+            self._losses.install(patches)
+            # A script that sets no seed begins with the same weights in every run, and so its losses can be compared.
+            random.seed(self._placement.rank)
+            torch.manual_seed(self._placement.rank)
 
     # ------------------------------------------------------------------ hooks
 
     def _waited_for_data(self, began_ns: int, ended_ns: int) -> None:
         self._marks += (DATA, began_ns, DATA_END, ended_ns)
-
-    def _watch_losses(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) else None
-            if isinstance(root, torch.Tensor) and root.numel() == 1 and not self._is_written:
-                self._losses.append(root.detach().clone())  # read at the end: on a GPU that would wait for it
-            return original(tensors, *args, **kwargs)
-
-        return backward
 
     def _optimizer_begins(self, optimizer: Any) -> None:
         self._marks += (OPTIMIZER, perf_counter_ns())
@@ -158,6 +152,7 @@ class Probe:
             num_cores=count_cpus(),
             num_workers=self._loaders.num_workers,
             has_loader=self._loaders.was_seen,
+            loss_dtype=self._losses.dtype,
             **facts_of(models.models),
         )
         record = RankRecord(
@@ -174,8 +169,7 @@ class Probe:
             device_busy_s=None if self._inspection is None else self._inspection.device_busy_s,
             saved=tuple(self._scratch.saved),
             blocks=self._blocks,
-            losses=tuple(float(loss) for loss in self._losses),
-            loss_dtype=str(self._losses[0].dtype).removeprefix("torch.") if self._losses else "",
+            losses=tuple(self._losses.by_step(len(self._steps_ns))) if self._asked.watches_losses else (),
         )
         write_record(record, record_file(self._asked, self._placement.rank))
 

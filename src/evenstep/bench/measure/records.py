@@ -92,6 +92,7 @@ class Facts:
         gradient_bytes: Of all gradients.
         num_tensors: Parameters that are trained.
         largest: Name and bytes of the largest of them.
+        loss_dtype: Such as "float32"; "" where losses aren't recorded, or none was seen.
     """
 
     device: str = "cpu"
@@ -104,6 +105,7 @@ class Facts:
     num_tensors: int = 0
     largest: tuple[str, int] = ("", 0)
     backend: str = ""
+    loss_dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,8 +127,8 @@ class RankRecord:
         batches: By step, samples of the newest batch of a loader: fewer than `rows` where a step takes several, or
             where a model is called twice with the same.
         blocks: Of FSDP2: (name, seconds in all-gathers, in reduce-scatters) of a step, on average; see `fsdp`.
-        losses: By backward pass, what it began at, where that is one element.
-        loss_dtype: Of the first of them, such as "float32".
+        losses: By step, also of the warm-up, (losses times their weights, weights) of its backward passes, each summed.
+            Plain passes add up, and weigh 1 together. Weights of 0: none was seen. Empty where nobody asked for them.
     """
 
     rank: int
@@ -142,8 +144,7 @@ class RankRecord:
     saved: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
     blocks: tuple[tuple[str, float, float], ...] = ()
-    losses: tuple[float, ...] = ()
-    loss_dtype: str = ""
+    losses: tuple[tuple[float, float], ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -180,10 +181,12 @@ def read_record(path: Path) -> RankRecord:
     facts = found.pop("facts")
     usage = found.pop("usage")
     blocks = found.pop("blocks", [])
+    losses = found.pop("losses", [])
     plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k != "syncs"}
     return RankRecord(
         **plain,
         blocks=tuple((name, gathering, scattering) for name, gathering, scattering in blocks),
+        losses=tuple((total, weight) for total, weight in losses),
         syncs=tuple((line, count) for line, count in found["syncs"]),
         facts=Facts(**{**facts, "largest": tuple(facts["largest"])}),
         usage=Usage(**{**usage, "cores": tuple(usage["cores"])}),

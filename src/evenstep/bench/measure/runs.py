@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.bench.measure.plan import Setting, in_order, plan_settings, too_small
-from evenstep.bench.measure.records import read_record
+from evenstep.bench.measure.records import RankRecord, read_record
 from evenstep.bench.measure.scaling import Run, cores_elsewhere
 from evenstep.checks import counted
 from evenstep.environment import Measurement, with_measurement
@@ -39,6 +39,7 @@ class Wish:
         num_threads: Of every rank, however many there are.
         device: As for `evenstep run`; None: GPUs if there are any.
         limit_s: A run that takes longer is ended.
+        watches_losses: Whether losses are recorded. A script that sets no seed begins with one then.
     """
 
     script: str
@@ -52,6 +53,7 @@ class Wish:
     num_threads: int
     device: str | None = None
     limit_s: float = 900.0
+    watches_losses: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,7 @@ def remarks(
             "one round: how much rounds differ is unknown, and a finding may be chance; --repeats 3 measures it"
         )
     records = [record for runs in rounds for run in runs.values() for record in run.records]
-    fewest = min(record.num_steps for record in records)
-    if fewest < wish.num_steps:
-        found.append(f"the script ended by itself after {fewest} of the {wish.num_steps} steps that were to be counted")
+    found += ended_early("the script", records, wish.num_steps)
     off = [
         run
         for runs in rounds
@@ -155,12 +155,7 @@ def remarks(
         found.append("no tensor went into a model, so a sample is a step here")
     if any(record.usage.workers_s is None for record in records):
         found.append("without psutil there is no utilisation by core: pip install 'evenstep[bench]'")
-    strangers = [cores_elsewhere(run) for runs in rounds for run in runs.values()]
-    if strangers and statistics.median(strangers) > MANY_ELSEWHERE:
-        found.append(
-            f"other programs kept {statistics.median(strangers):.1f} cores of this host busy, and what is told as "
-            f"contention, imbalance and communication may be theirs: measure again when it is quiet"
-        )
+    found += others_busy([run for runs in rounds for run in runs.values()])
     unseen = [record for record in records if not record.facts.wrapper and record.world_size > 1]
     if unseen:
         found.append(
@@ -172,10 +167,32 @@ def remarks(
             "parts of a step on a GPU are the host's, when work was queued and not when it was done: communication "
             "can't be told from computing"
         )
+    return (*found, *not_written(records))
+
+
+def ended_early(script: str, records: Sequence[RankRecord], num_steps: int) -> list[str]:
+    """A remark if a script made fewer steps than were to be counted. Pure."""
+    fewest = min(record.num_steps for record in records)
+    if fewest >= num_steps:
+        return []
+    return [f"{script} ended by itself after {fewest} of the {num_steps} steps that were to be counted"]
+
+
+def others_busy(runs: Sequence[Run]) -> list[str]:
+    """A remark if other programs kept cores busy. Pure."""
+    cores = statistics.median([cores_elsewhere(run) for run in runs])
+    if cores <= MANY_ELSEWHERE:
+        return []
+    return [
+        f"other programs kept {cores:.1f} cores of this host busy, and what is told as contention, imbalance and "
+        f"communication may be theirs: measure again when it is quiet"
+    ]
+
+
+def not_written(records: Sequence[RankRecord]) -> list[str]:
+    """A remark on what scripts wanted to save. Pure."""
     saved = sorted({path for record in records for path in record.saved})
-    if saved:
-        found.append(f"not written, because this was a measurement: {', '.join(saved[:5])}")
-    return tuple(found)
+    return [f"not written, because this was a measurement: {', '.join(saved[:5])}"] if saved else []
 
 
 def run_once(setting: Setting, wish: Wish, place: Path) -> Run:
@@ -190,7 +207,9 @@ def run_once(setting: Setting, wish: Wish, place: Path) -> Run:
         UsageError: It failed, made no steps, or took too long.
     """
     place.mkdir()
-    asked = Measurement(place, wish.num_warmup, wish.num_steps, setting.global_batch_size, setting.growth)
+    asked = Measurement(
+        place, wish.num_warmup, wish.num_steps, setting.global_batch_size, setting.growth, wish.watches_losses
+    )
     command = [sys.executable, "-m", "evenstep", "run", "--nproc-per-node", str(setting.num_replicas)]
     command += ["--threads-per-rank", str(wish.num_threads), "--log-dir", str(place / "logs")]
     command += [] if wish.device is None else ["--device", wish.device]
@@ -209,20 +228,23 @@ def run_once(setting: Setting, wish: Wish, place: Path) -> Run:
         except subprocess.TimeoutExpired:
             said = _tail(log)
             raise UsageError(
-                f"{_told(setting)}: not over after {wish.limit_s:g} s. Does the script step a torch optimizer? Fewer "
-                f"--steps, or a longer --limit, if it does. It said:\n{said}"
+                f"{_told(setting)}: {wish.script}: not over after {wish.limit_s:g} s. Does the script step a torch "
+                f"optimizer? Fewer --steps, or a longer --limit, if it does. It said:\n{said}"
             ) from None
         finally:
             _stop(process)
     if status != 0:
         raise UsageError(f"{_told(setting)}: {wish.script} failed with status {status}. It said:\n{_tail(log)}")
-    run = Run(setting, tuple(read_record(place / f"rank-{rank}.json") for rank in range(setting.num_replicas)))
+    try:
+        run = Run(setting, tuple(read_record(place / f"rank-{rank}.json") for rank in range(setting.num_replicas)))
+    except UsageError as error:
+        raise UsageError(f"{_told(setting)}: {wish.script}: {error}") from None
     fewest = min(record.num_steps for record in run.records)
     if fewest < 1:
         made = min(len(record.steps_ns) for record in run.records)
         raise UsageError(
-            f"{_told(setting)}: the script ended after {made} steps, and {wish.num_warmup} are warm-up. Give it more "
-            f"to do, or use a smaller --warmup (at least 2)."
+            f"{_told(setting)}: {wish.script} ended after {made} steps, and {wish.num_warmup} are warm-up. Give it "
+            f"more to do, or use a smaller --warmup (at least 2)."
         )
     return run
 

@@ -47,25 +47,32 @@ def test_an_open_window_of_another_model_is_left_alone(world: evenstep.World, is
     torch.testing.assert_close(other.module.weight.grad[0], once if is_weighted else 2 * once)
 
 
+class Meanwhile(torch.autograd.Function):
+    """Passes a value on, and calls a function in the midst of the backward pass."""
+
+    @staticmethod
+    def forward(ctx, value, do):
+        ctx.do = do
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.do()
+        return gradient, None
+
+
 def test_a_pass_in_another_thread_ends_nothing_here(world: evenstep.World) -> None:
     """While a loss uses another model's parameter, a third model is trained in a thread."""
     first, other, third = wrap(world), wrap(world), wrap(world)
     x = torch.ones(2, 4, dtype=torch.float64)
 
-    class Meanwhile(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value):
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            thread = threading.Thread(target=lambda: third.backward(third(x).mean(), weight=2))
-            thread.start()
-            thread.join()
-            return gradient
+    def train_third() -> None:
+        thread = threading.Thread(target=lambda: third.backward(third(x).mean(), weight=2))
+        thread.start()
+        thread.join()
 
     direct = other.module.weight.square().sum()
-    loss = Meanwhile.apply(first(x).mean()) + direct  # of which autograd reaches the first term first
+    loss = Meanwhile.apply(first(x).mean(), train_third) + direct  # of which autograd reaches the first term first
     expected = 2 * other.module.weight.detach()
     before = other.engine.num_reductions
     evenstep.backward([first, other], loss, weight=2)
@@ -125,21 +132,14 @@ def test_a_pass_without_weights_in_the_midst_of_another_threads_weighted_one_is_
     first, other = wrap(world), wrap(world)
     x = torch.arange(8.0, dtype=torch.float64).view(2, 4)
 
-    class Meanwhile(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value):
-            return value.clone()
+    def train_other() -> None:
+        with (
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(UsageError, match=r"another thread is in model\.backward"),
+        ):
+            pool.submit(lambda: other(x).mean().backward()).result()
 
-        @staticmethod
-        def backward(ctx, gradient):
-            with (
-                ThreadPoolExecutor(1) as pool,
-                pytest.raises(UsageError, match=r"another thread is in model\.backward"),
-            ):
-                pool.submit(lambda: other(x).mean().backward()).result()
-            return gradient
-
-    first.backward(Meanwhile.apply(first(x)).mean(), weight=2)
+    first.backward(Meanwhile.apply(first(x), train_other).mean(), weight=2)
     torch.testing.assert_close(first.module.weight.grad[0], x.mean(0))
     other.zero_grad()
     other(x).mean().backward()

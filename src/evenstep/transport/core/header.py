@@ -4,7 +4,7 @@
          what others read of the first chunk can be read already
 8  92 B  the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, a
          checksum of those beyond, and how many numbers piggyback on the call
-.. u64 the call's number, from 0, which each rank compares with its own
+120 u64  the call's number, from 0, which each rank compares with its own; written and read as a number
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ ELSEWHERE = (1 << 63) - 1
 
 _FINGERPRINT = struct.Struct("<4BiQ9QI")
 _PLACE = struct.Struct("<Q")
-_NUMBER_BYTES = 8
-HEADER_USED_BYTES = _PLACE.size + _FINGERPRINT.size + _NUMBER_BYTES
+NUMBER_OFFSET = 120  # of the call's number in a header
+HEADER_USED_BYTES = NUMBER_OFFSET + 8
+assert _PLACE.size + _FINGERPRINT.size <= NUMBER_OFFSET
 _MAX_DIMS = 8
 
 # The call of a rank that refuses its arguments, with the reason. Without it the others would wait for this rank.
@@ -156,11 +157,6 @@ class Fingerprint:
 def pack_place(place: int | None, *, is_ready: bool = False) -> bytes:
     """The part of a header that says where the tensor lies, and whether its first chunk can be read."""
     return _PLACE.pack((ELSEWHERE if place is None else place) | is_ready << 63)
-
-
-def pack_number(number: int) -> bytes:
-    """The end of a header: the call's number, from 0."""
-    return number.to_bytes(_NUMBER_BYTES, "little")
 
 
 def unpack_header(data: bytes) -> tuple[int | None, bool, bytes]:

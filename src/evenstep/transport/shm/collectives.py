@@ -44,12 +44,12 @@ from evenstep.health import peer_heartbeats
 from evenstep.transport.base import Op
 from evenstep.transport.core.header import (
     COLLECTIVES,
+    NUMBER_OFFSET,
     OVER_GLOO,
     REFUSED,
     REPORT,
     Fingerprint,
     explain_mismatch,
-    pack_number,
     pack_place,
     text_bytes,
     unpack_header,
@@ -203,7 +203,9 @@ class ProgramContext:
             there = self.segment.common.address + layout.piggyback(self.rank, slot)
             _memmove(there, call.piggyback.data_ptr(), call.piggyback.nbytes)
         call.head = pack_place(call.place, is_ready=is_ready) + call.packed
-        self.segment.write(layout.header(self.rank, slot), call.head + pack_number(call.number))
+        place = layout.header(self.rank, slot)
+        self.segment.write(place, call.head)
+        self.segment.words[(place + NUMBER_OFFSET) >> 3] = call.number
         self.counters.signal(Phase.ARRIVED)
 
     def run_eager(self, call: Call) -> None:
@@ -228,19 +230,18 @@ class ProgramContext:
 
     def _read_headers(self, call: Call) -> None:
         layout, slot, own = self.segment.layout, call.slot, call.head
-        expected = pack_number(call.number)
-        length = len(own) + len(expected)
-        heads_list = []
+        words, number, length = self.segment.words, call.number, len(own)
+        shown = []
         for r in self.ranks:
-            head = own
-            if r != self.rank:
-                read = self.segment.read(layout.header(r, slot), length)
-                # A rank whose handler raised in the middle of a call may show an earlier header, with earlier data.
-                if not read.endswith(expected):
-                    self._refuse_number(call, r)
-                head = read[: len(own)]
-            heads_list.append(head)
-        heads = tuple(heads_list)
+            if r == self.rank:
+                shown.append(own)
+                continue
+            place = layout.header(r, slot)
+            # A rank whose handler raised in the middle of a call may show an earlier header, with earlier data.
+            if words[(place + NUMBER_OFFSET) >> 3] != number:
+                self._refuse_number(call, r)
+            shown.append(self.segment.read(place, length))
+        heads = tuple(shown)
         agreed = self._agreed.get(heads)  # a bucket has the same header step after step
         if agreed is not None:
             call.places, call.all_ready = agreed
@@ -254,14 +255,14 @@ class ProgramContext:
             for r, packed in enumerate(fingerprints)
             if (num_bytes := text_bytes(packed))
         }
-        number, name = self.part_of or (call.number + 1, self._name)
+        nth, name = self.part_of or (call.number + 1, self._name)
         known_as = self.counters.known_as
-        problem = explain_mismatch(number, name, fingerprints, texts, known_as)
+        problem = explain_mismatch(nth, name, fingerprints, texts, known_as)
         if problem is not None and texts:
             raise MismatchError(problem)
         if problem is not None:
             pids = {known_as[rank]: self.counters.pid(rank) for rank in self.ranks}
-            key = f"{self.segment.nonce.hex()} {number}"  # of this transport, and of none before it
+            key = f"{self.segment.nonce.hex()} {nth}"  # of this transport, and of none before it
             raise MismatchError(problem + peer_heartbeats.exchange_sites(key, pids))
         if len(self._agreed) >= _MAX_AGREED:
             self._agreed.clear()

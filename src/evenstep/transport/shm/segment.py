@@ -150,6 +150,7 @@ class Segment:
     Attributes:
         layout: Where its parts lie.
         common: The part that all ranks use, mapped.
+        words: The same as unsigned numbers of 8 bytes.
     """
 
     def __init__(self, fd: int, layout: SegmentLayout) -> None:
@@ -159,6 +160,7 @@ class Segment:
         self._closer.atexit = False
         self.common = Mapping(fd, offset=0, num_bytes=layout.common_bytes)
         self._bytes = memoryview(self.common.raw).cast("B")
+        self.words = self._bytes.cast("Q")
 
     @classmethod
     def create(cls, layout: SegmentLayout, nonce: bytes) -> Segment:

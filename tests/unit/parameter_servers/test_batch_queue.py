@@ -85,3 +85,28 @@ def test_a_state_has_what_is_finished_and_no_more(fresh_seed: int):
     begun = {epoch for epoch, _ in finished}
     assert sorted(finished) == [(epoch, batch) for epoch in sorted(begun) for batch in range(11)]
     assert taken.is_over
+
+
+def test_batches_that_were_finished_out_of_order_count_once_after_two_restarts():
+    """Else a pass would never be over, or be over while batches are open."""
+
+    def restarted(queue: BatchQueue) -> BatchQueue:
+        again = BatchQueue()
+        again.load_state(json.loads(json.dumps(queue.state())))
+        return again
+
+    queue, wanted = BatchQueue(), (1, 0, 0)
+    for number in range(4):
+        assert queue.take((0, number), wanted, 6, "{}").batch == number
+    for number in (0, 2, 3):
+        queue.finish((0, number))
+    queue = restarted(queue)  # batch 1 was held, and is open again
+    assert queue.take((0, 9), wanted, 6, "{}").batch == 1
+    queue.finish((0, 9))
+    queue = restarted(queue)
+    assert [queue.take((0, number), wanted, 6, "{}").batch for number in (10, 11)] == [4, 5]
+    assert not queue.take((0, 12), wanted, 6, "{}").is_over
+    queue.finish((0, 10))
+    assert not queue.take((0, 12), wanted, 6, "{}").is_over
+    queue.finish((0, 11))
+    assert queue.take((0, 12), wanted, 6, "{}").is_over

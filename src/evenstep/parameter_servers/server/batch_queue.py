@@ -130,7 +130,7 @@ class BatchQueue:
         for at, state in sorted(self._passes.items()):
             missing = held.get(at, set()) | set(state.returned)
             first = min(missing, default=_next_open(state))
-            ahead = sorted((set(range(first, state.next)) - missing) | state.ahead)
+            ahead = sorted(set(range(first, state.next)) - missing | {each for each in state.ahead if each > first})
             passes.append(
                 {
                     "pass": list(at),

@@ -34,6 +34,12 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
 
 
 @pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pytest's, but short: the path of a Unix socket, such as a loader's worker makes beneath it, holds 108 bytes."""
+    return tmp_path_factory.mktemp("t")
+
+
+@pytest.fixture
 def fresh_seed() -> int:
     """A new seed each time; printed, and so shown when the test fails. EVENSTEP_TEST_SEED repeats one."""
     given = os.environ.get("EVENSTEP_TEST_SEED")

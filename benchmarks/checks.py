@@ -29,10 +29,10 @@ from measuring import describe_machine
 from models import CASES
 
 import evenstep
-from evenstep.health import heartbeat, peer_heartbeats, steps
-from evenstep.health.first_failure import read_reports
-from evenstep.health.phase_timeouts import PhaseTimeouts, find_awaited
-from evenstep.health.telemetry import Recorder
+from evenstep.ground.health import heartbeat, peer_heartbeats, steps
+from evenstep.ground.health.first_failure import read_reports
+from evenstep.ground.health.phase_timeouts import PhaseTimeouts, find_awaited
+from evenstep.ground.health.telemetry import Recorder
 from evenstep.launcher.failure.detection import observe
 from evenstep.launcher.failure.hangs import HangWatch, Seen
 from evenstep.processes import time_on_core_ns

@@ -99,7 +99,7 @@ def shut_connections(*_: object) -> None:
 
 def train_with_evenstep(args: argparse.Namespace) -> None:
     """The loop under `evenstep run`; resumes."""
-    attempt = evenstep.environment.current_placement().restart_count
+    attempt = evenstep.ground.environment.current_placement().restart_count
     with evenstep.init(seed=5, device="cpu", transport=args.transport, quiet=True) as world:
         diary = Diary(args.diary, world.rank, attempt)
         model = evenstep.DistributedDataParallel(build_model(args.width))

@@ -43,8 +43,8 @@ from torch.distributed import rpc
 from torch.futures import Future
 
 import evenstep
-from evenstep.environment import current_placement
 from evenstep.errors import NonFiniteError
+from evenstep.ground.environment import current_placement
 from evenstep.launcher.pool.ranks import RankGroup
 from evenstep.parameter_servers.server.shard import Answer, Pushed
 

@@ -10,7 +10,7 @@ from evenstep.bench.measure.plan import Setting
 from evenstep.bench.measure.records import DATA, DATA_END, SYNC, Facts, RankRecord, Usage
 from evenstep.bench.measure.runs import Measured, Wish, remarks
 from evenstep.bench.measure.scaling import Run
-from evenstep.health.telemetry import (
+from evenstep.ground.health.telemetry import (
     BACKWARD,
     END,
     FORWARD,

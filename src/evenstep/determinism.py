@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
-from evenstep.environment import exported, is_set
+from evenstep.ground.environment import exported, is_set
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _BACKENDS: tuple[tuple[Any, str, Any], ...] = (

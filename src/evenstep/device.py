@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from evenstep.checks import counted
-from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
+from evenstep.ground.environment import Placement
 
 Coming = tuple[Tensor, Any]  # a copy on the host, and the event after which it is there
 

@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from evenstep import checks, determinism, randomness
 from evenstep import world as worlds
-from evenstep.compat.torch_distributed import abort_process_groups, default_store, keep_groups, reset_group_count
 from evenstep.console import quieten, say
-from evenstep.coordination.mesh import validate_mesh
-from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_store
 from evenstep.device import choose_device
-from evenstep.environment import (
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError, UsageError
+from evenstep.ground.compat.torch_distributed import abort_process_groups, default_store, keep_groups, reset_group_count
+from evenstep.ground.coordination.mesh import validate_mesh
+from evenstep.ground.coordination.rendezvous_store import choose_gloo_interface, open_store
+from evenstep.ground.environment import (
     Placement,
     announcement,
     claim_rank,
@@ -31,9 +32,8 @@ from evenstep.environment import (
     node_identity,
     placement_from_nodes,
 )
-from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError, UsageError
-from evenstep.health import excepthook, heartbeat, peer_heartbeats
-from evenstep.health.steps import count_optimizer_steps
+from evenstep.ground.health import excepthook, heartbeat, peer_heartbeats
+from evenstep.ground.health.steps import count_optimizer_steps
 from evenstep.transport.backend import backend
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.factory import (

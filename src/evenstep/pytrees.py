@@ -1,7 +1,7 @@
 """Pytrees of user containers: lists, tuples, named tuples, mappings and dataclasses, taken apart and rebuilt.
 
-Unlike torch's pytrees (`compat.torch_pytree`), which the wrapper uses for what modules take and return, these need no
-registration: a batch may be a dataclass, and a mapping keeps its factory and attributes.
+Unlike torch's pytrees (`ground.compat.torch_pytree`), which the wrapper uses for what modules take and return, these
+need no registration: a batch may be a dataclass, and a mapping keeps its factory and attributes.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ Whose streams are whose to reseed, when a model is first called in training:
 (1) The script may decide by them what all ranks do. (2) Ranks had the same seed when the model was wrapped, and it
 hasn't been set since: a script that has seeded its ranks, or restored their streams, keeps what it has set.
 
-Ranks are numbered as data ranks of the model's world (`coordination.mesh`). With tensor parallelism, ranks that have
-parts of one replica have the same number: they keep equal streams, which they need for what they compute twice. So do
-the stages of a pipeline, which need the same samples.
+Ranks are numbered as data ranks of the model's world (`ground.coordination.mesh`). With tensor parallelism, ranks that
+have parts of one replica have the same number: they keep equal streams, which they need for what they compute twice. So
+do the stages of a pipeline, which need the same samples.
 """
 
 from __future__ import annotations

@@ -26,15 +26,15 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from evenstep import checks, console, randomness, virtual_ranks
-from evenstep.compat.c_library import heap
-from evenstep.compat.torch_distributed import default_store
-from evenstep.coordination.main_first import main_first
-from evenstep.coordination.mesh import DATA, build_mesh, complete_mesh, group_along, validate_mesh
 from evenstep.device import choose_device, parse_device
-from evenstep.environment import Placement, claim_rank, current_placement, node_identity, placement_from_nodes
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.health import heartbeat
-from evenstep.health.telemetry import Telemetry
+from evenstep.ground.compat.c_library import heap
+from evenstep.ground.compat.torch_distributed import default_store
+from evenstep.ground.coordination.main_first import main_first
+from evenstep.ground.coordination.mesh import DATA, build_mesh, complete_mesh, group_along, validate_mesh
+from evenstep.ground.environment import Placement, claim_rank, current_placement, node_identity, placement_from_nodes
+from evenstep.ground.health import heartbeat
+from evenstep.ground.health.telemetry import Telemetry
 from evenstep.transport.core.object_collectives import (
     Gathering,
     broadcast_value,

@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 
 import evenstep
-from evenstep import environment
 from evenstep.checkpoint.format.payload import bytes_of
 from evenstep.checkpoint.storage.directory import steps_in
 from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.ground import environment
 from tests.checkpoint_runs import Training
 
 NUM_RANKS = 2

@@ -26,9 +26,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
 import evenstep
-from evenstep import environment
 from evenstep.checkpoint.storage.directory import steps_in
 from evenstep.checkpoint.storage.storage import LocalDirectory
+from evenstep.ground import environment
 from tests.faults.kill_loop import fork_rank
 from tests.mesh_runs import LAYOUTS, Model, divided, num_ranks, whole_of
 

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from evenstep.health.heartbeat import read_page
+from evenstep.ground.health.heartbeat import read_page
 from tests.commands import Command, is_running
 
 SCRIPT = """

@@ -11,8 +11,8 @@ import torch
 
 import evenstep
 from evenstep.errors import CollectiveTimeoutError, MismatchError
-from evenstep.health import heartbeat
-from evenstep.health.heartbeat import Phase
+from evenstep.ground.health import heartbeat
+from evenstep.ground.health.heartbeat import Phase
 from evenstep.testing import RankPool
 from evenstep.transport.shm.handshake import connect_shared_memory
 from tests.commands import call
@@ -100,7 +100,7 @@ def test_a_slow_rank_is_named_once_on_rank_0(tmp_path: Path) -> None:
     script = """
         import time
         import evenstep, torch
-        from evenstep.health import steps
+        from evenstep.ground.health import steps
 
         steps.WINDOW_S = 0.7
         with evenstep.init(seed=0) as world:

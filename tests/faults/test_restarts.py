@@ -13,7 +13,7 @@ from tests.commands import call
 TRAINS = """
     import hashlib, os, sys, time
     import evenstep, torch
-    from evenstep.environment import current_placement
+    from evenstep.ground.environment import current_placement
 
     attempt = current_placement().restart_count
     with evenstep.init(seed=1, quiet=True) as world:

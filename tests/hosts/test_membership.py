@@ -136,7 +136,7 @@ def test_a_host_that_joins_counts_as_the_others_do(
 TRAINS_ON = """
     import pathlib, time
     import evenstep, torch
-    from evenstep.environment import current_placement
+    from evenstep.ground.environment import current_placement
 
     with evenstep.init(seed=3, quiet=True) as world:
         model = evenstep.DistributedDataParallel(torch.nn.Linear(8, 4))

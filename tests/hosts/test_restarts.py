@@ -11,7 +11,7 @@ from tests.hosts.conftest import Hosts
 
 FAILS = """
     import evenstep, torch
-    from evenstep.environment import current_placement
+    from evenstep.ground.environment import current_placement
 
     with evenstep.init(seed=1, quiet=True) as world:
         model = evenstep.DistributedDataParallel(torch.nn.Linear(4, 1))

@@ -185,7 +185,7 @@ def test_the_last_ranks_are_parameter_servers(kind: str, tmp_path: Path) -> None
 ENDLESS = """
     import os, pathlib, signal
     import evenstep, torch
-    from evenstep.environment import current_placement
+    from evenstep.ground.environment import current_placement
 
     rank = current_placement().rank
     pathlib.Path(f"{rank}-is-{os.getpid()}").touch()

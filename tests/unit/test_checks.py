@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from evenstep import checks
-from evenstep.coordination.agreement import judge, validate_on_all_ranks
 from evenstep.errors import ConfigurationError, MismatchError, OtherRankFailedError, UsageError
+from evenstep.ground.coordination.agreement import judge, validate_on_all_ranks
 
 numpy = pytest.importorskip("numpy")
 NAN, INF = float("nan"), float("inf")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from evenstep.device import choose_device
-from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
+from evenstep.ground.environment import Placement
 
 SECOND_OF_TWO = Placement(rank=1, world_size=2, local_rank=1, local_world_size=2)
 

@@ -36,15 +36,12 @@ ROOMS = [
     "logger",
     "joining",
     "world",
-    "coordination",
     "transport",
-    "health",
-    "compat",
     "determinism",
     "virtual_ranks",
     "randomness",
     "device",
-    "environment",
+    "ground",
     "network",
     "temporary",
     "processes",
@@ -112,7 +109,8 @@ ORDER: dict[str, list[str]] = {
         "verify",
         "arguments",
     ],
-    "compat": [
+    "ground": ["coordination", "health", "compat", "environment"],
+    "ground.compat": [
         "torch_elastic",
         "torch_autograd",
         "torch_data",
@@ -126,8 +124,8 @@ ORDER: dict[str, list[str]] = {
         "private_names",
         "c_library",
     ],
-    "compat.c_library": ["heap", "openmp", "libc"],
-    "coordination": ["rendezvous_store", "main_first", "agreement", "mesh"],
+    "ground.compat.c_library": ["heap", "openmp", "libc"],
+    "ground.coordination": ["rendezvous_store", "main_first", "agreement", "mesh"],
     "data": ["loader", "sampler", "sources", "loading", "order", "position"],
     "data.loading": ["device_prefetch", "workers", "fetch", "nested"],
     "data.order": ["batch_plan", "max_tokens", "weighted", "locality", "permutation"],
@@ -171,8 +169,8 @@ ORDER: dict[str, list[str]] = {
         "hangs",
         "events",
     ],
-    "environment": ["detect", "measuring", "inheritance", "placement", "foreign", "hosts", "values"],
-    "health": [
+    "ground.environment": ["detect", "measuring", "inheritance", "placement", "foreign", "hosts", "values"],
+    "ground.health": [
         "steps",
         "excepthook",
         "first_failure",
@@ -284,11 +282,9 @@ MOST_ENTRIES = 12
 DOCUMENTED = re.compile(r"_parameters|_buffers|_modules|_foreach_\w+")
 # It starts before there is a world.
 LAUNCHER_NEEDS = {
-    "health",
-    "environment",
+    "ground",
     "network",
     "device",
-    "compat",
     "temporary",
     "processes",
     "control_groups",
@@ -537,10 +533,10 @@ def test_a_folder_can_be_looked_at_together():
 
 
 def test_private_names_of_torch_are_in_one_folder():
-    """`compat/` says which versions of torch have each, and what happens where it is missing."""
+    """`ground/compat/` says which versions of torch have each, and what happens where it is missing."""
     for module in MODULES:
-        if room_of(module) != "compat":
-            assert not private_torch(tree_of(module)), f"{module.relative_to(SOURCE)}: move it to compat/"
+        if module.relative_to(SOURCE).parts[:2] != ("ground", "compat"):
+            assert not private_torch(tree_of(module)), f"{module.relative_to(SOURCE)}: move it to ground/compat/"
 
 
 @pytest.mark.parametrize(
@@ -574,16 +570,18 @@ def test_the_checker_sees_imports_everywhere(tmp_path: Path):
     assert sorted(imports_of(module)) == [(1, ""), (3, "world"), (5, "data"), (6, "errors")]
 
 
-@pytest.mark.parametrize("room", [each for each in ROOMS if each != "environment"])
+@pytest.mark.parametrize("room", ROOMS)
 def test_only_one_room_touches_the_environment(room: str):
     for module, node in nodes_of(room):
+        if module.relative_to(SOURCE).parts[:2] == ("ground", "environment"):
+            continue
         found = None
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             found = node.attr
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
             found = next((alias.name for alias in node.names if "env" in alias.name), None)
         assert found not in ("environ", "environb", "getenv", "putenv", "unsetenv"), (
-            f"{module.relative_to(SOURCE)}:{node.lineno}: os.{found}; the environment is read in environment.py"
+            f"{module.relative_to(SOURCE)}:{node.lineno}: os.{found}; the environment is read in ground/environment"
         )
 
 

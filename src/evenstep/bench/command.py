@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from evenstep.bench.measure.plan import default_replicas, validate_replicas
 from evenstep.console import say
 from evenstep.errors import ConfigurationError
-from evenstep.health.telemetry import NUM_STEPS_KEPT
+from evenstep.ground.health.telemetry import NUM_STEPS_KEPT
 
 if TYPE_CHECKING:
     from evenstep.launcher.options.resources import Host

@@ -22,10 +22,10 @@ from evenstep.checkpoint.save.stopping import Status, StatusExchange, StopSignal
 from evenstep.checkpoint.storage.directory import DamagedError, RunDirectory, folder_of
 from evenstep.checkpoint.storage.storage import LocalDirectory, Storage
 from evenstep.console import say
-from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.data.loader import DataLoader
 from evenstep.errors import EXIT_PREEMPTED, CheckpointError, ConfigurationError, MismatchError, UsageError
-from evenstep.health import heartbeat
+from evenstep.ground.coordination.agreement import validate_on_all_ranks
+from evenstep.ground.health import heartbeat
 from evenstep.world import World, ended_well
 
 VIRTUAL_RANKS = "virtual_ranks"

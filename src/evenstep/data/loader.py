@@ -13,7 +13,6 @@ from torch.utils.data import IterableDataset
 
 import evenstep.world
 from evenstep import checks
-from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.data.loading import workers
 from evenstep.data.loading.device_prefetch import on_device
 from evenstep.data.loading.fetch import Loaded
@@ -25,8 +24,9 @@ from evenstep.data.sources.records import Records
 from evenstep.data.sources.samples import BatchesToTake, SampleSource
 from evenstep.data.sources.source import Source
 from evenstep.data.sources.streams import StreamSource
-from evenstep.environment import measurement
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
+from evenstep.ground.coordination.agreement import validate_on_all_ranks
+from evenstep.ground.environment import measurement
 from evenstep.randomness import mix
 from evenstep.world import World
 

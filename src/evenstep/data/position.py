@@ -41,7 +41,7 @@ from weakref import WeakSet
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from evenstep.compat.torch_tensors import StorageWeakRef, weak_storage
+from evenstep.ground.compat.torch_tensors import StorageWeakRef, weak_storage
 from evenstep.pytrees import children_of
 from evenstep.replica.batches import input_watchers
 

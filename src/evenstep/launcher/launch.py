@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from evenstep import checks, environment
+from evenstep import checks
 from evenstep.errors import ConfigurationError
-from evenstep.health import excepthook
+from evenstep.ground import environment
+from evenstep.ground.health import excepthook
 from evenstep.launcher.options.resources import look_at_host, plan_ranks
 from evenstep.launcher.pool.ranks import RankGroup
 

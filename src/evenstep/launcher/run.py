@@ -22,11 +22,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import config_from_args
 
-from evenstep import environment, network
-from evenstep.compat import torch_elastic
+from evenstep import network
 from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED, ConfigurationError
-from evenstep.health.phase_timeouts import PhaseTimeouts
+from evenstep.ground import environment
+from evenstep.ground.compat import torch_elastic
+from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic import rendezvous
 from evenstep.launcher.elastic.agent import RankAgent
 from evenstep.launcher.elastic.restarts import RestartLimit

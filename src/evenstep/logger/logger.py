@@ -24,9 +24,9 @@ from torch import Tensor
 
 from evenstep import checks
 from evenstep import world as worlds
-from evenstep.environment import current_placement
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
-from evenstep.health.telemetry import StepTimes
+from evenstep.ground.environment import current_placement
+from evenstep.ground.health.telemetry import StepTimes
 from evenstep.world import World
 
 Tracker = Callable[[dict[str, float], int], object]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from evenstep import world as worlds
-from evenstep.compat import torch_pytree as pytree
-from evenstep.compat.torch_tensors import is_dtensor, split_of
+from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_tensors import is_dtensor, split_of
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 

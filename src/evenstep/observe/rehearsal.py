@@ -26,7 +26,7 @@ from evenstep.checkpoint.checkpointer import Checkpointer
 from evenstep.checkpoint.format.payload import bytes_of
 from evenstep.checkpoint.format.tree import unwrapped
 from evenstep.checkpoint.save.snapshot import capture
-from evenstep.compat import torch_pytree as pytree
+from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.observe.patching import Patches
 from evenstep.observe.scratch import Scratch
 

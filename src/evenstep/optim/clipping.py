@@ -17,8 +17,8 @@ from torch import Tensor, nn, optim
 
 from evenstep import checks
 from evenstep import world as worlds
-from evenstep.compat.torch_tensors import is_dtensor, local_part
 from evenstep.errors import ConfigurationError, MismatchError, NonFiniteError, UsageError
+from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
 from evenstep.optim import exact
 from evenstep.optim.consistency import Given, abort_peers, model_of, note
 from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder, local_parts

@@ -5,7 +5,7 @@
 A rank with a wrong argument raises, and makes no further call; the others would wait for it until a deadline. There are
 three ways to let them know:
 
-- A function that all ranks call once compares before it begins (`coordination.agreement.validate_on_all_ranks`).
+- A function that all ranks call once compares before it begins (`ground.coordination.agreement.validate_on_all_ranks`).
 - A function with a collective sends four more numbers with it (`Given`): a checksum of the arguments, or of the
 problem.
   Where checksums differ, which all ranks see, ranks exchange their arguments, and all raise the same error.
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from evenstep import world as worlds
-from evenstep.coordination.agreement import judge
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
+from evenstep.ground.coordination.agreement import judge
 from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.monitors.digests import are_same, half_bits, halves
 from evenstep.replica.monitors.options import checksum, find_difference

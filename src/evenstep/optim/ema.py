@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import checks
-from evenstep.compat.torch_ddp import reshard
-from evenstep.compat.torch_tensors import local_part
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.compat.torch_ddp import reshard
+from evenstep.ground.compat.torch_tensors import local_part
 from evenstep.optim.consistency import abort_peers
 from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
 from evenstep.replica.wrapper.distributed import DistributedDataParallel

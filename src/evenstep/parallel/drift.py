@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from evenstep.compat.torch_tensors import is_dtensor, local_part
 from evenstep.device import Coming, arrived, start_copy
 from evenstep.errors import DriftError
+from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
 from evenstep.parallel.layout import ranks_of
 from evenstep.replica.channels import channel_of
 from evenstep.replica.monitors.drift import DEFAULT_EVERY, DriftWatch

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenstep.compat.torch_ddp import ShardedParts
-from evenstep.compat.torch_tensors import is_dtensor, local_part
-from evenstep.health.telemetry import REDUCED, WAITING
+from evenstep.ground.compat.torch_ddp import ShardedParts
+from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
+from evenstep.ground.health.telemetry import REDUCED, WAITING
 from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
 from evenstep.replica.gradients.exchange.across_ranks import AcrossRanks
 from evenstep.replica.gradients.exchange.base import Trained

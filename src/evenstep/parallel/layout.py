@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from evenstep.compat.torch_ddp import is_sharded_module
-from evenstep.compat.torch_tensors import is_dtensor
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.torch_ddp import is_sharded_module
+from evenstep.ground.compat.torch_tensors import is_dtensor
 from evenstep.world import World
 
 

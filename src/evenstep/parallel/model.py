@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from evenstep.compat.torch_ddp import ShardedParts
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.compat.torch_ddp import ShardedParts
 from evenstep.optim.clipping import clip_grad_norm_
 from evenstep.parallel.drift import build_drift
 from evenstep.parallel.exchange import MeshExchange

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from torch import nn, optim
 
-from evenstep.compat.torch_tensors import is_dtensor
 from evenstep.errors import UsageError
+from evenstep.ground.compat.torch_tensors import is_dtensor
 
 
 def validate_none_yet(module: nn.Module, who: str) -> None:

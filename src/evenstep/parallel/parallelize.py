@@ -10,8 +10,8 @@ from torch import nn
 
 from evenstep import checks
 from evenstep import world as worlds
-from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.parallel.blocks import Blocks, choose_blocks, validate_plan
 from evenstep.parallel.layout import is_divided_module
 from evenstep.parallel.model import DividedModel

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import Store
 
-from evenstep import checks, environment
+from evenstep import checks
 from evenstep import world as worlds
-from evenstep.coordination.rendezvous_store import choose_gloo_interface, open_store
 from evenstep.data.loading.fetch import Loaded
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, NonFiniteError, PeerLostError, UsageError
-from evenstep.health import excepthook
+from evenstep.ground import environment
+from evenstep.ground.coordination.rendezvous_store import choose_gloo_interface, open_store
+from evenstep.ground.health import excepthook
 from evenstep.parameter_servers.embeddings.rows import Rows
 from evenstep.parameter_servers.layout import pack, to_device, unpack
 from evenstep.parameter_servers.preparation import WHO, compare

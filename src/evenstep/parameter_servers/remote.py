@@ -26,9 +26,9 @@ from torch.distributed import Store, rpc
 from torch.distributed.rpc.functions import async_execution
 from torch.futures import Future
 
-from evenstep import environment
-from evenstep.compat import torch_distributed
 from evenstep.errors import ConfigurationError
+from evenstep.ground import environment
+from evenstep.ground.compat import torch_distributed
 
 _QUIET_S = 3.0  # for the others to come to their end
 _POLL_S = 0.01

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evenstep.checks import counted
-from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
+from evenstep.ground.environment import Placement
 
 
 @dataclass(frozen=True)

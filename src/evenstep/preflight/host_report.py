@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.utils import collect_env
 
-from evenstep import environment
 from evenstep.control_groups import memory_limit_bytes
-from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
+from evenstep.ground import environment
+from evenstep.ground.environment import Placement
 from evenstep.launcher.options.resources import Host, look_at_host, plan_ranks
 from evenstep.network import addresses
 from evenstep.transport.shm.segment import available_bytes, host_memory_bytes

@@ -9,8 +9,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from evenstep.compat import torch_pytree as pytree
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.virtual_ranks import begin_of
 
 # Two rows and not one: batch normalisation refuses to train on a single value per channel.

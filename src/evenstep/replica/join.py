@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, JoinHook
 
-from evenstep.compat.torch_ddp import JoinConfig
 from evenstep.errors import UsageError
+from evenstep.ground.compat.torch_ddp import JoinConfig
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast
 from evenstep.transport.base import Carrier
 from evenstep.world import World

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from evenstep.compat.torch_tensors import flatten_dense, unflatten_dense
+from evenstep.ground.compat.torch_tensors import flatten_dense, unflatten_dense
 from evenstep.transport.base import Transport, Work
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from evenstep import checks
-from evenstep.compat.torch_distributed import make_group_alone
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.torch_distributed import make_group_alone
 from evenstep.transport.base import Transport
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.store_gather import StoreGather

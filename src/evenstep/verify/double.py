@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from evenstep.compat import torch_pytree as pytree
-from evenstep.compat.torch_autograd import without_torch_function
+from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_autograd import without_torch_function
 from evenstep.observe.patching import Patches
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch.utils import data
 
 from evenstep import randomness
-from evenstep.compat.torch_data import MapDatasetFetcher
 from evenstep.data.loader import DataLoader
 from evenstep.data.loading.fetch import gives_batches, seed_streams
+from evenstep.ground.compat.torch_data import MapDatasetFetcher
 from evenstep.observe.loaders import replace_batch_sizes
 from evenstep.observe.patching import Patches
 from evenstep.randomness import mix

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from evenstep.checks import counted
-from evenstep.environment import openmp_threads, with_verification
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.environment import openmp_threads, with_verification
 from evenstep.launcher.options.resources import count_cores
 from evenstep.observe.rehearsal import RehearsalPlan
 from evenstep.observe.thresholds import COARSE

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import world as worlds
-from evenstep.compat import torch_pytree as pytree
-from evenstep.compat.torch_autograd import without_torch_function
-from evenstep.compat.torch_modules import BatchNorm
-from evenstep.compat.torch_tensors import is_dtensor
 from evenstep.errors import EvenstepError
+from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_autograd import without_torch_function
+from evenstep.ground.compat.torch_modules import BatchNorm
+from evenstep.ground.compat.torch_tensors import is_dtensor
 from evenstep.observe.models import ranks_with_the_same_samples, uses_fsdp
 from evenstep.observe.patching import Patches
 from evenstep.observe.steps import watch_steps

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from evenstep.checkpoint.storage.directory import steps_in
 from evenstep.checkpoint.storage.storage import LocalDirectory
-from evenstep.environment import with_rehearsal
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.environment import with_rehearsal
 from evenstep.observe.rehearsal import RehearsalPlan
 from evenstep.temporary import private_directory
 from evenstep.verify.traces import first_difference, read_trace

@@ -18,7 +18,7 @@ import evenstep
 from evenstep.bench.measure.gpu import covered, is_of_the_script
 from evenstep.bench.measure.models import ModelWatch, facts_of
 from evenstep.bench.measure.records import COLLECTIVE, RankRecord, sorted_marks, steps_in_parts
-from evenstep.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
+from evenstep.ground.health.telemetry import BACKWARD, FORWARD, OPTIMIZER_END, REDUCED, WAITING
 from evenstep.observe.loaders import LoaderWatch, replace_batch_sizes
 from evenstep.observe.models import num_rows, trained_by
 from evenstep.observe.patching import Patches

@@ -220,7 +220,7 @@ def test_a_restart_succeeds_and_says_why_it_was_needed(tmp_path: Path) -> None:
 
         with evenstep.init() as world:
             world.barrier()
-            if world.rank == 1 and evenstep.environment.current_placement().restart_count < 1:
+            if world.rank == 1 and evenstep.ground.environment.current_placement().restart_count < 1:
                 raise ValueError("the first attempt fails")
             world.barrier()
             world.print("done")

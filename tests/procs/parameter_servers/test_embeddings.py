@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evenstep
-from evenstep.environment import current_placement
 from evenstep.errors import ConfigurationError, MismatchError, UsageError
+from evenstep.ground.environment import current_placement
 from tests.procs.parameter_servers.test_parameter_server import assert_same, group
 
 DOUBLE = torch.float64

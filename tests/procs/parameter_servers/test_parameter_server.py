@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import evenstep
-from evenstep.environment import current_placement
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, MismatchError, PeerLostError, RankFailedError
+from evenstep.ground.environment import current_placement
 from evenstep.launcher.pool.ranks import RankGroup
 from tests.commands import Command
 

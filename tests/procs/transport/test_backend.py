@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import evenstep
-from evenstep.environment import current_placement
 from evenstep.errors import ConfigurationError
+from evenstep.ground.environment import current_placement
 from evenstep.testing import RankPool
 from evenstep.transport import fallback
 from evenstep.transport.backend.backend import EvenstepGroup

@@ -125,7 +125,7 @@ def refused(arguments, differs):
     if before is not None:
         before.close()
     if differs and dist.is_initialized() is False:
-        rank = int(evenstep.environment.current_placement().rank)
+        rank = int(evenstep.ground.environment.current_placement().rank)
         arguments = arguments if rank else {"mesh": {"shard": 2}}
     try:
         evenstep.init(quiet=True, **arguments)
@@ -157,8 +157,8 @@ def adopted(backend):
     before = worlds.initialised()
     if before is not None:
         before.close()
-    placement = evenstep.environment.current_placement()
-    store = evenstep.coordination.rendezvous_store.open_store(placement, 60.0)
+    placement = evenstep.ground.environment.current_placement()
+    store = evenstep.ground.coordination.rendezvous_store.open_store(placement, 60.0)
     dist.init_process_group(backend, store=store, rank=placement.rank, world_size=placement.world_size)
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))

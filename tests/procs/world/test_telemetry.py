@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import evenstep
-from evenstep.health.telemetry import StepTimes
+from evenstep.ground.health.telemetry import StepTimes
 from evenstep.testing import RankPool
 
 

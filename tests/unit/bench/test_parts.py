@@ -25,7 +25,16 @@ from evenstep.bench.measure.records import (
 )
 from evenstep.bench.measure.scaling import Spread, curve, median_run
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, OPTIMIZER, OPTIMIZER_END, REDUCED, WAITING
+from evenstep.ground.health.telemetry import (
+    BACKWARD,
+    END,
+    FORWARD,
+    FORWARD_END,
+    OPTIMIZER,
+    OPTIMIZER_END,
+    REDUCED,
+    WAITING,
+)
 from tests.bench_runs import CALM, MS, WARMUP, calm, make_run, weak_pair
 
 # ---------------------------------------------------------------------- marks

@@ -26,7 +26,7 @@ from evenstep.data.loading.fetch import MAX_BYTES, Loaded, pack, unpack
 from evenstep.data.loading.workers import suitable_workers
 from evenstep.data.sources.source import positions_by_rank
 from evenstep.errors import ConfigurationError, DataError, MismatchError
-from evenstep.health.excepthook import describe
+from evenstep.ground.health.excepthook import describe
 from tests.stub_worlds import stub_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine of one core

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from evenstep.health.heartbeat import Heartbeat, Phase
+from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.launcher.failure.detection import Observation, StopWatch, count_memory_kills, observe
 
 

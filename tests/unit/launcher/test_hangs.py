@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from evenstep.health.heartbeat import Heartbeat, Phase
-from evenstep.health.phase_timeouts import PhaseTimeouts
+from evenstep.ground.health.heartbeat import Heartbeat, Phase
+from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.looks import packed, unpacked
 from evenstep.launcher.failure.hangs import HangWatch, RankLook, Seen, find_held_up
 from tests.unit.launcher.test_stacks import ENGINE, TORCH, dump

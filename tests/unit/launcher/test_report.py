@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.health.first_failure import CrashReport, Exit, read_reports, write_report
-from evenstep.health.heartbeat import Heartbeat, Phase
+from evenstep.ground.health.first_failure import CrashReport, Exit, read_reports, write_report
+from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.launcher.failure.detection import Hang
 from evenstep.launcher.failure.policy import StopPolicy, describe_exit, exit_status, is_evident
 from evenstep.launcher.failure.report import Failure, RemoteFailure, describe_failure, describe_ranks, judge, status_of

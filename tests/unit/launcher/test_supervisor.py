@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from evenstep.errors import EXIT_PREEMPTED
-from evenstep.health.first_failure import CrashReport, write_report
-from evenstep.health.phase_timeouts import PhaseTimeouts
+from evenstep.ground.health.first_failure import CrashReport, write_report
+from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.supervisor import WatchedRanks
 from evenstep.launcher.failure.policy import StopPolicy
 from evenstep.launcher.failure.report import Failure, RemoteFailure

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
+from evenstep.ground.environment import Placement
 from evenstep.parameter_servers.layout import pack, plan_division, unpack
 from evenstep.parameter_servers.roles import assign_roles
 from evenstep.parameter_servers.server.shard import Pushed

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from evenstep.cli.main import main
-from evenstep.environment import detect
 from evenstep.errors import ConfigurationError
+from evenstep.ground.environment import detect
 from evenstep.launcher.options.flags import parse, placed_by
 from evenstep.preflight.host_report import describe_placement, render
 from evenstep.preflight.rank_check import choose_pairs, slow_pairs
-from tests.unit.environment import recorded_environments as recorded
+from tests.unit.ground.environment import recorded_environments as recorded
 
 _SET_BY_TORCH = ("PIP_DISABLE_PIP_VERSION_CHECK", "1")  # collect_env leaves it in the environment
 

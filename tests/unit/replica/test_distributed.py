@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep import world as worlds
-from evenstep.compat import torch_dynamo
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat import torch_dynamo
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from evenstep.bench.measure.records import COLLECTIVE, COLLECTIVE_END
-from evenstep.compat import torch_pytree as pytree
-from evenstep.compat.torch_tensors import is_dtensor, local_part, split_of
+from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_tensors import is_dtensor, local_part, split_of
 from evenstep.observe.patching import Patches
 
 # By name, in torch 2.11 and since 2.13: the kind of wait. HSDP averages what is scattered over replicas.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from evenstep.compat.torch_autograd import DeviceType
+from evenstep.ground.compat.torch_autograd import DeviceType
 
 NUM_STEPS = 6  # half of them for each look
 _HALF = NUM_STEPS // 2

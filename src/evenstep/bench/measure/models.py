@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from evenstep.bench.measure.fsdp import ShardWatch
 from evenstep.bench.measure.records import SYNC
-from evenstep.compat import torch_pytree as pytree
-from evenstep.compat.torch_autograd import at_end_of_backward
-from evenstep.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, REDUCED, WAITING
+from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_autograd import at_end_of_backward
+from evenstep.ground.health.telemetry import BACKWARD, END, FORWARD, FORWARD_END, REDUCED, WAITING
 from evenstep.observe.models import find_models, num_rows
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 

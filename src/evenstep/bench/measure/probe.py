@@ -26,9 +26,9 @@ from evenstep.bench.measure.losses import LossWatch
 from evenstep.bench.measure.models import ModelWatch, facts_of
 from evenstep.bench.measure.records import DATA, DATA_END, Facts, RankRecord, Usage, sorted_marks, write_record
 from evenstep.control_groups import count_cpus
-from evenstep.environment import Measurement, Placement, current_placement, measurement
 from evenstep.errors import ConfigurationError
-from evenstep.health.telemetry import OPTIMIZER, OPTIMIZER_END
+from evenstep.ground.environment import Measurement, Placement, current_placement, measurement
+from evenstep.ground.health.telemetry import OPTIMIZER, OPTIMIZER_END
 from evenstep.observe.loaders import LoaderWatch, replace_batch_sizes
 from evenstep.observe.patching import Patches
 from evenstep.observe.scratch import Scratch, idle_checkpointers

@@ -2,8 +2,8 @@
 
 [Note: a step in parts]
 
-Marks are pairs of what happened and when, as in `health/telemetry.py`, and a few more. At every instant a rank is in
-one *phase*; a mark changes it. So the phases of a step add up to the step, whatever is missing or doubled.
+Marks are pairs of what happened and when, as in `ground/health/telemetry.py`, and a few more. At every instant a rank
+is in one *phase*; a mark changes it. So the phases of a step add up to the step, whatever is missing or doubled.
 
     phase       from              to
     data        DATA              DATA_END: what it was before
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.errors import UsageError
-from evenstep.health.telemetry import (
+from evenstep.ground.health.telemetry import (
     BACKWARD,
     END,
     FORWARD,

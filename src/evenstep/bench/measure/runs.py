@@ -14,8 +14,8 @@ from evenstep.bench.measure.plan import Setting, in_order, plan_settings, too_sm
 from evenstep.bench.measure.records import RankRecord, read_record
 from evenstep.bench.measure.scaling import Run, cores_elsewhere
 from evenstep.checks import counted
-from evenstep.environment import Measurement, with_measurement
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.environment import Measurement, with_measurement
 from evenstep.observe.thresholds import MANY_ELSEWHERE
 from evenstep.temporary import private_directory
 

@@ -26,8 +26,8 @@ from torch.optim.optimizer import Optimizer
 from evenstep import checks
 from evenstep.bench.memory.footprint import Sizes, footprint_table, footprints, verdict
 from evenstep.bench.memory.probe import sizes_of
-from evenstep.compat import torch_pytree as pytree
 from evenstep.errors import ConfigurationError, EvenstepError, UsageError
+from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.replica.gradients.buckets.layout import ParameterSpec
 from evenstep.temporary import private_directory
 

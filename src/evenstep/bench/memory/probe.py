@@ -17,8 +17,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer
 
 from evenstep.bench.memory.footprint import Sizes
-from evenstep.compat import torch_pytree as pytree
 from evenstep.errors import UsageError
+from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.observe.patching import Patches
 from evenstep.observe.scratch import Scratch, idle_checkpointers
 from evenstep.observe.script import run_observed

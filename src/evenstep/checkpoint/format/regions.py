@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from evenstep.compat.torch_tensors import local_part, split_of
+from evenstep.ground.compat.torch_tensors import local_part, split_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

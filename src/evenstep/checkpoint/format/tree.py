@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenstep.compat.torch_modules import compiled_module
-from evenstep.compat.torch_tensors import is_dtensor, local_part, split_of
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.torch_modules import compiled_module
+from evenstep.ground.compat.torch_tensors import is_dtensor, local_part, split_of
 
 _PLAIN_TENSORS = {Tensor, nn.Parameter, nn.Buffer}
 _MAX_DEPTH = 200

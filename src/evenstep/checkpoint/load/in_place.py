@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from evenstep.checkpoint.format.manifest import ObjectEntry
 from evenstep.checkpoint.format.payload import dtype_name
 from evenstep.checkpoint.format.tree import unwrapped
-from evenstep.compat.torch_modules import loads_by_copy
+from evenstep.ground.compat.torch_modules import loads_by_copy
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 

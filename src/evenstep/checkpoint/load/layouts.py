@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from evenstep.checkpoint.format.manifest import ObjectEntry, Part
 from evenstep.checkpoint.format.regions import Region, Shape, common, held_regions, whole
 from evenstep.checkpoint.format.tree import flatten, shown, unwrapped
-from evenstep.compat.torch_tensors import is_dtensor, local_part, wrapped_like
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.torch_tensors import is_dtensor, local_part, wrapped_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

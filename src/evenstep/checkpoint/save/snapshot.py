@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from evenstep.checkpoint.format.payload import Entry, Layout, dtype_name, entry_of
 from evenstep.checkpoint.format.regions import Shape, first_element, held_regions, is_consecutive
 from evenstep.checkpoint.format.tree import dotted, flatten, shown, unwrapped
-from evenstep.compat.torch_modules import compiled_module
-from evenstep.compat.torch_tensors import is_dtensor, local_part, root_mesh, split_of
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.torch_modules import compiled_module
+from evenstep.ground.compat.torch_tensors import is_dtensor, local_part, root_mesh, split_of
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 
 if TYPE_CHECKING:

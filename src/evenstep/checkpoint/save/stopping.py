@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evenstep.environment import current_placement
-from evenstep.health.first_failure import saves_file
+from evenstep.ground.environment import current_placement
+from evenstep.ground.health.first_failure import saves_file
 from evenstep.transport.base import Work
 from evenstep.world import World
 

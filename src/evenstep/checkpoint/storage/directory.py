@@ -21,7 +21,7 @@ from evenstep.checkpoint.format.plan import Policy, best_step, plan_removals
 from evenstep.checkpoint.storage.lease import EXPIRES_AFTER_S
 from evenstep.checkpoint.storage.storage import Lock, Storage
 from evenstep.errors import CheckpointError, EvenstepError, UsageError
-from evenstep.health import heartbeat
+from evenstep.ground.health import heartbeat
 from evenstep.world import World
 
 _STEP = re.compile(r"step-(\d{7,})")

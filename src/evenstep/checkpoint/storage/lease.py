@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evenstep.console import say
-from evenstep.environment import node_identity
 from evenstep.errors import CheckpointError
+from evenstep.ground.environment import node_identity
 from evenstep.processes import state_and_start
 
 NAME = "lock.json"

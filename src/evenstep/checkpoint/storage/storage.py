@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from evenstep.checkpoint.storage.lease import take_lock
-from evenstep.compat.c_library import libc
+from evenstep.ground.compat.c_library import libc
 
 Fault = Callable[[str, str], None]
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate, get_worker_info
 
 from evenstep import randomness
-from evenstep.compat.torch_data import without_worker_info
 from evenstep.data.loading.nested import emptied
 from evenstep.data.order.batch_plan import Request
 from evenstep.errors import DataError
-from evenstep.health import excepthook
+from evenstep.ground.compat.torch_data import without_worker_info
+from evenstep.ground.health import excepthook
 from evenstep.randomness import mix
 
 _SAMPLE_TAG = 0x73616D706C65  # "sample": other streams from the same seed stay unrelated

@@ -13,10 +13,10 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import get_worker_info
 
-from evenstep.compat.torch_data import replace_worker_watch, shut_down_workers, worker_processes
 from evenstep.control_groups import count_cpus
 from evenstep.data.loading.fetch import Loaded, unpack
 from evenstep.errors import ConfigurationError, DataError
+from evenstep.ground.compat.torch_data import replace_worker_watch, shut_down_workers, worker_processes
 from evenstep.world import World
 
 _LOOK_S = 0.5  # how often the processes of overdue workers are looked at

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from evenstep.compat.c_library.libc import c_library
 from evenstep.data.order.batch_plan import Epoch, Request
 from evenstep.data.order.locality import LocalOrder
+from evenstep.ground.compat.c_library.libc import c_library
 
 _LARGEST_BYTES = 256 << 20  # a window larger than this might push the present one out of memory
 _PIECE_BYTES = 256 << 10  # the system truncates a request to its own read-ahead size

@@ -37,7 +37,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import default_collate, get_worker_info
 
 from evenstep import randomness
-from evenstep.compat.torch_data import without_worker_info
 from evenstep.data.loading import workers
 from evenstep.data.loading.fetch import Loaded, failed, packed, seed_streams
 from evenstep.data.loading.nested import emptied
@@ -47,6 +46,7 @@ from evenstep.data.position import Mark
 from evenstep.data.sources.same_stream import digest_of, same_everywhere
 from evenstep.data.sources.source import gather_in_order
 from evenstep.errors import ConfigurationError, DataError, UsageError
+from evenstep.ground.compat.torch_data import without_worker_info
 from evenstep.randomness import mix
 from evenstep.replica.channels import channel_of
 from evenstep.transport.base import Transport

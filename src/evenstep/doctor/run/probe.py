@@ -23,7 +23,7 @@ from evenstep.doctor.run.record_devices import Devices
 from evenstep.doctor.run.record_output import Output
 from evenstep.doctor.run.record_steps import Steps
 from evenstep.doctor.run.recorder import Recorder
-from evenstep.environment import current_placement
+from evenstep.ground.environment import current_placement
 from evenstep.observe.patching import Patches
 from evenstep.observe.scratch import Scratch, idle_checkpointers
 from evenstep.observe.script import run_observed

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
 from evenstep.doctor.run.recorder import Recorder
-from evenstep.environment import export, meeting_point
+from evenstep.ground.environment import export, meeting_point
 from evenstep.observe.patching import Patches
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
 

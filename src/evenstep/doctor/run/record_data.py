@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 
 from evenstep import randomness
-from evenstep.compat import torch_pytree as pytree
-from evenstep.compat.torch_data import MapDatasetFetcher
 from evenstep.data.loader import DataLoader
 from evenstep.data.loading.fetch import seed_streams
 from evenstep.doctor.run.events import Place
 from evenstep.doctor.run.recorder import Recorder
+from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_data import MapDatasetFetcher
 from evenstep.observe.loaders import LoaderWatch, WatchedIteration
 from evenstep.observe.patching import Patches
 from evenstep.verify.evidence import digest

@@ -13,9 +13,9 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.optim import lr_scheduler
 
-from evenstep.compat.torch_autograd import without_torch_function
 from evenstep.doctor.run.record_data import row_digests
 from evenstep.doctor.run.recorder import Recorder
+from evenstep.ground.compat.torch_autograd import without_torch_function
 from evenstep.observe.patching import Patches
 from evenstep.observe.steps import watch_steps
 

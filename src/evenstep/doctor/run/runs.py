@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from evenstep.doctor.run.events import Event, EventFile, Evidence, Hang, Plan
 from evenstep.doctor.run.hangs import find_hang
-from evenstep.environment import under_watch
+from evenstep.ground.environment import under_watch
 from evenstep.launcher.options.resources import look_at_host
 from evenstep.processes import state_and_start
 from evenstep.temporary import private_directory

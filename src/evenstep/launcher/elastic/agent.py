@@ -14,9 +14,9 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 
-from evenstep import environment
-from evenstep.compat.torch_elastic import ElasticAgent, fresh_store, is_stop_handler
-from evenstep.health.phase_timeouts import PhaseTimeouts
+from evenstep.ground import environment
+from evenstep.ground.compat.torch_elastic import ElasticAgent, fresh_store, is_stop_handler
+from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.attempt import read_pages
 from evenstep.launcher.elastic.heartbeat import OtherNodes
 from evenstep.launcher.elastic.rendezvous import bound_answers, open_store

@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing import RunProcsResult, Subprocess
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from evenstep.console import say
-from evenstep.health.first_failure import CrashReport, Exit, read_reports, saves_file
-from evenstep.health.heartbeat import Heartbeat, Phase, page_file, read_page
+from evenstep.ground.health.first_failure import CrashReport, Exit, read_reports, saves_file
+from evenstep.ground.health.heartbeat import Heartbeat, Phase, page_file, read_page
 from evenstep.launcher.elastic.looks import RankProcess
 from evenstep.launcher.failure.detection import Ends
 from evenstep.launcher.failure.report import Failure

@@ -28,7 +28,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from evenstep.health.first_failure import printable
+from evenstep.ground.health.first_failure import printable
 from evenstep.launcher.failure.report import RemoteFailure
 
 _BEAT_S = 0.25

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from evenstep.health.first_failure import printable
+from evenstep.ground.health.first_failure import printable
 from evenstep.launcher.failure.hangs import RankLook
 from evenstep.launcher.failure.stacks import parse_stacks, place_in_worker
 from evenstep.launcher.spawn.script_runner import STACK_SIGNAL

@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing import RunProcsResult, Subprocess
 
 from evenstep.console import say
 from evenstep.errors import EXIT_PREEMPTED
-from evenstep.health.heartbeat import Heartbeat
-from evenstep.health.phase_timeouts import PhaseTimeouts
+from evenstep.ground.health.heartbeat import Heartbeat
+from evenstep.ground.health.phase_timeouts import PhaseTimeouts
 from evenstep.launcher.elastic.agreement import Saved, agree_on_cause, agree_on_saved
 from evenstep.launcher.elastic.attempt import Attempt
 from evenstep.launcher.elastic.heartbeat import OtherNodes

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from evenstep.health.heartbeat import Heartbeat
-from evenstep.health.phase_timeouts import AwaitedRank, PhaseTimeouts, find_awaited
+from evenstep.ground.health.heartbeat import Heartbeat
+from evenstep.ground.health.phase_timeouts import AwaitedRank, PhaseTimeouts, find_awaited
 from evenstep.processes import RESIDENT_PAGES, STATE, stat_fields
 
 

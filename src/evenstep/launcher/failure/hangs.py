@@ -25,8 +25,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from evenstep.health.heartbeat import WORDS, Heartbeat, Phase
-from evenstep.health.phase_timeouts import PhaseTimeouts, patience
+from evenstep.ground.health.heartbeat import WORDS, Heartbeat, Phase
+from evenstep.ground.health.phase_timeouts import PhaseTimeouts, patience
 from evenstep.launcher.failure.stacks import LOADING, Place, parse_stacks, place_of
 
 DEFAULT_AFTER_S = 10.0

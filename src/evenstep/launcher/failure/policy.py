@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
-from evenstep.health.first_failure import CrashReport, Exit
+from evenstep.ground.health.first_failure import CrashReport, Exit
 
 
 @dataclass(frozen=True)

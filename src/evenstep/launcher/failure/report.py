@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evenstep.errors import CollectiveTimeoutError, MismatchError, PeerLostError
-from evenstep.health.first_failure import CrashReport, Exit, choose_root_cause, printable
-from evenstep.health.heartbeat import Heartbeat
+from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause, printable
+from evenstep.ground.health.heartbeat import Heartbeat
 from evenstep.launcher.failure.detection import Hang
 from evenstep.launcher.failure.policy import describe_exit, exit_status
 

@@ -14,8 +14,8 @@ from torch.distributed import run as torch_run
 from torch.distributed.argparse_util import check_env, env
 
 from evenstep import checks
-from evenstep.environment import elastic_shutdown_timeout, is_set
 from evenstep.errors import ConfigurationError
+from evenstep.ground.environment import elastic_shutdown_timeout, is_set
 
 _DESCRIPTION = """\
 Start a training script on several ranks: on this host, or, with --nnodes, on several.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from evenstep.control_groups import cpu_limit
 from evenstep.device import choose_device
-from evenstep.environment import Placement
 from evenstep.errors import ConfigurationError
+from evenstep.ground.environment import Placement
 
 
 @dataclass(frozen=True)

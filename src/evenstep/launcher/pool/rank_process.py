@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from evenstep import environment
 from evenstep.errors import EvenstepError
-from evenstep.health.excepthook import describe
-from evenstep.health.first_failure import CrashReport
+from evenstep.ground import environment
+from evenstep.ground.health.excepthook import describe
+from evenstep.ground.health.first_failure import CrashReport
 from evenstep.launcher.pool.remote import pack_exception, pack_result, unpack_call
 from evenstep.launcher.spawn.start_worker import die_with_parent
 

@@ -28,9 +28,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from evenstep import environment
 from evenstep.errors import CollectiveTimeoutError, ConfigurationError, RankFailedError, UsageError
-from evenstep.health.first_failure import CrashReport, Exit, choose_root_cause, read_reports
+from evenstep.ground import environment
+from evenstep.ground.health.first_failure import CrashReport, Exit, choose_root_cause, read_reports
 from evenstep.launcher.failure.policy import StopPolicy, describe_exit, is_evident
 from evenstep.launcher.pool.rank_process import STACK_SIGNAL, Failed, Setup, Succeeded, Task, serve
 from evenstep.launcher.pool.remote import pack_call
@@ -350,7 +350,7 @@ def _refuse_while_importing() -> None:
             'function, so start them only under `if __name__ == "__main__":`.'
         )
         if placement.run_directory is not None:
-            from evenstep.health.first_failure import write_report
+            from evenstep.ground.health.first_failure import write_report
 
             write_report(placement.run_directory, CrashReport.of(error, rank=placement.rank, traceback=""))
         # Not the error itself: every rank would print its traceback. The parent raises it, once.

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import cast
 
-from evenstep.health import heartbeat
+from evenstep.ground.health import heartbeat
 
 
 class StampedLines(io.TextIOWrapper):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from evenstep import environment
-from evenstep.compat.c_library.libc import c_library
+from evenstep.ground import environment
+from evenstep.ground.compat.c_library.libc import c_library
 from evenstep.processes import stat_fields
 
 _SET_BLAS_THREADS = (

@@ -25,10 +25,10 @@ from importlib.abc import InspectLoader
 from pathlib import Path
 from typing import IO
 
-from evenstep.environment import current_placement, faults_to_inject, is_set, rehearsal_file, verification_file
 from evenstep.errors import ConfigurationError
-from evenstep.health import excepthook, heartbeat
-from evenstep.health.steps import count_optimizer_steps
+from evenstep.ground.environment import current_placement, faults_to_inject, is_set, rehearsal_file, verification_file
+from evenstep.ground.health import excepthook, heartbeat
+from evenstep.ground.health.steps import count_optimizer_steps
 from evenstep.launcher.spawn.log_lines import stamp_lines
 from evenstep.processes import has_gpu_driver
 

@@ -31,7 +31,7 @@ def die_with_parent(parent_pid: int) -> None:
     """
     if sys.platform != "linux":
         return
-    # Not `compat.c_library.libc`: that would import the package, and with it torch.
+    # Not `ground.compat.c_library.libc`: that would import the package, and with it torch.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -39,7 +39,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from evenstep.compat.c_library.libc import c_library
+from evenstep.ground.compat.c_library.libc import c_library
 from evenstep.launcher.spawn.child import Child
 from evenstep.launcher.spawn.post_fork import search_path, set_blas_threads, settle, show_as
 from evenstep.launcher.spawn.start_worker import die_with_parent

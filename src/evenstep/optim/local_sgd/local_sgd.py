@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, optim
 
 from evenstep import checks
-from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.errors import ConfigurationError, NonFiniteError, UsageError
+from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.optim.consistency import abort_peers
 from evenstep.optim.kinds import validate_optimizer
 from evenstep.optim.local_sgd.state import make_equal, put_together, take_apart

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from evenstep import checks
-from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.optim import arguments
 from evenstep.optim.consistency import abort_peers
 from evenstep.optim.kinds import defaults_of, is_divided, is_elementwise, try_out, validate_kind

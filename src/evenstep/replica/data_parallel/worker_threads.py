@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from evenstep.compat.c_library.openmp import rest_team
+from evenstep.ground.compat.c_library.openmp import rest_team
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from evenstep import checks
-from evenstep.compat.c_library.heap import keep_freed_memory
-from evenstep.compat.torch_autograd import keeps_graph
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.compat.c_library.heap import keep_freed_memory
+from evenstep.ground.compat.torch_autograd import keeps_graph
 from evenstep.pytrees import flatten_tensors
 from evenstep.replica.data_parallel.replicas import Call, Replica, Run, batch_size
 from evenstep.replica.data_parallel.worker_threads import WorkerThreads

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from evenstep.compat import torch_pytree as pytree
-from evenstep.compat.torch_autograd import graph_task_id, will_execute
+from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_autograd import graph_task_id, will_execute
 from evenstep.replica.gradients.buckets.layout import Layout
 
 

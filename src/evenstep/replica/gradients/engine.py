@@ -45,10 +45,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from evenstep.compat.torch_autograd import at_end_of_backward, graph_task_id
 from evenstep.errors import UsageError
-from evenstep.health import heartbeat
-from evenstep.health.telemetry import BACKWARD
+from evenstep.ground.compat.torch_autograd import at_end_of_backward, graph_task_id
+from evenstep.ground.health import heartbeat
+from evenstep.ground.health.telemetry import BACKWARD
 from evenstep.replica.gradients.autograd_hooks import OutputHooks, Readiness
 from evenstep.replica.gradients.buckets.bucket import Bucket, late_gradient, moved_parameter
 from evenstep.replica.gradients.exchange.base import Exchange, Trained

@@ -27,8 +27,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from evenstep.compat.torch_tensors import local_part
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.compat.torch_tensors import local_part
 
 
 class Kind(Enum):

@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from evenstep.compat.torch_tensors import local_part
 from evenstep.errors import ConfigurationError, NonFiniteError
+from evenstep.ground.compat.torch_tensors import local_part
 from evenstep.replica.gradients.buckets.bucket import Bucket, sum_dtype, total_of
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import Window

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evenstep.compat.torch_autograd import graph_task_id
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.compat.torch_autograd import graph_task_id
 from evenstep.replica.batches import pad_parts
 from evenstep.replica.channels import channel, channel_of
 from evenstep.replica.normalization.sync_batchnorm import PURPOSE, SyncBatchNorm

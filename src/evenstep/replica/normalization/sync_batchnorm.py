@@ -32,9 +32,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from evenstep import checks
 from evenstep import world as worlds
-from evenstep.compat.torch_dynamo import outside_graphs
-from evenstep.compat.torch_modules import BatchNorm
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
+from evenstep.ground.compat.torch_dynamo import outside_graphs
+from evenstep.ground.compat.torch_modules import BatchNorm
 from evenstep.replica.channels import channel
 from evenstep.transport.base import Transport
 from evenstep.transport.core.validation import validate_group

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from evenstep.compat.c_library.heap import give_back_freed_memory
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.compat.c_library.heap import give_back_freed_memory
 from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook, HookQueue
 from evenstep.replica.gradients.buckets.layout import BucketLayout, Layout, ParameterSpec, Sharding, plan_layout

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from evenstep.compat.torch_autograd import graph_task_id
-from evenstep.compat.torch_tensors import disabled_function, make_wrapper_subclass, unscale
 from evenstep.errors import UsageError
+from evenstep.ground.compat.torch_autograd import graph_task_id
+from evenstep.ground.compat.torch_tensors import disabled_function, make_wrapper_subclass, unscale
 from evenstep.transport.base import Transport
 
 _aten = torch.ops.aten

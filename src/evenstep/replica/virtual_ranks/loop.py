@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from evenstep import randomness
-from evenstep.compat import torch_pytree as pytree
 from evenstep.errors import UsageError
+from evenstep.ground.compat import torch_pytree as pytree
 from evenstep.replica.batches import rows_of, split
 from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.module_buffers import buffer_at, places_of

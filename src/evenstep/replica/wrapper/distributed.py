@@ -29,12 +29,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 
 from evenstep import checks, randomness
 from evenstep import world as worlds
-from evenstep.compat import torch_pytree as pytree
-from evenstep.compat.torch_ddp import active_in_dynamo
-from evenstep.compat.torch_dynamo import any_compiled, compiled_backends, keep_out_of_graphs, untraced
 from evenstep.errors import ConfigurationError, UsageError
-from evenstep.health import heartbeat
-from evenstep.health.steps import mark_compilations
+from evenstep.ground.compat import torch_pytree as pytree
+from evenstep.ground.compat.torch_ddp import active_in_dynamo
+from evenstep.ground.compat.torch_dynamo import any_compiled, compiled_backends, keep_out_of_graphs, untraced
+from evenstep.ground.health import heartbeat
+from evenstep.ground.health.steps import mark_compilations
 from evenstep.replica.batches import DummyBatch, input_watchers, is_empty_batch, show_inputs, split
 from evenstep.replica.channels import bucket_transport, validate_thread
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook

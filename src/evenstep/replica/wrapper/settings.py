@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 
 from evenstep import checks
-from evenstep.compat.torch_ddp import is_slice, localise_parameters
-from evenstep.coordination.agreement import validate_on_all_ranks
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.torch_ddp import is_slice, localise_parameters
+from evenstep.ground.coordination.agreement import validate_on_all_ranks
 from evenstep.replica.gradients.buckets.layout import DEFAULT_BUCKET_BYTES, DEFAULT_FIRST_BUCKET_BYTES, BucketPolicy
 from evenstep.replica.monitors.nonfinite import Policy, validate_policy
 from evenstep.transport.core.validation import validate_group

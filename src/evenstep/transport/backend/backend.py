@@ -32,7 +32,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
-from evenstep.compat.torch_distributed import (
+from evenstep.console import say
+from evenstep.ground.compat.torch_distributed import (
     VISITS_BACKENDS,
     add_backend,
     begin_sequence_numbers,
@@ -40,8 +41,7 @@ from evenstep.compat.torch_distributed import (
     loopback_gloo_options,
     set_default_backend,
 )
-from evenstep.compat.torch_dynamo import uncompiled
-from evenstep.console import say
+from evenstep.ground.compat.torch_dynamo import uncompiled
 from evenstep.transport.backend.calls import GroupCalls
 from evenstep.transport.base import Transport
 from evenstep.transport.core.store_gather import StoreGather

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp, ReduceOptions, ReduceScatterOptions
 
-from evenstep.compat.torch_distributed import outside_transforms
-from evenstep.compat.torch_dynamo import uncompiled
-from evenstep.compat.torch_tensors import has_storage
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.torch_distributed import outside_transforms
+from evenstep.ground.compat.torch_dynamo import uncompiled
+from evenstep.ground.compat.torch_tensors import has_storage
 from evenstep.transport.backend.observers import observed
 from evenstep.transport.backend.work import GlooWork, GroupWork, merge
 from evenstep.transport.base import Op

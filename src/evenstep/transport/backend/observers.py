@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from evenstep.compat.torch_profiler import begin_event, count_call, is_watched
+from evenstep.ground.compat.torch_profiler import begin_event, count_call, is_watched
 from evenstep.transport.backend.work import GroupWork
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from evenstep.compat.torch_dynamo import uncompiled
 from evenstep.errors import EvenstepError, PeerLostError
+from evenstep.ground.compat.torch_dynamo import uncompiled
 
 
 class CallbackWork(Protocol):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evenstep.health.first_failure import printable
+from evenstep.ground.health.first_failure import printable
 from evenstep.transport.base import Op
 
 ELSEWHERE = (1 << 63) - 1

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evenstep import checks
-from evenstep.compat.torch_tensors import disabled_dispatch
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.compat.torch_tensors import disabled_dispatch
 from evenstep.transport.base import Op
 from evenstep.transport.core.header import DTYPES, Fingerprint
 from evenstep.transport.core.reduction import plan_arithmetic

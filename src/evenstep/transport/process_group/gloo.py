@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
 
-from evenstep.compat.torch_distributed import add_backend, default_store, set_default_backend
+from evenstep.ground.compat.torch_distributed import add_backend, default_store, set_default_backend
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 
 _num_opened: Counter[tuple[int, ...]] = Counter()

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evenstep.compat.torch_distributed import keep_groups, make_group_alone, set_gloo_timeout
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
-from evenstep.health import heartbeat
-from evenstep.health.first_failure import is_consequence
+from evenstep.ground.compat.torch_distributed import keep_groups, make_group_alone, set_gloo_timeout
+from evenstep.ground.health import heartbeat
+from evenstep.ground.health.first_failure import is_consequence
 from evenstep.transport.base import Op, Transport, Work
 from evenstep.transport.core.header import Fingerprint
 from evenstep.transport.core.last_calls import NUM_CALLS, RecordedGroup, describe_last_calls, record

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import MismatchError, PeerLostError
-from evenstep.health import peer_heartbeats
+from evenstep.ground.health import peer_heartbeats
 from evenstep.transport.base import Op
 from evenstep.transport.core.header import (
     COLLECTIVES,

@@ -7,8 +7,8 @@ import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evenstep.health import peer_heartbeats
-from evenstep.health.heartbeat import Heartbeat
+from evenstep.ground.health import peer_heartbeats
+from evenstep.ground.health.heartbeat import Heartbeat
 from evenstep.processes import exists, state_and_start
 
 

@@ -37,9 +37,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from evenstep.compat.torch_autograd import set_grad_enabled
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
-from evenstep.health import heartbeat
+from evenstep.ground.compat.torch_autograd import set_grad_enabled
+from evenstep.ground.health import heartbeat
 from evenstep.transport.base import Op
 from evenstep.transport.core.codec import to_tensor
 from evenstep.transport.core.header import REFUSED, pack_text

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from evenstep import control_groups
-from evenstep.compat.c_library.libc import c_library
 from evenstep.errors import ConfigurationError
+from evenstep.ground.compat.c_library.libc import c_library
 from evenstep.transport.core.reduction import round_up
 from evenstep.transport.shm.sync import SEMAPHORE_BYTES, make_semaphores, num_semaphores
 

@@ -24,11 +24,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from evenstep.compat.c_library.libc import c_library
 from evenstep.console import say
 from evenstep.errors import CollectiveTimeoutError, PeerLostError
-from evenstep.health import heartbeat
-from evenstep.health.phase_timeouts import PhaseTimeouts, describe, patience
+from evenstep.ground.compat.c_library.libc import c_library
+from evenstep.ground.health import heartbeat
+from evenstep.ground.health.phase_timeouts import PhaseTimeouts, describe, patience
 from evenstep.transport.shm.peers import PeerWatch
 
 # glibc's and musl's sem_t has 32 bytes; a cache line each keeps two ranks from pulling at one.

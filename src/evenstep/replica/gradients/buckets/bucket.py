@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evenstep.compat.torch_profiler import begin_event, is_profiled
 from evenstep.errors import UsageError
+from evenstep.ground.compat.torch_profiler import begin_event, is_profiled
 from evenstep.replica.gradients.buckets.comm_hooks import HookQueue
 from evenstep.replica.gradients.buckets.layout import BucketLayout
 from evenstep.transport.base import Transport, Work

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from evenstep.compat.torch_ddp import Future
 from evenstep.errors import ConfigurationError, UsageError
+from evenstep.ground.compat.torch_ddp import Future
 from evenstep.replica.gradients.buckets.layout import DEFAULT_FIRST_BUCKET_BYTES, BucketLayout, BucketPolicy
 from evenstep.world import World
 

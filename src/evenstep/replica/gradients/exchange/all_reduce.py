@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from evenstep.health.telemetry import REDUCED, WAITING
+from evenstep.ground.health.telemetry import REDUCED, WAITING
 from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION, Bucket, CastBucket
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook, HookQueue
 from evenstep.replica.gradients.buckets.launch import LaunchOrder

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from evenstep.health.telemetry import Recorder
+from evenstep.ground.health.telemetry import Recorder
 from evenstep.replica.gradients.buckets.bucket import Bucket
 from evenstep.replica.gradients.buckets.comm_hooks import CommHook
 from evenstep.replica.gradients.buckets.layout import BucketPolicy, Layout

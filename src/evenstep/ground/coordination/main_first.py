@@ -1,0 +1,52 @@
+"""Rank 0 runs a block before the other ranks; the rendezvous store carries the signal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from torch.distributed import Store
+
+from evenstep.errors import OtherRankFailedError
+from evenstep.ground.health import heartbeat
+
+
+@contextlib.contextmanager
+def main_first(store: Store | None, number: int, *, is_main: bool) -> Iterator[bool]:
+    """Let rank 0 run a block first; the others wait as long as it takes.
+
+    Collective. Yields whether this is rank 0.
+
+    Args:
+        store: Where rank 0 says that it is done; None in a world of one.
+        number: How many such blocks there were before, the same on all ranks.
+        is_main: Whether this is rank 0.
+
+    Raises:
+        OtherRankFailedError: On the other ranks, when the block raised on rank 0.
+    """
+    heartbeat.mark(heartbeat.Phase.MAIN_FIRST)
+    key = f"evenstep/main_first/{number}"
+    if store is None:
+        yield True
+    elif is_main:
+        try:
+            yield True
+        except BaseException as error:
+            store.set(key, f"{type(error).__name__}: {error}")
+            raise
+        store.set(key, "")
+    else:
+        # Polled, and not a barrier: a barrier's deadline would take a long download for a hang.
+        pause_s = 0.01
+        while not store.check([key]):
+            time.sleep(pause_s)
+            pause_s = min(0.25, pause_s * 1.5)
+        problem = store.get(key).decode()
+        if problem:
+            # A secondary failure waits a moment, so that rank 0's own report, the root cause, is the first.
+            time.sleep(0.2)
+            raise OtherRankFailedError(f"main_first: the block failed on rank 0: {problem}")
+        yield False
+    heartbeat.mark(heartbeat.Phase.BETWEEN_STEPS)

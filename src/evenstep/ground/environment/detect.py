@@ -1,0 +1,215 @@
+"""Detects which rank this process is: variables in, a frozen `Placement` out. Pure.
+
+Detected in this order: torchrun's variables (also ours), Open MPI, PALS, PMI (MPICH, Intel MPI), a Slurm step, else one
+process. Where two launchers are nested, both must mean the same world.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from evenstep.errors import ConfigurationError
+from evenstep.ground.environment.foreign import Claim, Surroundings, recognise
+from evenstep.ground.environment.hosts import hosts_of_node_file
+from evenstep.ground.environment.placement import Placement
+from evenstep.ground.environment.values import REMEDY, first_set, integer, shown
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+# Below Linux's range of ephemeral ports, which the system gives to any process.
+_FIRST_PORT, _NUM_PORTS = 20_000, 12_000
+
+
+def detect(variables: Mapping[str, str], *, node_file: Sequence[str] = (), ancestors: Sequence[str] = ()) -> Placement:
+    """Read the launcher's variables into a `Placement`.
+
+    Args:
+        variables: The environment.
+        node_file: Lines of the file that `PBS_NODEFILE` names.
+        ancestors: Command lines of this process's parent, its parent, and so on.
+
+    Raises:
+        ConfigurationError: The variables contradict each other, are no numbers, belong to a node and not to a
+            process, or would make independent jobs of one; the message shows them.
+    """
+    given = Surroundings(variables, node_file, ancestors)
+    claim = recognise(given)
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        is_by_agent = "TORCHELASTIC_RUN_ID" in variables or "EVENSTEP_LAUNCHER" in variables
+        if claim is None or is_by_agent:
+            placement = _from_torchrun(variables)
+            if claim is not None and "EVENSTEP_LAUNCHER" not in variables:  # ours looks before it starts ranks
+                _refuse_one_world_per_task(claim, placement, variables)
+            return placement
+        _check_same(claim, variables)
+    if claim is not None:
+        return _from_claim(claim, variables)
+    _refuse_kubeflow_without_torchrun(variables)
+    return Placement(device=variables.get("EVENSTEP_DEVICE"), remark=_remark(given))
+
+
+def node_of_task(given: Surroundings, *, num_nodes: int) -> tuple[int, str, int] | None:
+    """(node rank, address, port) of our launcher, where another one started it once per node.
+
+    Args:
+        given: Where our launcher runs.
+        num_nodes: Nodes of the run.
+
+    Returns:
+        None if no other launcher did, or another number of times: then the command line has to say.
+    """
+    claim = recognise(given)
+    if claim is None or claim.world_size != num_nodes or num_nodes == 1 or claim.address is None:
+        return None
+    return claim.rank, claim.address, port_of_job(claim.job)
+
+
+def refuse_independent_runs(given: Surroundings, *, num_nodes: int, what: str) -> None:
+    """Refuse that our launcher, started by another one, makes a world per task.
+
+    Args:
+        given: Where our launcher itself runs.
+        num_nodes: Nodes that its flags name.
+        what: The command, for the message.
+
+    Raises:
+        ConfigurationError: The other launcher started several of them, and they know nothing of each other.
+    """
+    claim = recognise(given)
+    if claim is None or claim.world_size == 1 or num_nodes > 1:
+        return
+    script = "evenstep.init() in the script finds its rank by itself"
+    raise ConfigurationError(
+        f"this is task {claim.rank} of {claim.world_size} that {claim.launcher} started "
+        f"({shown(given.variables, claim.names)}), and each would start a world of its own with `{what}`. Let "
+        f"{claim.launcher} start the ranks, without `{what}` ({script}), or start one task per node with --nnodes "
+        f"{claim.num_nodes}, or one task in all."
+    )
+
+
+def port_of_job(job: str) -> int:
+    """A port that all ranks of a job derive alike, and other jobs hardly ever."""
+    digest = hashlib.sha256(job.encode()).digest()
+    return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _NUM_PORTS
+
+
+def _from_torchrun(variables: Mapping[str, str]) -> Placement:
+    for name in ("RANK", "WORLD_SIZE"):
+        if name not in variables:
+            raise ConfigurationError(f"{shown(variables, _TORCHRUN)} are set, but {name} is not. {REMEDY}")
+    if "LOCAL_RANK" not in variables:
+        kubeflow = " (Kubeflow sets them so, for torchrun to read)" if "PET_NNODES" in variables else ""
+        raise ConfigurationError(
+            f"{shown(variables, _TORCHRUN)} are set without LOCAL_RANK, so RANK may be the rank of a node and not of a "
+            f"process{kubeflow}, and evenstep does not guess. {REMEDY}"
+        )
+    world_size = integer(variables, "WORLD_SIZE")
+    local_world_size = integer(variables, "LOCAL_WORLD_SIZE", default=world_size)
+    run_directory = variables.get("EVENSTEP_RUN_DIR")
+    num_nodes = integer(variables, "GROUP_WORLD_SIZE", default=max(1, world_size // max(1, local_world_size)))
+    restart_count = integer(variables, "TORCHELASTIC_RESTART_COUNT", default=0)
+    ours = {"run": "evenstep run", "launch": "evenstep.launch"}.get(variables.get("EVENSTEP_LAUNCHER", ""))
+    rendezvous_file = None
+    if ours is not None and run_directory is not None and num_nodes == 1:
+        # A file instead of a TCP store: that one would listen on every interface (FAULTS.md, Security).
+        rendezvous_file = Path(run_directory) / f"rendezvous-{restart_count}"
+    return Placement(
+        rank=integer(variables, "RANK"),
+        world_size=world_size,
+        local_rank=integer(variables, "LOCAL_RANK"),
+        local_world_size=local_world_size,
+        node_rank=integer(variables, "GROUP_RANK", default=0),
+        num_nodes=num_nodes,
+        launcher=ours or "torchrun",
+        rendezvous_file=rendezvous_file,
+        master_address=variables.get("MASTER_ADDR"),
+        master_port=integer(variables, "MASTER_PORT", default=0) or None,
+        restart_count=restart_count,
+        rendezvous_id=variables.get("EVENSTEP_RENDEZVOUS", "") if ours is not None else "",
+        run_directory=Path(run_directory) if run_directory is not None and ours is not None else None,
+        device=variables.get("EVENSTEP_DEVICE"),
+        announced=variables.get("EVENSTEP_ANNOUNCED"),
+        why=shown(variables, _TORCHRUN),
+    )
+
+
+def _from_claim(claim: Claim, variables: Mapping[str, str]) -> Placement:
+    address, port = claim.address, port_of_job(claim.job)
+    if claim.world_size > 1:
+        address = variables.get("MASTER_ADDR") or address
+        port = integer(variables, "MASTER_PORT", default=port)
+        if address is None:
+            raise ConfigurationError(
+                f"{shown(variables, claim.names)}: {claim.launcher} started ranks on several nodes, and nothing says "
+                f"where rank 0 is. Set MASTER_ADDR to its node's address (and MASTER_PORT to a free port there)."
+            )
+    visible = variables.get("CUDA_VISIBLE_DEVICES", "").strip(",")
+    return Placement(
+        rank=claim.rank,
+        world_size=claim.world_size,
+        local_rank=claim.local_rank,
+        local_world_size=claim.local_world_size,
+        node_rank=claim.node_rank,
+        num_nodes=claim.num_nodes,
+        launcher=claim.launcher,
+        master_address=address if claim.world_size > 1 else None,
+        master_port=port if claim.world_size > 1 else None,
+        makes_store=claim.world_size > 1,
+        job=claim.job,
+        device=variables.get("EVENSTEP_DEVICE"),
+        has_one_gpu_of_its_own=bool(visible) and "," not in visible and claim.local_world_size > 1,
+        why=shown(variables, claim.names),
+    )
+
+
+def _check_same(claim: Claim, variables: Mapping[str, str]) -> None:
+    """Check that RANK and WORLD_SIZE of a job script agree with its launcher's own variables."""
+    said = {name: integer(variables, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in variables}
+    found = {"RANK": claim.rank, "WORLD_SIZE": claim.world_size, "LOCAL_RANK": claim.local_rank}
+    if any(found[name] != value for name, value in said.items()):
+        raise ConfigurationError(
+            f"{shown(variables, _TORCHRUN)} contradict {claim.launcher}'s own variables: "
+            f"{shown(variables, claim.names)}. Unset the former: evenstep reads the latter."
+        )
+
+
+def _refuse_one_world_per_task(claim: Claim, placement: Placement, variables: Mapping[str, str]) -> None:
+    if claim.world_size == 1 or placement.num_nodes > 1:
+        return
+    raise ConfigurationError(
+        f"{claim.launcher} started {claim.world_size} tasks ({shown(variables, claim.names)}), and torchrun in each of "
+        f"them a world of its own ({shown(variables, _TORCHRUN)}): {claim.world_size} independent jobs. Leave torchrun "
+        f"out, give it --nnodes {claim.num_nodes}, or start one task."
+    )
+
+
+def _refuse_kubeflow_without_torchrun(variables: Mapping[str, str]) -> None:
+    nodes = variables.get("PET_NNODES", "1").partition(":")[2] or variables.get("PET_NNODES", "1")
+    if nodes not in ("", "1"):
+        names = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT")
+        raise ConfigurationError(
+            f"{shown(variables, names)}: this is one of {nodes} nodes, and the script was started without a launcher, "
+            f"so each would train alone. Start it with `evenstep run` or `torchrun`, which read these variables."
+        )
+
+
+def _remark(given: Surroundings) -> str:
+    """The remark for one process that looks like several ranks: a job script's body."""
+    variables = given.variables
+    job = variables.get(first_set(variables, "SLURM_JOB_ID", "SLURM_JOBID") or "", "")
+    num_tasks = variables.get("SLURM_NTASKS", "1")
+    if "SLURM_STEP_ID" not in variables and "SLURM_PROCID" in variables and num_tasks not in ("", "1"):
+        return (
+            f"inside Slurm job {job or '?'} ({num_tasks} tasks), but not started by srun (no SLURM_STEP_ID): this is "
+            f"one process. For {num_tasks} ranks: srun python train.py"
+        )
+    hosts = hosts_of_node_file(given.node_file)
+    if len(given.node_file) > 1:
+        where = "1 node" if len(hosts) == 1 else f"{len(hosts)} nodes"
+        return (
+            f"inside PBS job {variables.get('PBS_JOBID', '?')} ({len(given.node_file)} slots on {where}), but not "
+            f"started by mpiexec: this is one process. For a rank per slot: mpiexec python train.py"
+        )
+    return ""

@@ -1,0 +1,163 @@
+"""The excepthook of a rank: what is printed, reported and returned when an exception ends the process.
+
+A user's mistake is one message and the line of the user's file that made it. Anything else keeps its traceback,
+without the frames of the machinery that started the script. Under a launcher of ours a rank prints nothing:
+it reports, and the launcher prints that of the first failure, once, last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, TextIO
+
+from evenstep.errors import EvenstepError
+from evenstep.ground.environment import Placement, current_placement
+from evenstep.ground.health.first_failure import CrashReport, write_report
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+_MACHINERY = (str(_PACKAGE / "launcher"), "<frozen runpy>", "runpy.py")
+_PYTHONS_OWN = sysconfig.get_path("stdlib") + "/"  # such as contextlib, behind whose frames a `with` of ours raises
+_WORKER = str(_PACKAGE / "launcher" / "spawn" / "script_runner.py")
+
+
+class _Hook(Protocol):
+    def __call__(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None, /) -> object: ...
+
+
+def describe(error: BaseException) -> str:
+    """An exception as its reader should see it: one message for a user's mistake, else the traceback."""
+    if isinstance(error, EvenstepError) and error.is_users_mistake:
+        where = _where_the_user_called(error.__traceback__)
+        added = getattr(error, "__notes__", None) or ([f"at {where}"] if where else [])
+        raised = traceback_in_users_code(error.__cause__)
+        lines = [each if "\n" in each else f"  {each}" for each in (*added, raised) if each]
+        return "\n".join([f"{type(error).__name__}: {error}", *lines])
+    tb = _without_machinery(error.__traceback__)
+    if isinstance(error, SyntaxError) and all(_is_machinery(frame) for frame in _frames(tb)):
+        tb = None  # of the script itself, whose line the error shows; python shows no frames either
+    shown = traceback.TracebackException(type(error), error, tb)
+    if isinstance(error, EvenstepError) and error.is_consequence:
+        # Another rank failed: where this one waited is of interest, and not how.
+        inner = [f.filename.startswith(str(_PACKAGE)) or f.filename == contextlib.__file__ for f in shown.stack]
+        if not all(inner):
+            num_outer = len(inner) - inner[::-1].index(False)
+            shown.stack = traceback.StackSummary.from_list(shown.stack[:num_outer])
+    text, suggestion = "".join(shown.format()).rstrip(), _suggestion(error)
+    return text if text.endswith(suggestion) else text + suggestion  # the package exceptiongroup adds it in python 3.10
+
+
+def traceback_in_users_code(error: BaseException | None) -> str:
+    """Of an error that code of the user raised when evenstep called it: from that code on; "" for any other."""
+    if error is None or isinstance(error, EvenstepError):
+        return ""
+    first = next((step for step in _steps(error.__traceback__) if _is_users(step.tb_frame.f_code.co_filename)), None)
+    if first is None:
+        return ""
+    return "".join(traceback.TracebackException(type(error), error, first).format(chain=False)).rstrip()
+
+
+def install(placement: Placement) -> _Hook:
+    """Make uncaught exceptions end this process as the module says. Returns the hook that was there before."""
+    before: _Hook = sys.excepthook
+    pid = os.getpid()
+
+    def end(kind: type[BaseException], error: BaseException, tb: TracebackType | None, /) -> None:
+        if os.getpid() != pid:  # a child that was forked: its end isn't the rank's
+            print(describe(error), file=_real_stderr(), flush=True)
+            raise SystemExit(1)
+        if isinstance(error, KeyboardInterrupt):
+            if placement.run_directory is None:
+                before(kind, error, tb)
+            raise SystemExit(130)
+        text = describe(error)
+        stderr = _real_stderr()
+        if placement.run_directory is not None and placement.run_directory.is_dir():
+            report = CrashReport.of(error, rank=placement.rank, traceback=text)
+            write_report(placement.run_directory, report, attempt=placement.restart_count)
+            if placement.rank != 0:  # its stderr is its own log file
+                print(text, file=stderr, flush=True)
+        elif isinstance(error, EvenstepError):
+            who = f" on rank {placement.rank}" if placement.world_size > 1 else ""
+            print(f"evenstep{who}: {text}", file=stderr, flush=True)
+        else:
+            with contextlib.redirect_stderr(stderr):
+                before(kind, error, tb)
+        # CPython lets a hook end the process with a status of its own, exit handlers included.
+        raise SystemExit(error.exit_code if isinstance(error, EvenstepError) else 1)
+
+    sys.excepthook = end
+    return before
+
+
+@contextlib.contextmanager
+def reporting_mistakes() -> Iterator[None]:
+    """Have a user's uncaught mistake inside end this process as after `install`, also before that."""
+    try:
+        yield
+    except EvenstepError as error:
+        if error.is_users_mistake and sys.excepthook is sys.__excepthook__:
+            install(current_placement())
+        raise
+
+
+def _real_stderr() -> TextIO:
+    # `init_process_group` wraps the hook that it finds: a buffer stands for stderr while that one runs, and is
+    # written only if it returns. Ours doesn't, and whatever it had printed was lost.
+    return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None else sys.stderr
+
+
+def _suggestion(error: BaseException) -> str:
+    """python's "Did you mean", which before 3.12 only its own hook knew."""
+    if sys.version_info >= (3, 12) or not isinstance(error, NameError | AttributeError):
+        return ""
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    _, found, meant = shown.getvalue().rstrip().rpartition("\n")[2].rpartition(". Did you mean: ")
+    return found + meant if found else ""
+
+
+def _without_machinery(tb: TracebackType | None) -> TracebackType | None:
+    # A rank that was copied from the launcher has what started the launcher on its stack, too.
+    tb = next((frame for frame in _steps(tb) if frame.tb_frame.f_code.co_filename == _WORKER), tb)
+    first = tb
+    while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    return tb if tb is not None else first
+
+
+def _frames(tb: TracebackType | None) -> Iterator[str]:
+    """The file of each frame."""
+    for step in _steps(tb):
+        yield step.tb_frame.f_code.co_filename
+
+
+def _steps(tb: TracebackType | None) -> Iterator[TracebackType]:
+    while tb is not None:
+        yield tb
+        tb = tb.tb_next
+
+
+def _is_machinery(path: str) -> bool:
+    return path.startswith("<frozen importlib") or any(part in path for part in _MACHINERY)
+
+
+def _where_the_user_called(tb: TracebackType | None) -> str:
+    """The innermost frame that belongs neither to evenstep nor to an installed package or python itself."""
+    where = ""
+    for frame in traceback.extract_tb(_without_machinery(tb)):
+        if _is_users(frame.filename):
+            where = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return where
+
+
+def _is_users(path: str) -> bool:
+    """Whether a file belongs neither to evenstep nor to an installed package or python itself."""
+    return not (str(_PACKAGE) in path or "site-packages" in path or path.startswith(("<", _PYTHONS_OWN)))

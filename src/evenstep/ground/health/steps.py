@@ -1,0 +1,165 @@
+"""Steps and compilations, written to the heartbeat page by torch's global hooks; and stragglers, found from pages."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from evenstep.console import say
+from evenstep.ground.health import heartbeat, peer_heartbeats
+from evenstep.ground.health.heartbeat import Heartbeat, Phase, mark
+
+_LOOK_EVERY_STEPS = 16
+WINDOW_S = 10.0
+
+_is_counting = False
+_is_told_of_compiling = False
+
+
+def count_optimizer_steps() -> None:
+    """From now on the page says when an optimizer steps, and how often the busiest of them has. Twice is once."""
+    global _is_counting
+    if _is_counting:
+        return
+    _is_counting = True
+    # By id, because to ask a dictionary of weak keys for its largest value takes as long as all else here.
+    counts: dict[int, int] = {}
+    alive: dict[int, weakref.ref[Any]] = {}
+    most = 0
+    watch = StragglerWatch()
+
+    def forget(key: int) -> None:
+        nonlocal most
+        del counts[key], alive[key]
+        most = max(counts.values(), default=0)
+
+    def before(*_: object) -> None:
+        mark(Phase.OPTIMIZER)
+
+    def after(optimizer: Any, *_: object) -> None:
+        nonlocal most
+        key = id(optimizer)
+        count = counts.get(key, 0) + 1
+        if count == 1:
+            alive[key] = weakref.ref(optimizer, lambda _: forget(key))
+        counts[key] = count
+        most = max(most, count)
+        mark(Phase.BETWEEN_STEPS, step=most)
+        if most % _LOOK_EVERY_STEPS == 0:
+            mark_compilations()
+            watch.look(time.monotonic())
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def mark_compilations() -> None:
+    """Have the page say when torch.compile is at work, once dynamo has been imported. Twice is once."""
+    global _is_told_of_compiling
+    callbacks = sys.modules.get("torch._dynamo.callback")
+    if callbacks is None or _is_told_of_compiling:
+        return
+    _is_told_of_compiling = True
+    before: list[Phase] = []
+
+    def begin(_: object) -> None:
+        before.append(heartbeat.phase_now() or Phase.BETWEEN_STEPS)
+        mark(Phase.COMPILING)
+
+    def end(_: object) -> None:
+        if before:
+            mark(before.pop())
+
+    handler = getattr(callbacks, "callback_handler", None)
+    if handler is not None:
+        handler.register_start_callback(begin)
+        handler.register_end_callback(end)
+
+
+class StragglerWatch:
+    """Names a rank of this node that slows the others, once, on the lowest rank there. Nothing is done about it.
+
+    It is slow when its own part of a step takes 1.5 times the others' median in two windows, one after the other: one
+    window may hold an evaluation or a save.
+
+    A window lasts `WINDOW_S` at least.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[float, dict[int, Heartbeat]] | None = None
+        self._suspects: frozenset[int] = frozenset()
+        self._told: set[int] = set()
+
+    def look(self, now: float) -> None:
+        """Read the pages, if a window has passed, and say who is slow."""
+        if self._before is not None and now - self._before[0] < WINDOW_S:
+            return
+        pages = peer_heartbeats.read_all()
+        own = heartbeat.own_path()
+        if len(pages) < 2 or own is None or peer_heartbeats.rank_of_this_process() != min(pages):
+            return
+        for line in self.judge(now, pages):
+            say(f"evenstep: {line}")
+
+    def judge(self, now: float, pages: dict[int, Heartbeat]) -> list[str]:
+        """Lines on stragglers, given the pages of a moment. Pure, but for what is remembered."""
+        before, self._before = self._before, (now, pages)
+        if before is None:
+            return []
+        found = find_stragglers(before[1], pages)
+        lines = []
+        for rank in sorted(found.keys() & self._suspects - self._told):
+            self._told.add(rank)
+            lines.append(
+                f"rank {rank} (pid {pages[rank].pid}) is slow: its part of a step takes {found[rank]:.1f} times as "
+                f"long as the others', which wait for it. Look for another load on its cores or GPU, for a slow disk, "
+                f"or for more work in its batches. This warning comes once."
+            )
+        self._suspects = frozenset(found)
+        return lines
+
+
+def find_stragglers(
+    before: Mapping[int, Heartbeat], after: Mapping[int, Heartbeat], *, factor: float = 1.5, least_steps: int = 20
+) -> dict[int, float]:
+    """Ranks that slow the others, and by how much. Pure.
+
+    All ranks take the same steps in the same time. What differs is how much of it each spends waiting for the others:
+    the rest is its own work, from the end of one exchange until it is ready for the next.
+
+    Args:
+        before: Pages by rank, of one host.
+        after: The same later.
+        factor: A rank that takes this many times the others' median is a straggler.
+        least_steps: Fewer steps than that say nothing.
+
+    Returns:
+        By rank, its own work as a multiple of the others' median.
+    """
+    busy = {}
+    for rank, now in after.items():
+        then = before.get(rank)
+        if then is None or then.pid != now.pid or now.step - then.step < least_steps:
+            return {}
+        spent_ns = (now.stepped_ns - then.stepped_ns) - (now.waited_ns - then.waited_ns)
+        busy[rank] = max(1.0, spent_ns / (now.step - then.step))
+    found = {}
+    for rank, mine in busy.items():
+        others = sorted(_without(busy, rank))
+        if others and mine >= factor * _median(others):
+            found[rank] = mine / _median(others)
+    return found
+
+
+def _without(values: Mapping[int, float], rank: int) -> Iterable[float]:
+    return (value for each, value in values.items() if each != rank)
+
+
+def _median(ordered: list[float]) -> float:
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

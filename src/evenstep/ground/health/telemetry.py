@@ -1,0 +1,297 @@
+"""How long the parts of each step took: recorded always, by reading a clock some ten times a step.
+
+[Note: marks]
+
+While a step runs, every event appends two integers to a deque: what it was and when. That is all that happens in the
+loop. They are turned into times only on demand (`explain`, pure).
+
+    FORWARD, FORWARD_END      around each forward pass
+    BACKWARD                  a backward pass reaches the outputs
+    0, 1, 2, ...              bucket 0, 1, 2 ... is complete and about to travel
+    WAITING, REDUCED          all buckets are on their way; all have arrived
+    END                       the window has ended, `p.grad` is the mean
+    OPTIMIZER, OPTIMIZER_END  around the optimizer's step, seen through torch's global hooks
+
+While torch's profiler runs, these are ranges of the profile, too: "evenstep:forward", "evenstep:backward",
+"evenstep:exchange" (from WAITING to REDUCED) and "evenstep:finish". Of the optimizer's step torch has one of its own.
+
+A step begins with the first forward pass after a window's end. On a GPU these are the host's times: when work was
+queued, not when it was done.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from time import perf_counter_ns
+
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from evenstep.ground.compat.torch_profiler import begin_event, is_profiled
+
+FORWARD, FORWARD_END, BACKWARD, WAITING, REDUCED, END, OPTIMIZER, OPTIMIZER_END = range(-8, 0)
+
+NUM_STEPS_KEPT = 1000
+_MOST_PER_STEP = 20_000  # numbers: a model that isn't trained sees the steps of all optimizers there are
+
+_SPANS = ("forward", "backward", "wait", "finish", "optimizer")
+_RANGES = {"wait": "exchange"}  # of a profile, where they are called otherwise than the spans
+# What a mark ends, and what it begins. A backward pass without an end lasts until something else begins.
+_TRANSITIONS: dict[int, tuple[tuple[str, ...], str | None]] = {
+    FORWARD: (("backward",), "forward"),
+    FORWARD_END: (("forward",), None),
+    BACKWARD: ((), "backward"),
+    WAITING: (("backward",), "wait"),
+    REDUCED: (("wait",), "finish"),
+    END: (("backward", "wait", "finish"), None),
+    OPTIMIZER: (("backward", "finish"), "optimizer"),
+    OPTIMIZER_END: (("optimizer",), None),
+}
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One step of one model on this rank. Times in seconds; 0.0 for what was not seen.
+
+    Attributes:
+        began_s: When it began, on the clock of `time.perf_counter`.
+        forward_s: In forward passes.
+        backward_s: In backward passes, until all buckets were on their way.
+        ready_s: By bucket: how long after the first backward pass had begun the bucket was complete, before its
+            collective. A rank whose times are long holds the others up.
+        wait_s: For the buckets, after the last backward pass had ended: communication that wasn't hidden.
+        finish_s: For dividing, module buffers and the like.
+        optimizer_s: In the optimizer's step.
+    """
+
+    began_s: float
+    forward_s: float
+    backward_s: float
+    ready_s: tuple[float, ...]
+    wait_s: float
+    finish_s: float
+    optimizer_s: float
+
+
+def explain(marks: Sequence[int]) -> StepTimes:
+    """Turn a step's marks into times. Pure.
+
+    Args:
+        marks: [what, when in ns, what, when in ns, ...], in order of time.
+    """
+    spent = dict.fromkeys(_SPANS, 0)
+    opened: dict[str, int] = {}
+    ready: dict[int, int] = {}
+    first_backward: int | None = None
+    for what, when in zip(marks[::2], marks[1::2], strict=True):
+        if what >= 0:
+            if first_backward is not None:
+                ready[what] = when - first_backward
+            continue
+        closes, opens = _TRANSITIONS[what]
+        for name in closes:
+            if name in opened:
+                spent[name] += when - opened.pop(name)
+        if opens is not None:
+            opened.setdefault(opens, when)
+        if what == BACKWARD and first_backward is None:
+            first_backward = when
+    seconds = {f"{name}_s": value / 1e9 for name, value in spent.items()}
+    in_order = tuple(ready[bucket] / 1e9 for bucket in sorted(ready))
+    return StepTimes(began_s=(marks[1] if marks else 0) / 1e9, ready_s=in_order, **seconds)
+
+
+class Recorder:
+    """The marks of one model's steps.
+
+    Attributes:
+        is_profiled: Whether torch's profiler ran when the last forward pass began, so that marks are ranges of it.
+        bucket_bytes: Memory of the buckets.
+        peak_bucket_bytes: The most it was: for a moment, when buckets are laid out anew, old and new ones exist.
+    """
+
+    def __init__(self) -> None:
+        self._marks: deque[int] = deque()  # of all steps: to begin a list for each would take a microsecond
+        self._begins: deque[int] = deque([0])  # of each step: how many numbers came before it since `_marks` was cut
+        self._is_over = False
+        self._ranges: dict[str, Callable[[], None]] = {}  # by span: ends the range that is open
+        self.is_profiled = False
+        self.bucket_bytes = 0
+        self.peak_bucket_bytes = 0
+
+    def begin_forward(self) -> None:
+        """A forward pass begins now; marked when it ends."""
+        if is_profiled() or self.is_profiled:
+            self.is_profiled = is_profiled()
+            self._show(FORWARD)
+
+    def forward(self, began_ns: int) -> None:
+        """A forward pass ends now."""
+        if self.is_profiled:
+            self._show(FORWARD_END)
+        if self._is_over:
+            self._begin_step()
+        if len(self._marks) - self._begins[-1] < _MOST_PER_STEP:
+            self._marks.extend((FORWARD, began_ns, FORWARD_END, perf_counter_ns()))
+
+    def mark(self, what: int) -> None:
+        """Something happens now."""
+        self._marks.extend((what, perf_counter_ns()))
+        if self.is_profiled:
+            self._show(what)
+
+    def end(self) -> None:
+        """The window has ended: what follows, up to the next forward pass, is the optimizer's."""
+        self.mark(END)
+        self._is_over = True
+
+    def whole_backward(self) -> None:
+        """A backward pass begins that is the whole window; the end of a plain `loss.backward()` is not marked."""
+        self._marks.extend((BACKWARD, perf_counter_ns()))
+        self._is_over = True
+
+    def has_buckets(self, num_bytes: int) -> None:
+        """Buckets are laid out (anew)."""
+        self.peak_bucket_bytes = max(self.peak_bucket_bytes, self.bucket_bytes + num_bytes)
+        self.bucket_bytes = num_bytes
+
+    def steps(self) -> list[StepTimes]:
+        """The last steps that have ended, at most `NUM_STEPS_KEPT`; the newest may still miss its optimizer."""
+        return [explain(marks) for marks in self._ended()]
+
+    def marks(self) -> list[int]:
+        """All marks of these steps, one after the other: [what, when in ns, what, when in ns, ...]."""
+        return [number for marks in self._ended() for number in marks]
+
+    def newest(self) -> StepTimes | None:
+        """The newest step whose optimizer has been seen; None before there is one."""
+        backwards, end = reversed(self._marks), len(self._marks)
+        for begin in reversed(self._begins):
+            marks = [*islice(backwards, end - begin)][::-1]
+            if OPTIMIZER_END in marks[::2]:
+                return explain(marks)
+            end = begin
+        return None
+
+    def num_marks_per_step(self) -> float:
+        """How often the clock was read, on average."""
+        ended = self._ended()
+        return sum(map(len, ended)) / 2 / max(1, len(ended))
+
+    def _show(self, what: int) -> None:
+        """End and begin ranges of the running profile."""
+        closes, opens = _TRANSITIONS.get(what, ((), None))
+        for name in closes if opens is None else (*closes, opens):  # one that an error has left open, too
+            if (end := self._ranges.pop(name, None)) is not None:
+                end()
+        if opens is not None and (end := begin_event(f"evenstep:{_RANGES.get(opens, opens)}", (), {})) is not None:
+            self._ranges[opens] = end
+
+    def _ended(self) -> Sequence[Sequence[int]]:
+        """The marks of each of the last steps that have ended."""
+        steps = self._by_step()
+        return (steps if self._is_over else steps[:-1])[-NUM_STEPS_KEPT:]
+
+    def _by_step(self) -> Sequence[Sequence[int]]:
+        marks = [*self._marks]
+        ends = [*self._begins, len(marks)][1:]
+        return [marks[begin:end] for begin, end in zip(self._begins, ends, strict=True)]
+
+    def _begin_step(self) -> None:
+        self._begins.append(len(self._marks))
+        self._is_over = False
+        if len(self._begins) > 2 * NUM_STEPS_KEPT:  # seldom, because it takes a while
+            first = self._begins[-NUM_STEPS_KEPT]
+            self._marks = deque(islice(self._marks, first, None))
+            self._begins = deque(begin - first for begin in islice(self._begins, NUM_STEPS_KEPT + 1, None))
+
+
+class Telemetry:
+    """What the models of a world recorded: `world.telemetry`.
+
+    Attributes:
+        recorders: One per wrapped model that still exists, in order of wrapping.
+    """
+
+    def __init__(self) -> None:
+        self._recorders: list[weakref.ref[Recorder]] = []
+
+    @property
+    def recorders(self) -> list[Recorder]:
+        """One per wrapped model that still exists, in order of wrapping."""
+        return [recorder for each in self._recorders if (recorder := each()) is not None]
+
+    def open(self) -> Recorder:
+        """A recorder for one more model."""
+        recorder = Recorder()
+        self._recorders.append(weakref.ref(recorder))
+        _mark_optimizers(recorder)
+        return recorder
+
+    def steps(self, model: int = 0) -> list[StepTimes]:
+        """The last steps of a model, oldest first.
+
+        Args:
+            model: Its number, in order of wrapping; ordinary scripts have one.
+        """
+        recorders = self.recorders
+        return recorders[model].steps() if model < len(recorders) else []
+
+    def newest(self, model: int = 0) -> StepTimes | None:
+        """The newest step of a model that has ended with its optimizer; None before there is one.
+
+        Args:
+            model: Its number, in order of wrapping.
+        """
+        recorders = self.recorders
+        return recorders[model].newest() if model < len(recorders) else None
+
+    def __repr__(self) -> str:
+        counts = ", ".join(str(len(recorder._ended())) for recorder in self.recorders)
+        return f"<Telemetry of {len(self.recorders)} models, steps remembered: {counts or 'none'}>"
+
+
+_marked_by_optimizers: list[weakref.ref[Recorder]] = []
+_has_hooks = False
+
+
+def _mark_optimizers(recorder: Recorder) -> None:
+    """Mark the steps of all of torch's optimizers in a recorder, as long as it lives.
+
+    One pair of hooks serves all, and stays: torch iterates over its hooks while an optimizer steps, and would fail if
+    the garbage collector took one away meanwhile.
+    """
+    global _has_hooks
+    _marked_by_optimizers[:] = [each for each in _marked_by_optimizers if each() is not None]
+    _marked_by_optimizers.append(weakref.ref(recorder))
+    if not _has_hooks:
+        _has_hooks = True
+        register_optimizer_step_pre_hook(functools.partial(_optimizer_marked, OPTIMIZER))
+        register_optimizer_step_post_hook(functools.partial(_optimizer_marked, OPTIMIZER_END))
+
+
+def _optimizer_marked(what: int, *_: object) -> None:
+    """An optimizer begins or ends its step, whichever models it is for."""
+    now_ns = perf_counter_ns()
+    for each in _marked_by_optimizers:
+        recorder = each()
+        if recorder is not None and (marks := recorder._marks) and len(marks) - recorder._begins[-1] < _MOST_PER_STEP:
+            marks.append(what)
+            marks.append(now_ns)
+            recorder._is_over = True
+
+
+def cost_of_a_mark(repeats: int = 20_000) -> float:
+    """Seconds that one mark takes on this machine, measured now: the least of several runs."""
+    best = float("inf")
+    for _ in range(5):
+        recorder = Recorder()
+        started = perf_counter_ns()
+        for _ in range(repeats):
+            recorder.mark(WAITING)
+        best = min(best, (perf_counter_ns() - started) / repeats)
+    return best / 1e9

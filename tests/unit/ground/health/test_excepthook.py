@@ -1,0 +1,164 @@
+"""What is said of an exception that ends a process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenstep.cli import main
+from evenstep.ground.environment import Placement
+from evenstep.ground.health.excepthook import describe, install
+from evenstep.launcher.spawn import script_runner
+
+
+def raised_by_running(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> BaseException:
+    """What a rank whose script is this text ends with."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    with pytest.raises(BaseException) as caught:
+        script_runner.become_script(str(script), [])
+    error = caught.value
+    assert error.__traceback__ is not None
+    return error.with_traceback(error.__traceback__.tb_next)  # without this function
+
+
+def test_a_syntax_error_of_the_script_is_shown_without_what_compiled_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = describe(raised_by_running(tmp_path, "x = (\n", monkeypatch))
+    assert text.splitlines()[0] == f'  File "{tmp_path}/script.py", line 1'
+    assert text.splitlines()[-1] == "SyntaxError: '(' was never closed"
+
+
+def test_a_syntax_error_is_shown_alone_in_a_rank_that_was_copied_from_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a rank has the command on its stack, which isn't part of the machinery that starts ranks."""
+    started_with = compile("def main(run): run()", main.__file__, "exec")
+    names: dict[str, Any] = {}
+    exec(started_with, names)
+    error = raised_by_running(tmp_path, "x = (\n", monkeypatch)
+    trace = error.__traceback__
+
+    def fail() -> None:
+        raise error.with_traceback(trace)
+
+    with pytest.raises(SyntaxError) as caught:
+        names["main"](fail)
+    assert any(entry.path.name == "main.py" for entry in caught.traceback)
+    assert describe(caught.value).splitlines()[0] == f'  File "{tmp_path}/script.py", line 1'
+
+
+def test_a_syntax_error_of_a_module_is_shown_with_the_line_that_imports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "with_a_mistake.py").write_text("x = (\n")
+    lines = describe(raised_by_running(tmp_path, "import with_a_mistake\n", monkeypatch)).splitlines()
+    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{tmp_path}/script.py", line 1, in <module>']
+    assert f'  File "{tmp_path}/with_a_mistake.py", line 1' in lines
+    assert "launcher" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("worl", "world"), ("sys.argb", "argv")])
+def test_a_typo_is_shown_with_what_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typo: str, meant: str
+) -> None:
+    """As python itself shows it, in every version."""
+    text = describe(raised_by_running(tmp_path, f"import sys\nworld = 1\n{typo}\n", monkeypatch))
+    assert text.endswith(f". Did you mean: '{meant}'?")
+    assert text.count("Did you mean") == 1
+
+
+def test_who_lost_a_peer_is_shown_where_it_waited_and_not_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames are of the transport, where nothing is wrong."""
+    script = """
+from pathlib import Path
+import evenstep, evenstep.errors
+code = compile("def wait(): raise evenstep.errors.PeerLostError('gone')", evenstep.__file__, "exec")
+exec(code)
+wait()
+"""
+    lines = describe(raised_by_running(tmp_path, script, monkeypatch)).splitlines()
+    lines = [line for line in lines if line.strip(" ~^")]  # python 3.13 underlines the call
+    assert lines == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/script.py", line 6, in <module>',
+        "    wait()",
+        "evenstep.errors.PeerLostError: gone",
+    ]
+
+
+def test_a_users_mistake_is_told_with_the_users_line_and_not_pythons_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+import contextlib
+from evenstep.errors import UsageError
+
+error = UsageError("so not")
+scope = {"error": error, "contextlib": contextlib}
+exec(compile("@contextlib.contextmanager\\ndef block():\\n    yield\\n    raise error", PACKAGES, "exec"), scope)
+with scope["block"]():
+    pass
+""".replace("PACKAGES", repr(str(Path(main.__file__).with_name("some.py"))))
+    told = describe(raised_by_running(tmp_path, text, monkeypatch))
+    assert told.splitlines()[-1].strip() == f"at {tmp_path}/script.py, line 8, in <module>"
+
+
+def test_a_mistake_is_told_with_what_the_users_code_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From that code on; not what a library raised, or evenstep."""
+    lines = "0\\n1\\n"
+    text = f"""
+import evenstep
+with open("{tmp_path}/lines.jsonl", "w") as file:
+    file.write("{lines}")
+
+def inner(number):
+    raise ValueError("not this one")
+
+def decode(number):
+    return inner(number)
+
+evenstep.Records("{tmp_path}/lines.jsonl", decode=DECODE)[1]
+"""
+    told = describe(raised_by_running(tmp_path, text.replace("DECODE", "decode"), monkeypatch)).splitlines()
+    assert told[0] == f"DataError: {tmp_path}/lines.jsonl, record 1, byte 2: damaged: not this one"
+    assert told[1:4] == [
+        f"  at {tmp_path}/script.py, line 12, in <module>",
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/script.py", line 10, in decode',
+    ]
+    assert told[-1] == "ValueError: not this one"
+    text = text.replace("DECODE", "None").replace(lines, "0\\n}\\n")
+    told = describe(raised_by_running(tmp_path, text, monkeypatch)).splitlines()
+    assert "no JSON" in told[0]
+    assert told[1:] == [f"  at {tmp_path}/script.py, line 12, in <module>"]
+
+
+def test_what_ends_a_forked_child_is_no_report_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    install(Placement(run_directory=tmp_path))
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 99
+        try:
+            sys.stderr = os.fdopen(writer, "w")
+            error = ValueError("in the child")
+            sys.excepthook(ValueError, error, None)
+        except SystemExit as end:
+            status = int(str(end.code))
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        assert said.read() == "ValueError: in the child\n"
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert list(tmp_path.iterdir()) == []

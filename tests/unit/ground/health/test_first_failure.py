@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evenstep.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
+from evenstep.ground.health.first_failure import (
+    CrashReport,
+    Exit,
+    choose_root_cause,
+    is_consequence,
+    read_reports,
+    write_report,
+)
+
+
+def report(rank: int, time_ns: int, *, is_consequence: bool = False) -> CrashReport:
+    return CrashReport(rank, 100 + rank, time_ns, is_consequence, 1, "ValueError: x", "Traceback ...")
+
+
+def ended(rank: int, exit_code: int, *, stopped: bool = False) -> Exit:
+    return Exit(rank, 100 + rank, exit_code, stopped_by_launcher=stopped)
+
+
+@pytest.mark.parametrize(
+    ("exits", "reports", "root_cause"),
+    [
+        ([ended(0, 0), ended(1, 0)], [], None),
+        # One raised, the other noticed.
+        ([ended(0, 1), ended(1, 1)], [report(0, 9, is_consequence=True), report(1, 5)], 1),
+        # The secondary failure was quicker to write than the root cause: what it says still gives it away.
+        ([ended(0, 1), ended(1, 1)], [report(0, 4, is_consequence=True), report(1, 5)], 1),
+        # Both have a cause of their own: the earlier.
+        ([ended(0, 1), ended(1, 1)], [report(0, 6), report(1, 5)], 1),
+        # Killed ranks tell nothing; the secondary failure does.
+        ([ended(0, 1), ended(1, -9)], [report(0, 5, is_consequence=True)], 1),
+        ([ended(0, 1), ended(1, 3)], [report(0, 5, is_consequence=True)], 1),
+        ([ended(0, 3), ended(1, -9), ended(2, 1)], [report(2, 5, is_consequence=True)], 1),
+        # Stopped by the launcher: no root cause, whatever its signal.
+        ([ended(0, -15, stopped=True), ended(1, 3)], [], 1),
+        # Everybody only lost somebody: the first to notice.
+        ([ended(0, 1), ended(1, 1)], [report(0, 8, is_consequence=True), report(1, 5, is_consequence=True)], 1),
+    ],
+)
+def test_choose_root_cause(exits: list[Exit], reports: list[CrashReport], root_cause: int | None) -> None:
+    chosen = choose_root_cause(exits, reports)
+    assert (chosen.rank if chosen is not None else None) == root_cause
+
+
+def caused_by(cause: BaseException) -> BaseException:
+    try:
+        try:
+            raise cause
+        except BaseException:
+            raise ValueError("could not finish the epoch")  # noqa: B904
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:7045"), True),
+        (RuntimeError("Read error [127.0.0.1]:7045"), True),
+        (ConnectionResetError("Connection reset by peer"), True),
+        (PeerLostError("rank 1 is gone"), True),
+        (CollectiveTimeoutError("rank 1 is missing"), True),
+        (caused_by(RuntimeError("Connection closed by peer")), True),
+        (caused_by(KeyError("x")), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection closed"), False),
+        (ConfigurationError("connection refused"), False),
+    ],
+)
+def test_is_consequence(error: BaseException, expected: bool) -> None:
+    assert is_consequence(error) is expected
+
+
+def test_reports_are_read_back_by_attempt_and_others_passed_over(tmp_path: Path) -> None:
+    write_report(tmp_path, report(1, 5), attempt=1)
+    write_report(tmp_path, report(0, 7), attempt=1)
+    write_report(tmp_path, report(0, 3), attempt=0)
+    (tmp_path / "crash-1-2.json").write_text("{")
+    assert read_reports(tmp_path, attempt=1) == [report(0, 7), report(1, 5)]
+
+
+def test_what_a_rank_says_is_capped() -> None:
+    told = CrashReport.of(ValueError("x" * 100_000), rank=0, traceback="y" * 100_000)
+    assert len(told.summary) <= 20_000
+    assert len(told.traceback) <= 20_000

@@ -36,7 +36,7 @@ from torch import Tensor
 
 import evenstep
 from evenstep.transport import fallback
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 from evenstep.transport.shm.handshake import connect_shared_memory
 

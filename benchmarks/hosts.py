@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from measuring import describe_machine, ratios, spread
 
-from evenstep.transport.base import Transport
 from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.factory import open_transports
 
 sys.path.append(str(Path(__file__).parents[1]))  # where `tests` is, also when this runs from elsewhere

@@ -37,7 +37,7 @@ def connect() -> SharedMemoryTransport:
 def add_until_an_error(transport: SharedMemoryTransport, numels: list[int]) -> str | None:
     """Call all_reduce again and again, also after an `Interrupted`; the error that ended it. Wrong sums raise."""
     size, rank = transport.world_size, transport.rank
-    while (number := transport._num_calls) < NUM_CALLS:
+    while (number := transport.num_calls) < NUM_CALLS:
         numel = numels[number]
         tensor = torch.full((numel,), float(number * size + rank))
         try:
@@ -46,7 +46,7 @@ def add_until_an_error(transport: SharedMemoryTransport, numels: list[int]) -> s
             continue
         except EvenstepError as error:
             return str(error)
-        if transport._num_calls == number + 1:  # else the interrupt came behind the launch
+        if transport.num_calls == number + 1:  # else the interrupt came behind the launch
             expected = float(sum(number * size + each for each in range(size)))
             assert tensor.eq(expected).all(), (rank, number, numel, tensor.unique().tolist(), expected)
     return None

@@ -28,7 +28,7 @@ from evenstep.errors import (
     RankFailedError,
 )
 from evenstep.testing import RankPool
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.transport import SharedMemoryTransport
 from tests.limits import no_descriptors

@@ -23,7 +23,8 @@ from evenstep.optim import exact
 from evenstep.optim.consistency import Given, abort_peers, model_of, note
 from evenstep.replica.sharded.gradient_placeholder import GradientPlaceholder, local_parts
 from evenstep.replica.wrapper.distributed import wrapped_models
-from evenstep.transport.base import Op, Transport
+from evenstep.transport.base import Op
+from evenstep.transport.core.transport import Transport
 
 _OPS = {False: dist.ReduceOp.SUM, True: dist.ReduceOp.MAX}
 

@@ -34,8 +34,8 @@ from evenstep.replica.gradients.engine import Engine
 from evenstep.replica.monitors.digests import are_same, half_bits, halves
 from evenstep.replica.monitors.options import checksum, find_difference
 from evenstep.replica.wrapper.distributed import DistributedDataParallel, wrapped_models
-from evenstep.transport.base import Transport
 from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.transport import Transport
 
 _ids_of: weakref.WeakKeyDictionary[Engine, frozenset[int]] = weakref.WeakKeyDictionary()
 

@@ -21,9 +21,9 @@ from evenstep.ground.compat.torch_tensors import is_dtensor, local_part
 from evenstep.parallel.layout import ranks_of
 from evenstep.replica.channels import channel_of
 from evenstep.replica.monitors.drift import DEFAULT_EVERY, DriftWatch
-from evenstep.transport.base import Carrier
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.staged import for_messages
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 _LATE_EVERY = 16  # windows in which a GPU is asked whether a group has found something
@@ -49,7 +49,7 @@ class ReplicaDrift(DriftWatch):
         parameters: Sequence[nn.Parameter],
         replicas: World,
         owner: object,
-        control: Carrier,
+        control: Transport,
         compare_every: int | None,
     ) -> None:
         channel = channel_of(owner, replicas, "parts", replicas.device)
@@ -114,7 +114,7 @@ def build_drift(
     parameters: Sequence[nn.Parameter],
     world: World,
     owner: object,
-    control: Carrier,
+    control: Transport,
     compare_every: int | None,
 ) -> ReplicaDrift | None:
     """Build the monitor of a divided model; None: it has no replicas, or nothing is to be compared.

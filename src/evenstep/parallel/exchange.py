@@ -28,7 +28,7 @@ from evenstep.replica.gradients.buckets.bucket import HALF_PRECISION
 from evenstep.replica.gradients.exchange.across_ranks import AcrossRanks
 from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.window import Kind, SavedGradients, Window
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 
 
 class MeshExchange(AcrossRanks):

@@ -26,8 +26,8 @@ from evenstep.replica.monitors.options import OptionsWatch
 from evenstep.replica.normalization.sync_batchnorm import replace_torchs
 from evenstep.replica.wrapper.distributed import Batch, DistributedDataParallel
 from evenstep.replica.wrapper.settings import Settings, settle
-from evenstep.transport.base import Transport
 from evenstep.transport.core.staged import for_messages
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 

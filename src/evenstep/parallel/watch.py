@@ -10,8 +10,8 @@ from torch import Tensor
 
 from evenstep.replica.gradients.window import Window
 from evenstep.replica.monitors.nonfinite import NonFiniteGuard, Policy, has_scaler, listed
-from evenstep.transport.base import Carrier, Transport
 from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 
@@ -32,7 +32,7 @@ class PartsWatch(PartsGuard):
 
     num_numbers = 1
 
-    def __init__(self, world: World, transport: Transport, control: Carrier) -> None:
+    def __init__(self, world: World, transport: Transport, control: Transport) -> None:
         super().__init__("raise", world, transport, control)
         self._is_off = False
 
@@ -65,7 +65,7 @@ class PartsWatch(PartsGuard):
         return False
 
 
-def build_watch(policy: Policy | None, world: World, transport: Transport, control: Carrier) -> PartsGuard | None:
+def build_watch(policy: Policy | None, world: World, transport: Transport, control: Transport) -> PartsGuard | None:
     """Build the monitor of a policy; None: none. "warn" inspects on CPUs only, because it would wait for a GPU."""
     if policy in ("skip", "raise"):
         return PartsGuard(policy, world, transport, control)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from evenstep.errors import MismatchError
 from evenstep.joining import init
 from evenstep.replica.wrapper.distributed import DistributedDataParallel
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 _SMALL_NUMEL = 2

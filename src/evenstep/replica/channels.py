@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.errors import UsageError
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 _open: weakref.WeakKeyDictionary[World, dict[tuple[str, torch.device], Transport]] = weakref.WeakKeyDictionary()

@@ -30,7 +30,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from evenstep.errors import UsageError
 from evenstep.ground.compat.torch_ddp import JoinConfig
 from evenstep.replica.module_buffers import finish_broadcast, start_broadcast
-from evenstep.transport.base import Carrier
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 
@@ -96,7 +96,7 @@ class Uneven:
                 answer.wait()
             self._coordinator.end(self._number)
 
-    def lowest_active(self, control: Carrier) -> int:
+    def lowest_active(self, control: Transport) -> int:
         """Collective: the first active rank, whose module buffers all ranks take."""
         lowest = torch.tensor([control.world_size if self.has_joined else control.rank], device="cpu")
         control.all_reduce(lowest, "min").wait()

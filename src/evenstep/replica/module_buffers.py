@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.ground.compat.torch_tensors import flatten_dense, unflatten_dense
-from evenstep.transport.base import Transport, Work
+from evenstep.transport.base import Work
+from evenstep.transport.core.transport import Transport
 
 
 def start_broadcast(

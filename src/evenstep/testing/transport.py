@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evenstep.transport.base import Op, Transport, Work
+from evenstep.transport.base import Op, Work
 from evenstep.transport.core.codec import to_bytes
 from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.transport import Transport
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex64, torch.complex128)

@@ -1,23 +1,50 @@
-"""The interface of all transports: collectives between the ranks of one group.
-
-A transport connects the ranks of one group for one purpose (gradients, control, …). Its calls are matched between
-ranks by their order, so two purposes that may interleave differently on two ranks each get a transport of their own
-(`split`). Everything above this package is written against `Transport`; `evenstep.testing.transport` has the cases that
-every implementation passes.
-"""
+"""What a call is: plain data, which every transport takes (`core.transport.Transport`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 # "mean" is of all numbers but unsigned ones of more than 8 bits, and that of integers is rounded towards zero, as NCCL
 # does; "max" and "min" are of ordered ones, the last three of integers and bool. Of bool, "sum" and "max" are "or",
 # "product" and "min" are "and".
 Op = Literal["sum", "max", "min", "mean", "product", "band", "bor", "bxor"]
+
+
+@dataclass(eq=False, slots=True)
+class Collective:
+    """One call, as a rank makes it.
+
+    Attributes:
+        kind: Its name, one of `header.COLLECTIVES`.
+        inputs: What this rank gives, in order of rank where it has a part for each; None where it gives nothing.
+        outputs: What it gets, in order of rank where it gets a part from each; the inputs themselves: in place; None
+            where it gets nothing.
+        op: How values are combined; None where they aren't.
+        root: The rank that gives or gets what no other does; -1 where there is none.
+        splits: Of an all_to_all: how many elements of `outputs` come from, and of `inputs` go to each rank; None, on
+            all ranks: equal parts.
+        beside: [n], a few numbers that are added over the ranks in the same call, in place; on all ranks or none.
+        packed: The fingerprint that ranks compare. This and what follows is filled in as the call is checked.
+        flat: [numel], contiguous: the inputs; what only counts by its length where this rank gives nothing.
+        out: [numel], contiguous: the outputs; `flat` where they are one, or where this rank gets nothing.
+        back: (to, from): what is copied in the end, where the caller's outputs aren't contiguous.
+    """
+
+    kind: str
+    inputs: Tensor | None
+    outputs: Tensor | None
+    op: Op | None = None
+    root: int = -1
+    splits: tuple[Sequence[int], Sequence[int]] | None = None
+    beside: Tensor | None = None
+    packed: bytes = b""
+    flat: Tensor = None  # type: ignore[assignment]
+    out: Tensor = None  # type: ignore[assignment]
+    back: tuple[Tensor, Tensor] | None = None
 
 
 class Work(Protocol):
@@ -32,86 +59,4 @@ class Work(Protocol):
         """
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once. Never blocks."""
-
-
-class Carrier(Protocol):
-    """What messages need of a transport: the calls of `Transport` that have these names."""
-
-    rank: int
-    world_size: int
-
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
-        """See `Transport.all_reduce`."""
-
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """See `Transport.broadcast`."""
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """See `Transport.all_gather`."""
-
-
-class Transport(Protocol):
-    """The ranks of one group, and how they exchange tensors.
-
-    Every collective is called by all ranks, in the same order, with equal shapes and dtypes. It returns at once;
-    its tensors may not be touched before `Work.wait()` returns.
-
-    Attributes:
-        name: In messages: "local", "shared memory", "shared memory + gloo", "gloo", "nccl".
-        rank: This rank.
-        world_size: Number of ranks.
-    """
-
-    name: str
-    rank: int
-    world_size: int
-
-    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for a bucket, zeroed: [numel]. Collectives copy such tensors least."""
-
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
-        """Combine `tensor` (any shape, contiguous) over the ranks, in place, on every rank."""
-
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """Make `tensor` (contiguous) equal to rank `src`'s, in place."""
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """Concatenate every rank's `tensor` ([n]) in `out` ([world_size * n]), in order of rank."""
-
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
-        """Combine `tensor` ([world_size * n]) over the ranks, and put part number `rank` of it into `out` ([n])."""
-
-    def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
-        """As `all_reduce`, on rank `dst` only. What the others' `tensor` holds afterwards is undefined."""
-
-    def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
-        """As `all_gather`, on rank `dst` only; the others give no `out`."""
-
-    def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
-        """Put part number `rank` of rank `src`'s `tensor` ([world_size * n]) into `out` ([n]); others give none."""
-
-    def all_to_all(
-        self,
-        out: Tensor,
-        tensor: Tensor,
-        out_splits: Sequence[int] | None = None,
-        splits: Sequence[int] | None = None,
-    ) -> Work:
-        """Send part number r of `tensor` to rank r; put what rank r sent into part number r of `out`.
-
-        Args:
-            out: [sum(out_splits)], or as long as `tensor`.
-            tensor: [sum(splits)], or of a length divisible by the number of ranks.
-            out_splits: [world_size], how many elements come from each rank; None, on all ranks: equal parts.
-            splits: [world_size], how many elements go to each rank.
-        """
-
-    def barrier(self) -> Work:
-        """Done when every rank has called it."""
-
-    def split(self) -> Transport:
-        """Collective: a second transport over the same ranks, whose calls can't mix with this one's."""
-
-    def close(self) -> None:
-        """Release sockets and memory. Local: waits for no other rank. Twice is once."""
+        """Whether `wait` would return or raise at once. Never blocks."""

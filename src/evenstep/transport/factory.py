@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,18 +13,15 @@ from torch.distributed import PrefixStore, Store
 from evenstep import checks
 from evenstep.errors import ConfigurationError
 from evenstep.ground.compat.torch_distributed import make_group_alone
-from evenstep.transport.base import Transport
 from evenstep.transport.core.object_collectives import exchange
 from evenstep.transport.core.store_gather import StoreGather
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.internode.plan import plan_nodes
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group.gloo import open_gloo, store_of
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 from evenstep.transport.shm.handshake import connect_shared_memory, describe_this_process
 from evenstep.transport.shm.transport import SharedMemoryTransport
-
-if TYPE_CHECKING:
-    from evenstep.transport.internode.steps import IntraNode
 
 TRANSPORTS = ("shared memory", "gloo", "nccl")
 
@@ -168,7 +164,7 @@ def connect_ranks(
 
     node, number = plan.place_of(control.rank)
     ranks = plan.nodes[node]
-    intra_node: IntraNode | str = LocalTransport()
+    intra_node: Transport | str = LocalTransport()
     if len(ranks) > 1:
         # Gloo's threads need cores as well.
         intra_node = connect_shared_memory(control.among(ranks), timeout_s=timeout_s, threads_per_rank=2)

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import PeerLostError
-from evenstep.transport.base import Op, Transport, Work
+from evenstep.transport.base import Collective, Work
 from evenstep.transport.core.reduction import divide, plan_tree
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.worker_thread import WorkerThread
 from evenstep.transport.internode.plan import NodePlan
 
-_IN_TREE_ORDER = ("local", "shared memory")
 _HALF = (torch.float16, torch.bfloat16)
 
 Steps = Generator[Work, None, None]  # yields what has to be awaited before the next step
@@ -50,7 +50,7 @@ def in_tree_order(
         nodes: By rank, the name of its node.
         subgroup: Opens a transport of a name ("gloo", "nccl") between some ranks; called by these ranks alone.
     """
-    if transport.name in _IN_TREE_ORDER or getattr(transport, "is_regular", False):
+    if transport.is_in_tree_order:
         return transport
     plan = NodePlan(tuple(tuple(r for r, own in enumerate(nodes) if own == node) for node in dict.fromkeys(nodes)))
     levels = None
@@ -61,7 +61,7 @@ def in_tree_order(
     return OrderedTransport(transport, levels or [transport.split()])
 
 
-class OrderedTransport:
+class OrderedTransport(Transport):
     """Adds in tree order, and leaves everything else to an inner transport. See [Note: exchange, add, gather].
 
     Args:
@@ -70,50 +70,42 @@ class OrderedTransport:
             other nodes with the same local rank]. Used by nothing else.
     """
 
+    is_in_tree_order = True
+
     def __init__(self, inner: Transport, levels: Sequence[Transport]) -> None:
         self.name = inner.name
-        self.rank = inner.rank
-        self.world_size = inner.world_size
+        super().__init__(inner.rank, inner.world_size, inner.recorded.name)
         self._inner = inner
         self._levels = list(levels)
         self._thread = WorkerThread("evenstep ordered sums", on_close=self._on_close)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    # ------------------------------------------------------------------ sums
-
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
-        """See `Transport.all_reduce`; sums are added in tree order."""
-        if op not in ("sum", "mean"):
-            return self._inner.all_reduce(tensor, op)
-        flat = tensor.detach().view(-1)
-        ready = self._ready(flat)
-        return self._launch(self._sum(ready, self._levels), flat, ready, op)
-
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
-        """See `Transport.reduce_scatter`; sums are added in tree order."""
-        if op not in ("sum", "mean"):
-            return self._inner.reduce_scatter(out, tensor, op)
-        ready, into = self._ready(tensor.detach().view(-1)), out.detach().view(-1)
-        part = ready.new_empty(into.numel())
-        return self._launch(self._sum_of_parts(part, ready), into, part, op)
-
-    def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
-        """See `Transport.reduce`: an all-reduce."""
-        return self.all_reduce(tensor, op)
+    def _start(self, call: Collective) -> Work:
+        if call.op not in ("sum", "mean"):
+            return self._inner.run(call)
+        ready = self._ready(call.flat)
+        if call.kind == "reduce_scatter":
+            result = ready.new_empty(call.out.numel())
+            steps = self._sum_of_parts(result, ready)
+        else:  # a reduce, too
+            result, steps = ready, self._sum(ready, self._levels)
+        return self._launch(steps, call, result)
 
     def _ready(self, flat: Tensor) -> Tensor:
         """The tensor to send: 16 bits as 32, so that sums are rounded once; with Gloo on the CPU."""
         wide = flat.float() if flat.dtype in _HALF else flat
         return wide.cpu() if self.name == "gloo" else wide
 
-    def _launch(self, steps: Steps, into: Tensor, result: Tensor, op: Op) -> Work:
-        """Take the steps after those of all earlier calls. `into` becomes `result`."""
+    def _launch(self, steps: Steps, call: Collective, result: Tensor) -> Work:
+        """Take the steps after those of all earlier calls. The call's outputs become `result`."""
 
         def finish() -> None:
-            if op == "mean":
+            if call.op == "mean":
                 divide(result, self.world_size)
-            if result is not into:
-                into.copy_(result)
+            if result is not call.out:
+                call.out.copy_(result)
+            if call.back is not None:
+                call.back[0].copy_(call.back[1])
 
         def run() -> None:
             for work in steps:
@@ -163,36 +155,6 @@ class OrderedTransport:
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Transport.allocate`."""
         return self._inner.allocate(numel, dtype=dtype, device=device)
-
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """See `Transport.broadcast`."""
-        return self._inner.broadcast(tensor, src)
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """See `Transport.all_gather`."""
-        return self._inner.all_gather(out, tensor)
-
-    def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
-        """See `Transport.gather`."""
-        return self._inner.gather(out, tensor, dst)
-
-    def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
-        """See `Transport.scatter`."""
-        return self._inner.scatter(out, tensor, src)
-
-    def all_to_all(
-        self,
-        out: Tensor,
-        tensor: Tensor,
-        out_splits: Sequence[int] | None = None,
-        splits: Sequence[int] | None = None,
-    ) -> Work:
-        """See `Transport.all_to_all`."""
-        return self._inner.all_to_all(out, tensor, out_splits, splits)
-
-    def barrier(self) -> Work:
-        """See `Transport.barrier`."""
-        return self._inner.barrier()
 
     def split(self) -> Transport:
         """See `Transport.split`."""

@@ -814,10 +814,10 @@ def meetings() -> list[tuple[int, int]]:
         x = torch.ones(2, 4, dtype=torch.float64)
         with model.join() if is_joined else contextlib.nullcontext():
             for _ in range(4):
-                before = model.engine.transport._num_calls
+                before = model.engine.transport.num_calls
                 model(x, range(20)).sum().backward()
                 optimizer.step()
-                num_calls = model.engine.transport._num_calls - before
+                num_calls = model.engine.transport.num_calls - before
                 optimizer.zero_grad()
         counts.append((len(model.engine.buckets), num_calls))
     return counts

@@ -401,7 +401,7 @@ def as_the_default(backend: str, file: str) -> tuple[list[str], dict[str, int]]:
         assert functional.all_to_all_single(torch.ones(size), None, None, world).eq(1).all()
         assert functional.broadcast(torch.full((2,), float(dist.get_rank())), 1, world).eq(1).all()
         # C++ calls Gloo where it doesn't find a method, and nobody counts that.
-        assert world._shared._num_calls == 6, repr(world)  # two for the all_to_all, whose splits are told
+        assert world._shared.num_calls == 6, repr(world)  # two for the all_to_all, whose splits are told
         mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))
         inner = mesh.get_group("inner")
         assert functional.all_reduce(ones, "avg", inner).eq(1).all()

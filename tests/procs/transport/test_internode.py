@@ -17,8 +17,9 @@ from evenstep.errors import EvenstepError, MismatchError
 from evenstep.testing import RankPool
 from evenstep.testing.transport import DTYPES, Coverage, check_transport
 from evenstep.transport import factory
-from evenstep.transport.base import Transport, Work
+from evenstep.transport.base import Work
 from evenstep.transport.core.fallback import fallback
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.factory import open_transports
 from evenstep.transport.internode.negotiation import EAGER_BYTES, MESSAGE_BYTES, PAYLOAD_AT, CallPrediction
 from evenstep.transport.internode.plan import is_predictable, plan_chunk_bytes

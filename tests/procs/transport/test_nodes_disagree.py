@@ -12,7 +12,7 @@ import torch
 import evenstep
 from evenstep.errors import ConfigurationError, EvenstepError, MismatchError, PeerLostError
 from evenstep.testing import RankPool
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 from tests.faults.test_transport_faults import sums_between_refusals
 
 from .test_internode import new_transport

@@ -22,8 +22,9 @@ import torch
 import evenstep
 from evenstep.testing import RankPool
 from evenstep.testing.transport import ops_of
-from evenstep.transport.base import Transport, Work
+from evenstep.transport.base import Work
 from evenstep.transport.core.reduction import Scratch, plan_arithmetic, reduce_into
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.process_group.gloo import open_gloo
 from evenstep.transport.shm.handshake import connect_shared_memory
 from evenstep.transport.shm.transport import SharedMemoryTransport
@@ -69,16 +70,15 @@ def start_one(transport: SharedMemoryTransport, shared: random.Random, own: rand
     def empty(numel: int) -> torch.Tensor:
         return lay(torch.empty(numel, dtype=dtype), transport, own)
 
-    beside = expected_beside = torch.empty(0, dtype=torch.float64)
-    if seed % 3 == 0:  # numbers travel beside it
-        numbers = draw(generator, torch.float64, 1 + seed % 700, size)
+    beside, expected_beside = None, torch.empty(0, dtype=torch.float64)
+    if seed % 3 == 0 and kind in ("all_reduce", "reduce", "reduce_scatter"):  # numbers travel beside it
+        numbers = draw(generator, torch.float64, 1 + seed % 3000, size)  # above 2,048, in a call of their own
         beside, expected_beside = numbers[rank].clone(), expected_sum(numbers, "sum")
-        transport.piggyback(beside)
     work: Work
     if kind == "all_reduce":
-        work, got, expected = transport.all_reduce(mine, op), mine, expected_sum(values, op)
+        work, got, expected = transport.all_reduce(mine, op, beside=beside), mine, expected_sum(values, op)
     elif kind == "reduce":
-        work, got, expected = transport.reduce(mine, src, op), mine, expected_sum(values, op)
+        work, got, expected = transport.reduce(mine, src, op, beside=beside), mine, expected_sum(values, op)
         if rank != src:
             got, expected = mine[:0], mine[:0]
     elif kind == "gather":
@@ -100,10 +100,10 @@ def start_one(transport: SharedMemoryTransport, shared: random.Random, own: rand
         work, expected = transport.all_gather(got, mine), torch.cat(values)
     else:
         got = empty(numel)
-        work = transport.reduce_scatter(got, mine, op)
+        work = transport.reduce_scatter(got, mine, op, beside=beside)
         expected = expected_sum(values, op)[own_part]
     what = f"{kind}({op}) of {dtype} {numel} on rank {rank}, seed {seed}"
-    return work, (got, beside), (expected, expected_beside), what
+    return work, (got, expected_beside if beside is None else beside), (expected, expected_beside), what
 
 
 def check(work: Work, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], what: str) -> None:

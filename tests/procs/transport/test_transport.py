@@ -29,7 +29,7 @@ from evenstep.transport.process_group.gloo import connect_gloo, open_gloo
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 from evenstep.transport.shm import handshake
 from evenstep.transport.shm.handshake import connect_shared_memory
-from evenstep.transport.shm.segment import CHUNK_BYTES, MAX_PIGGYBACK_BYTES, plan_segment
+from evenstep.transport.shm.segment import CHUNK_BYTES, MAX_BESIDE_BYTES, plan_segment
 from evenstep.transport.shm.sync import Phase, WaitPolicy
 from evenstep.transport.shm.transport import SharedMemoryTransport
 
@@ -76,27 +76,25 @@ def with_numbers_beside(seed: int) -> list[str]:
     size, rank = transport.world_size, transport.rank
     generator = torch.Generator().manual_seed(seed)
     for numel in (1, 5, 6_000, 12_000, 14_000, 20_000, 300_000):  # of float32; with 16 KiB beside 48 KiB are small
-        for num_piggyback in (1, 300, MAX_PIGGYBACK_BYTES // 8):
-            given = torch.randn(size, num_piggyback, dtype=torch.float64, generator=generator)
+        for num_beside in (1, 300, MAX_BESIDE_BYTES // 8, MAX_BESIDE_BYTES):  # the last in a call of their own
+            given = torch.randn(size, num_beside, dtype=torch.float64, generator=generator)
             values = torch.randn(size, numel * size, generator=generator)
             beside = given[rank].clone()
             whole, out = values[rank].clone(), torch.empty(numel)
             if numel % 2:
                 whole = transport.allocate(whole.numel(), dtype=whole.dtype, device=whole.device).copy_(whole)
-            transport.piggyback(beside)
-            if num_piggyback == 300:
-                transport.reduce_scatter(out, whole).wait()
+            if num_beside == 300:
+                transport.reduce_scatter(out, whole, beside=beside).wait()
                 torch.testing.assert_close(out, values.sum(0)[rank * numel : (rank + 1) * numel], rtol=1e-4, atol=1e-4)
             else:
-                transport.all_reduce(whole).wait()
+                transport.all_reduce(whole, beside=beside).wait()
                 torch.testing.assert_close(whole, values.sum(0), rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(beside, given.sum(0), rtol=1e-12, atol=1e-12)
             again = torch.ones(3)
             transport.all_reduce(again).wait()  # which takes nothing along
             assert again.tolist() == [size] * 3
-    transport.piggyback(torch.zeros(2 + rank, dtype=torch.float64))
     with pytest.raises(MismatchError) as caught:
-        transport.all_reduce(torch.ones(3)).wait()
+        transport.all_reduce(torch.ones(3), beside=torch.zeros(2 + rank, dtype=torch.float64)).wait()
     world.barrier()
     transport.close()
     return [str(caught.value)]
@@ -105,8 +103,8 @@ def with_numbers_beside(seed: int) -> list[str]:
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_numbers_travel_beside_a_tensor(ranks: RankPool, nproc: int, fresh_seed: int) -> None:
     for (message,) in ranks.run(with_numbers_beside, nproc, fresh_seed):
-        assert "rank 0: all_reduce(sum) of float32 [3], with 2 piggybacked numbers; rank 1: " in message
-        assert "all_reduce(sum) of float32 [3], with 3 piggybacked numbers" in message
+        assert "rank 0: all_reduce(sum) of float32 [3], with 2 numbers beside it; rank 1: " in message
+        assert "all_reduce(sum) of float32 [3], with 3 numbers beside it" in message
 
 
 def around_the_size_that_is_summed_whole() -> list[int]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from evenstep.data.loading.fetch import Loaded
 from evenstep.errors import MismatchError
 from evenstep.pytrees import children_of
-from evenstep.transport.base import Transport
 from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.transport import Transport
 
 _MOST_RECORDS = 32  # of a step, that are looked at
 _MOST_NUMBERS = 64  # of a tensor or array, likewise

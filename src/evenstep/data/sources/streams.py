@@ -49,7 +49,7 @@ from evenstep.errors import ConfigurationError, DataError, UsageError
 from evenstep.ground.compat.torch_data import without_worker_info
 from evenstep.randomness import mix
 from evenstep.replica.channels import channel_of
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.local import LocalTransport
 from evenstep.virtual_ranks import per_rank
 from evenstep.world import World

@@ -15,7 +15,7 @@ from torch import Tensor, nn, optim
 from evenstep.optim.kinds import copy_options, step_without_hooks, update_options
 from evenstep.optim.sharded.flat_segments import MASTER, STATE_DICT, Shard, State
 from evenstep.replica.gradients.buckets.bucket import view_like
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 Groups = Sequence[dict[str, Any]]

@@ -54,8 +54,8 @@ from evenstep.replica.monitors.digests import (
     halves,
 )
 from evenstep.replica.monitors.options import ABOUT_SCHEDULERS, find_difference, options_of
-from evenstep.transport.base import Carrier, Transport
 from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 DEFAULT_EVERY = 64
@@ -162,7 +162,7 @@ class DriftWatch(Observer):
         parameters: Sequence[nn.Parameter],
         world: World,
         transport: Transport,
-        control: Carrier,
+        control: Transport,
         *,
         every: int,
         is_vouched: bool,

@@ -13,7 +13,7 @@ from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.monitors.drift import DEFAULT_EVERY, DriftWatch
 from evenstep.replica.monitors.nonfinite import NonFiniteGuard, Policy, SumWatch, build_nonfinite_monitor
 from evenstep.replica.monitors.options import OptionsWatch
-from evenstep.transport.base import Carrier, Transport
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 # Read in `sys.modules`: where nobody has imported it no optimizer is there, and importing it takes a second.
@@ -97,7 +97,7 @@ def build_monitors(
     parameters: Sequence[nn.Parameter],
     world: World,
     transport: Transport,
-    control: Carrier,
+    control: Transport,
     *,
     on_nonfinite: Policy | None,
     compare_every: int | None,

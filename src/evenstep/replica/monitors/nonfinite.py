@@ -27,9 +27,9 @@ from evenstep.ground.compat.torch_tensors import local_part
 from evenstep.replica.gradients.buckets.bucket import Bucket, sum_dtype, total_of
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.gradients.window import Window
-from evenstep.transport.base import Carrier, Transport
 from evenstep.transport.core.nonfinite_monitor import monitor_sums
 from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 Policy = Literal["warn", "skip", "raise"]
@@ -48,7 +48,7 @@ def validate_policy(policy: str | None) -> None:
 
 
 def build_nonfinite_monitor(
-    policy: Policy | None, world: World, transport: Transport, control: Carrier
+    policy: Policy | None, world: World, transport: Transport, control: Transport
 ) -> NonFiniteGuard | SumWatch | None:
     """Build the monitor of a policy; None: none. "warn" monitors CPUs only, because it would wait for a GPU."""
     if policy in ("skip", "raise"):
@@ -74,7 +74,7 @@ class NonFiniteGuard(Observer):
     inspects_buckets = True
     found_on = "a gradient was infinite or not a number before gradients were averaged, on"
 
-    def __init__(self, policy: Policy, world: World, transport: Transport, control: Carrier) -> None:
+    def __init__(self, policy: Policy, world: World, transport: Transport, control: Transport) -> None:
         self.num_skipped = 0
         self._policy = policy
         self._world = world

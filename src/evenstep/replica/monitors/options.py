@@ -33,8 +33,8 @@ from evenstep.device import Coming, arrived, start_copy
 from evenstep.errors import MismatchError
 from evenstep.replica.gradients.observer import Observer
 from evenstep.replica.monitors.digests import are_same, half_bits, halves
-from evenstep.transport.base import Carrier
 from evenstep.transport.core.object_collectives import exchange
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 Call = tuple[str, tuple[tuple[str, Any], ...]]  # who was called, and what it was given: plain values
@@ -128,7 +128,7 @@ class OptionsWatch(Observer):
     num_numbers = _NUM_NUMBERS
 
     def __init__(
-        self, world: World, control: Carrier, device: torch.device, are_replicas_alike: Callable[[], bool]
+        self, world: World, control: Transport, device: torch.device, are_replicas_alike: Callable[[], bool]
     ) -> None:
         self._are_replicas_alike = are_replicas_alike
         self._is_in_join = False

@@ -29,8 +29,8 @@ from evenstep.ground.compat.torch_autograd import graph_task_id
 from evenstep.replica.batches import pad_parts
 from evenstep.replica.channels import channel, channel_of
 from evenstep.replica.normalization.sync_batchnorm import PURPOSE, SyncBatchNorm
-from evenstep.transport.base import Transport
 from evenstep.transport.core.staged import for_messages
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 Batch = TypeVar("Batch")

@@ -36,7 +36,7 @@ from evenstep.errors import ConfigurationError, EvenstepError, MismatchError
 from evenstep.ground.compat.torch_dynamo import outside_graphs
 from evenstep.ground.compat.torch_modules import BatchNorm
 from evenstep.replica.channels import channel
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.core.validation import validate_group
 from evenstep.world import World
 

@@ -21,7 +21,7 @@ from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.window import SavedGradients, Window
 from evenstep.replica.join import Uneven
 from evenstep.replica.sharded.bucket import ShardedBucket
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 
 _NUM_LENT = 2  # buckets that may be under way at once where their memory is lent
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from evenstep.errors import UsageError
 from evenstep.ground.compat.torch_autograd import graph_task_id
 from evenstep.ground.compat.torch_tensors import disabled_function, make_wrapper_subclass, unscale
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 
 _aten = torch.ops.aten
 _UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default

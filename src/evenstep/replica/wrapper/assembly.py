@@ -12,8 +12,8 @@ from evenstep.replica.module_buffers import BufferBroadcast
 from evenstep.replica.monitors.monitors import Monitors, build_monitors
 from evenstep.replica.virtual_ranks.sums import VirtualRankSums
 from evenstep.replica.wrapper.settings import Settings
-from evenstep.transport.base import Transport
 from evenstep.transport.core.staged import for_messages
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 

@@ -52,7 +52,7 @@ from evenstep.replica.wrapper.assembly import build_engine
 from evenstep.replica.wrapper.model_check import validate_for_virtual_ranks, validate_same_model
 from evenstep.replica.wrapper.reducer import Reducer
 from evenstep.replica.wrapper.settings import Settings, group_of, settle
-from evenstep.transport.base import Transport
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 Batch = TypeVar("Batch")

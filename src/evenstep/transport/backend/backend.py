@@ -43,10 +43,9 @@ from evenstep.ground.compat.torch_distributed import (
 )
 from evenstep.ground.compat.torch_dynamo import uncompiled
 from evenstep.transport.backend.calls import GroupCalls
-from evenstep.transport.base import Transport
 from evenstep.transport.core.store_gather import StoreGather
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.factory import connect_ranks
-from evenstep.transport.internode.transport import InternodeTransport
 from evenstep.transport.local import LocalTransport
 from evenstep.transport.process_group.gloo import connect_gloo
 from evenstep.transport.process_group.transport import ProcessGroupTransport
@@ -146,7 +145,7 @@ class EvenstepGroup(GroupCalls):
             if self._gloo is not None:
                 return
             store, rank, size = PrefixStore(self._gloo_prefix, self._store), self.rank(), self.size()
-            if self._shared is None or isinstance(self._shared, InternodeTransport):
+            if self._shared is None or self._shared.name == "shared memory + gloo":
                 gloo = ForwardingGloo(store, rank, size, timeout=self._timeout)
             else:
                 if isinstance(self._shared, SharedMemoryTransport):
@@ -172,7 +171,8 @@ class EvenstepGroup(GroupCalls):
 
     def _set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        set_timeout(self._shared, timeout.total_seconds())
+        if self._shared is not None:
+            self._shared.set_timeout(timeout.total_seconds())
 
     def _register(self, device: str, kind: ProcessGroup.BackendType, backend: Any) -> None:
         for group in (self._inner, self):
@@ -362,20 +362,3 @@ class ForwardingGloo(ProcessGroupGloo):
                 on_timeout(timeout)
         finally:
             self.on_timeout = on_timeout
-
-
-def set_timeout(transport: object, timeout_s: float) -> None:
-    """Change the deadline for peers, also of calls that are under way. Local.
-
-    Args:
-        transport: A transport; nothing happens to one that never waits.
-        timeout_s: Seconds.
-    """
-    if isinstance(transport, SharedMemoryTransport):
-        transport.counters.set_timeout(timeout_s)
-    elif isinstance(transport, InternodeTransport):
-        transport.timeout_s = timeout_s
-        for part in transport.parts:
-            set_timeout(part, timeout_s)
-    elif isinstance(transport, ProcessGroupTransport):
-        transport.set_timeout(timeout_s)

@@ -29,8 +29,6 @@ from evenstep.transport.base import Op
 from evenstep.transport.core.fallback import fallback
 from evenstep.transport.core.header import OVER_GLOO
 from evenstep.transport.core.validation import Arguments, is_carried
-from evenstep.transport.internode.transport import InternodeTransport
-from evenstep.transport.shm.transport import SharedMemoryTransport
 
 
 def _first_name(*names: str) -> str:
@@ -137,8 +135,6 @@ _ProcessGroup: Any = ProcessGroup
 
 _NO_TIME = timedelta()
 _NO_WAIT = timedelta(milliseconds=1)  # for ranks that have arrived: a deadline of 0 s would mean the group's
-
-_COMPARE = (SharedMemoryTransport, InternodeTransport)  # transports whose ranks compare their calls
 
 
 @uncompiled
@@ -399,7 +395,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
         raise NotImplementedError
 
     def _refuse(self, reason: str) -> None:
-        if isinstance(self._shared, _COMPARE):
+        if self._shared is not None:
             self._shared.refuse(reason)
 
     def _fall_back(self, method: str, tensors: Sequence[Tensor], *args: Any) -> Any:
@@ -408,7 +404,7 @@ class GroupCalls(_ProcessGroup):  # type: ignore[misc]
             self._need_gloo()
         launch = getattr(self._inner, method)
         collective = COMPARED.get(method)
-        if collective is None or not isinstance(self._shared, _COMPARE) or not _all_on_cpu(tensors):
+        if collective is None or self._shared is None or not self._shared.compares or not _all_on_cpu(tensors):
             return launch(*args)
         try:
             gloos = launch(*args)

@@ -3,7 +3,7 @@
 0  u64   where this rank's tensor lies in its zone, `ELSEWHERE` if it has to be copied; its highest bit says whether
          what others read of the first chunk can be read already
 8  92 B  the fingerprint: collective, op, dtype, number of dimensions, root, number of elements, eight dimensions, a
-         checksum of those beyond, and how many numbers piggyback on the call
+         checksum of those beyond, and how many numbers are beside it
 120 u64  the call's number, from 0, which each rank compares with its own; written and read as a number
 """
 
@@ -102,7 +102,7 @@ class Fingerprint:
         shape: Of the tensor.
         root: The rank that gives or gets what no other does; -1 where there is none.
         num_more_dims: How many dimensions an unpacked shape has beyond its eighth.
-        num_piggyback: How many numbers piggyback on the call.
+        num_beside: How many numbers are added beside it.
     """
 
     collective: str
@@ -111,7 +111,7 @@ class Fingerprint:
     shape: tuple[int, ...]
     root: int = -1
     num_more_dims: int = 0
-    num_piggyback: int = 0
+    num_beside: int = 0
 
     def pack(self) -> bytes:
         """The bytes that ranks compare."""
@@ -130,16 +130,16 @@ class Fingerprint:
             numel,
             *dims,
             beyond,
-            self.num_piggyback,
+            self.num_beside,
         )
 
     @classmethod
     def unpack(cls, data: bytes) -> Fingerprint:
         """The inverse of `pack`, but for dimensions beyond the eighth."""
-        collective, op, dtype, num_dims, root, _, *dims, _, num_piggyback = _FINGERPRINT.unpack(data)
+        collective, op, dtype, num_dims, root, _, *dims, _, num_beside = _FINGERPRINT.unpack(data)
         shape = tuple(dims[: min(num_dims, _MAX_DIMS)])
         how = None if op == 255 else OPS[op]
-        return cls(COLLECTIVES[collective], how, DTYPES[dtype], shape, root, num_dims - len(shape), num_piggyback)
+        return cls(COLLECTIVES[collective], how, DTYPES[dtype], shape, root, num_dims - len(shape), num_beside)
 
     def __str__(self) -> str:
         if self.collective == REFUSED:
@@ -150,8 +150,8 @@ class Fingerprint:
         way = "to" if self.collective in ("reduce", "gather") else "from"
         root = f" {way} rank {self.root}" if self.root >= 0 else ""
         more = f" and {self.num_more_dims} more dimensions" if self.num_more_dims else ""
-        piggyback = f", with {self.num_piggyback} piggybacked numbers" if self.num_piggyback else ""
-        return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}{piggyback}"
+        beside = f", with {self.num_beside} numbers beside it" if self.num_beside else ""
+        return f"{self.collective}{how}{root} of {str(self.dtype)[6:]} {list(self.shape)}{more}{beside}"
 
 
 def pack_place(place: int | None, *, is_ready: bool = False) -> bytes:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import ConfigurationError, MismatchError
-from evenstep.transport.base import Carrier, Transport, Work
+from evenstep.transport.base import Work
 from evenstep.transport.core.codec import decode, encode, to_bytes, to_tensor
+from evenstep.transport.core.transport import Transport
 
 _NAME_BYTES = 64  # of a call's name, where ranks are at different ones
 
@@ -71,7 +72,7 @@ def _different_calls(transport: Gathering, what: str) -> str:
     )
 
 
-def broadcast_value(transport: Carrier, value: Any, src: int) -> Any:
+def broadcast_value(transport: Transport, value: Any, src: int) -> Any:
     """Rank `src`'s value, on every rank.
 
     Collective: every rank calls this, in the same order.
@@ -102,7 +103,7 @@ def check_rows(tensor: Any, *, rank: int, what: str = "world.gather") -> None:
         raise ConfigurationError(f"{what} on rank {rank}: a {kind}; it takes dense tensors.")
 
 
-def gather_rows(transport: Transport, control: Carrier, tensor: Tensor) -> Tensor:
+def gather_rows(transport: Transport, control: Transport, tensor: Tensor) -> Tensor:
     """Concatenate all ranks' tensors along the first dimension, in order of rank.
 
     Collective: every rank calls this, in the same order.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
-from evenstep.transport.base import Carrier, Op, Transport, Work
+from evenstep.transport.base import Collective, Work
+from evenstep.transport.core.transport import Transport
 
 _ONLY_GPU = ("nccl",)
 
 
-def for_messages(transport: Transport, device: torch.device) -> Carrier:
+def for_messages(transport: Transport, device: torch.device) -> Transport:
     """What carries messages on the CPU in order with the other calls of a transport: itself, if it can.
 
     Args:
@@ -20,46 +23,47 @@ def for_messages(transport: Transport, device: torch.device) -> Carrier:
     return StagedMessages(transport, device) if transport.name in _ONLY_GPU else transport
 
 
-class StagedMessages:
+class StagedMessages(Transport):
     """Copies messages to a device, and what comes back to the CPU. Waits for the device, so it is for rare messages.
 
     Args:
-        transport: Carries tensors on `device`.
+        transport: Carries tensors on `device`; closed by whoever made it.
         device: Of the tensors that travel.
     """
 
     def __init__(self, transport: Transport, device: torch.device) -> None:
-        self.rank, self.world_size = transport.rank, transport.world_size
+        self.name = transport.name
+        super().__init__(transport.rank, transport.world_size, transport.recorded.name)
         self._transport = transport
         self._device = device
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
-        """See `Transport.all_reduce`."""
-        there = tensor.to(self._device, copy=True)
-        return _StagedWork(self._transport.all_reduce(there, op), there, tensor)
+    def _start(self, call: Collective) -> Work:
+        inputs = call.flat.to(self._device, copy=True)
+        outputs = inputs if call.out is call.flat else torch.empty_like(call.out, device=self._device)
+        there = dataclasses.replace(call, inputs=inputs, outputs=outputs)
+        return _StagedWork(self._transport.run(there), outputs, call)
 
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """See `Transport.broadcast`."""
-        there = tensor.to(self._device, copy=True)
-        return _StagedWork(self._transport.broadcast(there, src), there, tensor)
+    def split(self) -> Transport:
+        """See `Transport.split`."""
+        return StagedMessages(self._transport.split(), self._device)
 
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """See `Transport.all_gather`."""
-        there = torch.empty_like(out, device=self._device)
-        return _StagedWork(self._transport.all_gather(there, tensor.to(self._device, copy=True)), there, out)
+    def close(self) -> None:
+        """See `Transport.close`."""
 
 
 class _StagedWork:
     """A call whose result is copied to the CPU when it is there."""
 
-    def __init__(self, work: Work, there: Tensor, here: Tensor) -> None:
+    def __init__(self, work: Work, there: Tensor, call: Collective) -> None:
         self._work = work
         self._there = there
-        self._here = here
+        self._call = call
 
     def wait(self) -> None:
         self._work.wait()
-        self._here.copy_(self._there)
+        self._call.out.copy_(self._there)
+        if self._call.back is not None:
+            self._call.back[0].copy_(self._call.back[1])
 
     def is_completed(self) -> bool:
         return self._work.is_completed()

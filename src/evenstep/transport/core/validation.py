@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 from evenstep import checks
 from evenstep.errors import ConfigurationError, UsageError
 from evenstep.ground.compat.torch_tensors import disabled_dispatch
-from evenstep.transport.base import Op
+from evenstep.transport.base import Collective
 from evenstep.transport.core.header import DTYPES, Fingerprint
 from evenstep.transport.core.reduction import plan_arithmetic
 
 _CARRIED = frozenset(DTYPES)
 _MAX_FINGERPRINTS = 4096
+_ROOTS = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
 
 def is_carried(tensor: Tensor) -> bool:
@@ -68,16 +69,79 @@ class Arguments:
         rank: This rank.
         world_size: Number of ranks.
         refused: Returns the function to call with the reason before an error is raised: it informs the other ranks.
+        carries: Whether the transport can carry a tensor.
     """
 
     name: str
     rank: int
     world_size: int
     refused: Callable[[], Callable[[str], object] | None] = lambda: None
+    carries: Callable[[Tensor], bool] = is_carried
+    _packed: dict[tuple[Any, ...], bytes] = field(default_factory=dict)
+
+    def prepare(self, call: Collective) -> None:
+        """Check a call, make its tensors flat, and pack its fingerprint.
+
+        Raises:
+            ConfigurationError: Something is wrong on this rank; the others have been informed.
+        """
+        kind = call.kind
+        if kind in _ROOTS:
+            self.check_rank(kind, _ROOTS[kind], call.root)
+        if call.inputs is call.outputs and call.inputs is not None:
+            compared = call.inputs
+            call.flat, call.back = self.flatten(compared)
+            call.out = call.flat
+            if kind == "reduce" and call.root != self.rank:
+                call.back = None  # undefined there
+        else:
+            compared = self._prepare_pair(call)
+        if call.back is not None:
+            self.check_written(kind, call.back[0])
+        num_beside = 0 if call.beside is None else call.beside.numel()
+        key = (kind, call.op, compared.dtype, compared.shape, call.root, num_beside)
+        call.packed = self._packed.get(key) or self._pack(key)
+
+    def _prepare_pair(self, call: Collective) -> Tensor:
+        """Do so for a call that isn't in place. Returns the tensor that ranks compare."""
+        kind = call.kind
+        inputs = None if kind == "scatter" and call.root != self.rank else self.require(kind, "tensor", call.inputs)
+        outputs = None if kind == "gather" and call.root != self.rank else self.require(kind, "out", call.outputs)
+        if inputs is not None and outputs is not None:
+            if kind == "all_to_all":
+                self.check_all_to_all(outputs, inputs, *(call.splits or (None, None)))
+            elif kind in ("all_gather", "gather"):
+                self.check_sizes(kind, "out", outputs, "tensor", inputs)
+            else:
+                self.check_sizes(kind, "tensor", inputs, "out", outputs)
+        if inputs is not None:
+            call.flat, _ = self.flatten(inputs)
+        if outputs is not None:
+            call.out, call.back = self.flatten(outputs)
+        if inputs is None:
+            call.flat = call.out.new_empty(1).expand(self.world_size * call.out.numel())
+        if outputs is None:
+            call.out = call.flat
+        if kind == "scatter":
+            return outputs  # type: ignore[return-value]  # required above
+        return call.flat[:0] if call.splits is not None else inputs  # type: ignore[return-value]  # the same
+
+    def _pack(self, key: tuple[Any, ...]) -> bytes:
+        """The fingerprint of calls that differ in nothing that is compared. Each is made once."""
+        kind, op, dtype, shape, root, num_beside = key
+        if op is not None:
+            try:
+                plan_arithmetic(op, dtype)
+            except ConfigurationError as error:
+                raise self._refusal(str(error)) from None
+        if len(self._packed) >= _MAX_FINGERPRINTS:
+            self._packed.clear()
+        packed = self._packed[key] = Fingerprint(kind, op, dtype, tuple(shape), root, num_beside=num_beside).pack()
+        return packed
 
     def flatten(self, tensor: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Flatten: [numel], and (tensor, copy) where the result has to be copied back to the tensor at the end."""
-        if not is_carried(tensor):
+        if not self.carries(tensor):
             raise self._refusal(
                 f"rank {self.rank}: the {self.name} transport carries dense CPU tensors, and this is a "
                 f"{str(tensor.layout)[6:]} {str(tensor.dtype)[6:]} {type(tensor).__name__} on {tensor.device}. Move or "
@@ -96,13 +160,6 @@ class Arguments:
             f"{collective} on rank {self.rank}: the tensor has no memory of its own, as under torch.vmap or "
             f"torch.func.grad. Call it outside of them, or through torch.distributed."
         ) from None
-
-    def check_op(self, op: Op, dtype: torch.dtype) -> None:
-        """Refuse an op that has no meaning for the dtype."""
-        try:
-            plan_arithmetic(op, dtype)
-        except ConfigurationError as error:
-            raise self._refusal(str(error)) from None
 
     def check_written(self, what: str, tensor: Tensor) -> None:
         """Refuse a result's tensor whose elements share memory. torch would notice after the collective."""
@@ -183,28 +240,6 @@ class Arguments:
         if inform is not None:
             inform(reason)
         return ConfigurationError(reason)
-
-
-class Fingerprints(dict[tuple[str, Op | None, torch.dtype, tuple[int, ...], int, int, int], bytes]):
-    """By (collective, op, dtype, shape, source, receiver, num_piggyback), the packed fingerprint. Each is made once.
-
-    Args:
-        arguments: Refuse an op that has no meaning for the dtype.
-    """
-
-    def __init__(self, arguments: Arguments) -> None:
-        super().__init__()
-        self._arguments = arguments
-
-    def __missing__(self, key: tuple[str, Op | None, torch.dtype, tuple[int, ...], int, int, int]) -> bytes:
-        collective, op, dtype, shape, source, receiver, num_piggyback = key
-        if op is not None:
-            self._arguments.check_op(op, dtype)
-        if len(self) >= _MAX_FINGERPRINTS:
-            self.clear()
-        made = Fingerprint(collective, op, dtype, tuple(shape), max(source, receiver), num_piggyback=num_piggyback)
-        packed = self[key] = made.pack()
-        return packed
 
 
 def _shape_of(tensor: Tensor) -> str:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from evenstep.errors import MismatchError
-from evenstep.transport.base import Transport
 from evenstep.transport.core.codec import to_bytes, to_tensor
 from evenstep.transport.core.header import (
     REPORT,
@@ -39,6 +38,7 @@ from evenstep.transport.core.header import (
     unpack_text,
 )
 from evenstep.transport.core.reduction import round_up
+from evenstep.transport.core.transport import Transport
 
 MESSAGE_BYTES = 4096  # where nothing is expected
 PAYLOAD_AT = 128  # behind the fingerprint

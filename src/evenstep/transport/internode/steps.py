@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import CollectiveTimeoutError, EvenstepError, MismatchError, PeerLostError
-from evenstep.transport.base import Op, Transport, Work
-from evenstep.transport.core.codec import to_tensor
+from evenstep.transport.base import Op, Work
+from evenstep.transport.core.codec import to_bytes
 from evenstep.transport.core.header import REFUSED, REPORT, REPORT_BYTES, pack_text
 from evenstep.transport.core.reduction import Scratch, divide, plan_arithmetic, plan_slices, reduce_into
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.internode.negotiation import EAGER_BYTES, HeaderExchange
 from evenstep.transport.internode.plan import NodePlan, is_predictable, plan_chunk_bytes
-
-
-class IntraNode(Transport, Protocol):
-    """The ranks of one node: `SharedMemoryTransport`, or `LocalTransport` where there is only one."""
-
-    def compare_call(self, collective: str, text: bytes = b"") -> Work:
-        """See `SharedMemoryTransport.compare_call`."""
-
-    def compare_as(self, number: int, name: str, packed: bytes) -> None:
-        """See `SharedMemoryTransport.compare_as`."""
-
-    def name_ranks(self, known_as: Sequence[int]) -> None:
-        """See `SharedMemoryTransport.name_ranks`."""
 
 
 class InternodeSteps:
@@ -46,7 +33,7 @@ class InternodeSteps:
     """
 
     def __init__(
-        self, plan: NodePlan, intra_node: IntraNode, inter_node: Transport | None, *, rank: int, name: str
+        self, plan: NodePlan, intra_node: Transport, inter_node: Transport | None, *, rank: int, name: str
     ) -> None:
         self._plan = plan
         self._intra_node = intra_node
@@ -68,11 +55,10 @@ class InternodeSteps:
         self.headers.exchange(number, packed)
         self._sync_idle_ranks()
 
-    def refuse(self, number: int, packed: bytes, reason: str) -> None:
-        """Report that this rank doesn't make this call; nothing happens where no rank makes it."""
-        said = pack_text(reason)
-        self._agree(number, packed, lambda: self._intra_node.compare_call(REFUSED, said))
-        first = to_tensor(said)  # all groups send the same reason: that of the node's first rank
+    def refuse(self, number: int, packed: bytes, said: Tensor) -> None:
+        """Report that this rank doesn't make this call, and why; nothing happens where no rank makes it."""
+        self._agree(number, packed, lambda: self._intra_node.compare_call(REFUSED, to_bytes(said)))
+        first = said.clone()  # all groups send the same reason: that of the node's first rank
         self._intra_node.broadcast(first, 0).wait()
         self.headers.exchange(number, packed, first)
         self._sync_idle_ranks()

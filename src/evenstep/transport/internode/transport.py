@@ -32,21 +32,22 @@ message where the call was predicted (`negotiation`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import EvenstepError, PeerLostError
-from evenstep.transport.base import Op, Transport, Work
+from evenstep.transport.base import Collective
 from evenstep.transport.core.fallback import fallback
-from evenstep.transport.core.header import REASON_BYTES, REFUSED, Fingerprint
-from evenstep.transport.core.validation import Arguments
+from evenstep.transport.core.header import REFUSED
+from evenstep.transport.core.transport import Transport
+from evenstep.transport.core.validation import flat_view
 from evenstep.transport.core.worker_thread import QueuedWork, WorkerThread
 from evenstep.transport.internode.plan import NodePlan
-from evenstep.transport.internode.steps import InternodeSteps, IntraNode
+from evenstep.transport.internode.steps import InternodeSteps
 from evenstep.transport.process_group.transport import ProcessGroupTransport
 
 _CLOSE_TIMEOUT_S = 2.0  # how long `close` waits until the others have received the last refusal
@@ -54,7 +55,7 @@ _CLOSE_TIMEOUT_S = 2.0  # how long `close` waits until the others have received 
 Steps = Callable[[int, bytes], object]  # given the call's number and fingerprint
 
 
-class InternodeTransport:
+class InternodeTransport(Transport):
     """Collectives of ranks of which some share a node. Made by `connect_ranks`, not by calling the class.
 
     Args:
@@ -67,19 +68,20 @@ class InternodeTransport:
     """
 
     name = "shared memory + gloo"
+    compares = True
 
     def __init__(
         self,
         plan: NodePlan,
         *,
-        intra_node: IntraNode,
+        intra_node: Transport,
         inter_node: ProcessGroupTransport | None,
         all_ranks: Transport,
         rank: int,
         timeout_s: float,
     ) -> None:
-        self.rank = rank
-        self.world_size = plan.world_size
+        super().__init__(rank, plan.world_size, "between nodes")
+        self.is_in_tree_order = plan.is_regular  # equally many, consecutive ranks on every node
         self.timeout_s = timeout_s
         self._plan = plan
         self._intra_node = intra_node
@@ -89,140 +91,82 @@ class InternodeTransport:
         if inter_node is not None:
             inter_node.known_as = rank
         self._steps = InternodeSteps(plan, intra_node, inter_node, rank=rank, name=self.name)
-        self._arguments = Arguments(self.name, rank, self.world_size, refused=weakref.WeakMethod(self.refuse))
         self._refused: QueuedWork | None = None
         self._thread = WorkerThread("evenstep internode", on_close=self._on_close)
-
-    @property
-    def is_regular(self) -> bool:
-        """Whether every node has equally many, consecutive ranks.
-
-        Sums are then added in a tree over ranks.
-        """
-        return self._plan.is_regular
-
-    # ------------------------------------------------------------------ the seam
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Transport.allocate`: memory that the ranks of this node share."""
         return self._intra_node.allocate(numel, dtype=dtype, device=device)
 
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
-        """See `Transport.all_reduce`; also of tensors that aren't contiguous."""
-        return self._reduce("all_reduce", tensor, op)
+    def _start(self, call: Collective) -> QueuedWork:
+        steps = self._steps_of(call)
 
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """See `Transport.broadcast`; also of tensors that aren't contiguous."""
-        self._arguments.check_rank("broadcast", "src", src)
-        flat, back = self._arguments.flatten(tensor)
-        steps = functools.partial(self._steps.broadcast, raw=flat.view(torch.uint8), src=src)
-        return self._launch("broadcast", tensor, steps, root=src, back=back)
+        def prepare(number: int) -> Callable[[], None]:
+            def run() -> None:
+                steps(number, call.packed)
+                if call.back is not None:
+                    call.back[0].copy_(call.back[1])
 
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """See `Transport.all_gather`."""
-        self._arguments.check_sizes("all_gather", "out", out, "tensor", tensor)
-        flat, _ = self._arguments.flatten(tensor)
-        into, back = self._arguments.flatten(out)
-        if not self._plan.is_regular:
-            return self._by_all_ranks("all_gather", tensor, lambda to: to.all_gather(into, flat), back=back)
-        steps = functools.partial(self._steps.all_gather, out=into.view(torch.uint8), raw=flat.view(torch.uint8))
-        return self._launch("all_gather", tensor, steps, back=back)
+            return run
 
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
-        """See `Transport.reduce_scatter`."""
-        self._arguments.check_sizes("reduce_scatter", "tensor", tensor, "out", out)
-        self._arguments.check_op(op, tensor.dtype)
-        flat, _ = self._arguments.flatten(tensor)
-        into, back = self._arguments.flatten(out)
-        steps = functools.partial(self._steps.reduce_scatter, into=into, flat=flat, op=op)
-        return self._launch("reduce_scatter", tensor, steps, op=op, back=back)
+        work = self._thread.submit(f"{call.kind} over {self.name}", prepare)
+        if call.kind == REFUSED:
+            self._refused = work
+        return work
 
-    def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
-        """See `Transport.reduce`."""
-        self._arguments.check_rank("reduce", "dst", dst)
-        return self._reduce("reduce", tensor, op, root=dst)
+    def _steps_of(self, call: Collective) -> Steps:
+        """What is done for a call, by its kind."""
+        flat, out, op, steps = call.flat, call.out, call.op or "sum", self._steps
+        fits = steps.fits_header(flat.nbytes) and call.splits is None
+        match call.kind:
+            case "all_reduce" | "reduce":
+                return functools.partial(steps.all_reduce, flat=flat, op=op)
+            case "reduce_scatter":
+                return functools.partial(steps.reduce_scatter, into=out, flat=flat, op=op)
+            case "broadcast":
+                return functools.partial(steps.broadcast, raw=flat.view(torch.uint8), src=call.root)
+            case "all_gather" if self._plan.is_regular:
+                return functools.partial(steps.all_gather, out=out.view(torch.uint8), raw=flat.view(torch.uint8))
+            case "gather" | "scatter" | "all_to_all" if fits:
+                return functools.partial(self._with_message, call)
+            case "all_gather" | "gather" | "scatter" | "all_to_all":
+                return functools.partial(self._by_all_ranks, call)
+            case kind if kind == REFUSED:
+                return functools.partial(steps.refuse, said=flat)
+            case _:
+                return steps.compare
 
-    def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
-        """See `Transport.gather`."""
-        self._arguments.check_rank("gather", "dst", dst)
-        flat, _ = self._arguments.flatten(tensor)
-        into, back = None, None
-        if dst == self.rank:
-            out = self._arguments.require("gather", "out", out)
-            self._arguments.check_sizes("gather", "out", out, "tensor", tensor)
-            into, back = self._arguments.flatten(out)
-        if not self._steps.fits_header(flat.nbytes):
-            return self._by_all_ranks("gather", tensor, lambda to: to.gather(into, flat, dst), root=dst, back=back)
+    def _with_message(self, call: Collective, number: int, packed: bytes) -> None:
+        """Send every rank's tensor to all ranks with the header; each takes its own part."""
+        raw = flat_view(call.flat.contiguous()).view(torch.uint8)
+        out, size = call.out.view(torch.uint8), self.world_size
+        everybodys = torch.empty(size * raw.numel(), dtype=torch.uint8, device="cpu")
+        self._steps.all_gather(number, packed, everybodys, raw)
+        if call.kind == "all_to_all":
+            share = raw.numel() // size
+            out.view(size, share).copy_(everybodys.view(size, size, share)[:, self.rank])
+        elif call.kind == "scatter":
+            out.copy_(everybodys.view(size, size, out.numel())[call.root, self.rank])
+        elif call.root == self.rank:
+            out.copy_(everybodys)
 
-        def take(everybodys: Tensor) -> None:
-            if into is not None:
-                into.view(torch.uint8).copy_(everybodys.view(-1))
+    def _by_all_ranks(self, call: Collective, number: int, packed: bytes) -> None:
+        """Fall back to Gloo, after the ranks have compared the call: Gloo can die of wrong sizes."""
+        fallback.count(call.kind)
+        self._steps.compare(number, packed)
+        self._all_ranks.run(dataclasses.replace(call, inputs=call.flat, outputs=call.out)).wait()
 
-        return self._with_message("gather", tensor, flat, take, root=dst, back=back)
-
-    def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
-        """See `Transport.scatter`."""
-        self._arguments.check_rank("scatter", "src", src)
-        into, back = self._arguments.flatten(out)
-        flat = None
-        if src == self.rank:
-            tensor = self._arguments.require("scatter", "tensor", tensor)
-            self._arguments.check_sizes("scatter", "tensor", tensor, "out", out)
-            flat, _ = self._arguments.flatten(tensor)
-        num_bytes = self.world_size * into.nbytes
-        if not self._steps.fits_header(num_bytes):
-            return self._by_all_ranks("scatter", out, lambda to: to.scatter(into, flat, src), root=src, back=back)
-        given = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu") if flat is None else flat
-
-        def take(everybodys: Tensor) -> None:
-            into.view(torch.uint8).copy_(everybodys[src].view(self.world_size, into.nbytes)[self.rank])
-
-        return self._with_message("scatter", out, given, take, root=src, back=back)
-
-    def all_to_all(
-        self,
-        out: Tensor,
-        tensor: Tensor,
-        out_splits: Sequence[int] | None = None,
-        splits: Sequence[int] | None = None,
-    ) -> Work:
-        """See `Transport.all_to_all`."""
-        flat, _ = self._arguments.flatten(tensor)
-        into, back = self._arguments.flatten(out)
-        self._arguments.check_all_to_all(out, tensor, out_splits, splits)
-        is_even = out_splits is None or splits is None
-        if not is_even or not self._steps.fits_header(flat.nbytes):
-            alike = tensor if is_even else flat[:0]  # each rank may send another amount
-            return self._by_all_ranks(
-                "all_to_all", alike, lambda to: to.all_to_all(into, flat, out_splits, splits), back=back
-            )
-
-        def take(everybodys: Tensor) -> None:
-            share = into.nbytes // self.world_size
-            mine = everybodys.view(self.world_size, self.world_size, share)[:, self.rank]
-            into.view(torch.uint8).view(self.world_size, share).copy_(mine)
-
-        return self._with_message("all_to_all", tensor, flat, take, back=back)
-
-    def barrier(self) -> Work:
-        """See `Transport.barrier`."""
-        return self.compare_call("barrier")
-
-    def compare_call(self, collective: str) -> QueuedWork:
-        """Have the ranks compare a call that something else carries. The work is done when all make the same one."""
-        return self._launch(collective, torch.empty(0, device="cpu"), self._steps.compare)
-
-    def refuse(self, reason: str) -> None:
-        """See `SharedMemoryTransport.refuse`."""
-        shape = torch.empty(REASON_BYTES, dtype=torch.uint8, device="cpu")
-        with contextlib.suppress(EvenstepError):  # of a transport that has failed, or been closed, they know
-            self._refused = self._launch(REFUSED, shape, functools.partial(self._steps.refuse, reason=reason))
+    def set_timeout(self, timeout_s: float) -> None:
+        """See `Transport.set_timeout`."""
+        super().set_timeout(timeout_s)
+        for part in self.parts:
+            part.set_timeout(timeout_s)
 
     def split(self) -> Transport:
         """See `Transport.split`."""
         return InternodeTransport(
             self._plan,
-            intra_node=self._intra_node.split(),  # type: ignore[arg-type]  # of the same kind
+            intra_node=self._intra_node.split(),
             inter_node=None if self._inter_node is None else self._inter_node.split(),  # type: ignore[arg-type]
             all_ranks=self._all_ranks.split(),
             rank=self.rank,
@@ -240,84 +184,6 @@ class InternodeTransport:
         thread = self._thread
         state = "closed" if thread.is_closed else "failed" if thread.failure else f"{thread.num_calls} calls"
         return f"<InternodeTransport rank {self.rank}/{self.world_size} on {len(self._plan.nodes)} nodes, {state}>"
-
-    # ------------------------------------------------------------------ launching
-
-    def _launch(
-        self,
-        collective: str,
-        tensor: Tensor,
-        steps: Steps,
-        *,
-        op: Op | None = None,
-        root: int = -1,
-        back: tuple[Tensor, Tensor] | None = None,
-    ) -> QueuedWork:
-        if back is not None:
-            self._arguments.check_written(collective, back[0])
-        packed = Fingerprint(collective, op, tensor.dtype, tuple(tensor.shape), root).pack()
-
-        def prepare(number: int) -> Callable[[], None]:
-            def run() -> None:
-                steps(number, packed)
-                if back is not None:
-                    back[0].copy_(back[1])
-
-            return run
-
-        return self._thread.submit(f"{collective} over {self.name}", prepare)
-
-    def _reduce(self, collective: str, tensor: Tensor, op: Op, root: int = -1) -> Work:
-        self._arguments.check_op(op, tensor.dtype)
-        flat, back = self._arguments.flatten(tensor)
-        steps = functools.partial(self._steps.all_reduce, flat=flat, op=op)
-        return self._launch(collective, tensor, steps, op=op, root=root, back=back)
-
-    def _with_message(
-        self,
-        collective: str,
-        tensor: Tensor,
-        flat: Tensor,
-        take: Callable[[Tensor], object],
-        *,
-        root: int = -1,
-        back: tuple[Tensor, Tensor] | None = None,
-    ) -> Work:
-        """Send every rank's tensor to all ranks with the header; each takes its own part.
-
-        Args:
-            collective: Which.
-            tensor: What the ranks compare.
-            flat: What this rank gives: as much as every other.
-            take: Called with [world_size, bytes].
-            root: The rank that gives or gets what no other does.
-            back: See `_launch`.
-        """
-
-        def steps(number: int, packed: bytes) -> None:
-            everybodys = torch.empty(self.world_size * flat.nbytes, dtype=torch.uint8, device="cpu")
-            self._steps.all_gather(number, packed, everybodys, flat.view(torch.uint8))
-            take(everybodys.view(self.world_size, flat.nbytes))
-
-        return self._launch(collective, tensor, steps, root=root, back=back)
-
-    def _by_all_ranks(
-        self,
-        collective: str,
-        tensor: Tensor,
-        launch: Callable[[Transport], Work],
-        *,
-        root: int = -1,
-        back: tuple[Tensor, Tensor] | None = None,
-    ) -> Work:
-        """Fall back to Gloo, after the ranks have compared the call: Gloo can die of wrong sizes."""
-        fallback.count(collective)
-
-        def steps(number: int, packed: bytes) -> None:
-            self._steps.compare(number, packed)
-            launch(self._all_ranks).wait()
-
-        return self._launch(collective, tensor, steps, root=root, back=back)
 
     def _on_close(self) -> None:
         # The other ranks of this node notice, and through their groups those of the other nodes.

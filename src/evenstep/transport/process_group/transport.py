@@ -7,6 +7,7 @@ ranks send to each other, Gloo's collectives use a connection in one direction a
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,11 +22,11 @@ from evenstep.errors import CollectiveTimeoutError, EvenstepError, PeerLostError
 from evenstep.ground.compat.torch_distributed import keep_groups, make_group_alone, set_gloo_timeout
 from evenstep.ground.health import heartbeat
 from evenstep.ground.health.first_failure import is_consequence
-from evenstep.transport.base import Op, Transport, Work
-from evenstep.transport.core.header import Fingerprint
-from evenstep.transport.core.last_calls import NUM_CALLS, RecordedGroup, describe_last_calls, record
+from evenstep.transport.base import Collective, Op, Work
+from evenstep.transport.core.last_calls import NUM_CALLS, describe_last_calls
 from evenstep.transport.core.reduction import Scratch, divide, plan_arithmetic, reduce_into
-from evenstep.transport.core.validation import Arguments, flat_view, forked_error
+from evenstep.transport.core.transport import Transport
+from evenstep.transport.core.validation import forked_error
 from evenstep.transport.process_group.full_duplex import FullDuplex
 
 # torch 2.13 renamed it, and warns of the old name that torch 2.11 knows.
@@ -53,15 +54,16 @@ _MOVED = frozenset(
 class _GroupWork:
     """A `torch.distributed` work whose errors name rank and call."""
 
-    __slots__ = ("_finish", "_number", "_transport", "_what", "_work")
+    __slots__ = ("_call", "_finish", "_number", "_transport", "_what", "_work")
 
     def __init__(
-        self, work: Work, transport: ProcessGroupTransport, what: str, finish: Callable[[], object] | None
+        self, work: Work, transport: ProcessGroupTransport, call: Collective, finish: Callable[[], object] | None
     ) -> None:
         self._work = work
         self._transport = transport
-        self._what = what
-        self._number = transport._num_calls
+        self._call: Collective | None = call
+        self._what = transport._describe(call)
+        self._number = transport.num_calls
         self._finish = finish  # what remains to be done with what has arrived
 
     def wait(self) -> None:
@@ -74,9 +76,13 @@ class _GroupWork:
         finally:
             heartbeat.mark_waiting(False)
         self._transport.recorded.unfinished.discard(self._number)
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        call, self._call = self._call, None
+        if call is None:
+            return
+        if self._finish is not None:
+            self._finish()
+        if call.back is not None:
+            call.back[0].copy_(call.back[1])
 
     def is_completed(self) -> bool:
         is_completed = self._work.is_completed()
@@ -85,7 +91,7 @@ class _GroupWork:
         return is_completed
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """Collectives through one torch process group.
 
     Args:
@@ -95,10 +101,6 @@ class ProcessGroupTransport:
         owns_group: Destroy the group when closed.
         split_by: Makes what `split` returns; None: with a new group of torch's.
         close_by: Ends a group that torch doesn't know by name.
-
-    Attributes:
-        known_as: This rank's number in messages.
-        recorded: This transport, as the record of the last calls knows it.
     """
 
     def __init__(
@@ -112,97 +114,58 @@ class ProcessGroupTransport:
         close_by: Callable[[], object] | None = None,
     ) -> None:
         self.name = name
-        self.rank = group.rank()
-        self.world_size = group.size()
+        super().__init__(group.rank(), group.size(), _name_of(group) or name)
         self._group: dist.ProcessGroup | None = group
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._owns_group = owns_group
         self._split_by = split_by
         self._close_by = close_by
-        self.known_as = self.rank
-        self.recorded = RecordedGroup(_name_of(group) or name, name)
-        self._num_calls = 0
-        self._arguments = Arguments(name, self.rank, self.world_size)
         self._scratch = Scratch()
         self._is_parents = False
         _transports.add(self)
 
-    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Transport.allocate`: ordinary memory."""
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    def all_reduce(self, tensor: Tensor, op: Op = "sum") -> Work:
-        """See `Transport.all_reduce`."""
-        what = self._next_call("all_reduce", tensor)
-        return self._start(what, dist.all_reduce, tensor, _REDUCE_OPS[op], finish=self._division(tensor, op))
-
-    def broadcast(self, tensor: Tensor, src: int) -> Work:
-        """See `Transport.broadcast`."""
-        what = self._next_call("broadcast", tensor)
-        return self._start(what, dist.broadcast, _movable(tensor), group_src=src)
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
-        """See `Transport.all_gather`."""
-        self._arguments.check_sizes("all_gather", "out", out, "tensor", tensor)
-        what = self._next_call("all_gather", tensor)
-        if self.world_size == 2 and self._is_gloo(tensor):
-            mine = _as_bytes(tensor)
-            return self._exchange(what, self._parts(out), [mine, mine])
-        return self._start(what, _all_gather_single, _movable(out), _movable(tensor))
-
-    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum") -> Work:
-        """See `Transport.reduce_scatter`."""
-        self._arguments.check_sizes("reduce_scatter", "tensor", tensor, "out", out)
-        what = self._next_call("reduce_scatter", tensor)
-        if self._is_gloo(tensor):
-            return self._exchange_and_add(what, out, tensor, op)
-        finish = self._division(out, op)
-        return self._start(what, _reduce_scatter_single, out, tensor, op=_REDUCE_OPS[op], finish=finish)
-
-    def reduce(self, tensor: Tensor, dst: int, op: Op = "sum") -> Work:
-        """See `Transport.reduce`."""
-        what = self._next_call("reduce", tensor)
-        finish = self._division(tensor, op) if dst == self.rank else None
-        return self._start(what, dist.reduce, tensor, op=_REDUCE_OPS[op], group_dst=dst, finish=finish)
-
-    def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
-        """See `Transport.gather`."""
-        what = self._next_call("gather", tensor)
-        parts = None if out is None or dst != self.rank else self._parts(out)
-        return self._start(what, dist.gather, _as_bytes(tensor), parts, group_dst=dst)
-
-    def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
-        """See `Transport.scatter`."""
-        what = self._next_call("scatter", out)
-        parts = None if tensor is None or src != self.rank else self._parts(tensor)
-        return self._start(what, dist.scatter, _as_bytes(out), parts, group_src=src)
-
-    def all_to_all(
-        self,
-        out: Tensor,
-        tensor: Tensor,
-        out_splits: Sequence[int] | None = None,
-        splits: Sequence[int] | None = None,
-    ) -> Work:
-        """See `Transport.all_to_all`."""
-        self._arguments.check_all_to_all(out, tensor, out_splits, splits)
-        what = self._next_call("all_to_all", tensor)
-        received, sent = _as_bytes(out), _as_bytes(tensor)
-        sizes = [None if each is None else [n * tensor.itemsize for n in each] for each in (out_splits, splits)]
-        if self._is_gloo(tensor):
-            return self._exchange(what, self._parts(received, sizes[0]), self._parts(sent, sizes[1]))
-        return self._start(what, dist.all_to_all_single, received, sent, *sizes)
-
-    def barrier(self) -> Work:
-        """See `Transport.barrier`."""
-        self._record(Fingerprint("barrier", None, torch.uint8, ()))
-        heartbeat.mark_collective(self._num_calls)
-        devices = [torch.cuda.current_device()] if self.name == "nccl" else None
-        return self._start(f"barrier number {self._num_calls}", dist.barrier, device_ids=devices)
+    def _start(self, call: Collective) -> Work:
+        number = self._count(call.packed)
+        recorded = self.recorded
+        recorded.unfinished.add(number)
+        recorded.unfinished.discard(number - NUM_CALLS)  # of a work that nobody waits for, say
+        recorded.num_started = recorded.num_completed = number
+        flat, out, root, op = call.flat, call.out, call.root, _REDUCE_OPS[call.op or "sum"]
+        is_gloo = self.name == "gloo" and flat.device.type == "cpu"
+        match call.kind:
+            case "all_reduce":
+                return self._launch(call, dist.all_reduce, flat, op)
+            case "reduce":
+                return self._launch(call, dist.reduce, flat, op=op, group_dst=root)
+            case "reduce_scatter" if is_gloo:
+                return self._exchange_and_add(call)
+            case "reduce_scatter":
+                return self._launch(call, _reduce_scatter_single, out, flat, op=op)
+            case "broadcast":
+                return self._launch(call, dist.broadcast, _movable(flat), group_src=root)
+            case "all_gather" if is_gloo and self.world_size == 2:
+                mine = flat.view(torch.uint8)
+                return self._exchange(call, self._parts(out), [mine, mine])
+            case "all_gather":
+                return self._launch(call, _all_gather_single, _movable(out), _movable(flat))
+            case "gather":
+                parts = self._parts(out) if root == self.rank else None
+                return self._launch(call, dist.gather, flat.view(torch.uint8), parts, group_dst=root)
+            case "scatter":
+                parts = self._parts(flat) if root == self.rank else None
+                return self._launch(call, dist.scatter, out.view(torch.uint8), parts, group_src=root)
+            case "all_to_all":
+                sizes = [each and [n * flat.itemsize for n in each] for each in call.splits or (None, None)]
+                if is_gloo:
+                    return self._exchange(call, self._parts(out, sizes[0]), self._parts(flat, sizes[1]))
+                return self._launch(call, dist.all_to_all_single, out.view(torch.uint8), flat.view(torch.uint8), *sizes)
+            case _:
+                devices = [torch.cuda.current_device()] if self.name == "nccl" else None
+                return self._launch(call, dist.barrier, device_ids=devices)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Change the deadline of calls from now on. Over NCCL, torch's own function does it."""
-        self._timeout_s = timeout_s
+        super().set_timeout(timeout_s)
         if self.name == "gloo":
             set_gloo_timeout(self._open_group(), timeout_s)
 
@@ -212,8 +175,8 @@ class ProcessGroupTransport:
         if self._split_by is not None:
             return self._split_by()
         members = dist.get_process_group_ranks(self._open_group())
-        group = make_group_alone(members, self.name, timedelta(seconds=self._timeout_s))
-        return ProcessGroupTransport(group, name=self.name, timeout_s=self._timeout_s, owns_group=True)
+        group = make_group_alone(members, self.name, timedelta(seconds=self.timeout_s))
+        return ProcessGroupTransport(group, name=self.name, timeout_s=self.timeout_s, owns_group=True)
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -246,74 +209,56 @@ class ProcessGroupTransport:
             raise PeerLostError(f"rank {self.known_as}: this {self.name} transport has been closed.")
         return self._group
 
-    def _start(
-        self,
-        what: str,
-        collective: Callable[..., Any],
-        *args: Any,
-        finish: Callable[[], object] | None = None,
-        **kwargs: Any,
-    ) -> Work:
+    def _launch(self, call: Collective, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Work:
         try:
             work = collective(*args, **kwargs, group=self._open_group(), async_op=True)
         except RuntimeError as error:
-            raise self._explained(error, what) from error
+            raise self._explained(error, self._describe(call)) from error
         except ValueError as error:  # torch 2.11 logs a failure, and fails at that for groups it doesn't know by name
             failure = error.__context__
             if not isinstance(failure, RuntimeError):
                 raise
-            raise self._explained(failure, what) from failure
-        return _GroupWork(work, self, what, finish)
+            raise self._explained(failure, self._describe(call)) from failure
+        finish = None
+        if call.op == "mean" and call.root in (-1, self.rank):
+            finish = functools.partial(divide, call.out, self.world_size)
+        return _GroupWork(work, self, call, finish)
 
-    def _exchange_and_add(self, what: str, out: Tensor, tensor: Tensor, op: Op) -> Work:
-        arithmetic = plan_arithmetic(op, tensor.dtype)
-        into, received = out.detach().view(-1), torch.empty_like(tensor).view(-1)
+    def _exchange_and_add(self, call: Collective) -> Work:
+        assert call.op is not None
+        arithmetic = plan_arithmetic(call.op, call.flat.dtype)
+        received = torch.empty_like(call.flat)
 
         def add() -> None:
-            parts = list(received.view(self.world_size, into.numel()).unbind())
-            reduce_into([into], parts, arithmetic, self._scratch)
+            parts = list(received.view(self.world_size, call.out.numel()).unbind())
+            reduce_into([call.out], parts, arithmetic, self._scratch)
 
-        return self._exchange(what, self._parts(received), self._parts(tensor), finish=add)
-
-    def _is_gloo(self, tensor: Tensor) -> bool:
-        return self.name == "gloo" and tensor.device.type == "cpu"
+        return self._exchange(call, self._parts(received), self._parts(call.flat), add)
 
     def _exchange(
         self,
-        what: str,
+        call: Collective,
         received: Sequence[Tensor],
         sent: Sequence[Tensor],
-        *,
-        finish: Callable[[], object] | None = None,
+        arrived: Callable[[], object] | None = None,
     ) -> Work:
         try:
-            work = FullDuplex(self._open_group(), received, sent, number=self._num_calls, timeout_s=self._timeout_s)
+            work = FullDuplex(self._open_group(), received, sent, number=self.num_calls, timeout_s=self.timeout_s)
         except RuntimeError as error:
-            raise self._explained(error, what) from error
-        return _GroupWork(work, self, what, finish)
-
-    def _division(self, total: Tensor, op: Op) -> Callable[[], object] | None:
-        """The division that makes a mean of a sum; None for other operators."""
-        detached = total.detach()
-        return (lambda: divide(detached, self.world_size)) if op == "mean" else None
+            raise self._explained(error, self._describe(call)) from error
+        return _GroupWork(work, self, call, arrived)
 
     def _parts(self, tensor: Tensor, num_bytes: Sequence[int] | None = None) -> list[Tensor]:
         """A share per rank, as bytes: of so many, or all the same."""
+        raw = tensor.view(torch.uint8)
         if num_bytes is not None:
-            return list(_as_bytes(tensor).split_with_sizes(num_bytes))
-        return list(_as_bytes(tensor).view(self.world_size, -1 if tensor.numel() else 0).unbind())
+            return list(raw.split_with_sizes(num_bytes))
+        return list(raw.view(self.world_size, -1 if tensor.numel() else 0).unbind())
 
-    def _next_call(self, collective: str, tensor: Tensor) -> str:
-        self._record(Fingerprint(collective, None, tensor.dtype, tuple(tensor.shape)))
-        return f"{collective} number {self._num_calls} ({tensor.numel()} x {str(tensor.dtype)[6:]})"
-
-    def _record(self, call: Fingerprint) -> None:
-        self._num_calls += 1
-        recorded = self.recorded
-        recorded.unfinished.add(self._num_calls)
-        recorded.unfinished.discard(self._num_calls - NUM_CALLS)  # of a work that nobody waits for, say
-        recorded.num_started = recorded.num_completed = self._num_calls
-        record(recorded, self._num_calls, call)
+    def _describe(self, call: Collective) -> str:
+        if call.kind == "barrier":
+            return f"barrier number {self.num_calls}"
+        return f"{call.kind} number {self.num_calls} ({call.flat.numel()} x {str(call.flat.dtype)[6:]})"
 
     def _explained(self, error: RuntimeError, what: str) -> Exception:
         """Translate a failure to `evenstep.errors`; an error of another kind stays as it is."""
@@ -329,7 +274,7 @@ class ProcessGroupTransport:
         return error
 
     def __repr__(self) -> str:
-        state = "closed" if self._group is None else f"{self._num_calls} calls"
+        state = "closed" if self._group is None else f"{self.num_calls} calls"
         return f"<ProcessGroupTransport {self.name} rank {self.rank}/{self.world_size} {state}>"
 
 
@@ -351,9 +296,5 @@ def _name_of(group: dist.ProcessGroup) -> str:
         return ""
 
 
-def _movable(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype in _MOVED else _as_bytes(tensor)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return flat_view(tensor.detach()).view(torch.uint8)
+def _movable(flat: Tensor) -> Tensor:
+    return flat if flat.dtype in _MOVED else flat.view(torch.uint8)

@@ -145,7 +145,7 @@ class Views:
         common: (offset, dtype, numel) -> [numel], in the common part.
         zone: (rank, offset, dtype, numel) -> [numel], in a rank's zone.
         eager: (slot, dtype, numel) -> [numel] of every rank, in that slot for eager data.
-        piggyback: The same, of the numbers that piggyback on a call in that slot.
+        beside: The same, of the numbers beside a call in that slot.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -175,4 +175,4 @@ class Views:
         self.zone: Callable[[int, int, torch.dtype, int], Tensor] = kept(in_zone)
         common = self.common
         self.eager = of_all(layout.eager_slot)
-        self.piggyback = of_all(layout.piggyback)
+        self.beside = of_all(layout.beside)

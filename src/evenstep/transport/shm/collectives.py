@@ -9,7 +9,7 @@ other, in the order of the calls, on every rank.
 [Note: three protocols]
 
 eager       Data travels with the signal: every rank copies its tensor into its slot when the call begins, and
-            afterwards reads all slots. One sync point. So do numbers that piggyback on a call, however large that is.
+            afterwards reads all slots. One sync point. So do the numbers beside a call, however large that is.
 zero-copy   Every tensor lies in its rank's zone. Ranks read and write each other's tensors where they are: each
             reduces one slice over all ranks and writes it to all. Two sync points, no copy.
 chunked     Otherwise a tensor travels through slots that stay in the cache, chunk by chunk. Tensors that do lie in a
@@ -34,14 +34,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from evenstep.errors import MismatchError, PeerLostError
 from evenstep.ground.health import peer_heartbeats
-from evenstep.transport.base import Op
+from evenstep.transport.base import Collective
 from evenstep.transport.core.header import (
     COLLECTIVES,
     NUMBER_OFFSET,
@@ -61,7 +60,7 @@ from evenstep.transport.shm.allocator import Arena, Views
 from evenstep.transport.shm.segment import (
     CHUNK_BYTES,
     EAGER_BYTES,
-    MAX_PIGGYBACK_BYTES,
+    MAX_BESIDE_BYTES,
     NUM_CHUNKS,
     NUM_SLOTS,
     Segment,
@@ -69,25 +68,27 @@ from evenstep.transport.shm.segment import (
 from evenstep.transport.shm.sync import Phase, ProgressCounters
 
 
-@dataclass(eq=False, slots=True)
 class Call:
-    """One collective of this rank.
+    """One collective of this rank, while it runs.
+
+    Args:
+        made: The call, checked.
 
     Attributes:
         number: From 0, counting the calls of one transport.
-        collective: Its name, one of `header.COLLECTIVES`.
+        kind: Its name, one of `header.COLLECTIVES`.
         op: How values are combined; None where they aren't.
         source: The only rank whose data counts; -1: all ranks' data does.
+        receiver: The only rank that gets the result; -1: all do.
         flat: [numel], contiguous: what this rank gives, and where `out` is the same also what it gets. Of a scatter,
             on other ranks than the source, only its length counts.
         address: Of `flat`'s first element.
         out: [...], contiguous, flat: what this rank gets.
         packed: The fingerprint.
         place: Where `flat` lies in this rank's zone; None if elsewhere.
-        receiver: The only rank that gets the result; -1: all do.
         splits: [world_size, 2, world_size], int64, read when the program starts: how many elements each rank sends to
             and expects from each; None where all are the same.
-        piggyback: [n], numbers that are added over the ranks in the same call, in place; None: there are none.
+        beside: [n], numbers that are added over the ranks in the same call, in place; None: there are none.
         is_staged: This rank has staged its first chunk.
         all_ready: Every rank had when it arrived, and was done with all earlier calls. Known when all are there.
         places: By rank: where its tensor lies in its zone; None where it has to be copied. Known when all are there. A
@@ -96,22 +97,42 @@ class Call:
         head: The header that this rank shows the others.
     """
 
-    number: int
-    collective: str
-    op: Op | None
-    source: int
-    flat: Tensor
-    address: int
-    out: Tensor
-    packed: bytes
-    place: int | None
-    receiver: int = -1
-    splits: Tensor | None = None
-    piggyback: Tensor | None = None
-    is_staged: bool = False
-    all_ready: bool = False
-    places: Sequence[int | None] = ()
-    head: bytes = b""
+    __slots__ = (
+        "address",
+        "all_ready",
+        "beside",
+        "flat",
+        "head",
+        "is_staged",
+        "kind",
+        "number",
+        "op",
+        "out",
+        "packed",
+        "place",
+        "places",
+        "receiver",
+        "source",
+        "splits",
+    )
+
+    def __init__(self, made: Collective) -> None:
+        self.kind = kind = made.kind
+        self.op = made.op
+        self.source = made.root if kind in ("broadcast", "scatter") else -1
+        self.receiver = made.root if kind in ("reduce", "gather") else -1
+        self.flat = made.flat
+        self.address = made.flat.data_ptr()
+        self.out = made.out
+        self.packed = made.packed
+        self.beside = made.beside
+        self.number = 0
+        self.place: int | None = None
+        self.splits: Tensor | None = None
+        self.is_staged = False
+        self.all_ready = False
+        self.places: Sequence[int | None] = ()
+        self.head = b""
 
     @property
     def slot(self) -> int:
@@ -121,7 +142,7 @@ class Call:
     @property
     def is_eager(self) -> bool:
         """Whether the data travels with the signal that the call has begun."""
-        room = EAGER_BYTES if self.piggyback is None else EAGER_BYTES - MAX_PIGGYBACK_BYTES
+        room = EAGER_BYTES if self.beside is None else EAGER_BYTES - MAX_BESIDE_BYTES
         return self.flat.nbytes <= room and self.splits is None
 
     def __str__(self) -> str:
@@ -173,13 +194,20 @@ class ProgramContext:
 
     # ------------------------------------------------------------------ the beginning of a call
 
-    def has_slot(self, number: int) -> bool:
-        """Whether all ranks, this one included, have finished the call that used the same slot before."""
+    def has_slot(self, number: int, *, takes: bool) -> bool:
+        """Whether all ranks, this one included, have finished the call that used the same slot before.
+
+        Args:
+            number: Of the call that needs the slot.
+            takes: Take the other ranks' signals. Else only what has been taken counts.
+        """
         count = number - NUM_SLOTS + 1
         if count <= 0:
             return True
         counters = self.counters
-        return counters.num_signals(Phase.FINISHED) >= count and counters.all_here(Phase.FINISHED, count)
+        if counters.num_signals(Phase.FINISHED) < count:
+            return False
+        return counters.all_here(Phase.FINISHED, count) if takes else counters.were_here(Phase.FINISHED, count)
 
     def arrive(self, call: Call, *, is_next: bool) -> None:
         """Show the others the header, with the data of an eager call or the first chunk, and signal ARRIVED.
@@ -194,14 +222,14 @@ class ProgramContext:
         if call.is_eager:
             if num_bytes and call.source in (-1, self.rank):
                 _memmove(self.segment.common.address + layout.eager_slot(self.rank, slot), call.address, num_bytes)
-        elif is_next and call.place is None and (stage := self._programs[call.collective][2]) is not None:
+        elif is_next and call.place is None and (stage := self._programs[call.kind][2]) is not None:
             call.places = (None,) * self.world_size  # as far as this rank knows
             with torch.no_grad() if call.flat.requires_grad else contextlib.nullcontext():
                 stage(self, call, 0)
             is_ready = call.is_staged = True
-        if call.piggyback is not None:
-            there = self.segment.common.address + layout.piggyback(self.rank, slot)
-            _memmove(there, call.piggyback.data_ptr(), call.piggyback.nbytes)
+        if call.beside is not None:
+            there = self.segment.common.address + layout.beside(self.rank, slot)
+            _memmove(there, call.beside.data_ptr(), call.beside.nbytes)
         call.head = pack_place(call.place, is_ready=is_ready) + call.packed
         place = layout.header(self.rank, slot)
         self.segment.write(place, call.head)
@@ -211,21 +239,21 @@ class ProgramContext:
     def run_eager(self, call: Call) -> None:
         """Complete an eager call, when all ranks have arrived."""
         self._read_headers(call)
-        self._programs[call.collective][0](self, call)
-        if call.piggyback is not None:
-            self._add_piggyback(call, call.piggyback)
+        self._programs[call.kind][0](self, call)
+        if call.beside is not None:
+            self._add_beside(call, call.beside)
         self.counters.signal(Phase.FINISHED)
 
     def program(self, call: Call) -> Program:
         """The program of a large call, when all ranks have arrived."""
         self._read_headers(call)
-        if call.piggyback is not None:
-            self._add_piggyback(call, call.piggyback)
-        yield from self._programs[call.collective][1](self, call)
+        if call.beside is not None:
+            self._add_beside(call, call.beside)
+        yield from self._programs[call.kind][1](self, call)
         self.counters.signal(Phase.FINISHED)
 
-    def _add_piggyback(self, call: Call, numbers: Tensor) -> None:
-        views = self._views.piggyback(call.slot, numbers.dtype, numbers.numel())
+    def _add_beside(self, call: Call, numbers: Tensor) -> None:
+        views = self._views.beside(call.slot, numbers.dtype, numbers.numel())
         reduce_into([numbers], views, plan_arithmetic("sum", numbers.dtype), self._scratch)
 
     def _read_headers(self, call: Call) -> None:

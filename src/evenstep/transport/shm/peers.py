@@ -1,9 +1,15 @@
-"""The other rank processes of this node: are they alive, and what are they doing?"""
+"""The other rank processes of this node: are they alive, and what are they doing?
+
+[Note: no descriptor for them]
+
+A pidfd each would be one more look at a process that has ended, and N - 1 descriptors for every rank: a program that
+closes descriptors which it doesn't know (`os.closerange`) makes a living rank look dead, and its next file gets the
+number that we would close. `/proc` says the same to whoever can open a file; to who can't, signal 0 does.
+"""
 
 from __future__ import annotations
 
 import os
-import select
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,16 +33,10 @@ def this_process(rank: int) -> PeerProcess:
 
 
 class PeerWatch:
-    """Notices the end of other processes, through a pidfd each, or through `/proc` where there is none."""
+    """Notices the end of other processes. See [Note: no descriptor for them]."""
 
     def __init__(self, peers: Sequence[PeerProcess]) -> None:
         self._peers = {peer.rank: peer for peer in peers}
-        self._pidfds: dict[int, int] = {}
-        for peer in peers:
-            try:
-                self._pidfds[peer.rank] = os.pidfd_open(peer.pid)
-            except (OSError, AttributeError):
-                continue  # an old kernel, a sandbox that refuses it, no descriptor left: `/proc` has to do
 
     def pid(self, rank: int) -> int:
         """The process of a rank."""
@@ -48,18 +48,11 @@ class PeerWatch:
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process has ended, also if its parent has not collected its status yet."""
-        fd = self._pidfds.get(rank)
         peer = self._peers[rank]
-        if fd is not None:
-            poll = select.poll()
-            poll.register(fd, select.POLLIN)
-            if poll.poll(0):
-                return True
         try:
             state, start_ticks = state_and_start(peer.pid)
         except OSError:  # this rank has no descriptor left, say: that is no news of the other
             return not exists(peer.pid)
-        # A pidfd taken too late belongs to another process, with another start time.
         return state in ("", "Z", "X") or start_ticks != peer.start_ticks
 
     def is_stopped(self, rank: int) -> bool:
@@ -68,8 +61,3 @@ class PeerWatch:
             return state_and_start(self._peers[rank].pid)[0] in ("T", "t")
         except OSError:
             return False
-
-    def close(self) -> None:
-        """Close the pidfds."""
-        while self._pidfds:
-            os.close(self._pidfds.popitem()[1])

@@ -38,7 +38,7 @@ PAGE_BYTES = 1 << 16  # the largest page size in use, so that offsets fit every 
 NUM_SLOTS = 16
 HEADER_BYTES = 128
 EAGER_BYTES = 64 << 10
-MAX_PIGGYBACK_BYTES = 16 << 10  # of those: numbers that travel with a tensor of any size
+MAX_BESIDE_BYTES = 16 << 10  # of those: for numbers beside a tensor of any size
 NUM_CHUNKS = 3  # see [Note: three chunks] in `collectives`
 CHUNK_BYTES = 1 << 20
 NOTE_BYTES = 64
@@ -70,9 +70,9 @@ class SegmentLayout:
         """A slot of a rank for eager data, one of `NUM_SLOTS`."""
         return self.eager + (rank * NUM_SLOTS + slot) * EAGER_BYTES
 
-    def piggyback(self, rank: int, slot: int) -> int:
-        """The end of an eager slot, for numbers that piggyback on a call."""
-        return self.eager_slot(rank, slot) + EAGER_BYTES - MAX_PIGGYBACK_BYTES
+    def beside(self, rank: int, slot: int) -> int:
+        """The end of an eager slot, for the numbers beside a call."""
+        return self.eager_slot(rank, slot) + EAGER_BYTES - MAX_BESIDE_BYTES
 
     def chunk(self, rank: int, slot: int) -> int:
         """A slot of a rank for a chunk, one of `NUM_CHUNKS`."""

@@ -195,10 +195,12 @@ class ProgressCounters:
 
         self._outgoing = [[place(phase, rank, peer) for peer in others] for phase in Phase]
         self._incoming = [[(peer, place(phase, peer, rank)) for peer in others] for phase in Phase]
-        self._peer_of = {semaphore: peer for incoming in self._incoming for peer, semaphore in incoming}
         self._seen = [[0] * world_size for _ in Phase]
         self._num_signals = [0] * len(Phase)
         self._spin_s = policy.spin_s
+        self._waits_for: tuple[Phase, int] | None = None  # what was last waited for, and since when
+        self._waits_since = 0.0
+        self._has_reported = False
 
     def pid(self, rank: int) -> int:
         """The process of a rank, also of this one."""
@@ -219,6 +221,11 @@ class ProgressCounters:
         """How often this rank has passed `phase`."""
         return self._num_signals[phase]
 
+    def were_here(self, phase: Phase, count: int) -> bool:
+        """Whether that is known of every other rank by the signals that have been taken."""
+        seen = self._seen[phase]
+        return all(seen[peer] >= count for peer in self._others)
+
     def all_here(self, phase: Phase, count: int) -> bool:
         """Whether every other rank has passed `phase` at least `count` times. Never blocks."""
         seen = self._seen[phase]
@@ -236,25 +243,31 @@ class ProgressCounters:
         phase: Phase,
         count: int,
         what: Callable[[], str],
-        timeout_s: float | None = None,
+        until: float | None = None,
         meanwhile: Callable[[], object] | None = None,
-    ) -> None:
-        """Return when every other rank has passed `phase` at least `count` times.
+    ) -> bool:
+        """Return when every other rank has passed `phase` at least `count` times, or before that at a time.
 
         Args:
             phase: What is waited for.
             count: How often.
             what: Describes the call, for errors.
-            timeout_s: Deadline; None: the policy's.
+            until: When to return at the latest (`time.monotonic`); None: not before the policy's deadline, counted from
+                the first wait for this.
             meanwhile: Asleep, called whenever the missing ranks are checked.
+
+        Returns:
+            Whether they have.
 
         Raises:
             PeerLostError: A missing rank has died or left.
-            CollectiveTimeoutError: The deadline passed.
+            CollectiveTimeoutError: The policy's deadline passed.
         """
         if self.all_here(phase, count):
-            return
+            return True
         started = now = time.monotonic()
+        if self._waits_for != (phase, count):
+            self._waits_for, self._waits_since, self._has_reported = (phase, count), now, False
         end_of_spin = started + self._spin_s
         num_tries = 0
         while now < end_of_spin:
@@ -267,27 +280,42 @@ class ProgressCounters:
         else:
             heartbeat.mark_waiting(True)
             try:
-                self._sleep(phase, count, what, started, timeout_s, meanwhile)
+                is_there = self._sleep(phase, count, what, until, meanwhile)
             finally:
                 heartbeat.mark_waiting(False)
+            if not is_there:
+                return False
             now = time.monotonic()
         self._spin_s = adapt_spin(self._spin_s, now - started, self.policy)
+        return True
 
-    def missing_semaphore(self, phase: Phase, count: int) -> int | None:
-        """The semaphore that a rank which has not yet passed `phase` so often will post; None if all have."""
-        if self.all_here(phase, count):
-            return None
-        return next(semaphore for peer, semaphore in self._incoming[phase] if self._seen[phase][peer] < count)
+    def _sleep(
+        self,
+        phase: Phase,
+        count: int,
+        what: Callable[[], str],
+        until: float | None,
+        meanwhile: Callable[[], object] | None,
+    ) -> bool:
+        while not self.all_here(phase, count):
+            peer, semaphore = next(each for each in self._incoming[phase] if self._seen[phase][each[0]] < count)
+            now = time.monotonic()
+            if until is not None and now >= until:
+                return False
+            longest = self.policy.check_every_s
+            if take(semaphore, longest if until is None else min(longest, until - now)):
+                self._seen[phase][peer] += 1
+                continue
+            if meanwhile is not None:
+                meanwhile()
+            if self._has_left(self._rank):  # another thread has closed this transport, and waits for this one
+                raise PeerLostError(f"{self._named(self._rank)} has closed its end in {what()}.")
+            self._check_missing(phase, count, what)
+        return True
 
-    def check_missing(
-        self, phase: Phase, count: int, what: Callable[[], str], waited_s: float, timeout_s: float | None = None
-    ) -> None:
-        """Raise if a rank that has not yet passed `phase` so often is lost, or has been waited for too long.
-
-        Raises:
-            PeerLostError: A missing rank has died or left.
-            CollectiveTimeoutError: The deadline passed.
-        """
+    def _check_missing(self, phase: Phase, count: int, what: Callable[[], str]) -> None:
+        """Raise if a rank that has not yet passed `phase` so often is lost, or has been waited for too long."""
+        waited_s = time.monotonic() - self._waits_since
         missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
         lost = self._lost(missing)
         # It may have signalled its part just before it ended: then nothing is lost yet.
@@ -295,34 +323,12 @@ class ProgressCounters:
             raise PeerLostError(
                 f"{self._named(self._rank)} lost {lost} in {what()}. Its own error, if it had one, is elsewhere."
             )
-        if timeout_s is None:
-            timeout_s = self._patience(missing) if waited_s > self.policy.timeout_s else self.policy.timeout_s
-        if waited_s > timeout_s and not self.all_here(phase, count):
-            raise CollectiveTimeoutError(self._too_late(missing, what(), waited_s, timeout_s))
-
-    def _sleep(
-        self,
-        phase: Phase,
-        count: int,
-        what: Callable[[], str],
-        started: float,
-        timeout_s: float | None,
-        meanwhile: Callable[[], object] | None,
-    ) -> None:
-        reported = False
-        while (semaphore := self.missing_semaphore(phase, count)) is not None:
-            if take(semaphore, self.policy.check_every_s):
-                self._seen[phase][self._peer_of[semaphore]] += 1
-                continue
-            if meanwhile is not None:
-                meanwhile()
-            if self._has_left(self._rank):  # another thread has closed this transport, and waits for this one
-                raise PeerLostError(f"{self._named(self._rank)} has closed its end in {what()}.")
-            waited_s = time.monotonic() - started
-            self.check_missing(phase, count, what, waited_s, timeout_s)
-            if not reported and waited_s > self.policy.report_stopped_after_s:
-                missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
-                reported = self._report(missing, what, waited_s)
+        if waited_s > self.policy.timeout_s:
+            patience_s = self._patience(missing)
+            if waited_s > patience_s and not self.all_here(phase, count):
+                raise CollectiveTimeoutError(self.too_late(phase, count, what(), waited_s, patience_s))
+        if not self._has_reported and waited_s > self.policy.report_stopped_after_s:
+            self._has_reported = self._report(missing, what, waited_s)
 
     def _patience(self, missing: list[int]) -> float:
         """How long to wait for ranks that evaluate, compile or save, as their heartbeat pages show."""
@@ -340,13 +346,16 @@ class ProgressCounters:
         how = "whose process has ended" if dead else "which has given up or closed its end"
         return ", and ".join(f"{self._named(r)} ({self._pid(r)}), {how}" for r in dead or left)
 
-    def _too_late(self, missing: list[int], what: str, waited_s: float, timeout_s: float) -> str:
+    def too_late(self, phase: Phase, count: int, what: str, waited_s: float, timeout_s: float) -> str:
+        """The message for who has waited too long for ranks that have not passed `phase` so often."""
+        missing = [p for p, _ in self._incoming[phase] if self._seen[phase][p] < count]
         names = ", ".join(
             f"{self._named(r)} ({self._pid(r)}{', stopped' if self._watch.is_stopped(r) else ''}{self._where(r)})"
             for r in missing
         )
+        missed = f" Missing: {names}." if names else ""
         return (
-            f"{self._named(self._rank)} waited {waited_s:.1f} s in {what}. Missing: {names}. "
+            f"{self._named(self._rank)} waited {waited_s:.1f} s in {what}.{missed} "
             f"Look what they are doing, or allow more than timeout_s={timeout_s:g}."
         )
 

@@ -20,7 +20,8 @@ from evenstep.errors import UsageError
 from evenstep.ground.compat.torch_profiler import begin_event, is_profiled
 from evenstep.replica.gradients.buckets.comm_hooks import HookQueue
 from evenstep.replica.gradients.buckets.layout import BucketLayout
-from evenstep.transport.base import Transport, Work
+from evenstep.transport.base import Work
+from evenstep.transport.core.transport import Transport
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -199,11 +200,11 @@ class Bucket:
         if totals is not None:
             totals.append(total_of(self.flat))
 
-    def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False) -> None:
-        """Start adding the flat tensor over ranks, or whatever a communication hook does instead."""
+    def launch(self, hooks: HookQueue | None = None, *, is_last: bool = False, beside: Tensor | None = None) -> None:
+        """Start adding the flat tensor over ranks, and `beside`; or whatever a communication hook does instead."""
         self._version = self._versions()
         self._begin_range("bucket", self.flat)
-        self.work = self._start(hooks, is_last=is_last)
+        self.work = self._start(hooks, is_last=is_last, beside=beside)
 
     def _begin_range(self, what: str, travels: Tensor) -> None:
         """Begin a range of the profile, if there is one: until `_end_range` something of this bucket travels."""
@@ -216,8 +217,10 @@ class Bucket:
             self._at_end()
             self._at_end = None
 
-    def _start(self, hooks: HookQueue | None, *, is_last: bool) -> Work:
-        return self._transport.all_reduce(self.flat) if hooks is None else hooks.submit(self, is_last=is_last)
+    def _start(self, hooks: HookQueue | None, *, is_last: bool, beside: Tensor | None) -> Work:
+        if hooks is not None:
+            return hooks.submit(self, is_last=is_last)
+        return self._transport.all_reduce(self.flat, beside=beside)
 
     def wait(self) -> None:
         """Return when the flat tensor holds the sum over ranks (see `Work.wait`).

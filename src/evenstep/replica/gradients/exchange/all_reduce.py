@@ -17,10 +17,9 @@ from evenstep.replica.gradients.exchange.base import Trained
 from evenstep.replica.gradients.exchange.sparse import sum_over_ranks
 from evenstep.replica.gradients.window import Kind, Window, zero_where
 from evenstep.replica.join import Uneven
-from evenstep.transport.base import Transport, Work
+from evenstep.transport.base import Work
+from evenstep.transport.core.transport import Transport
 from evenstep.transport.local import LocalTransport
-from evenstep.transport.shm.segment import MAX_PIGGYBACK_BYTES
-from evenstep.transport.shm.transport import SharedMemoryTransport
 
 
 class AllReduceExchange(AcrossRanks):
@@ -58,11 +57,9 @@ class AllReduceExchange(AcrossRanks):
 
     def _build(self, layout: Layout) -> None:
         self.layout = layout
-        # Over shared memory the header travels beside the last bucket: ranks meet once less.
-        fits = self._header.tensor.nbytes <= MAX_PIGGYBACK_BYTES and self._hooks is None and len(layout.buckets) > 0
-        carrier = self._transport if isinstance(self._transport, SharedMemoryTransport) and fits else None
-        self._carrier = carrier if self._header.tensor.device.type == "cpu" else None
-        self._launches = LaunchOrder(len(layout.buckets), keeps_last=self._carrier is not None)
+        # The header travels beside the last bucket: where ranks share memory they meet once less.
+        self._is_beside = self._hooks is None and len(layout.buckets) > 0
+        self._launches = LaunchOrder(len(layout.buckets), keeps_last=self._is_beside)
         # A hook may resize the memory that it is given, which a transport's own may not allow.
         allocator: Transport = self._transport if self._hooks is None else LocalTransport()
         self.buckets: Sequence[Bucket] = [self._build_bucket(bucket, allocator) for bucket in layout.buckets]
@@ -109,8 +106,8 @@ class AllReduceExchange(AcrossRanks):
         if self._hooks is not None:
             self._weights.start_total(window)
         launches = list(self._launches.finish())
-        carrier = self._carrier if self._uneven is None else None  # who has left a join sends nothing beside
-        last = None if carrier is None else self.buckets[launches.pop()]
+        # Who has left a join sends nothing beside.
+        last = self.buckets[launches.pop()] if self._is_beside and self._uneven is None else None
         self._launch(launches, window)
         if last is not None:
             self._pack(last, window)
@@ -120,7 +117,7 @@ class AllReduceExchange(AcrossRanks):
         self._recorder.mark(WAITING)
         self._used = self._used_here()
         self._header.fill(window, self._used, scale=scale)
-        header_work = self._send_header(last, carrier)
+        header_work = self._send_header(last)
         src = 0 if self._uneven is None else self._uneven.lowest_active(self._control)
         sent_buffers = self._module_buffers.start(src)
         for bucket in self.buckets:
@@ -145,12 +142,11 @@ class AllReduceExchange(AcrossRanks):
         if self._uneven is not None:
             self._uneven.end_window()
 
-    def _send_header(self, last: Bucket | None, carrier: SharedMemoryTransport | None) -> Work | None:
+    def _send_header(self, last: Bucket | None) -> Work | None:
         """Beside the last bucket, if there is one; else in a call of its own, which is returned."""
-        if last is None or carrier is None:
+        if last is None:
             return self._transport.all_reduce(self._header.tensor)
-        carrier.piggyback(self._header.tensor)
-        last.launch()
+        last.launch(beside=self._header.tensor)
         return None
 
     def _own_factor(self, window: Window, scale: float) -> float | Tensor | None:

@@ -22,7 +22,7 @@ from evenstep.replica.gradients.strategies import WindowEnd
 from evenstep.replica.gradients.window import SavedGradients, Window
 from evenstep.replica.join import Uneven
 from evenstep.replica.module_buffers import BufferBroadcast
-from evenstep.transport.base import Carrier, Transport
+from evenstep.transport.core.transport import Transport
 from evenstep.world import World
 
 
@@ -52,7 +52,7 @@ class Trained:
     module_buffers: BufferBroadcast
     recorder: Recorder
     transport: Transport
-    control: Carrier
+    control: Transport
     observers: tuple[Observer, ...]
     ending: WindowEnd
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from evenstep.transport.base import Carrier, Transport
 from evenstep.transport.core.object_collectives import gather_rows
+from evenstep.transport.core.transport import Transport
 
 
-def sum_over_ranks(grad: Tensor | None, like: Tensor, transport: Transport, control: Carrier) -> Tensor:
+def sum_over_ranks(grad: Tensor | None, like: Tensor, transport: Transport, control: Transport) -> Tensor:
     """Add a sparse gradient over ranks; what travels are the rows that some rank has.
 
     Collective: every rank calls this for the same parameters, in the same order.

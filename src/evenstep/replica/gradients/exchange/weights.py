@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from evenstep.replica.gradients.window import Kind, Window
-from evenstep.transport.base import Transport, Work
+from evenstep.transport.base import Work
+from evenstep.transport.core.transport import Transport
 
 _NUM_WINDOWS = 16  # in which ranks look for weights
 

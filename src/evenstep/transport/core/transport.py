@@ -1,0 +1,209 @@
+"""The class of all transports: one way for every call."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evenstep.errors import EvenstepError
+from evenstep.ground.health import heartbeat
+from evenstep.transport.base import Collective, Op, Work
+from evenstep.transport.core.codec import to_tensor
+from evenstep.transport.core.header import DTYPES, REFUSED, pack_text
+from evenstep.transport.core.last_calls import RecordedGroup, record
+from evenstep.transport.core.validation import Arguments
+
+_NOTHING = torch.empty(0, device="cpu")
+
+
+class Transport(abc.ABC):
+    """The ranks of one group, and how they exchange tensors.
+
+    A transport connects the ranks of one group for one purpose (gradients, control, …). Its calls are matched between
+    ranks by their order, so two purposes that may interleave differently on two ranks each get a transport of their own
+    (`split`). `evenstep.testing.transport` has the cases that every transport passes.
+
+    Every collective is called by all ranks, in the same order, with equal shapes and dtypes. It returns at once;
+    its tensors may not be touched before `Work.wait()` returns. All collectives take one way:
+
+        all_reduce, …    describe the call (`base.Collective`)
+        run              checks it and makes its tensors flat, whatever carries it
+        _start           carries it: what each kind of transport does in its own way
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        group: Of the record of the last calls: the group's name, equal on all ranks.
+
+    Attributes:
+        name: In messages: "local", "shared memory", "shared memory + gloo", "gloo", "nccl".
+        rank: This rank.
+        world_size: Number of ranks.
+        is_in_tree_order: Sums are added in a binary tree over ranks.
+        compares: The ranks compare their calls, and all raise the same error where these differ.
+        most_beside_bytes: So many bytes beside a call travel with it; more in a call of their own.
+        known_as: This rank's number in messages.
+        timeout_s: Deadline for peers to arrive.
+        num_calls: So many calls have been started.
+        recorded: This transport, as the record of the last calls knows it.
+    """
+
+    name: str
+    is_in_tree_order = False
+    compares = False
+    most_beside_bytes = 0
+    timeout_s = math.inf
+
+    def __init__(self, rank: int, world_size: int, group: str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.known_as = rank
+        self.num_calls = 0
+        self._compared_as: bytes | None = None
+        self.recorded = RecordedGroup(group, self.name)
+        self._arguments = Arguments(self.name, rank, world_size, weakref.WeakMethod(self.refuse), self._carries)
+
+    @staticmethod
+    def _carries(tensor: Tensor) -> bool:
+        """Whether this kind of transport can carry a tensor."""
+        return tensor.layout is torch.strided and tensor.dtype in DTYPES
+
+    @abc.abstractmethod
+    def _start(self, call: Collective) -> Work:
+        """Start a call that has been checked."""
+
+    @abc.abstractmethod
+    def split(self) -> Transport:
+        """Collective: a second transport over the same ranks, whose calls can't mix with this one's."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release sockets and memory. Local: waits for no other rank. Twice is once."""
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a bucket, zeroed: [numel]. Collectives copy such tensors least."""
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def run(self, call: Collective) -> Work:
+        """Check a call, and start it.
+
+        Raises:
+            ConfigurationError: The arguments are wrong on this rank.
+        """
+        self._arguments.prepare(call)
+        if call.beside is None or call.beside.nbytes <= self.most_beside_bytes:
+            return self._start(call)
+        beside, call.beside = call.beside, None
+        return _Both(self._start(call), self.all_reduce(beside))
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Change the deadline for peers, also of calls that are under way where ranks share memory. Local."""
+        self.timeout_s = timeout_s
+
+    def name_ranks(self, known_as: Sequence[int]) -> None:
+        """Set the ranks' numbers in messages: those that they have in a larger world."""
+        self.known_as = known_as[self.rank]
+
+    def compare_as(self, number: int, name: str, packed: bytes) -> None:
+        """Have the next call compared, where ranks do so, as a call over another transport, for which it is made.
+
+        Args:
+            number: Of that call.
+            name: Of that transport.
+            packed: That call's fingerprint.
+        """
+        self._compared_as = packed
+
+    def compare_call(self, kind: str, text: bytes = b"") -> Any:
+        """Compare a call that something else carries. The work is done when all ranks make the same one.
+
+        Args:
+            kind: One of `header.COLLECTIVES`.
+            text: The text of a refusal or a report (`header.pack_text`).
+        """
+        said = to_tensor(text) if text else _NOTHING
+        return self.run(Collective(kind, said, said))
+
+    def refuse(self, reason: str) -> None:
+        """Report, where ranks compare their calls, that this rank doesn't make its next one."""
+        if self.compares:
+            with contextlib.suppress(EvenstepError):  # they know of a transport that has failed, or been closed
+                self.compare_call(REFUSED, pack_text(reason))
+
+    def _count(self, packed: bytes) -> int:
+        """Note a call as it is started, for who asks what this rank does. Returns its number, from 1."""
+        self.num_calls = number = self.num_calls + 1
+        heartbeat.mark_collective(number)
+        record(self.recorded, number, packed)
+        return number
+
+    def all_reduce(self, tensor: Tensor, op: Op = "sum", *, beside: Tensor | None = None) -> Work:
+        """Combine `tensor` (any shape) over the ranks, in place, on every rank. For `beside` see `Collective`."""
+        return self.run(Collective("all_reduce", tensor, tensor, op, beside=beside))
+
+    def broadcast(self, tensor: Tensor, src: int) -> Work:
+        """Make `tensor` equal to rank `src`'s, in place."""
+        return self.run(Collective("broadcast", tensor, tensor, root=src))
+
+    def all_gather(self, out: Tensor, tensor: Tensor) -> Work:
+        """Concatenate every rank's `tensor` ([n]) in `out` ([world_size * n]), in order of rank."""
+        return self.run(Collective("all_gather", tensor, out))
+
+    def reduce_scatter(self, out: Tensor, tensor: Tensor, op: Op = "sum", *, beside: Tensor | None = None) -> Work:
+        """Combine `tensor` ([world_size * n]) over the ranks, and put part number `rank` of it into `out` ([n])."""
+        return self.run(Collective("reduce_scatter", tensor, out, op, beside=beside))
+
+    def reduce(self, tensor: Tensor, dst: int, op: Op = "sum", *, beside: Tensor | None = None) -> Work:
+        """As `all_reduce`, on rank `dst` only. What the others' `tensor` holds afterwards is undefined."""
+        return self.run(Collective("reduce", tensor, tensor, op, dst, beside=beside))
+
+    def gather(self, out: Tensor | None, tensor: Tensor, dst: int) -> Work:
+        """As `all_gather`, on rank `dst` only; the others give no `out`."""
+        return self.run(Collective("gather", tensor, out, root=dst))
+
+    def scatter(self, out: Tensor, tensor: Tensor | None, src: int) -> Work:
+        """Put part number `rank` of rank `src`'s `tensor` ([world_size * n]) into `out` ([n]); others give none."""
+        return self.run(Collective("scatter", tensor, out, root=src))
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        out_splits: Sequence[int] | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> Work:
+        """Send part number r of `tensor` to rank r; put what rank r sent into part number r of `out`.
+
+        Args:
+            out: [sum(out_splits)], or as long as `tensor`.
+            tensor: [sum(splits)], or of a length divisible by the number of ranks.
+            out_splits: [world_size], how many elements come from each rank; None, on all ranks: equal parts.
+            splits: [world_size], how many elements go to each rank.
+        """
+        sizes = None if out_splits is None or splits is None else (out_splits, splits)
+        return self.run(Collective("all_to_all", tensor, out, splits=sizes))
+
+    def barrier(self) -> Work:
+        """Done when every rank has called it."""
+        return self.compare_call("barrier")  # type: ignore[no-any-return]
+
+
+class _Both:
+    """Two calls in flight."""
+
+    def __init__(self, *works: Work) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evenstep.ground.health.first_failure import CrashReport, Exit, read_reports, write_report
+from evenstep.ground.health.first_failure import CrashReport, Exit
 from evenstep.ground.health.heartbeat import Heartbeat, Phase
 from evenstep.launcher.failure.detection import Hang
 from evenstep.launcher.failure.policy import StopPolicy, describe_exit, exit_status, is_evident
@@ -231,9 +231,10 @@ def test_a_hang_is_71_and_the_last_line() -> None:
     )
 
 
-def test_what_a_rank_says_cannot_command_the_terminal(tmp_path: Path) -> None:
-    write_report(tmp_path, replace(GENUINE, summary="ValueError: \x1b[2Jboo\nm", traceback="\x07ü"))
-    (report,) = read_reports(tmp_path)
+def test_what_a_rank_says_cannot_command_the_terminal() -> None:
+    said = replace(GENUINE, summary="ValueError: \x1b[2Jboo\nm", traceback="\x07ü")
+    report = CrashReport.unpack(said.pack())
+    assert report is not None
     assert (report.summary, report.traceback) == ("ValueError: \\x1b[2Jboo\nm", "\\x07ü")
 
 

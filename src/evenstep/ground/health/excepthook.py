@@ -20,7 +20,8 @@ from typing import Protocol, TextIO
 
 from evenstep.errors import EvenstepError
 from evenstep.ground.environment import Placement, current_placement
-from evenstep.ground.health.first_failure import CrashReport, write_report
+from evenstep.ground.health.first_failure import CrashReport
+from evenstep.ground.health.peer_heartbeats import own_page
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _MACHINERY = (str(_PACKAGE / "launcher"), "<frozen runpy>", "runpy.py")
@@ -74,14 +75,14 @@ def install(placement: Placement) -> _Hook:
             print(describe(error), file=_real_stderr(), flush=True)
             raise SystemExit(1)
         if isinstance(error, KeyboardInterrupt):
-            if placement.run_directory is None:
+            if not placement.pages:
                 before(kind, error, tb)
             raise SystemExit(130)
         text = describe(error)
         stderr = _real_stderr()
-        if placement.run_directory is not None and placement.run_directory.is_dir():
-            report = CrashReport.of(error, rank=placement.rank, traceback=text)
-            write_report(placement.run_directory, report, attempt=placement.restart_count)
+        page = own_page(placement)
+        if page is not None:
+            page.write_report(CrashReport.of(error, rank=placement.rank, traceback=text).pack())
             if placement.rank != 0:  # its stderr is its own log file
                 print(text, file=stderr, flush=True)
         elif isinstance(error, EvenstepError):

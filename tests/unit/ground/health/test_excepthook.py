@@ -12,6 +12,7 @@ import pytest
 from evenstep.cli import main
 from evenstep.ground.environment import Placement
 from evenstep.ground.health.excepthook import describe, install
+from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.launcher.spawn import script_runner
 
 
@@ -142,9 +143,10 @@ evenstep.Records("{tmp_path}/lines.jsonl", decode=DECODE)[1]
     assert told[1:] == [f"  at {tmp_path}/script.py, line 12, in <module>"]
 
 
-def test_what_ends_a_forked_child_is_no_report_of_the_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ends_a_forked_child_is_no_report_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    install(Placement(run_directory=tmp_path))
+    pages = NodePages(1)
+    install(Placement(pages=tuple(pages.files)))
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -161,4 +163,5 @@ def test_what_ends_a_forked_child_is_no_report_of_the_rank(tmp_path: Path, monke
     with os.fdopen(reader) as said:
         assert said.read() == "ValueError: in the child\n"
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert pages.pages[0].report() == b""
+    pages.close()

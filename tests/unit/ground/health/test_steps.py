@@ -90,7 +90,7 @@ def test_slow_is_said_once_and_only_of_two_windows_in_a_row() -> None:
 def test_the_busiest_optimizer_that_is_left_counts(monkeypatch: pytest.MonkeyPatch, page: Page) -> None:
     for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"):
         monkeypatch.setattr(sys.modules["torch.optim.optimizer"], name, OrderedDict())
-    monkeypatch.setattr(steps, "_is_counting", False)
+    monkeypatch.setattr(steps, "_is_watching", False)
     steps.count_optimizer_steps()
     steps.count_optimizer_steps()
     busy, idle = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))

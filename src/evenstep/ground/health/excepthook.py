@@ -18,9 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TextIO
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from evenstep.errors import EvenstepError
 from evenstep.ground.environment import Placement, current_placement
-from evenstep.ground.health.first_failure import CrashReport
+from evenstep.ground.health.first_failure import CrashReport, is_consequence
 from evenstep.ground.health.peer_heartbeats import own_page
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -91,6 +93,7 @@ def install(placement: Placement) -> _Hook:
         else:
             with contextlib.redirect_stderr(stderr):
                 before(kind, error, tb)
+        _tell_torchelastic(error)
         # CPython lets a hook end the process with a status of its own, exit handlers included.
         raise SystemExit(error.exit_code if isinstance(error, EvenstepError) else 1)
 
@@ -107,6 +110,21 @@ def reporting_mistakes() -> Iterator[None]:
         if error.is_users_mistake and sys.excepthook is sys.__excepthook__:
             install(current_placement())
         raise
+
+
+def _tell_torchelastic(error: BaseException) -> None:
+    """Write the file by which torchrun shows what failed. Its folder may be gone, and the error is what counts.
+
+    Its times are whole seconds, so that of ranks which fail together the lowest is blamed: those that only lost another
+    rank write nothing.
+    """
+    if is_consequence(error):
+        return
+    with contextlib.suppress(Exception):
+        try:
+            raise error  # its traceback is that of the exception which is being handled
+        except BaseException:
+            get_error_handler().record_exception(error)
 
 
 def _real_stderr() -> TextIO:

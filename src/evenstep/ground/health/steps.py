@@ -36,8 +36,7 @@ class StepListener(Protocol):
 
 _is_watching = _is_told_of_compiling = False
 _listeners: list[weakref.ref[StepListener]] = []
-_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by optimizer: its steps
-_busiest: weakref.ref[Any] | None = None  # of them: to ask for the largest count takes as long as all else here
+_counts: dict[int, int] = {}  # steps of each optimizer that exists, by id: weak keys take as long as all else here
 
 
 def count_optimizer_steps(listener: StepListener | None = None) -> None:
@@ -63,18 +62,17 @@ def _optimizer_begins(*_: object) -> None:
 
 
 def _optimizer_ended(optimizer: Any, *_: object) -> None:
-    global _busiest
     for each in _listeners:
         if (listener := each()) is not None:
             listener.optimizer_ended()
     if heartbeat.current is None:
         return
-    most = _counts[optimizer] = _counts.get(optimizer, 0) + 1
-    busiest = None if _busiest is None else _busiest()
-    if busiest is None or most >= _counts[busiest]:
-        _busiest = weakref.ref(optimizer)
-    else:
-        most = _counts[busiest]
+    key = id(optimizer)
+    if key not in _counts:
+        _counts[key] = 0
+        weakref.finalize(optimizer, _counts.pop, key).atexit = False
+    _counts[key] += 1
+    most = max(_counts.values())
     mark(Phase.BETWEEN_STEPS, step=most)
     if most % _LOOK_EVERY_STEPS == 0:
         mark_compilations()

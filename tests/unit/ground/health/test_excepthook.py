@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from evenstep.cli import main
+from evenstep.errors import PeerLostError
 from evenstep.ground.environment import Placement
 from evenstep.ground.health.excepthook import describe, install
 from evenstep.ground.health.peer_heartbeats import NodePages
@@ -165,3 +167,28 @@ def test_what_ends_a_forked_child_is_no_report_of_the_rank(monkeypatch: pytest.M
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     assert pages.pages[0].report() == b""
     pages.close()
+
+
+@pytest.mark.parametrize(
+    ("folder", "error", "writes"),
+    [
+        (".", ValueError("boom"), True),
+        (".", PeerLostError("rank 1 is gone"), False),
+        ("gone", ValueError("boom"), False),
+    ],
+)
+def test_torchrun_gets_its_file_and_the_error_ends_the_process_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, error: Exception, writes: bool
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    file = tmp_path / folder / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    install(Placement())
+    with pytest.raises(SystemExit) as end:
+        sys.excepthook(type(error), error, None)
+    assert end.value.code == getattr(error, "exit_code", 1)
+    assert file.exists() == writes
+    if writes:
+        told = json.loads(file.read_text())["message"]
+        assert told["message"] == "ValueError: boom"
+        assert "ValueError: boom" in told["extraInfo"]["py_callstack"]

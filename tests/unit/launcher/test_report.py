@@ -243,14 +243,14 @@ def test_the_state_of_the_root_cause_and_of_who_waits_comes_first() -> None:
     assert failure is not None
     pages = {
         0: Heartbeat(100, Phase.BACKWARD, 7, 9, True, 1, waiting_since_ns=500_000_000),
-        1: Heartbeat(101, Phase.BACKWARD, 7, 9, False, 1, bucket=2),
+        1: Heartbeat(101, Phase.BACKWARD, 7, 9, False, 1),
     }
     text = describe_failure(
         replace(failure, pages=pages, noticed_ns=2_000_000_000), run="run R, attempt 2 of 4, host A"
     )
     assert text.splitlines()[0] == (
-        "evenstep: run R, attempt 2 of 4, host A: rank 1 (pid 101) was in backward, step 7, collective 9, bucket 2 "
-        "sent last; rank 0 waited for others, for 1.5 s"
+        "evenstep: run R, attempt 2 of 4, host A: rank 1 (pid 101) was in backward, step 7, collective 9; "
+        "rank 0 waited for others, for 1.5 s"
     )
 
 

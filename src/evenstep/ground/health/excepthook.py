@@ -44,7 +44,7 @@ def describe(error: BaseException) -> str:
         lines = [each if "\n" in each else f"  {each}" for each in (*added, raised) if each]
         return "\n".join([f"{type(error).__name__}: {error}", *lines])
     tb = _without_machinery(error.__traceback__)
-    if isinstance(error, SyntaxError) and all(_is_machinery(frame) for frame in _frames(tb)):
+    if isinstance(error, SyntaxError) and all(_is_machinery(f.f_code.co_filename) for f, _ in traceback.walk_tb(tb)):
         tb = None  # of the script itself, whose line the error shows; python shows no frames either
     shown = traceback.TracebackException(type(error), error, tb)
     if isinstance(error, EvenstepError) and error.is_consequence:
@@ -150,12 +150,6 @@ def _without_machinery(tb: TracebackType | None) -> TracebackType | None:
     while tb is not None and _is_machinery(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb if tb is not None else first
-
-
-def _frames(tb: TracebackType | None) -> Iterator[str]:
-    """The file of each frame."""
-    for step in _steps(tb):
-        yield step.tb_frame.f_code.co_filename
 
 
 def _steps(tb: TracebackType | None) -> Iterator[TracebackType]:

@@ -12,12 +12,11 @@ whole; between fields it may see a moment in between, and judges nothing by one 
           4     number of the last collective
           5     whether it waits for other ranks now: since when, nanoseconds (monotonic), or 0
           6     when the page last changed, nanoseconds (monotonic)
-          7     the bucket that was last sent, and 1; 0: none
-          8     how long it has waited for other ranks in all, nanoseconds
-          9     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
-         10     when the last step was finished, nanoseconds (monotonic)
-         11     its rank
-         12 ... notes, 1 where they hold: see `Note`
+          7     how long it has waited for other ranks in all, nanoseconds
+          8     the step of the newest checkpoint that this rank has committed, and 1; 0: none yet
+          9     when the last step was finished, nanoseconds (monotonic)
+         10     its rank
+         11 ... notes, 1 where they hold: see `Note`
          16 ... four texts in turn: where in its script this rank is, written when ranks disagree. A length comes last
     byte  4096  the report of the error that ends the rank: its length, written last, and JSON
     byte 65536  the stacks that the rank writes when it is asked for them, one after the other, to the end of the file
@@ -25,6 +24,7 @@ whole; between fields it may see a moment in between, and judges nothing by one 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import os
@@ -39,7 +39,7 @@ PAGE_BYTES = 1 << 16  # a multiple of the page size of every machine
 _SITES, _REPORT = 128, 4096  # where they begin, in bytes
 _SITE_BYTES = (_REPORT - _SITES) // 4  # four: a rank may disagree again before others have read where it was at first
 REPORT_BYTES = PAGE_BYTES - _REPORT - 8
-_MARK = b"EVNSPAG5"  # changes with the layout
+_MARK = b"EVNSPAG6"  # changes with the layout
 
 
 class Phase(enum.IntEnum):
@@ -80,7 +80,6 @@ class Heartbeat:
         collective: Collectives begun on the transport that was used last.
         is_waiting: It waits for other ranks right now.
         time_ns: Monotonic time of this host at the last change.
-        bucket: What it last sent; None: no bucket.
         waiting_since_ns: When the present wait began; None: it doesn't wait.
         waited_ns: How long it has waited for others in all, apart from the present wait.
         saved_step: Of the newest checkpoint that it has committed; None: none yet.
@@ -95,7 +94,6 @@ class Heartbeat:
     collective: int
     is_waiting: bool
     time_ns: int
-    bucket: int | None = None
     waiting_since_ns: int | None = None
     waited_ns: int = 0
     saved_step: int | None = None
@@ -113,10 +111,10 @@ class Heartbeat:
 class Note(enum.IntEnum):
     """What a rank notes on its page beside the phase: the number is the word."""
 
-    IS_DONE = 12  # its exit handlers have run: only the interpreter's own end is left
-    IS_READY = 13  # it ends quietly when it is interrupted; before, it would print a traceback of its imports
-    SAVES = 14  # it saves on a stop signal: it then gets more time to end
-    WRITES_STACKS = 15  # it handles the signal by which the launcher asks for its stacks
+    IS_DONE = 11  # its exit handlers have run: only the interpreter's own end is left
+    IS_READY = 12  # it ends quietly when it is interrupted; before, it would print a traceback of its imports
+    SAVES = 13  # it saves on a stop signal: it then gets more time to end
+    WRITES_STACKS = 14  # it handles the signal by which the launcher asks for its stacks
 
 
 class Page:
@@ -150,29 +148,24 @@ class Page:
     @classmethod
     def at(cls, path: str) -> Page | None:
         """The page of another process of this host, at `/proc/PID/fd/N`; None if it can't be reached."""
-        try:
+        with contextlib.suppress(OSError):  # a container of its own, a process that hides its files
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return None  # a container of its own, a process that hides its files
-        try:
-            return cls(fd)
-        except OSError:
-            return None
-        finally:
-            os.close(fd)
+            try:
+                return cls(fd)
+            finally:
+                os.close(fd)
+        return None
 
     def begin(self, rank: int) -> None:
         """From now on this process writes to it; notes stay."""
         for word in range(1, Note.IS_READY):
             self.words[word] = 0
-        self.words[11], self.words[6], self.words[1] = rank, time.monotonic_ns(), os.getpid()
+        self.words[10], self.words[6], self.words[1] = rank, time.monotonic_ns(), os.getpid()
 
     def read(self) -> Heartbeat | None:
         """What it says now; None if no rank writes to it."""
-        words = self.words[: _SITES >> 3].tolist()
-        pid, phase, step, collective, waiting_since_ns, time_ns, bucket, waited_ns, saved, stepped_ns, rank, done = (
-            words[1 : Note.IS_READY]
-        )
+        words = self.words[1 : Note.IS_READY].tolist()
+        pid, phase, step, collective, waiting_since_ns, time_ns, waited_ns, saved, stepped_ns, rank, done = words
         if pid == 0 or phase not in Phase._value2member_map_:
             return None
         return Heartbeat(
@@ -182,7 +175,6 @@ class Page:
             collective=collective,
             is_waiting=waiting_since_ns > 0,
             time_ns=time_ns,
-            bucket=bucket - 1 if bucket else None,
             waiting_since_ns=waiting_since_ns or None,
             waited_ns=waited_ns,
             saved_step=saved - 1 if saved else None,
@@ -260,16 +252,15 @@ def mark(phase: Phase, step: int | None = None) -> None:
         now = time.monotonic_ns()
         if step is not None:
             words[3] = step
-            words[10] = now
+            words[9] = now
         words[6] = now
 
 
-def mark_collective(number: int, bucket: int | None = None) -> None:
+def mark_collective(number: int) -> None:
     """This rank begins a collective."""
     words = _words
     if words is not None:
         words[4] = number
-        words[7] = 0 if bucket is None else bucket + 1
         words[6] = time.monotonic_ns()
 
 
@@ -281,7 +272,7 @@ def mark_waiting(is_waiting: bool) -> None:
         if is_waiting:
             words[5] = now
         elif words[5]:
-            words[8] += now - words[5]
+            words[7] += now - words[5]
             words[5] = 0
         words[6] = now
 
@@ -289,7 +280,7 @@ def mark_waiting(is_waiting: bool) -> None:
 def mark_commit(step: int) -> None:
     """This rank has made a checkpoint out of what all have written."""
     if _words is not None:
-        _words[9] = step + 1
+        _words[8] = step + 1
 
 
 def note(what: Note) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from evenstep.ground.health import heartbeat
-from evenstep.ground.health.heartbeat import PAGE_BYTES, REPORT_BYTES, Note, Page, Phase, make_page
+from evenstep.ground.health.heartbeat import _MARK, PAGE_BYTES, REPORT_BYTES, Note, Page, Phase, make_page
 from evenstep.ground.health.peer_heartbeats import NodePages
 
 
@@ -29,12 +29,12 @@ def page() -> Iterator[Page]:
 def test_what_is_marked_is_read(page: Page) -> None:
     before = time.monotonic_ns()
     heartbeat.mark(Phase.FORWARD, step=7)
-    heartbeat.mark_collective(418, bucket=0)
+    heartbeat.mark_collective(418)
     heartbeat.mark_waiting(True)
     seen = page.read()
     assert seen is not None
     assert (seen.pid, seen.rank, seen.phase, seen.step, seen.collective) == (os.getpid(), 3, Phase.FORWARD, 7, 418)
-    assert (seen.is_waiting, seen.bucket, seen.saved_step) == (True, 0, None)
+    assert (seen.is_waiting, seen.saved_step) == (True, None)
     assert before <= seen.time_ns <= time.monotonic_ns()
     assert str(seen) == "in forward, step 7, collective 418"
     heartbeat.mark(Phase.BACKWARD)
@@ -43,7 +43,7 @@ def test_what_is_marked_is_read(page: Page) -> None:
     heartbeat.mark_commit(0)
     later = page.read()
     assert later is not None
-    assert (later.phase, later.step, later.is_waiting, later.bucket) == (Phase.BACKWARD, 7, False, None)
+    assert (later.phase, later.step, later.is_waiting) == (Phase.BACKWARD, 7, False)
     assert (later.saved_step, later.is_done) == (0, False)
     heartbeat.note(Note.IS_DONE)
     assert (at_the_end := page.read()) is not None
@@ -116,7 +116,7 @@ def test_a_report_that_fills_its_place_spoils_nothing(page: Page) -> None:
     assert seen.rank == 3
 
 
-@pytest.mark.parametrize("data", [b"", b"EVNSPAG5", bytes(PAGE_BYTES)], ids=["empty", "short", "zeros"])
+@pytest.mark.parametrize("data", [b"", _MARK, bytes(PAGE_BYTES)], ids=["empty", "short", "zeros"])
 def test_what_is_no_page_is_not_mapped(data: bytes) -> None:
     fd = os.memfd_create("no page")
     try:

@@ -14,6 +14,7 @@ from evenstep.cli import main
 from evenstep.errors import PeerLostError
 from evenstep.ground.environment import Placement
 from evenstep.ground.health.excepthook import describe, install
+from evenstep.ground.health.first_failure import CrashReport
 from evenstep.ground.health.peer_heartbeats import NodePages
 from evenstep.launcher.spawn import script_runner
 
@@ -192,3 +193,35 @@ def test_torchrun_gets_its_file_and_the_error_ends_the_process_without_it(
         told = json.loads(file.read_text())["message"]
         assert told["message"] == "ValueError: boom"
         assert "ValueError: boom" in told["extraInfo"]["py_callstack"]
+
+
+def test_of_a_users_mistake_the_innermost_line_of_the_user_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+import evenstep
+
+def train():
+    evenstep.Records("no such file")
+
+train()
+"""
+    told = describe(raised_by_running(tmp_path, text, monkeypatch)).splitlines()
+    assert told[1] == f"  at {tmp_path}/script.py, line 5, in train"
+
+
+def test_a_process_that_reports_in_a_ranks_name_leaves_the_page_to_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of the rank, or the script behind a program, which fails before it has joined the others."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    pages = NodePages(1)
+    (page,) = pages.pages
+    page.begin(0)
+    page.words[1] = 1  # the rank, another process
+    install(Placement(pages=tuple(pages.files)))
+    with pytest.raises(SystemExit):
+        sys.excepthook(ValueError, ValueError("boom"), None)
+    pages.close()
+    report, seen = CrashReport.unpack(page.report()), page.read()
+    assert report is not None
+    assert seen is not None
+    assert (report.pid, report.summary, seen.pid) == (os.getpid(), "ValueError: boom", 1)

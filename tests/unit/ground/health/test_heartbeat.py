@@ -85,7 +85,9 @@ heartbeat.mark(heartbeat.Phase.OPTIMIZER, step=5)
 os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", code, *pages.files], check=False)
-    assert os.stat(pages.files[1]).st_mode & 0o777 == 0o600
+    file = os.stat(pages.files[1])
+    assert (file.st_mode & 0o777, file.st_size) == (0o600, PAGE_BYTES)
+    assert file.st_blocks * 512 >= PAGE_BYTES, "a hole would be a SIGBUS where memory is short"
     pages.close()
     seen = pages.pages[1].read()
     assert seen is not None
@@ -112,6 +114,9 @@ def test_a_report_that_fills_its_place_spoils_nothing(page: Page) -> None:
     page.write_report(b"x" * REPORT_BYTES)
     assert page.report() == b"x" * REPORT_BYTES
     assert page.sites() == ["here", "", "", ""]
+    with pytest.raises(ValueError, match="different structures"):
+        page.write_report(b"y" * (REPORT_BYTES + 1))
+    assert page.report() == b"", "a report that isn't whole is none"
     assert (seen := page.read()) is not None
     assert seen.rank == 3
 

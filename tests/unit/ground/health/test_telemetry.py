@@ -194,3 +194,13 @@ def test_one_event_is_a_mark_and_a_phase_of_the_page() -> None:
         assert heartbeat.phase_now() is Phase.BACKWARD
     finally:
         heartbeat.write_to(None)
+
+
+def test_an_optimizers_step_ends_a_step_whose_window_nobody_ended() -> None:
+    recorder = Recorder()
+    for _ in range(2):
+        recorder.forward(recorder.begin_forward())
+        recorder.begin_backward()
+        recorder.optimizer_begins()
+        recorder.optimizer_ended()
+    assert [times.optimizer_s > 0 for times in recorder.steps()] == [True, True]
